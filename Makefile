@@ -1,0 +1,57 @@
+# Each target sets up what it needs: a fresh clone can start with any of them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+CHECKPOINT := examples/models/tiny-pydoc
+# The editable install is redone when one of these changes.
+BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -type f)
+# Two cores of a shared machine: spinning threads cost more than they bring.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help run test test-all check fix bench docs clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+run: $(VENV)/run.stamp ## install, then write a paragraph with the small checkpoint
+	$(BIN)/opweave generate $(CHECKPOINT) --prompt "Return a list of" --max-tokens 96 \
+	  --temperature 0.7 --seed 1 --explain
+
+test: $(VENV)/dev.stamp ## run the tests
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/dev.stamp ## run the tests, slow sweeps included
+	$(BIN)/python -m pytest
+
+check: $(VENV)/dev.stamp ## lint, types, spelling, docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+
+fix: $(VENV)/dev.stamp ## format, and mend what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/dev.stamp ## measure
+	$(BIN)/python benchmarks/dispatch.py
+
+docs: $(VENV)/dev.stamp ## serve the documentation
+	$(BIN)/mkdocs serve
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) build dist site
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/run.stamp: $(VENV)/bin/python $(BUILD_INPUTS)
+	$(PIP) install --constraint constraints.txt --editable ".[serve]"
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/bin/python $(BUILD_INPUTS)
+	$(PIP) install --constraint constraints.txt --editable ".[dev]"
+	touch $(VENV)/run.stamp $@

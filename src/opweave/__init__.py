@@ -1,0 +1,13 @@
+"""opweave: the kernel layer for LLM inference in PyTorch.
+
+Declare an operation once, in plain PyTorch; plug in kernels for it; opweave runs the right one and shows why.
+Start with :mod:`opweave.ir`.
+"""
+
+from opweave import ir
+from opweave._first_use import prepare as _prepare
+
+__all__ = ["__version__", "ir"]
+__version__ = "0.1.0"
+
+ir.current_registry().on_first_use(_prepare)

@@ -1,0 +1,24 @@
+"""What happens when an op is first used: kernels load, settings are read.
+
+``import opweave`` does none of it.
+"""
+
+from __future__ import annotations
+
+from opweave.ir import Source, current_registry
+
+
+def prepare() -> None:
+    """Load the providers that come with opweave, and apply settings and platform defaults."""
+    from opweave import kernels
+    from opweave.config.sources import apply_environment_and_file
+    from opweave.platforms import current_platform
+
+    registry = current_registry()
+    kernels.load()
+    apply_environment_and_file(registry)
+    registry.settings.set_priorities(
+        Source.PLATFORM,
+        current_platform.get_default_ir_op_priority(None),
+        f"platform default, {current_platform.name}",
+    )

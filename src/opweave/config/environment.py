@@ -1,0 +1,87 @@
+"""Every environment variable that opweave reads, in one table.
+
+The docs page is generated from it. Variables are read once, on first use of an op.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from opweave.ir.errors import SettingError
+
+PRIORITY_PREFIX = "OPWEAVE_IR_OP_PRIORITY__"
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off", ""})
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable."""
+
+    name: str
+    kind: str
+    default: str
+    doc: str
+
+
+VARIABLES = (
+    Variable(
+        PRIORITY_PREFIX + "<OP>", "list", "",
+        "Providers to prefer for an op, separated by commas; `name!` makes it an error if the "
+        "provider cannot be used. `OPWEAVE_IR_OP_PRIORITY__RMS_NORM=triton,opweave_c`.",
+    ),
+    Variable(
+        "OPWEAVE_BATCH_INVARIANT", "bool", "0",
+        "Admit only implementations whose rows do not depend on the rest of the batch.",
+    ),
+    Variable(
+        "OPWEAVE_CHECK_DONATION", "bool", "0",
+        "After `maybe_inplace`, overwrite donated inputs that were not reused with NaN, so that "
+        "reading them shows.",
+    ),
+    Variable(
+        "OPWEAVE_CONFIG", "path", "",
+        "The config file, instead of the nearest `opweave.toml` or `pyproject.toml`.",
+    ),
+    Variable(
+        "OPWEAVE_ISA", "string", "",
+        "The instruction set of the C++ kernels: `base`, `avx2`, `avx512` or `avx512bf16`; by "
+        "default the best that the processor has.",
+    ),
+)
+
+
+def flag(name: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return the value of a bool variable.
+
+    Raises:
+        SettingError: it is neither true nor false.
+    """
+    value = environ.get(name, "").strip().lower()
+    if value not in _TRUE | _FALSE:
+        raise SettingError(f"{name}={environ[name]!r} is neither true (1) nor false (0).")
+    return value in _TRUE
+
+
+def priorities(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the priority lists by op, as written."""
+    return {
+        name.removeprefix(PRIORITY_PREFIX).lower(): value
+        for name, value in environ.items()
+        if name.startswith(PRIORITY_PREFIX)
+    }
+
+
+def check_names(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the variables that start with ``OPWEAVE_`` but mean nothing to opweave."""
+    known = {v.name for v in VARIABLES}
+    return sorted(
+        name
+        for name in environ
+        if name.startswith("OPWEAVE_")
+        and name not in known
+        and not name.startswith(PRIORITY_PREFIX)
+    )

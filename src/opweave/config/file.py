@@ -1,0 +1,83 @@
+"""The config file: ``opweave.toml``, or ``[tool.opweave]`` in ``pyproject.toml``.
+
+::
+
+    batch_invariant = false
+
+    [ir_op_priority]
+    rms_norm = ["triton", "opweave_c"]
+
+The nearest file counts, from the working directory upwards; an ``opweave.toml`` beats a ``pyproject.toml`` beside it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opweave.ir.errors import SettingError, did_you_mean
+
+_KEYS = ("batch_invariant", "check_donation", "ir_op_priority")
+
+
+@dataclass(frozen=True)
+class FileSettings:
+    """What a config file says."""
+
+    path: Path | None = None
+    batch_invariant: bool = False
+    check_donation: bool = False
+    ir_op_priority: dict[str, list[str] | str] = field(default_factory=dict)
+
+
+def load(explicit: str | None = None, start: Path | None = None) -> FileSettings:
+    """Read *explicit*, or else the nearest config file from *start* upwards.
+
+    Raises:
+        SettingError: the file is missing, is not TOML, or holds something unknown or of another type.
+    """
+    if explicit:
+        path = Path(explicit)
+        if not path.is_file():
+            raise SettingError(f"OPWEAVE_CONFIG: there is no file {explicit!r}.")
+        return _settings(_table(path) or {}, path)
+    for folder in ((start or Path.cwd()), *(start or Path.cwd()).parents):
+        for name in ("opweave.toml", "pyproject.toml"):
+            path = folder / name
+            table = _table(path) if path.is_file() else None
+            if table is not None:
+                return _settings(table, path)
+    return FileSettings()
+
+
+def _table(path: Path) -> dict[str, Any] | None:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        if path.name == "pyproject.toml":
+            return None  # somebody else's to complain about
+        raise SettingError(f"{path}: cannot be read as TOML: {error}.") from error
+    if path.name != "pyproject.toml":
+        return content
+    table: dict[str, Any] | None = content.get("tool", {}).get("opweave")
+    return table
+
+
+def _settings(table: dict[str, Any], path: Path) -> FileSettings:
+    for key, value in table.items():
+        if key not in _KEYS:
+            raise SettingError(f"{path}: unknown key {key!r}. {did_you_mean(key, _KEYS)}")
+        wanted = dict if key == "ir_op_priority" else bool
+        if not isinstance(value, wanted):
+            raise SettingError(
+                f"{path}: {key} = {value!r} should be a {'table' if wanted is dict else 'bool'}."
+            )
+    for op, providers in table.get("ir_op_priority", {}).items():
+        if not isinstance(providers, (str, list)):
+            raise SettingError(
+                f"{path}: ir_op_priority.{op} = {providers!r} should be a list of providers, such "
+                "as ['opweave_c', 'native']."
+            )
+    return FileSettings(path, **table)

@@ -1,0 +1,47 @@
+"""Hands the settings of the environment, the config file and the platform to the IR."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+from opweave.config import environment, file
+from opweave.ir import Registry, Source
+from opweave.ir.traits import BATCH_INVARIANT
+
+
+def apply_environment_and_file(registry: Registry) -> None:
+    """Read the environment and the config file into the registry's settings.
+
+    Raises:
+        SettingError: something is malformed.
+    """
+    settings, found = registry.settings, file.load(os.environ.get("OPWEAVE_CONFIG"))
+    settings.set_priorities(
+        Source.ENVIRONMENT,
+        environment.priorities(),
+        lambda op: f"environment {environment.PRIORITY_PREFIX}{op.upper()}",
+    )
+    settings.set_priorities(
+        Source.CONFIG_FILE, found.ir_op_priority, lambda op: f"{found.path} ir_op_priority.{op}"
+    )
+    if environment.flag("OPWEAVE_BATCH_INVARIANT"):
+        settings.require(Source.ENVIRONMENT, [BATCH_INVARIANT], "OPWEAVE_BATCH_INVARIANT")
+    if found.batch_invariant:
+        settings.require(Source.CONFIG_FILE, [BATCH_INVARIANT], f"{found.path} batch_invariant")
+    settings.check_donation = environment.flag("OPWEAVE_CHECK_DONATION") or found.check_donation
+
+
+def apply_command_line(
+    registry: Registry, priorities: Mapping[str, str | Iterable[str]]
+) -> None:
+    """Set what ``--ir-op-priority.<op>=...`` said, ``-`` and ``_`` alike, and check every name.
+
+    Raises:
+        SettingError: an op or a provider is unknown, or a list is malformed.
+    """
+    normalised = {op.replace("-", "_"): providers for op, providers in priorities.items()}
+    registry.settings.set_priorities(
+        Source.COMMAND_LINE, normalised, lambda op: f"--ir-op-priority.{op}"
+    )
+    registry.check_settings()

@@ -1,0 +1,55 @@
+"""The IR: ops, their implementations, and the choice between them.
+
+>>> import torch
+>>> from opweave import ir
+>>> with torch.no_grad():
+...     y = ir.ops.rms_norm(torch.ones(1, 4), None, 1e-6)
+>>> y.shape
+torch.Size([1, 4])
+
+This package imports torch and the standard library, nothing else.
+"""
+
+from opweave.ir import rules
+from opweave.ir.errors import IrError
+from opweave.ir.explain import Explanation, explain
+from opweave.ir.impl import IrOpImpl
+from opweave.ir.op import RESERVED_PROVIDERS, IrOp, IrOpInplaceOverload
+from opweave.ir.priority import IrOpPriorityConfig, Source
+from opweave.ir.recording import Record, record
+from opweave.ir.registry import Registry, current_registry, isolated_registry, register_op
+from opweave.ir.scope import priority, require
+from opweave.ir.selection import Policy, Rejection, Selection, policy_for, select
+from opweave.ir.tolerance import Tolerance
+from opweave.ir.traits import TRAITS
+
+from opweave.ir import ops  # isort: skip (declares with the names above)
+
+__all__ = [
+    "RESERVED_PROVIDERS",
+    "TRAITS",
+    "Explanation",
+    "IrError",
+    "IrOp",
+    "IrOpImpl",
+    "IrOpInplaceOverload",
+    "IrOpPriorityConfig",
+    "Policy",
+    "Record",
+    "Registry",
+    "Rejection",
+    "Selection",
+    "Source",
+    "Tolerance",
+    "current_registry",
+    "explain",
+    "isolated_registry",
+    "ops",
+    "policy_for",
+    "priority",
+    "record",
+    "register_op",
+    "require",
+    "rules",
+    "select",
+]

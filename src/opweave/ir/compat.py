@@ -1,0 +1,41 @@
+"""The private parts of torch that opweave touches, in one place.
+
+Checked with torch 2.11 to 2.15; ``tests/ir/test_compat.py`` has a canary for each name.
+Nothing else in opweave reads a private name of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch.library import Library
+
+# True only while Dynamo traces the calling code. Cheaper than torch.compiler.is_compiling(), and
+# enough: every other tracer shows itself through a mode, a tensor type or functorch.
+is_dynamo_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+
+# How many TorchDispatchModes are active (fake tensors, make_fx, user modes).
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+# True if a TorchFunctionMode is active, or the tensor overrides __torch_function__.
+has_torch_function_unary: Callable[[object], bool] = torch.overrides.has_torch_function_unary
+function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+
+# The innermost functorch transform (vmap, grad, ...), or None. Its tensors look like plain Tensors.
+functorch_interpreter: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+
+# The graph that torch.jit.trace is recording, or None.
+jit_tracing_state: Callable[[], object] = torch._C._get_tracing_state
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Exclude the autograd keys from dispatch, as an autograd kernel does when it redispatches."""
+    return cast("AbstractContextManager[None]", torch._C._AutoDispatchBelowAutograd())
+
+
+def register_fake(library: Library, name: str, function: Callable[..., Any]) -> None:
+    """Give the torch op *name* of *library* a fake implementation."""
+    library._register_fake(name, function)

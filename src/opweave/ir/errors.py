@@ -1,0 +1,93 @@
+"""Every error of the IR, one class per condition.
+
+Each message says what was asked, what was found, what is possible, and how to fix it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class IrError(Exception):
+    """Base class of everything that :mod:`opweave.ir` raises on purpose."""
+
+
+class InvalidNameError(IrError, ValueError):
+    """The name of an op or provider is not of the form ``[a-z_][a-z0-9_]*``, or is reserved."""
+
+
+class InvalidOpError(IrError, TypeError):
+    """A function cannot be an op: its signature, return type or options do not fit."""
+
+
+class DuplicateOpError(IrError, ValueError):
+    """An op of that name is declared already in this registry."""
+
+
+class DuplicateImplError(IrError, ValueError):
+    """The op has an implementation from that provider already."""
+
+
+class SchemaMismatchError(IrError, ValueError):
+    """An implementation's signature differs from its op's native implementation."""
+
+
+class PredicateSignatureError(IrError, ValueError):
+    """A predicate's signature differs from its op's, or a rule names an unknown parameter."""
+
+
+class PredicateFailedError(IrError, RuntimeError):
+    """A predicate raised instead of answering."""
+
+
+class UnknownOpError(IrError, LookupError, AttributeError):
+    """No op of that name is declared."""
+
+
+class UnknownProviderError(IrError, LookupError):
+    """The op has no implementation from that provider."""
+
+
+class UnknownTraitError(IrError, LookupError):
+    """No trait of that name exists."""
+
+
+class ProviderUnavailableError(IrError, RuntimeError):
+    """A provider marked ``name!`` cannot be used here, whatever the arguments."""
+
+
+class ProviderRejectedError(IrError, RuntimeError):
+    """A provider marked ``name!`` does not accept these arguments."""
+
+
+class NoImplementationError(IrError, RuntimeError):
+    """No implementation, native included, has the required traits."""
+
+
+class DonationError(IrError, TypeError):
+    """``maybe_inplace`` was asked of an op that was not declared with ``allow_inplace=True``."""
+
+
+class MissingToleranceError(IrError, LookupError):
+    """No tolerance is defined for a dtype."""
+
+
+class MissingInputGeneratorError(IrError, LookupError):
+    """The op has no input generator."""
+
+
+class SettingError(IrError, ValueError):
+    """A setting from the command line, the environment or a file is malformed."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a sentence that lists *known* and the closest match to *name*, if there is one.
+
+    >>> did_you_mean("rmsnorm", ["rms_norm", "linear"])
+    "Did you mean 'rms_norm'? Known: linear, rms_norm."
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Known: {', '.join(names) or 'none'}."

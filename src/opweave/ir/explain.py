@@ -1,0 +1,109 @@
+"""Why a call runs the kernel it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opweave.ir.priority import NATIVE
+from opweave.ir.selection import Selection, needs_gradient, policy_for, select
+
+if TYPE_CHECKING:
+    from opweave.ir.op import IrOp
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one provider: ``chosen``, ``rejected``, ``not reached`` or ``not listed``."""
+
+    provider: str
+    outcome: str
+    reason: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of :func:`explain`; ``print`` it, or read it with :meth:`to_dict`."""
+
+    op: str
+    call: str
+    chosen: str
+    verdicts: tuple[Verdict, ...]
+    required: dict[str, str]
+
+    def __str__(self) -> str:
+        width = max(len(v.provider) for v in self.verdicts)
+        marks = {"chosen": "✓", "rejected": "✗", "not reached": "·", "not listed": "·"}
+        lines = [f"{self.op}({self.call})"]
+        for trait, origin in self.required.items():
+            lines.append(f"  requires {trait} ({origin})")
+        for v in self.verdicts:
+            reason = f": {v.reason}" if v.reason else ""
+            origin = f"  [{v.origin}]" if v.origin else ""
+            lines.append(f"  {marks[v.outcome]} {v.provider:<{width}}  {v.outcome}{reason}{origin}")
+        return "\n".join([*lines, f"  → {self.chosen}"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the explanation as plain data, ready for JSON."""
+        return {
+            "op": self.op,
+            "call": self.call,
+            "chosen": self.chosen,
+            "required": dict(self.required),
+            "providers": [
+                {"provider": v.provider, "outcome": v.outcome, "reason": v.reason,
+                 "origin": v.origin}
+                for v in self.verdicts
+            ],
+        }
+
+
+def explain(op: IrOp, *args: Any, **kwargs: Any) -> Explanation:
+    """Explain which implementation a call of *op* with these arguments would run here, and why.
+
+    Nothing is run. Takes the arguments of the op itself, real or fake tensors.
+
+    Raises:
+        Whatever the call itself would raise while choosing.
+    """
+    values = op.bind(*args, **kwargs)
+    policy = policy_for(op, differentiable=needs_gradient(values))
+    return explained(select(op, values, policy), values)
+
+
+def explained(selection: Selection, values: tuple[Any, ...]) -> Explanation:
+    """Turn a selection that was made for *values* into an explanation."""
+    op = selection.op
+    reasons = {r.provider: r.reason for r in selection.rejected}
+    verdicts = []
+    for entry in selection.policy.priority:
+        if entry.provider in reasons:
+            outcome, reason = "rejected", reasons[entry.provider]
+        elif entry.provider == selection.provider:
+            outcome, reason = "chosen", ""
+        else:
+            outcome, reason = "not reached", f"{selection.provider} comes first"
+        verdicts.append(Verdict(entry.provider, outcome, reason, entry.origin))
+    listed = {entry.provider for entry in selection.policy.priority}
+    for provider in op.impls.keys() - listed - {NATIVE}:
+        verdicts.append(Verdict(provider, "not listed", "in no priority list", ""))
+    call = ", ".join(
+        f"{name}={_show(value)}" for name, value in zip(op.schema.names, values, strict=True)
+    )
+    return Explanation(
+        op.name, call, selection.provider, tuple(verdicts), dict(selection.policy.required)
+    )
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        shape = ", ".join(map(str, value.shape))
+        dtype = str(value.dtype).removeprefix("torch.")
+        strided = "" if value.is_contiguous() else f" strides {tuple(value.stride())}"
+        return f"{dtype}[{shape}]{strided} {value.device}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_show, value))}]"
+    return repr(value)

@@ -1,0 +1,153 @@
+"""An implementation: a kernel for an op, what it supports and what it promises."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from opweave.ir.errors import PredicateFailedError, PredicateSignatureError, SchemaMismatchError
+from opweave.ir.rules import Custom, Rule, evaluator
+from opweave.ir.schema import check_same
+from opweave.ir.site import Site
+
+if TYPE_CHECKING:
+    from opweave.ir.op import IrOp
+
+Predicate = Rule | Callable[..., bool]
+
+
+@dataclass(frozen=True, eq=False)
+class IrOpImpl:
+    """A kernel for *op*.
+
+    Attributes:
+        op: the op it implements.
+        provider: where the kernel comes from (``"opweave_c"``, ``"triton"``); says nothing about
+            the device.
+        impl_fn: the function; same signature as the op's native implementation.
+        supported: whether it can run here at all, decided once at registration.
+        unsupported_reason: why not, if not.
+        supports_args: the predicate, or None if every argument is supported.
+        inplace: whether it may write its outputs into the op's activations.
+        traits: what it promises, see :mod:`opweave.ir.traits`.
+        site: where it was registered.
+    """
+
+    op: IrOp
+    provider: str
+    impl_fn: Callable[..., Any]
+    supported: bool
+    unsupported_reason: str
+    supports_args: Predicate | None
+    inplace: bool
+    traits: frozenset[str]
+    site: Site
+
+    def __post_init__(self) -> None:
+        native, what = self.op.native, f"{self.op.name!r}: implementation {self.provider!r}"
+        check_same(native, self.impl_fn, f"{what} ({self.site})")
+        if self.supports_args is not None:
+            check_predicate(self.supports_args, self.op, what)
+
+    def __repr__(self) -> str:
+        return f"<IrOpImpl {self.op.name}:{self.provider} from {self.site}>"
+
+    @property
+    def supports_all_args(self) -> bool:
+        """Whether there is no predicate."""
+        return self.supports_args is None
+
+    @cached_property
+    def _accepts(self) -> Callable[..., bool]:
+        predicate = self.supports_args
+        if isinstance(predicate, Rule):
+            return evaluator(predicate, self.op.schema)
+        return predicate or (lambda *args, **kwargs: True)
+
+    def rejection(self, values: Sequence[Any]) -> str | None:
+        """Return why the predicate rejects *values* (one per parameter), or None if it accepts.
+
+        Raises:
+            PredicateFailedError: the predicate itself raised.
+        """
+        args, kwargs = self.op.schema.split(values)
+        try:
+            if self._accepts(*args, **kwargs):
+                return None
+        except Exception as error:
+            raise PredicateFailedError(
+                f"{self.op.name}: the predicate of provider {self.provider!r} ({self.site}) "
+                f"raised {type(error).__name__}: {error}. A predicate must answer True or False "
+                "for any arguments of the op; mend it, or leave the provider out of the priority."
+            ) from error
+        if isinstance(self.supports_args, Rule):
+            named = dict(zip(self.op.schema.names, values, strict=True))
+            return self.supports_args.reason(self.op.schema, named)
+        return f"its predicate {_name(self.supports_args)} returned False"
+
+    def uuid(self) -> str:
+        """Return a digest of the source files of the kernel's function and its predicate."""
+        digest = hashlib.sha256(self.provider.encode())
+        functions = [self.impl_fn]
+        if callable(self.supports_args):
+            functions.append(self.supports_args)
+        for function in functions:
+            digest.update(_source(function))
+        return digest.hexdigest()
+
+
+def check_predicate(predicate: Predicate, op: IrOp, what: str) -> None:
+    """Raise PredicateSignatureError unless *predicate* takes the op's parameters."""
+    if isinstance(predicate, Rule):
+        predicate.check(op.schema)
+        for function in _custom_functions(predicate):
+            check_predicate(function, op, what)
+        return
+    if not callable(predicate):
+        raise PredicateSignatureError(
+            f"{what}: supports_args must be a rule or a function, not {predicate!r}."
+        )
+    try:
+        check_same(_bare(op.native), _bare(predicate), f"{what}: supports_args")
+    except SchemaMismatchError as error:
+        raise PredicateSignatureError(str(error)) from None
+
+
+def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a stand-in with the function's parameters and defaults, and no annotations."""
+    signature = inspect.signature(function)
+    params = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+
+    def stand_in() -> None: ...
+
+    stand_in.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=params, return_annotation=inspect.Signature.empty
+    )
+    return stand_in
+
+
+def _custom_functions(rule: Rule) -> list[Callable[..., bool]]:
+    if isinstance(rule, Custom):
+        return [rule.function]
+    return [f for part in getattr(rule, "rules", ()) for f in _custom_functions(part)]
+
+
+def _name(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__name__", repr(function))
+    return f"{name!r} ({code.co_filename}:{code.co_firstlineno})" if code else repr(name)
+
+
+def _source(function: Callable[..., Any]) -> bytes:
+    try:
+        file = inspect.getsourcefile(function)
+        if file is not None:
+            with open(file, "rb") as handle:
+                return handle.read()
+    except (OSError, TypeError):
+        pass
+    return repr(getattr(function, "__qualname__", function)).encode()

@@ -1,0 +1,443 @@
+"""An op: its name, its schema, the native implementation that defines it, and its kernels."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opweave.ir import tolerance
+from opweave.ir.dispatch import Function, Kind, Path
+from opweave.ir.errors import (
+    DonationError,
+    DuplicateImplError,
+    InvalidNameError,
+    InvalidOpError,
+    MissingInputGeneratorError,
+    MissingToleranceError,
+    UnknownProviderError,
+    did_you_mean,
+)
+from opweave.ir.impl import IrOpImpl, Predicate
+from opweave.ir.priority import NATIVE, Entries, Source, merge, parse
+from opweave.ir.schema import Schema, check_same
+from opweave.ir.scope import priority
+from opweave.ir.selection import policy_for, select
+from opweave.ir.site import Site, caller_site
+from opweave.ir.tolerance import Tolerance
+from opweave.ir.torch_ops import ANNOTATED_SUFFIX, TorchOps, call_site
+from opweave.ir.traits import DIFFERENTIABLE, check_traits
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from opweave.ir.registry import Registry
+
+_NAME = re.compile(r"[a-z_][a-z0-9_]*")
+RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
+
+
+class IrOp:
+    """A functional operation: a name, a schema, a native implementation, and kernels for it.
+
+    Made by :func:`opweave.ir.register_op`. Call it like the function it was declared with; the implementation
+    that :func:`opweave.ir.explain` names runs.
+    """
+
+    __call__: Function
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> IrOp:
+        # Each op has a subclass of its own, whose __call__ is the function generated for it.
+        return object.__new__(type(cls.__name__, (cls,), {}))
+
+    def __init__(
+        self,
+        native: Function,
+        registry: Registry,
+        *,
+        name: str | None = None,
+        activations: Sequence[str] | None = None,
+        allow_inplace: bool = False,
+        composite: bool = False,
+        native_traits: Iterable[str] = (),
+    ) -> None:
+        self.name = check_name(name or native.__name__, "op")
+        if self.name.endswith(ANNOTATED_SUFFIX):
+            raise InvalidNameError(f"op {self.name!r}: names may not end in {ANNOTATED_SUFFIX!r}.")
+        self.native, self.registry = native, registry
+        self.schema = Schema.of(native, self.name)
+        self.activations = _activations(self.schema, self.name, activations)
+        self.allow_inplace, self.composite = allow_inplace, composite
+        self.site = caller_site()
+        self.fake: Function = native
+        self._check_inplace()
+        self._binder: Function = _binder(self.schema)
+        self._impls: dict[str, IrOpImpl] = {}
+        self._tolerances = dict(tolerance.DEFAULT_TOLERANCES)
+        self._input_generator: Callable[..., tuple[Any, ...]] | None = None
+        self._add(NATIVE, native, traits={DIFFERENTIABLE, *native_traits})
+
+    def define(self) -> None:
+        """Define the torch ops and the call paths. Once, when the op enters its registry."""
+        self.torch_ops = TorchOps(self, self.registry.library)
+        self.torch_op = self.torch_ops.default
+        self._call = Path(self, Kind.CALL)
+        self._donating = Path(self, Kind.DONATING) if self.allow_inplace else None
+        self._kernels: dict[Entries, Path] = {(): Path(self, Kind.KERNEL)}
+        self._call_sites: dict[tuple[str, ...], CallSite] = {}
+        self._install()
+
+    def __repr__(self) -> str:
+        return f"<IrOp {self.name}{inspect.signature(self.native)} from {self.site}>"
+
+    def __str__(self) -> str:
+        """The op's name and the first line of its docstring."""
+        lines = (inspect.getdoc(self.native) or "").splitlines()
+        return f"{self.name}: {lines[0]}" if lines else self.name
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        from opweave.ir.registry import find_op
+
+        return find_op, (self.name,)
+
+    # Implementations
+
+    @property
+    def impls(self) -> Mapping[str, IrOpImpl]:
+        """Every registered implementation by provider, native first."""
+        self.registry.ensure_ready()
+        return MappingProxyType(self._impls)
+
+    def register_impl(
+        self,
+        provider: str,
+        *,
+        supported: bool = True,
+        unsupported_reason: str | None = None,
+        supports_args: Predicate | None = None,
+        inplace: bool = False,
+        traits: Iterable[str] = (),
+    ) -> Callable[[Function], Function]:
+        """Register the decorated function as an implementation of this op.
+
+        Args:
+            provider: where the kernel comes from; unique for the op, ``[a-z_][a-z0-9_]*``.
+            supported: whether it can run here at all (the library is there, the device exists).
+            unsupported_reason: what to tell people where it cannot.
+            supports_args: which arguments it takes: a rule of :mod:`opweave.ir.rules`, or a function with the
+                op's parameters that returns bool. None: all of them.
+            inplace: it may write its outputs into the op's activations, and return them.
+            traits: what it promises, see :mod:`opweave.ir.traits`.
+
+        Raises:
+            InvalidNameError: the provider's name is ill-formed or reserved.
+            DuplicateImplError: the provider is registered for this op already.
+            SchemaMismatchError: the function's signature differs from the op's.
+            PredicateSignatureError: the predicate's does.
+            InvalidOpError: ``inplace=True`` on an op without activations that match its outputs.
+            UnknownTraitError: a trait does not exist.
+        """
+        check_name(provider, "provider")
+        if provider in RESERVED_PROVIDERS:
+            raise InvalidNameError(
+                f"{self.name}: provider {provider!r} is reserved. The native implementation is the "
+                "function that the op was declared with; choose another name."
+            )
+        if inplace and not self.allow_inplace:
+            raise InvalidOpError(
+                f"{self.name}: an in-place implementation needs an op declared with "
+                f"allow_inplace=True; {self.name} ({self.site}) is not."
+            )
+
+        def decorate(function: Function) -> Function:
+            reason = unsupported_reason or "not supported on this system"
+            self._add(provider, function, supported=supported, unsupported_reason=reason,
+                      supports_args=supports_args, inplace=inplace, traits=traits)
+            self.reset()
+            return function
+
+        return decorate
+
+    def _add(
+        self,
+        provider: str,
+        function: Function,
+        *,
+        supported: bool = True,
+        unsupported_reason: str = "",
+        supports_args: Predicate | None = None,
+        inplace: bool = False,
+        traits: Iterable[str] = (),
+    ) -> None:
+        if provider in self._impls:
+            raise DuplicateImplError(
+                f"{self.name}: provider {provider!r} is registered already, at "
+                f"{self._impls[provider].site}; this is {caller_site()}. Use another provider name."
+            )
+        self._impls[provider] = IrOpImpl(
+            self, provider, function, bool(supported), unsupported_reason, supports_args, inplace,
+            check_traits(traits), caller_site(),
+        )
+
+    def supported_providers(self) -> list[str]:
+        """Return the providers that can run on this system, whatever the arguments."""
+        return [name for name, impl in self.impls.items() if impl.supported]
+
+    def check_providers(self, entries: Entries) -> None:
+        """Raise UnknownProviderError if an entry names no implementation of this op."""
+        for entry in entries:
+            if entry.provider not in self.impls:
+                raise UnknownProviderError(
+                    f"{self.name}: unknown provider {entry.provider!r} ({entry.origin}). "
+                    f"{did_you_mean(entry.provider, self.impls)}"
+                )
+
+    # Priority
+
+    def get_priority(self) -> list[str]:
+        """Return the providers in the order that holds here and now, native last."""
+        return [str(entry) for entry in policy_for(self).priority]
+
+    def set_default(self, providers: Sequence[str]) -> None:
+        """Prefer *providers* in the whole process, unless a stronger source says otherwise.
+
+        An empty list takes an earlier default away.
+
+        Raises:
+            UnknownProviderError: a provider is not registered.
+        """
+        entries = parse(providers, f"{self.name}.set_default(...)") if providers else None
+        self.check_providers(entries or ())
+        self.registry.settings.set_priority_of(Source.SET_DEFAULT, self.name, entries)
+
+    def set_priority(self, providers: Sequence[str]) -> AbstractContextManager[None]:
+        """Prefer *providers* inside a ``with`` block; see :func:`opweave.ir.priority`."""
+        return priority({self.name: providers})
+
+    def using(self, *providers: str) -> CallSite:
+        """Return the op with *providers* in front of every other priority, for one call site.
+
+        ``ir.ops.rms_norm.using("triton!")(x, weight, 1e-6)``. Inside a compiled graph the names
+        are part of the graph.
+
+        Raises:
+            UnknownProviderError: a provider is not registered.
+            SettingError: no provider is given, or a name is malformed.
+        """
+        found = self._call_sites.get(providers)
+        if found is None:
+            entries = call_site(",".join(providers)) or parse((), f"{self.name}.using()")
+            self.check_providers(entries)
+            found = self._call_sites.setdefault(providers, CallSite(self, entries))
+        return found
+
+    # Calling
+
+    @property
+    def maybe_inplace(self) -> IrOpInplaceOverload:
+        """The op as a callable that is given the activations to keep: it may reuse their memory.
+
+        Raises:
+            DonationError: the op was not declared with ``allow_inplace=True``.
+        """
+        overload = self._inplace_overload
+        if overload is None:
+            raise DonationError(
+                f"{self.name} ({self.site}) was not declared with allow_inplace=True, so there is "
+                "no maybe_inplace. Call the op itself."
+            )
+        return overload
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
+        """Return the implementation that a call with these arguments would run."""
+        return select(self, self.bind(*args, **kwargs), policy_for(self)).impl
+
+    def bind(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Return one value per parameter, defaults filled in (TypeError as for any function)."""
+        values: tuple[Any, ...] = self._binder(*args, **kwargs)
+        return values
+
+    @property
+    def activation_indices(self) -> list[int]:
+        """The positions of the activations among the parameters."""
+        return [i for i, name in enumerate(self.schema.names) if name in self.activations]
+
+    @property
+    def dispatch_source(self) -> str:
+        """The Python source of the generated eager fast path."""
+        self.ensure_prepared(self._call)
+        return self._call.source
+
+    def kernel_path(self, entries: Entries) -> Path:
+        """Return the path that the torch op's kernel runs for a call site's priority."""
+        found = self._kernels.get(entries)
+        if found is None:
+            found = self._kernels.setdefault(entries, Path(self, Kind.KERNEL, entries))
+        return found
+
+    def ensure_prepared(self, path: Path) -> bool:
+        """Generate the path's function if that is still to do; return whether it was."""
+        self.registry.ensure_ready()
+        with self.registry.lock:
+            if path.prepared:
+                return False
+            path.prepare()
+            self._install()
+            return True
+
+    def reset(self) -> None:
+        """Forget every generated function: registrations or settings have changed."""
+        with self.registry.lock:
+            for path in self._paths():
+                path.reset()
+            self._install()
+
+    def _paths(self) -> list[Path]:
+        donating = [self._donating] if self._donating else []
+        sites = [path for site in self._call_sites.values() for path in site.paths]
+        return [self._call, *donating, *self._kernels.values(), *sites]
+
+    def _install(self) -> None:
+        # A generated function is a method of the op's own subclass: no dictionary lookup,
+        # no *args, on the way to it.
+        type(self).__call__ = self._call.function
+        self._inplace_overload = (
+            IrOpInplaceOverload(self, self._donating) if self._donating else None
+        )
+
+    # Fake, inputs and tolerances
+
+    def register_fake(self, function: Function) -> Function:
+        """Use *function* for shapes, strides and dtypes under fake tensors, instead of native."""
+        check_same(self.native, function, f"{self.name!r}: fake implementation")
+        self.fake = function
+        return function
+
+    def register_input_generator(self, function: Callable[..., tuple[Any, ...]]) -> Any:
+        """Register a function that makes arguments for tests and benchmarks.
+
+        It takes keyword arguments of its own choice with defaults for all of them, ``num_tokens`` and
+        ``dtype`` among them, and returns one value per parameter.
+        """
+        self._input_generator = function
+        return function
+
+    @property
+    def has_input_generator(self) -> bool:
+        return self._input_generator is not None
+
+    def generate_inputs(self, **options: Any) -> tuple[Any, ...]:
+        """Make arguments for the op.
+
+        Raises:
+            MissingInputGeneratorError: none is registered.
+        """
+        if self._input_generator is None:
+            raise MissingInputGeneratorError(
+                f"No input generator for {self.name}: register one with "
+                f"@ir.ops.{self.name}.register_input_generator."
+            )
+        return self._input_generator(**options)
+
+    def override_tolerance(self, dtype: torch.dtype, *, atol: float, rtol: float) -> None:
+        """Set how far implementations may be from native in *dtype*."""
+        self._tolerances[dtype] = Tolerance(atol, rtol)
+
+    def get_tolerance(self, dtype: torch.dtype) -> Tolerance:
+        """Return how far implementations may be from native in *dtype*.
+
+        Raises:
+            MissingToleranceError: nothing is known for the dtype.
+        """
+        try:
+            return self._tolerances[dtype]
+        except KeyError:
+            raise MissingToleranceError(
+                f"No tolerance defined for {dtype} of {self.name}. Known: "
+                f"{', '.join(map(str, self._tolerances))}. Set one with override_tolerance."
+            ) from None
+
+    def _check_inplace(self) -> None:
+        if self.allow_inplace and len(self.activations) != self.schema.num_outputs:
+            raise InvalidOpError(
+                f"op {self.name!r}: allow_inplace=True needs as many activations as outputs; found "
+                f"activations {list(self.activations)} and {self.schema.num_outputs} output(s)."
+            )
+
+
+class IrOpInplaceOverload:
+    """``op.maybe_inplace``: the caller gives up the activations; a kernel may reuse their memory."""
+
+    __call__: Function
+
+    def __new__(cls, op: IrOp, path: Path) -> IrOpInplaceOverload:
+        # One subclass per generated function, for the same reason as in IrOp.
+        return object.__new__(type(cls.__name__, (cls,), {"__call__": path.function}))
+
+    def __init__(self, op: IrOp, path: Path) -> None:
+        self.op = op
+
+    def __repr__(self) -> str:
+        return f"<maybe_inplace of {self.op!r}>"
+
+
+class CallSite:
+    """``op.using(...)``: the op with the priority of one call site in front."""
+
+    def __init__(self, op: IrOp, entries: Entries) -> None:
+        self._op = op
+        self._call = Path(op, Kind.CALL, entries)
+        self._donating = Path(op, Kind.DONATING, entries) if op.allow_inplace else None
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self._call, *([self._donating] if self._donating else [])]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call.function(self._op, *args, **kwargs)
+
+    @property
+    def maybe_inplace(self) -> Function:
+        """The donating form, see :attr:`IrOp.maybe_inplace`."""
+        self._op.maybe_inplace  # noqa: B018 (raises where there is none)
+        donating = self._donating
+        assert donating is not None
+        return lambda *args, **kwargs: donating.function(self._op, *args, **kwargs)
+
+
+def check_name(name: str, what: str) -> str:
+    """Return *name*, or raise InvalidNameError if it is no name for an op or provider."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidNameError(
+            f"{name!r} is no name for an {what}: use lower-case letters, digits and underscores, "
+            "not starting with a digit."
+            if what == "op"
+            else f"{name!r} is no name for a {what}: use lower-case letters, digits and "
+            "underscores, not starting with a digit."
+        )
+    return name
+
+
+def _activations(
+    schema: Schema, op_name: str, names: Sequence[str] | None
+) -> tuple[str, ...]:
+    tensors = [p.name for p in schema.tensors]
+    if names is None:
+        return tuple(name for name in tensors if name.startswith("x"))
+    for name in names:
+        if name not in tensors:
+            raise InvalidOpError(
+                f"op {op_name!r}: activation {name!r} is no tensor parameter. "
+                f"{did_you_mean(name, tensors)}"
+            )
+    return tuple(name for name in tensors if name in names)
+
+
+def _binder(schema: Schema) -> Function:
+    names = "".join(f"{name}, " for name in schema.names)
+    function: Function = eval(f"lambda {schema.declaration}: ({names})", dict(schema.defaults))
+    return function

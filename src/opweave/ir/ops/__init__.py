@@ -1,0 +1,33 @@
+"""The declared ops: ``ir.ops.rms_norm``, and every op that a plugin declares.
+
+One file for each family; each op's function is its definition.
+"""
+
+from opweave.ir.op import IrOp
+from opweave.ir.ops.activation import gelu_and_mul, mul_and_silu, silu_and_mul
+from opweave.ir.ops.attention import causal_attention, varlen_attention
+from opweave.ir.ops.embedding import embedding
+from opweave.ir.ops.linear import linear
+from opweave.ir.ops.norm import fused_add_rms_norm, rms_norm
+from opweave.ir.ops.rotary import apply_rotary_emb, rotary_embedding
+from opweave.ir.registry import find_op
+
+__all__ = [
+    "apply_rotary_emb",
+    "causal_attention",
+    "embedding",
+    "fused_add_rms_norm",
+    "gelu_and_mul",
+    "linear",
+    "mul_and_silu",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+    "varlen_attention",
+]
+
+
+def __getattr__(name: str) -> IrOp:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return find_op(name)

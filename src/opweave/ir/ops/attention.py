@@ -1,0 +1,176 @@
+"""Softmax attention.
+
+Source: Vaswani et al., arXiv:1706.03762; grouped queries: Ainslie et al., arXiv:2305.13245; logit soft-capping:
+Gemma 2, arXiv:2408.00118. Scores and probabilities are computed in float32, the result is cast back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opweave.ir.registry import register_op
+
+
+@register_op
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Causal attention over a dense batch.
+
+    The last query sits at the last key, so ``q`` queries may follow ``k - q`` cached keys. A query without a
+    key to attend to gives zeros.
+
+    Args:
+        query: ``(batch, q, query_heads, head_size)``.
+        key: ``(batch, k, kv_heads, head_size)``; ``kv_heads`` divides ``query_heads``, and each key head serves
+            a group of consecutive query heads.
+        value: ``(batch, k, kv_heads, value_size)``.
+        scale: factor on the scores; by default ``head_size ** -0.5``.
+        window: attend to this many positions at most, the query's own included.
+        soft_cap: replace a score ``s`` by ``soft_cap * tanh(s / soft_cap)``.
+
+    Returns:
+        ``(batch, q, query_heads, value_size)`` in the dtype of the query, contiguous.
+
+    Raises:
+        ValueError: the numbers of heads do not fit, or ``window`` is not positive.
+    """
+    check_attention(query, key, value, True, window, "causal_attention")
+    q_len, k_len = query.shape[1], key.shape[1]
+    q_pos = torch.arange(k_len - q_len, k_len, device=query.device)
+    visible = _visible(q_pos, torch.arange(k_len, device=query.device), True, window)
+    return _attend(query, key, value, visible, scale, soft_cap)
+
+
+@register_op
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Attention over sequences of different lengths, packed one after the other.
+
+    Sequence ``i`` has queries ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and keys ``cu_seqlens_k[i]:cu_seqlens_k[i + 1]``; no
+    token sees another sequence. Tokens after the last sequence, and queries without a key, give zeros.
+
+    Args:
+        query: ``(q_tokens, query_heads, head_size)``.
+        key: ``(k_tokens, kv_heads, head_size)``; ``kv_heads`` divides ``query_heads``.
+        value: ``(k_tokens, kv_heads, value_size)``.
+        cu_seqlens_q, cu_seqlens_k: ``(sequences + 1,)``, integer, non-decreasing, from 0.
+        scale: factor on the scores; by default ``head_size ** -0.5``.
+        causal: a query sees no later key; the last query of a sequence sits at its last key.
+        window: attend to this many positions at most, the query's own included; needs ``causal``.
+        soft_cap: replace a score ``s`` by ``soft_cap * tanh(s / soft_cap)``.
+
+    Returns:
+        ``(q_tokens, query_heads, value_size)`` in the dtype of the query, contiguous.
+
+    Raises:
+        ValueError: the numbers of heads do not fit, ``window`` is not positive, or comes without ``causal``.
+    """
+    check_attention(query, key, value, causal, window, "varlen_attention")
+    q_seq, q_pos = _locate(query.shape[0], cu_seqlens_q)
+    k_seq, k_pos = _locate(key.shape[0], cu_seqlens_k)
+    # Positions count from the first key: the last query of a sequence sits at its last key.
+    num_seqs = cu_seqlens_q.shape[0] - 1
+    cached = (cu_seqlens_k.diff() - cu_seqlens_q.diff())[q_seq.clamp(max=num_seqs - 1)]
+    visible = _visible(q_pos + cached, k_pos, causal, window)
+    visible = visible & (q_seq[:, None] == k_seq) & (k_seq < num_seqs)
+    return _attend(query[None], key[None], value[None], visible, scale, soft_cap)[0]
+
+
+def _locate(num_tokens: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sequence of each token and its index there (sequence n: after the last one)."""
+    token = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    return sequence, token - cu_seqlens[sequence]
+
+
+def _visible(q_pos: Tensor, k_pos: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Return which key each query sees: ``(queries, keys)``, bool."""
+    distance = q_pos[:, None] - k_pos
+    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    return visible if window is None else visible & (distance < window)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None,
+    soft_cap: float | None,
+) -> Tensor:
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    group = query.shape[2] // key.shape[2]
+    q = query.to(dtype).transpose(1, 2)
+    k, v = (t.to(dtype).transpose(1, 2).repeat_interleave(group, dim=1) for t in (key, value))
+    scores = q @ k.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    # A finite fill keeps a row without keys finite; its probabilities are zeroed below.
+    scores = scores.masked_fill(~visible, torch.finfo(dtype).min)
+    probabilities = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)
+    return (probabilities @ v).transpose(1, 2).to(query.dtype).contiguous()
+
+
+def check_attention(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None, name: str
+) -> None:
+    """Raise ValueError if the arguments of an attention op called *name* do not fit together."""
+    q_heads, k_heads, v_heads = query.shape[-2], key.shape[-2], value.shape[-2]
+    if k_heads != v_heads or k_heads == 0 or q_heads % k_heads:
+        raise ValueError(
+            f"{name}: {q_heads} query heads, {k_heads} key heads and {v_heads} value heads do not "
+            "fit; keys and values need the same number, and it must divide that of the queries."
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"{name}: window={window} is not positive.")
+    if window is not None and not causal:
+        raise ValueError(f"{name}: window needs causal=True.")
+
+
+@causal_attention.register_input_generator
+def _causal_attention_inputs(
+    num_tokens: int = 8, num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 16,
+    dtype: torch.dtype = torch.float32, device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    query = torch.randn(2, num_tokens, num_heads, head_size, device=device).to(dtype)
+    key, value = (
+        torch.randn(2, num_tokens + 3, num_kv_heads, head_size, device=device).to(dtype)
+        for _ in range(2)
+    )
+    return query, key, value, None, None, None
+
+
+@varlen_attention.register_input_generator
+def _varlen_attention_inputs(
+    num_tokens: int = 8, num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 16,
+    dtype: torch.dtype = torch.float32, device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, None, bool, None, None]:
+    first = num_tokens // 3
+    query = torch.randn(num_tokens, num_heads, head_size, device=device).to(dtype)
+    key, value = (
+        torch.randn(num_tokens + 5, num_kv_heads, head_size, device=device).to(dtype)
+        for _ in range(2)
+    )
+    cu_q = torch.tensor([0, first, num_tokens], dtype=torch.int32, device=device)
+    cu_k = torch.tensor([0, first + 2, num_tokens + 5], dtype=torch.int32, device=device)
+    return query, key, value, cu_q, cu_k, None, True, None, None
+
+
+for _op in (causal_attention, varlen_attention):
+    # Fused kernels round the probabilities to the dtype before the second product, and sum in
+    # another order; averages over keys have magnitude about one.
+    _op.override_tolerance(torch.float32, atol=2e-5, rtol=1e-4)
+    _op.override_tolerance(torch.bfloat16, atol=2e-2, rtol=1.6e-2)
+    _op.override_tolerance(torch.float16, atol=2e-3, rtol=2e-3)

@@ -1,0 +1,36 @@
+"""Embedding lookup."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from opweave.ir.registry import register_op
+from opweave.ir.traits import BATCH_INVARIANT
+
+
+@register_op(native_traits={BATCH_INVARIANT})
+def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
+    """Row ``input_ids[i]`` of *weight* for every ``i``.
+
+    Args:
+        input_ids: any shape, int32 or int64, values in ``[0, vocabulary)``.
+        weight: ``(vocabulary, hidden)``.
+
+    Returns:
+        ``(*input_ids.shape, hidden)`` in the dtype of *weight*.
+
+    Raises:
+        IndexError: an id is out of range (on the CPU; other devices assert).
+    """
+    return functional.embedding(input_ids, weight)
+
+
+@embedding.register_input_generator
+def _embedding_inputs(
+    num_tokens: int = 8, hidden_size: int = 64, dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor]:
+    weight = torch.randn(32, hidden_size, device=device).to(dtype)
+    return torch.randint(32, (num_tokens,), device=device), weight

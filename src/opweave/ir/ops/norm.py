@@ -1,0 +1,93 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opweave.ir.registry import register_op
+from opweave.ir.traits import BATCH_INVARIANT
+
+
+@register_op
+def rms_norm(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    """Root-mean-square layer normalisation over the last dimension.
+
+    ``y = x * rsqrt(mean(x**2) + epsilon) * weight``. Normalises in float32 (float64 stays), casts to the weight's
+    dtype, multiplies, and casts back to the dtype of ``x``.
+
+    Args:
+        x: ``(..., hidden)``, floating point, any strides.
+        weight: ``(hidden,)``, any floating dtype, or None for no scaling.
+        epsilon: added to the mean square.
+        variance_size: take the statistics over ``x[..., :variance_size]`` only; all of ``x`` is scaled.
+
+    Returns:
+        Shape and dtype of ``x``.
+
+    Raises:
+        ValueError: ``variance_size`` is not between 1 and ``hidden``.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
+    """
+    if variance_size is not None and not 0 < variance_size <= x.shape[-1]:
+        raise ValueError(
+            f"rms_norm: variance_size={variance_size} is not between 1 and the size of the last "
+            f"dimension, {x.shape[-1]}."
+        )
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    measured = y if variance_size is None else y[..., :variance_size]
+    y = y * torch.rsqrt(measured.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    if weight is not None:
+        y = y.to(weight.dtype) * weight
+    return y.to(x.dtype)
+
+
+@register_op(allow_inplace=True, composite=True, native_traits={BATCH_INVARIANT})
+def fused_add_rms_norm(
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add a residual, then normalise: ``s = x + x_residual``; ``(rms_norm(s, ...), s)``.
+
+    A composite: it rounds where the composition rounds, so the norm sees the sum in the dtype of ``x``.
+
+    Args:
+        x: ``(..., hidden)``, floating point.
+        x_residual: the shape and dtype of ``x``.
+        weight, epsilon, variance_size: as in ``rms_norm``.
+
+    Returns:
+        The normalised sum and the sum, both with the shape and dtype of ``x``.
+    """
+    residual = x + x_residual
+    return rms_norm(residual, weight, epsilon, variance_size), residual
+
+
+@rms_norm.register_input_generator
+def _rms_norm_inputs(
+    num_tokens: int = 8, hidden_size: int = 64, dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, float, None]:
+    x = torch.randn(num_tokens, hidden_size, device=device).to(dtype)
+    weight = torch.randn(hidden_size, device=device).to(dtype)
+    return x, weight, 1e-6, None
+
+
+@fused_add_rms_norm.register_input_generator
+def _fused_add_rms_norm_inputs(
+    num_tokens: int = 8, hidden_size: int = 64, dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, float, None]:
+    x, weight, epsilon, _ = _rms_norm_inputs(num_tokens, hidden_size, dtype, device)
+    return x, torch.randn_like(x), weight, epsilon, None
+
+
+for _op in (rms_norm, fused_add_rms_norm):
+    # Kernels may round once less than native does, and a float16 unit in the last place is large.
+    _op.override_tolerance(torch.float16, atol=1e-2, rtol=2e-3)

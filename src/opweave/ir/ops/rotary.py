@@ -1,0 +1,121 @@
+"""Rotary position embedding (RoPE).
+
+Every step is one exactly rounded operation per element, so the native implementations are batch invariant.
+
+Source: Su et al., "RoFormer", arXiv:2104.09864. The *neox* layout pairs dimension ``i`` with ``i + r/2``; the
+other, *interleaved* (GPT-J), pairs ``2i`` with ``2i + 1``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opweave.ir.registry import register_op
+from opweave.ir.traits import BATCH_INVARIANT
+
+
+@register_op(native_traits={BATCH_INVARIANT})
+def apply_rotary_emb(
+    x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True,
+    enable_fp32_compute: bool = False,
+) -> Tensor:
+    """Rotate pairs of dimensions of every head by given angles.
+
+    ``o1 = x1 * cos - x2 * sin``, ``o2 = x2 * cos + x1 * sin``, joined in the layout of ``x``.
+
+    Args:
+        x: ``(..., tokens, heads, head_size)``.
+        cos, sin: ``(tokens, r / 2)`` with ``r <= head_size``: the first ``r`` dimensions of a head are rotated, the
+            rest pass through.
+        is_neox_style: the layout of the pairs.
+        enable_fp32_compute: compute in float32; otherwise in the dtype of ``x``.
+
+    Returns:
+        Shape and dtype of ``x``.
+
+    Raises:
+        ValueError: ``2 * cos.shape[-1]`` exceeds the head size.
+    """
+    return _rotate(x, cos.unsqueeze(-2), sin.unsqueeze(-2), is_neox_style, enable_fp32_compute)
+
+
+@register_op(allow_inplace=True, native_traits={BATCH_INVARIANT})
+def rotary_embedding(
+    x_query: Tensor,
+    x_key: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    is_neox_style: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by the angles of their positions.
+
+    Args:
+        x_query: ``(*positions.shape, query_heads * head_size)`` or ``(*positions.shape, query_heads, head_size)``.
+        x_key: the same with the number of key heads.
+        positions: integer, any shape; an index into the cache.
+        cos_sin_cache: ``(max_position, r)`` with ``r <= head_size``: each row holds ``r / 2`` cosines, then ``r / 2`` sines. Cast
+            to the dtype of the queries.
+        head_size: the size of a head; its first ``r`` dimensions are rotated, the rest pass through.
+        is_neox_style: the layout of the pairs.
+
+    Returns:
+        The rotated queries and keys, in the shapes and dtypes that came in.
+
+    Raises:
+        ValueError: ``r`` exceeds the head size.
+    """
+    angles = cos_sin_cache[positions.flatten()].to(x_query.dtype).unsqueeze(-2)
+    cos, sin = angles.chunk(2, dim=-1)
+    query, key = (
+        _rotate(x.reshape(positions.numel(), -1, head_size), cos, sin, is_neox_style, False)
+        for x in (x_query, x_key)
+    )
+    return query.reshape(x_query.shape), key.reshape(x_key.shape)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, neox: bool, in_float32: bool) -> Tensor:
+    half = cos.shape[-1]
+    if 2 * half > x.shape[-1]:
+        raise ValueError(
+            f"rotary embedding: {2 * half} dimensions to rotate, but a head has {x.shape[-1]}."
+        )
+    dtype = torch.promote_types(x.dtype, torch.float32) if in_float32 else x.dtype
+    rotated, rest = x[..., : 2 * half].to(dtype), x[..., 2 * half :]
+    cos, sin = cos.to(dtype), sin.to(dtype)
+    if neox:
+        x1, x2 = rotated[..., :half], rotated[..., half:]
+    else:
+        x1, x2 = rotated[..., 0::2], rotated[..., 1::2]
+    o1, o2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    joined = torch.cat((o1, o2), -1) if neox else torch.stack((o1, o2), -1).flatten(-2)
+    return torch.cat((joined.to(x.dtype), rest), -1)
+
+
+@apply_rotary_emb.register_input_generator
+def _apply_rotary_emb_inputs(
+    num_tokens: int = 8, num_heads: int = 4, head_size: int = 16,
+    dtype: torch.dtype = torch.float32, device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
+    x = torch.randn(num_tokens, num_heads, head_size, device=device).to(dtype)
+    angles = torch.rand(num_tokens, head_size // 2, device=device) * 6.3
+    return x, angles.cos().to(dtype), angles.sin().to(dtype), True, False
+
+
+@rotary_embedding.register_input_generator
+def _rotary_embedding_inputs(
+    num_tokens: int = 8, num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 16,
+    dtype: torch.dtype = torch.float32, device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, bool]:
+    query = torch.randn(num_tokens, num_heads * head_size, device=device).to(dtype)
+    key = torch.randn(num_tokens, num_kv_heads * head_size, device=device).to(dtype)
+    angles = torch.rand(64, head_size // 2, device=device) * 6.3
+    cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+    return query, key, torch.randint(64, (num_tokens,), device=device), cache, head_size, True
+
+
+for _op in (apply_rotary_emb, rotary_embedding):
+    # A kernel may keep the products in float32 where native rounds each to the dtype.
+    _op.override_tolerance(torch.bfloat16, atol=2e-2, rtol=1.6e-2)
+    _op.override_tolerance(torch.float16, atol=4e-3, rtol=2e-3)

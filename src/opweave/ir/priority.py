@@ -1,0 +1,133 @@
+"""Priorities: which providers to try for an op, in which order, and who said so.
+
+Sources, strongest first: call site, scope, command line, environment, config file,
+``set_default``, platform default, native. A stronger source's list is put in front of a weaker one's; native
+is always last.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from opweave.ir.errors import SettingError
+
+NATIVE = "native"
+
+
+class Source(enum.IntEnum):
+    """Where a priority list comes from; a smaller value is stronger."""
+
+    CALL_SITE = 0
+    SCOPE = 1
+    COMMAND_LINE = 2
+    ENVIRONMENT = 3
+    CONFIG_FILE = 4
+    SET_DEFAULT = 5
+    PLATFORM = 6
+    NATIVE = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One provider in a priority list.
+
+    Attributes:
+        provider: its name.
+        strict: written ``name!``: an error if it cannot be used, instead of passing over it.
+        origin: who asked for it, as a user would recognise it.
+    """
+
+    provider: str
+    strict: bool
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.provider}!" if self.strict else self.provider
+
+
+Entries = tuple[Entry, ...]
+
+
+def parse(providers: str | Iterable[str], origin: str) -> Entries:
+    """Read a priority list, given as a list of names or as one comma-separated string.
+
+    >>> [str(entry) for entry in parse("triton!, opweave_c", "the command line")]
+    ['triton!', 'opweave_c']
+
+    Raises:
+        SettingError: the list is empty, or holds something that is no name.
+    """
+    names = providers.split(",") if isinstance(providers, str) else list(providers)
+    entries = tuple(_entry(name, origin) for name in names)
+    if not entries:
+        raise SettingError(
+            f"{origin}: the priority list is empty. Give at least one provider, such as 'native'."
+        )
+    return entries
+
+
+def _entry(name: object, origin: str) -> Entry:
+    if not isinstance(name, str):
+        raise SettingError(
+            f"{origin}: {name!r} is not the name of a provider. "
+            "Write a list of names, such as ['opweave_c', 'native']."
+        )
+    bare = name.strip().removesuffix("!")
+    if not bare.isidentifier():
+        raise SettingError(
+            f"{origin}: {name!r} is not the name of a provider. "
+            "Write names separated by commas, such as 'opweave_c,native'; 'name!' makes it an "
+            "error if that provider cannot be used."
+        )
+    return Entry(bare, name.strip().endswith("!"), origin)
+
+
+def merge(lists: Iterable[Entries]) -> Entries:
+    """Join lists, strongest first, into one: first mention wins, native last.
+
+    >>> lists = parse("a,b", "scope"), parse("c,a", "platform default")
+    >>> [entry.provider for entry in merge(lists)]
+    ['a', 'b', 'c', 'native']
+    """
+    merged: dict[str, Entry] = {}
+    for entry in (entry for entries in lists for entry in entries):
+        merged.setdefault(entry.provider, entry)
+    merged.setdefault(NATIVE, Entry(NATIVE, False, "always last"))
+    return tuple(merged.values())
+
+
+class IrOpPriorityConfig(Mapping[str, list[str]]):
+    """Priority lists by op, any op: ``IrOpPriorityConfig(rms_norm=["triton", "native"])``.
+
+    A mapping of op names to provider names; the key space is open, so an op that only a plugin
+    declares gets its knob like any other. Names are checked against the registry when the config
+    is applied.
+
+    >>> IrOpPriorityConfig(rms_norm="opweave_c,native")["rms_norm"]
+    ['opweave_c', 'native']
+    """
+
+    def __init__(
+        self, priorities: Mapping[str, str | Iterable[str]] | None = None, /,
+        **by_op: str | Iterable[str],
+    ) -> None:
+        given: dict[str, str | Iterable[str]] = {**(priorities or {}), **by_op}
+        self._lists = {
+            op: [str(entry) for entry in parse(names, f"IrOpPriorityConfig({op}=...)")]
+            for op, names in given.items()
+        }
+
+    def __getitem__(self, op: str) -> list[str]:
+        return self._lists[op]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lists)
+
+    def __len__(self) -> int:
+        return len(self._lists)
+
+    def __repr__(self) -> str:
+        lists = ", ".join(f"{op}={names!r}" for op, names in self._lists.items())
+        return f"IrOpPriorityConfig({lists})"

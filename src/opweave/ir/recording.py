@@ -1,0 +1,51 @@
+"""A record of which implementations ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from opweave.ir.explain import Explanation, explained
+from opweave.ir.scope import Scope, current_scope, entered
+from opweave.ir.selection import Selection
+
+
+@dataclass
+class Record:
+    """Which implementations ran: a count for each distinct outcome of each op."""
+
+    _counts: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    _examples: dict[tuple[Any, ...], Explanation] = field(default_factory=dict)
+
+    def add(self, selection: Selection, values: tuple[Any, ...]) -> None:
+        """Count one call."""
+        key = (selection.op.name, selection.provider, selection.rejected)
+        self._counts[key] = self._counts.get(key, 0) + 1
+        if key not in self._examples:
+            self._examples[key] = explained(selection, values)
+
+    def outcomes(self) -> list[tuple[Explanation, int]]:
+        """Return one explained call for each distinct outcome, with the number of calls like it."""
+        return [(self._examples[key], count) for key, count in self._counts.items()]
+
+    @property
+    def selected_impls(self) -> dict[str, dict[str, int]]:
+        """Calls by op and provider: ``{"rms_norm": {"opweave_c": 26}}``."""
+        result: dict[str, dict[str, int]] = {}
+        for (op, provider, _), count in self._counts.items():
+            by_provider = result.setdefault(op, {})
+            by_provider[provider] = by_provider.get(provider, 0) + count
+        return result
+
+
+@contextmanager
+def record() -> Iterator[Record]:
+    """Record which implementations run inside the block, in this thread or asyncio task.
+
+    Recorded calls are slower: each goes through the full selection.
+    """
+    log = Record()
+    with entered(Scope(current_scope(), recorder=log.add)):
+        yield log

@@ -1,0 +1,210 @@
+"""The table of ops, and what belongs to it: torch namespace, settings, first-use hook."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, overload
+
+from torch.library import Library
+
+from opweave.ir.errors import (
+    DuplicateOpError,
+    IrError,
+    SettingError,
+    UnknownOpError,
+    did_you_mean,
+)
+from opweave.ir.op import IrOp
+from opweave.ir.settings import Settings
+
+NativeFunction = Callable[..., Any]
+
+
+class Registry:
+    """A table of ops.
+
+    Args:
+        namespace: the namespace of its torch ops (``torch.ops.<namespace>``). Two registries must not
+            share one.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+        self.library = Library(namespace, "FRAGMENT")
+        self.lock = threading.RLock()
+        self.settings = Settings(self._reset_ops)
+        self._ops: dict[str, IrOp] = {}
+        self._hook: Callable[[], None] | None = None
+        self._ready, self._preparing = True, False
+
+    def __repr__(self) -> str:
+        return f"<Registry {self.namespace!r} of {len(self._ops)} ops>"
+
+    @property
+    def ops(self) -> Mapping[str, IrOp]:
+        """The declared ops by name."""
+        return MappingProxyType(self._ops)
+
+    def op(self, name: str) -> IrOp:
+        """Return the op called *name*.
+
+        Raises:
+            UnknownOpError: there is none.
+        """
+        try:
+            return self._ops[name]
+        except KeyError:
+            raise UnknownOpError(f"unknown op {name!r}. {did_you_mean(name, self._ops)}") from None
+
+    def add(self, op: IrOp) -> IrOp:
+        """Enter *op* and define its torch ops.
+
+        Raises:
+            DuplicateOpError: the name is taken.
+        """
+        with self.lock:
+            if op.name in self._ops:
+                raise DuplicateOpError(
+                    f"op {op.name!r} is declared already, at {self._ops[op.name].site}; this is "
+                    f"{op.site}. Choose another name, or register an implementation of the "
+                    f"existing op with @ir.ops.{op.name}.register_impl."
+                )
+            op.define()
+            self._ops[op.name] = op
+        return op
+
+    def on_first_use(self, hook: Callable[[], None]) -> None:
+        """Run *hook* once, before the first op of this registry chooses an implementation.
+
+        Kernel libraries and settings are loaded there, so that importing opweave loads nothing.
+        """
+        self._hook, self._ready = hook, False
+
+    def ensure_ready(self) -> None:
+        """Run the first-use hook, if it has not run; other threads wait until it has."""
+        if self._ready:
+            return
+        with self.lock:
+            if self._ready or self._preparing or self._hook is None:
+                return
+            self._preparing = True
+            try:
+                self._hook()
+                self._ready = True  # not after an error: half loaded must not pass for loaded
+            finally:
+                self._preparing = False
+
+    def check_settings(self) -> None:
+        """Check every op and provider that the settings name.
+
+        Raises:
+            SettingError: a setting names an op that nobody declared, or an unknown provider.
+        """
+        self.ensure_ready()
+        for name, origin in self.settings.configured_ops().items():
+            try:
+                op = self.op(name)
+                for entries in self.settings.priorities(name):
+                    op.check_providers(entries)
+            except IrError as error:
+                raise SettingError(f"{origin}: {error}") from error
+
+    def _reset_ops(self) -> None:
+        with self.lock:
+            for op in self._ops.values():
+                op.reset()
+
+
+_default = Registry("opweave")
+_current = _default
+
+
+def current_registry() -> Registry:
+    """Return the registry that declarations and look-ups go to."""
+    return _current
+
+
+def find_op(name: str) -> IrOp:
+    """Return the op called *name* in the current registry (UnknownOpError if there is none)."""
+    return _current.op(name)
+
+
+_fresh = itertools.count()
+
+
+@contextmanager
+def isolated_registry(namespace: str | None = None) -> Iterator[Registry]:
+    """Make an empty registry the current one inside the block; for tests and compatibility shims.
+
+    Args:
+        namespace: of its torch ops; by default a new one each time, since torch cannot define an op twice.
+    """
+    global _current
+    previous = _current
+    _current = Registry(namespace or f"opweave_isolated_{next(_fresh)}")
+    try:
+        yield _current
+    finally:
+        _current = previous
+
+
+@overload
+def register_op(native: NativeFunction, /) -> IrOp: ...
+
+
+@overload
+def register_op(
+    *,
+    name: str | None = None,
+    activations: Sequence[str] | None = None,
+    allow_inplace: bool = False,
+    composite: bool = False,
+    native_traits: Iterable[str] = (),
+) -> Callable[[NativeFunction], IrOp]: ...
+
+
+def register_op(
+    native: NativeFunction | None = None,
+    /,
+    *,
+    name: str | None = None,
+    activations: Sequence[str] | None = None,
+    allow_inplace: bool = False,
+    composite: bool = False,
+    native_traits: Iterable[str] = (),
+) -> IrOp | Callable[[NativeFunction], IrOp]:
+    """Declare an op: the decorated PyTorch function is its native implementation.
+
+    The function is the op's meaning (values, shapes, strides, dtypes), what runs where no kernel does, and
+    what kernels are tested against. Use it bare or with options.
+
+    Args:
+        name: the op's name; by default the function's.
+        activations: the tensor parameters that ``maybe_inplace`` donates; by default those whose
+            names start with ``x``.
+        allow_inplace: whether the op has ``maybe_inplace``. Needs as many activations as outputs.
+        composite: the native implementation is written in other IR ops, so that the compiler can
+            find it in a graph.
+        native_traits: what the native implementation promises; always ``differentiable``.
+
+    Raises:
+        InvalidNameError, InvalidOpError, DuplicateOpError, UnknownTraitError
+    """
+
+    def decorate(function: NativeFunction) -> IrOp:
+        op = IrOp(
+            function,
+            _current,
+            name=name,
+            activations=activations,
+            allow_inplace=allow_inplace,
+            composite=composite,
+            native_traits=native_traits,
+        )
+        return _current.add(op)
+
+    return decorate if native is None else decorate(native)

@@ -1,0 +1,314 @@
+"""Declarative predicates: rules that compile into one expression and give the reason.
+
+A rule says what an implementation supports::
+
+    supports_args=rules.cpu("x", "weight") & rules.dtype("x", torch.float32, torch.bfloat16)
+
+The eager fast path inlines the expression; selection evaluates the very same one and asks the rule
+that failed for its reason. An optional tensor that is None passes every rule about tensors.
+No rule looks at batch sizes or the environment: a choice that depends on size belongs to tuning.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opweave.ir.errors import PredicateSignatureError, did_you_mean
+from opweave.ir.schema import Schema
+
+Bind = Callable[[object], str]  # gives a constant a name in the generated code
+
+
+class Rule(ABC):
+    """Whether an implementation supports given arguments, and if not, why."""
+
+    def __and__(self, other: Rule) -> Rule:
+        return All((*_parts(self, All), *_parts(other, All)))
+
+    def __or__(self, other: Rule) -> Rule:
+        return Either((*_parts(self, Either), *_parts(other, Either)))
+
+    @abstractmethod
+    def check(self, schema: Schema) -> None:
+        """Raise PredicateSignatureError if the rule does not fit the op's parameters."""
+
+    @abstractmethod
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        """Return Python source over the parameters' names that is true where the rule holds."""
+
+    @abstractmethod
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        """Return why the rule does not hold for *arguments*, as one short phrase."""
+
+
+@dataclass(frozen=True)
+class All(Rule):
+    """Every rule holds (``a & b``)."""
+
+    rules: tuple[Rule, ...]
+
+    def check(self, schema: Schema) -> None:
+        for rule in self.rules:
+            rule.check(schema)
+
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        return " and ".join(f"({rule.expression(schema, bind)})" for rule in self.rules)
+
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        failed = next(rule for rule in self.rules if not holds(rule, schema, arguments))
+        return failed.reason(schema, arguments)
+
+
+@dataclass(frozen=True)
+class Either(Rule):
+    """At least one rule holds (``a | b``)."""
+
+    rules: tuple[Rule, ...]
+
+    def check(self, schema: Schema) -> None:
+        for rule in self.rules:
+            rule.check(schema)
+
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        return " or ".join(f"({rule.expression(schema, bind)})" for rule in self.rules)
+
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        return " and ".join(rule.reason(schema, arguments) for rule in self.rules)
+
+
+@dataclass(frozen=True)
+class TensorRule(Rule):
+    """A fact about one or more tensor parameters, each tested alone."""
+
+    names: tuple[str, ...]
+    test: str  # source over {t}, the tensor
+    found: Callable[[str, Any], str]  # (name, tensor) -> reason
+    constants: tuple[object, ...] = ()  # {0}, {1}, ... in the test
+
+    def check(self, schema: Schema) -> None:
+        _check_names(self.names, schema, tensors=True)
+
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        constants = [bind(value) for value in self.constants]
+        tests = []
+        for name in self.names:
+            test = self.test.format(*constants, t=name)
+            tests.append(f"({name} is None or {test})" if _optional(schema, name) else test)
+        return " and ".join(tests)
+
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        for name in self.names:
+            alone = TensorRule((name,), self.test, self.found, self.constants)
+            if not holds(alone, schema, arguments):
+                return self.found(name, arguments[name])
+        raise AssertionError(f"{self} holds for {dict(arguments)}")
+
+
+@dataclass(frozen=True)
+class PairRule(Rule):
+    """A fact that relates a tensor parameter to others."""
+
+    names: tuple[str, ...]
+    attribute: str  # what must be equal
+
+    def check(self, schema: Schema) -> None:
+        _check_names(self.names, schema, tensors=True)
+        if len(self.names) < 2:
+            raise PredicateSignatureError(f"same_{self.attribute} compares two tensors or more.")
+
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        first, *others = self.names
+        tests = []
+        for name in others:
+            test = f"{name}.{self.attribute} == {first}.{self.attribute}"
+            for optional in (n for n in (name, first) if _optional(schema, n)):
+                test = f"{optional} is None or {test}"
+            tests.append(f"({test})")
+        return " and ".join(tests)
+
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        tensors = {n: arguments[n] for n in self.names if arguments[n] is not None}
+        facts = ", ".join(
+            f"{n}: {_plain(getattr(t, self.attribute))}" for n, t in tensors.items()
+        )
+        return f"{self.attribute} differs ({facts})"
+
+
+@dataclass(frozen=True)
+class ValueRule(Rule):
+    """A fact about the value of one parameter that is not about a tensor's contents."""
+
+    name: str
+    test: str  # source over {v}, the value
+    wanted: str
+    constants: tuple[object, ...] = ()
+
+    def check(self, schema: Schema) -> None:
+        _check_names((self.name,), schema, tensors=False)
+
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        return self.test.format(*(bind(value) for value in self.constants), v=self.name)
+
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        value = arguments[self.name]
+        shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        return f"{self.name}: {shown} (supports {self.wanted})"
+
+
+@dataclass(frozen=True)
+class Custom(Rule):
+    """A function over all of the op's parameters, with the reason to give where it says no."""
+
+    function: Callable[..., bool]
+    why: str
+
+    def check(self, schema: Schema) -> None:
+        pass  # the signature is checked with the implementation's
+
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        return f"{bind(self.function)}({schema.call()})"
+
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        return self.why
+
+
+def dtype(name: str, *dtypes: torch.dtype) -> Rule:
+    """Parameter *name* has one of *dtypes*."""
+    wanted = ", ".join(_plain(d) for d in dtypes)
+    test = " or ".join(f"{{t}}.dtype is {{{i}}}" for i in range(len(dtypes)))
+    return TensorRule(
+        (name,), f"({test})", lambda n, t: f"{n}: {_plain(t.dtype)} (supports {wanted})", dtypes
+    )
+
+
+def same_dtype(*names: str) -> Rule:
+    """The tensors have one dtype."""
+    return PairRule(names, "dtype")
+
+
+def same_shape(*names: str) -> Rule:
+    """The tensors have one shape."""
+    return PairRule(names, "shape")
+
+
+def same_device(*names: str) -> Rule:
+    """The tensors are on one device."""
+    return PairRule(names, "device")
+
+
+def cpu(*names: str) -> Rule:
+    """The tensors are in host memory."""
+    return TensorRule(names, "{t}.is_cpu", _on_device("cpu"))
+
+
+def cuda(*names: str) -> Rule:
+    """The tensors are on a CUDA or ROCm device."""
+    return TensorRule(names, "{t}.is_cuda", _on_device("cuda"))
+
+
+def device(kind: str, *names: str) -> Rule:
+    """The tensors are on a device of the type *kind*, such as ``"xpu"``."""
+    return TensorRule(names, "{t}.device.type == {0}", _on_device(kind), (kind,))
+
+
+def contiguous(*names: str) -> Rule:
+    """The tensors are contiguous."""
+    return TensorRule(names, "{t}.is_contiguous()", _strides("contiguous"))
+
+
+def unit_stride(*names: str) -> Rule:
+    """Neighbours in the tensors' last dimension are neighbours in memory."""
+    test = "({t}.is_contiguous() or ({t}.ndim > 0 and {t}.stride()[-1] == 1))"
+    return TensorRule(names, test, _strides("last stride 1"))
+
+
+def ndim(name: str, *counts: int) -> Rule:
+    """Parameter *name* has one of these numbers of dimensions."""
+    wanted = " or ".join(map(str, counts))
+    return TensorRule(
+        (name,), "({t}.ndim in {0})", lambda n, t: f"{n}: {t.ndim}-d (supports {wanted}-d)",
+        (frozenset(counts),),
+    )
+
+
+def last_dim_multiple_of(name: str, factor: int) -> Rule:
+    """The size of the last dimension is a multiple of *factor*."""
+    return TensorRule(
+        (name,), "({t}.ndim > 0 and {t}.shape[-1] % {0} == 0)",
+        lambda n, t: f"{n}: last dimension of {tuple(t.shape)} (supports multiples of {factor})",
+        (factor,),
+    )
+
+
+def is_none(name: str) -> Rule:
+    """Parameter *name* is None."""
+    return ValueRule(name, "{v} is None", "None")
+
+
+def not_none(name: str) -> Rule:
+    """Parameter *name* is given."""
+    return ValueRule(name, "{v} is not None", "a value")
+
+
+def one_of(name: str, *values: object) -> Rule:
+    """Parameter *name* equals one of *values*."""
+    return ValueRule(name, "{v} in {0}", " or ".join(map(repr, values)), (values,))
+
+
+def custom(function: Callable[..., bool], why: str) -> Rule:
+    """*function*, called with the op's arguments, returns True; *why* is the reason if not."""
+    return Custom(function, why)
+
+
+def evaluator(rule: Rule, schema: Schema) -> Callable[..., bool]:
+    """Compile *rule* into a function of the op's parameters."""
+    namespace: dict[str, Any] = dict(schema.defaults)
+
+    def bind(value: object) -> str:
+        name = f"constant_{len(namespace)}"
+        namespace[name] = value
+        return name
+
+    source = f"lambda {schema.declaration}: bool({rule.expression(schema, bind)})"
+    compiled: Callable[..., bool] = eval(source, namespace)
+    return compiled
+
+
+def holds(rule: Rule, schema: Schema, arguments: Mapping[str, Any]) -> bool:
+    """Whether *rule* holds for *arguments* (one for every parameter of the op)."""
+    return evaluator(rule, schema)(**arguments)
+
+
+def _check_names(names: tuple[str, ...], schema: Schema, *, tensors: bool) -> None:
+    known = [p.name for p in (schema.tensors if tensors else schema.params)]
+    for name in names:
+        if name not in known:
+            kind = "tensor parameter" if tensors else "parameter"
+            raise PredicateSignatureError(
+                f"a rule names {name!r}, which is no {kind} of the op. {did_you_mean(name, known)}"
+            )
+
+
+def _optional(schema: Schema, name: str) -> bool:
+    return schema.param(name).is_optional
+
+
+def _parts(rule: Rule, kind: type[All] | type[Either]) -> tuple[Rule, ...]:
+    return rule.rules if isinstance(rule, kind) else (rule,)
+
+
+def _plain(value: object) -> str:
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
+
+
+def _on_device(kind: str) -> Callable[[str, Any], str]:
+    return lambda n, t: f"{n}: on {t.device} (supports {kind})"
+
+
+def _strides(wanted: str) -> Callable[[str, Any], str]:
+    return lambda n, t: f"{n}: strides {tuple(t.stride())} (supports {wanted})"

@@ -1,0 +1,206 @@
+"""The schema of an op: what its native function's signature says, checked and made usable."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import UnionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opweave.ir.errors import InvalidOpError, SchemaMismatchError
+
+_EMPTY = inspect.Parameter.empty
+_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter of an op."""
+
+    name: str
+    annotation: Any
+    default: Any
+    keyword_only: bool
+
+    @property
+    def has_default(self) -> bool:
+        return self.default is not _EMPTY
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the parameter takes a Tensor (or None)."""
+        return self.annotation is Tensor or Tensor in _union_members(self.annotation)
+
+    @property
+    def is_tensor_list(self) -> bool:
+        """Whether the parameter takes a sequence of Tensors."""
+        return Tensor in typing.get_args(self.annotation) and not self.is_tensor
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether the parameter takes None."""
+        return type(None) in _union_members(self.annotation)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The parameters of an op, the number of its outputs, and the torch schema string."""
+
+    params: tuple[Param, ...]
+    num_outputs: int
+    returns_tuple: bool
+    torch: str
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], op_name: str) -> Schema:
+        """Read the schema off a fully annotated function.
+
+        Raises:
+            InvalidOpError: the signature cannot be an op's.
+        """
+        params = tuple(_params(function, op_name))
+        if not any(p.is_tensor or p.is_tensor_list for p in params):
+            raise InvalidOpError(f"op {op_name!r} takes no Tensor; an op needs at least one.")
+        count, returns_tuple = _outputs(function, op_name)
+        try:
+            torch_schema = torch.library.infer_schema(function, mutates_args=())
+        except ValueError as error:
+            raise InvalidOpError(f"op {op_name!r} has no torch schema: {error}") from error
+        return cls(params, count, returns_tuple, torch_schema)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.params)
+
+    @property
+    def tensors(self) -> tuple[Param, ...]:
+        return tuple(p for p in self.params if p.is_tensor)
+
+    @property
+    def tensor_lists(self) -> tuple[Param, ...]:
+        return tuple(p for p in self.params if p.is_tensor_list)
+
+    def param(self, name: str) -> Param:
+        """Return the parameter called *name* (KeyError if there is none)."""
+        return {p.name: p for p in self.params}[name]
+
+    @property
+    def declaration(self) -> str:
+        """Source of the parameter list; the default of ``p`` is the name ``default_p``."""
+        parts: list[str] = []
+        for p in self.params:
+            if p.keyword_only and "*" not in parts:
+                parts.append("*")
+            parts.append(f"{p.name}=default_{p.name}" if p.has_default else p.name)
+        return ", ".join(parts)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The names that :attr:`declaration` refers to."""
+        return {f"default_{p.name}": p.default for p in self.params if p.has_default}
+
+    def call(self, rename: Mapping[str, str] | None = None) -> str:
+        """Source of the arguments that pass every parameter on, some of them as *rename* says."""
+        names = {p.name: (rename or {}).get(p.name, p.name) for p in self.params}
+        return ", ".join(
+            f"{p.name}={names[p.name]}" if p.keyword_only else names[p.name] for p in self.params
+        )
+
+    def split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Turn values in parameter order into ``(args, kwargs)``."""
+        pairs = list(zip(self.params, values, strict=True))
+        args = tuple(v for p, v in pairs if not p.keyword_only)
+        return args, {p.name: v for p, v in pairs if p.keyword_only}
+
+
+def check_same(native: Callable[..., Any], other: Callable[..., Any], what: str) -> None:
+    """Raise unless *other* has the same parameters, defaults and (where given) types as *native*.
+
+    Annotations may be left out of *other*; those that are there must agree.
+    """
+    expected, found = inspect.signature(native), inspect.signature(other)
+    problem = _difference(expected, found) or _type_difference(native, other)
+    if problem:
+        raise SchemaMismatchError(
+            f"{what} does not match native schema: {problem}. "
+            f"Found {_unannotated(found)}, expected {_unannotated(expected)}."
+        )
+
+
+def _difference(expected: inspect.Signature, found: inspect.Signature) -> str | None:
+    if list(expected.parameters) != list(found.parameters):
+        return f"parameters are {list(found.parameters)}, not {list(expected.parameters)}"
+    for name, want in expected.parameters.items():
+        have = found.parameters[name]
+        if have.kind != want.kind:
+            return f"{name!r} is {have.kind.description}, not {want.kind.description}"
+        if have.default is not want.default and have.default != want.default:
+            return f"the default of {name!r} is {_show(have.default)}, not {_show(want.default)}"
+    return None
+
+
+def _type_difference(native: Callable[..., Any], other: Callable[..., Any]) -> str | None:
+    expected, found = _hints(native), _hints(other)
+    for name, hint in found.items():
+        if name in expected and hint != expected[name] and isinstance(hint, (type, UnionType)):
+            return f"{name!r} is annotated {hint}, not {expected[name]}"
+    return None
+
+
+def _params(function: Callable[..., Any], op_name: str) -> list[Param]:
+    hints = _hints(function)
+    result = []
+    for name, p in inspect.signature(function).parameters.items():
+        if p.kind not in _KINDS:
+            raise InvalidOpError(
+                f"op {op_name!r}: parameter {name!r} is {p.kind.description}; an op takes named "
+                "parameters only, positional-or-keyword or keyword-only."
+            )
+        if name == "self" or name not in hints:
+            raise InvalidOpError(
+                f"op {op_name!r}: parameter {name!r} needs a type annotation, such as Tensor, "
+                "Tensor | None, float, int or str, and may not be called 'self'."
+            )
+        keyword_only = p.kind is inspect.Parameter.KEYWORD_ONLY
+        result.append(Param(name, hints[name], p.default, keyword_only))
+    return result
+
+
+def _outputs(function: Callable[..., Any], op_name: str) -> tuple[int, bool]:
+    returned = _hints(function).get("return")
+    if returned is Tensor:
+        return 1, False
+    members = typing.get_args(returned)
+    if typing.get_origin(returned) is tuple and members and all(m is Tensor for m in members):
+        return len(members), True
+    raise InvalidOpError(
+        f"op {op_name!r} is annotated to return {returned}; an op returns Tensor or "
+        "tuple[Tensor, ...] of fixed length (an op is functional: it returns what it computes)."
+    )
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function)
+    except (NameError, TypeError):  # a name that exists only for type checkers
+        return {}
+
+
+def _union_members(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, UnionType):
+        return typing.get_args(annotation)
+    return ()
+
+
+def _unannotated(signature: inspect.Signature) -> str:
+    bare = [p.replace(annotation=_EMPTY) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+def _show(default: Any) -> str:
+    return "absent" if default is _EMPTY else repr(default)

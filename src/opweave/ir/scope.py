@@ -1,0 +1,95 @@
+"""Scopes: priorities and required traits for a block of code, in one thread or asyncio task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from opweave.ir.priority import Entries, parse
+from opweave.ir.traits import check_traits
+
+if TYPE_CHECKING:
+    from opweave.ir.selection import Selection
+
+Recorder = Callable[["Selection", tuple[Any, ...]], None]
+
+
+class Scope:
+    """What holds inside a ``with`` block, the enclosing scope included. Immutable but for its cache."""
+
+    def __init__(
+        self,
+        parent: Scope | None,
+        priorities: Mapping[str, Entries] | None = None,
+        required: Mapping[str, str] | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        inherited = parent.priorities if parent else {}
+        own = priorities or {}
+        self.priorities: dict[str, list[Entries]] = {
+            op: [own[op], *inherited.get(op, [])] if op in own else inherited[op]
+            for op in {**own, **inherited}
+        }
+        self.required: dict[str, str] = {**(parent.required if parent else {}), **(required or {})}
+        self.recorders: tuple[Recorder, ...] = (parent.recorders if parent else ()) + (
+            (recorder,) if recorder else ()
+        )
+        # (call path, its version) -> the function generated for it under this scope
+        self.compiled: dict[tuple[object, int], Callable[..., Any]] = {}
+
+
+_current: ContextVar[Scope | None] = ContextVar("opweave_ir_scope", default=None)
+current_scope = _current.get
+
+
+@contextmanager
+def entered(scope: Scope) -> Iterator[None]:
+    """Make *scope* the current one inside the block."""
+    token = _current.set(scope)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def priority(
+    priorities: Mapping[str, str | Iterable[str]] | None = None,
+    /,
+    **by_op: str | Iterable[str],
+) -> Iterator[None]:
+    """Prefer these providers inside the block, in this thread or asyncio task only.
+
+    Takes a mapping, keywords, or both: ``with ir.priority(rms_norm=["triton", "opweave_c"]): ...``.
+    Scopes nest; the inner list is put in front of the outer one.
+
+    Raises:
+        UnknownOpError, UnknownProviderError: a name is not registered.
+        SettingError: a list is malformed.
+    """
+    from opweave.ir.registry import current_registry
+
+    lists = {
+        op: parse(names, f"scope ir.priority({op}=...)")
+        for op, names in {**(priorities or {}), **by_op}.items()
+    }
+    for op, entries in lists.items():
+        current_registry().op(op).check_providers(entries)
+    with entered(Scope(current_scope(), priorities=lists)):
+        yield
+
+
+@contextmanager
+def require(*traits: str) -> Iterator[None]:
+    """Admit only implementations with all of *traits* inside the block.
+
+    ``with ir.require("batch_invariant"): ...``
+
+    Raises:
+        UnknownTraitError: a name is no trait.
+    """
+    required = dict.fromkeys(sorted(check_traits(traits)), "scope ir.require(...)")
+    with entered(Scope(current_scope(), required=required)):
+        yield

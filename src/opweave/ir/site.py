@@ -1,0 +1,36 @@
+"""Where something was registered: file and line of the user's own code."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place in source code.
+
+    >>> str(Site("kernels.py", 12))
+    'kernels.py:12'
+    """
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def caller_site() -> Site:
+    """Return the innermost frame outside the IR's own machinery (its op declarations count)."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_machinery(frame.f_code.co_filename):
+        frame = frame.f_back
+    return Site(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _is_machinery(filename: str) -> bool:
+    return Path(filename).parent == _PACKAGE

@@ -1,0 +1,113 @@
+"""The torch ops that stand for an IR op in graphs and under the dispatcher.
+
+Each IR op has, in the registry's namespace:
+
+- ``op``: the functional op;
+- ``op.maybe_inplace``: the same, and says that the activations are donated (only with
+  ``allow_inplace=True``). To torch it is functional too: a donating call may leave its
+  inputs as they are, so every pass of torch stays right, and no copy is ever inserted for it;
+- ``op_annotated(..., *, str using, int[] donate)``: the functional op with what a call site says,
+  carried in the graph itself, so that it survives caches and serialisation.
+
+Kernels are registered for CompositeExplicitAutograd (every backend, PrivateUse1 included, and opaque to
+AOTAutograd), Autograd (a differentiable implementation where gradients are needed) and
+FuncTorchBatched (vmap goes through the native implementation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.library import Library
+
+from opweave.ir import compat
+from opweave.ir.priority import Entries, parse
+from opweave.ir.selection import needs_gradient, policy_for, select
+
+if TYPE_CHECKING:
+    from opweave.ir.op import IrOp
+
+Function = Callable[..., Any]
+ANNOTATED_SUFFIX = "_annotated"
+
+
+class TorchOps:
+    """Defines and holds the torch ops of one IR op."""
+
+    def __init__(self, op: IrOp, library: Library) -> None:
+        self._op = op
+        schema = op.schema.torch
+        self.default = self._define(library, op.name, schema)
+        self.maybe_inplace = (
+            self._define(library, f"{op.name}.maybe_inplace", schema) if op.allow_inplace else None
+        )
+        self.annotated = self._define(
+            library, op.name + ANNOTATED_SUFFIX, _with_annotations(schema), annotated=True
+        )
+
+    def for_call(self, using: Sequence[str], *, donates: bool) -> Function:
+        """Return the torch op for a call that names providers, donates, or does neither."""
+        if using:
+            donate = self._op.activation_indices if donates else []
+            return partial(self.annotated, using=",".join(using), donate=donate)
+        if donates and self.maybe_inplace is not None:
+            return self.maybe_inplace
+        return self.default
+
+    def _define(
+        self, library: Library, qualified: str, schema: str, *, annotated: bool = False
+    ) -> Function:
+        name, _, overload = qualified.partition(".")
+        library.define(qualified + schema)
+        packet = getattr(getattr(torch.ops, library.ns), name)
+        torch_op: Function = getattr(packet, overload or "default")
+        plain = _drop_annotations if annotated else _keep
+        library.impl(qualified, plain(self._kernel, reads_using=annotated), "CompositeExplicitAutograd")
+        library.impl(
+            qualified, partial(self._autograd, torch_op, annotated=annotated), "Autograd"
+        )
+        library.impl(qualified, plain(self._op.native), "FuncTorchBatched")
+        compat.register_fake(library, qualified, plain(self._fake))
+        return torch_op
+
+    def _kernel(self, *args: Any, using: str = "", **kwargs: Any) -> Any:
+        path = self._op.kernel_path(call_site(using))
+        return path.function(self._op, *args, **kwargs)
+
+    def _autograd(self, torch_op: Function, *args: Any, annotated: bool, **kwargs: Any) -> Any:
+        own = {k: v for k, v in kwargs.items() if not (annotated and k in ("using", "donate"))}
+        values = self._op.bind(*args, **own)
+        if not needs_gradient(values):
+            with compat.below_autograd():
+                return torch_op(*args, **kwargs)
+        using = kwargs.get("using", "") if annotated else ""
+        policy = policy_for(self._op, call_site(using), differentiable=True)
+        return select(self._op, values, policy).impl.impl_fn(*args, **own)
+
+    def _fake(self, *args: Any, **kwargs: Any) -> Any:
+        return self._op.fake(*args, **kwargs)
+
+
+def call_site(using: str) -> Entries:
+    """Turn the names given to ``op.using(...)``, joined by commas, into priority entries."""
+    return parse(using, f"call site .using({using})") if using else ()
+
+
+def _with_annotations(schema: str) -> str:
+    parameters, returns = schema.rsplit(" -> ", 1)
+    separator = ", " if "*" in parameters else ", *, "
+    return f"{parameters[:-1]}{separator}str using='', int[] donate=[]) -> {returns}"
+
+
+def _keep(function: Function, *, reads_using: bool = False) -> Function:
+    return function
+
+
+def _drop_annotations(function: Function, *, reads_using: bool = False) -> Function:
+    def without(*args: Any, using: str = "", donate: Sequence[int] = (), **kw: Any) -> Any:
+        return function(*args, using=using, **kw) if reads_using else function(*args, **kw)
+
+    return without

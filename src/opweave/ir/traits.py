@@ -1,0 +1,33 @@
+"""Traits: what an implementation promises beyond computing the right values.
+
+A promise is declared at registration, and verified by conformance, never taken on trust.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from opweave.ir.errors import UnknownTraitError, did_you_mean
+
+BATCH_INVARIANT = "batch_invariant"
+DIFFERENTIABLE = "differentiable"
+
+TRAITS: dict[str, str] = {
+    BATCH_INVARIANT: "a row's bits do not depend on which other rows are in the batch",
+    DIFFERENTIABLE: "autograd through the implementation gives the op's gradient",
+}
+
+
+def check_traits(names: Iterable[str]) -> frozenset[str]:
+    """Return *names* as a set.
+
+    Raises:
+        UnknownTraitError: one of them is no trait.
+
+    >>> sorted(check_traits(["batch_invariant"]))
+    ['batch_invariant']
+    """
+    traits = frozenset([names] if isinstance(names, str) else names)
+    for name in sorted(traits - TRAITS.keys()):
+        raise UnknownTraitError(f"unknown trait {name!r}. {did_you_mean(name, TRAITS)}")
+    return traits

@@ -1,0 +1,82 @@
+"""``torch.nn.functional.scaled_dot_product_attention`` for attention.
+
+Not marked differentiable: the packed form reads sequence lengths on the host, which cannot be traced, so
+gradients go through native.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from opweave.ir import ops, rules
+from opweave.ir.ops.attention import check_attention
+
+_NO_SOFT_CAP = rules.is_none("soft_cap")
+
+
+@ops.causal_attention.register_impl("aten", supports_args=_NO_SOFT_CAP)
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    check_attention(query, key, value, True, window, "causal_attention")
+    return _attend(query, key, value, scale, True, window).contiguous()
+
+
+@ops.varlen_attention.register_impl("aten", supports_args=_NO_SOFT_CAP)
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    check_attention(query, key, value, causal, window, "varlen_attention")
+    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for i in range(len(starts_q) - 1):
+        q = slice(starts_q[i], starts_q[i + 1])
+        k = slice(starts_k[i], starts_k[i + 1])
+        out[q] = _attend(query[None, q], key[None, k], value[None, k], scale, causal, window)[0]
+    return out
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool,
+    window: int | None,
+) -> Tensor:
+    """Attend, both sides ``(batch, length, heads, size)``; queries without a key give zeros."""
+    q_len, k_len = query.shape[1], key.shape[1]
+    blind = max(q_len - k_len, 0) if causal else (q_len if k_len == 0 else 0)
+    if blind == q_len:
+        return query.new_zeros(*query.shape[:3], value.shape[-1])
+    mask = _mask(q_len, k_len, window, query.device) if causal else None
+    out = functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (query, key, value)),
+        attn_mask=mask,
+        is_causal=causal and mask is None and q_len > 1,
+        scale=scale,
+        enable_gqa=query.shape[2] != key.shape[2],
+    ).transpose(1, 2)
+    return torch.cat((torch.zeros_like(out[:, :blind]), out[:, blind:]), 1) if blind else out
+
+
+def _mask(q_len: int, k_len: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Return the mask, or None where torch's own top-left causal mask, or no mask, will do."""
+    narrow = window is not None and window < k_len
+    if not narrow and q_len in (1, k_len):
+        return None
+    q_pos = torch.arange(k_len - q_len, k_len, device=device)[:, None]
+    distance = q_pos - torch.arange(k_len, device=device)
+    mask = distance >= 0
+    return mask & (distance < window) if window is not None else mask

@@ -1,0 +1,62 @@
+"""Attention, one query at a time: a query's bits depend on its own keys alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opweave.ir import ops
+from opweave.ir.ops.attention import check_attention
+from opweave.ir.traits import BATCH_INVARIANT
+
+
+@ops.causal_attention.register_impl("row_by_row", traits={BATCH_INVARIANT})
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    check_attention(query, key, value, True, window, "causal_attention")
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    for i in range(query.shape[0]):
+        _attend(out[i], query[i], key[i], value[i], scale, True, window, soft_cap)
+    return out
+
+
+@ops.varlen_attention.register_impl("row_by_row", traits={BATCH_INVARIANT})
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    check_attention(query, key, value, causal, window, "varlen_attention")
+    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for i in range(len(starts_q) - 1):
+        q = slice(starts_q[i], starts_q[i + 1])
+        k = slice(starts_k[i], starts_k[i + 1])
+        _attend(out[q], query[q], key[k], value[k], scale, causal, window, soft_cap)
+    return out
+
+
+def _attend(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool,
+    window: int | None, soft_cap: float | None,
+) -> None:
+    """Fill ``out`` for one sequence, each side ``(length, heads, size)``."""
+    for i in range(query.shape[0]):
+        end = key.shape[0] - query.shape[0] + i + 1 if causal else key.shape[0]
+        start = 0 if window is None else max(end - window, 0)
+        if end > start:
+            # Copies, so that memory alignment is the same whatever the position in the batch.
+            row = (t.clone()[None] for t in (query[i : i + 1], key[start:end], value[start:end]))
+            out[i] = ops.causal_attention.native(*row, scale, None, soft_cap)[0, 0]

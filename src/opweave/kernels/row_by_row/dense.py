@@ -1,0 +1,48 @@
+"""Ops that map each row of their first argument to a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from opweave.ir import ops
+from opweave.ir.traits import BATCH_INVARIANT, DIFFERENTIABLE
+
+_TRAITS = {BATCH_INVARIANT, DIFFERENTIABLE}
+
+
+@ops.rms_norm.register_impl("row_by_row", traits=_TRAITS)
+def rms_norm(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    return _each_row(lambda row: ops.rms_norm.native(row, weight, epsilon, variance_size), x)
+
+
+@ops.linear.register_impl("row_by_row", traits=_TRAITS)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _each_row(lambda row: ops.linear.native(row, weight, bias), x)
+
+
+@ops.silu_and_mul.register_impl("row_by_row", traits=_TRAITS)
+def silu_and_mul(x: Tensor) -> Tensor:
+    return _each_row(ops.silu_and_mul.native, x)
+
+
+@ops.mul_and_silu.register_impl("row_by_row", traits=_TRAITS)
+def mul_and_silu(x: Tensor) -> Tensor:
+    return _each_row(ops.mul_and_silu.native, x)
+
+
+@ops.gelu_and_mul.register_impl("row_by_row", traits=_TRAITS)
+def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    return _each_row(lambda row: ops.gelu_and_mul.native(row, approximate), x)
+
+
+def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if x.ndim < 2 or x.numel() == 0:
+        return function(x)
+    # Each row is copied: matrix libraries may sum in another order at another memory alignment.
+    rows = [function(row.clone()[None]) for row in x.reshape(-1, x.shape[-1])]
+    return torch.cat(rows).reshape(*x.shape[:-1], rows[0].shape[-1])
