@@ -10,12 +10,14 @@ from opweave.ir import Source, current_registry
 
 def prepare() -> None:
     """Load the providers that come with opweave, and apply settings and platform defaults."""
-    from opweave import kernels
+    from opweave import kernels, native
     from opweave.config.sources import apply_environment_and_file
+    from opweave.ir.dispatch import use_plain_check
     from opweave.platforms import current_platform
 
     registry = current_registry()
     kernels.load()
+    use_plain_check(native.plain_check())
     apply_environment_and_file(registry)
     registry.settings.set_priorities(
         Source.PLATFORM,

@@ -75,13 +75,15 @@ def priorities(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     }
 
 
-def check_names(environ: Mapping[str, str] = os.environ) -> list[str]:
+def in_use(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that are set and mean something to opweave."""
+    return {name: environ[name] for name in sorted(environ) if _is_known(name)}
+
+
+def unknown_names(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the variables that start with ``OPWEAVE_`` but mean nothing to opweave."""
-    known = {v.name for v in VARIABLES}
-    return sorted(
-        name
-        for name in environ
-        if name.startswith("OPWEAVE_")
-        and name not in known
-        and not name.startswith(PRIORITY_PREFIX)
-    )
+    return sorted(n for n in environ if n.startswith("OPWEAVE_") and not _is_known(n))
+
+
+def _is_known(name: str) -> bool:
+    return name.startswith(PRIORITY_PREFIX) or name in {v.name for v in VARIABLES}

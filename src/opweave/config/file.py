@@ -12,6 +12,7 @@ The nearest file counts, from the working directory upwards; an ``opweave.toml``
 
 from __future__ import annotations
 
+import os
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,18 +33,20 @@ class FileSettings:
     ir_op_priority: dict[str, list[str] | str] = field(default_factory=dict)
 
 
-def load(explicit: str | None = None, start: Path | None = None) -> FileSettings:
-    """Read *explicit*, or else the nearest config file from *start* upwards.
+def find(start: Path | None = None) -> FileSettings:
+    """Read the file that ``OPWEAVE_CONFIG`` names, or else the nearest one from *start* upwards.
 
     Raises:
         SettingError: the file is missing, is not TOML, or holds something unknown or of another type.
     """
+    explicit = os.environ.get("OPWEAVE_CONFIG")
     if explicit:
         path = Path(explicit)
         if not path.is_file():
             raise SettingError(f"OPWEAVE_CONFIG: there is no file {explicit!r}.")
         return _settings(_table(path) or {}, path)
-    for folder in ((start or Path.cwd()), *(start or Path.cwd()).parents):
+    start = start or Path.cwd()
+    for folder in (start, *start.parents):
         for name in ("opweave.toml", "pyproject.toml"):
             path = folder / name
             table = _table(path) if path.is_file() else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 
 from opweave.config import environment, file
@@ -16,7 +15,7 @@ def apply_environment_and_file(registry: Registry) -> None:
     Raises:
         SettingError: something is malformed.
     """
-    settings, found = registry.settings, file.load(os.environ.get("OPWEAVE_CONFIG"))
+    settings, found = registry.settings, file.find()
     settings.set_priorities(
         Source.ENVIRONMENT,
         environment.priorities(),

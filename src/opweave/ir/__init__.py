@@ -14,7 +14,8 @@ from opweave.ir import rules
 from opweave.ir.errors import IrError
 from opweave.ir.explain import Explanation, explain
 from opweave.ir.impl import IrOpImpl
-from opweave.ir.op import RESERVED_PROVIDERS, IrOp, IrOpInplaceOverload
+from opweave.ir.op import RESERVED_PROVIDERS, IrOp
+from opweave.ir.overloads import CallSite, IrOpInplaceOverload
 from opweave.ir.priority import IrOpPriorityConfig, Source
 from opweave.ir.recording import Record, record
 from opweave.ir.registry import Registry, current_registry, isolated_registry, register_op
@@ -28,6 +29,7 @@ from opweave.ir import ops  # isort: skip (declares with the names above)
 __all__ = [
     "RESERVED_PROVIDERS",
     "TRAITS",
+    "CallSite",
     "Explanation",
     "IrError",
     "IrOp",

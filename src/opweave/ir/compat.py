@@ -27,8 +27,21 @@ function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_ena
 # The innermost functorch transform (vmap, grad, ...), or None. Its tensors look like plain Tensors.
 functorch_interpreter: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 
+# Dispatch keys that a thread includes while a dispatch mode, a functorch transform or
+# torch.jit.trace is active in it.
+MODE_KEYS: tuple[int, ...] = tuple(
+    int(torch._C._parse_dispatch_key(name))
+    for name in ("Python", "FuncTorchDynamicLayerFrontMode", "Tracer")
+)
+
 # The graph that torch.jit.trace is recording, or None.
 jit_tracing_state: Callable[[], object] = torch._C._get_tracing_state
+
+
+def include_dispatch_key(key: int) -> AbstractContextManager[None]:
+    """Include a dispatch key of :data:`MODE_KEYS` in this thread, as a mode or a tracer does."""
+    guard = torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey(key))
+    return cast("AbstractContextManager[None]", guard)
 
 
 def below_autograd() -> AbstractContextManager[None]:

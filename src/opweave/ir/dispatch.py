@@ -8,7 +8,7 @@ A generated function looks like this (print any with ``op.dispatch_source``)::
         scope = current_scope()
         if scope is not None:
             return scoped(scope)(self, x, weight, epsilon, variance_size)
-        if type(x) is Tensor and ... and dispatch_mode_count() == 0 and ...:
+        if is_plain(x, weight) or (type(x) is Tensor and ... dispatch_mode_count() == 0 and ...):
             try:
                 if x.is_cpu and ...:
                     run = impl_0
@@ -28,7 +28,7 @@ from __future__ import annotations
 import enum
 import linecache
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -54,7 +54,22 @@ if TYPE_CHECKING:
     from opweave.ir.op import IrOp
 
 Function = Callable[..., Any]
+PlainCheck = Callable[..., bool]
 _PLAIN = frozenset({Tensor, Parameter})
+
+
+_plain_check: PlainCheck | None = None
+
+
+def use_plain_check(check: PlainCheck | None) -> None:
+    """Ask *check* first whether the dispatcher has nothing to add, before asking torch fact by fact.
+
+    *check* takes the tensor arguments of a call, the first of them not None, and answers True only
+    if every one is exactly Tensor, Parameter or None, no mode, transform or tracer is active, and grad
+    mode is off. Functions generated from now on use it.
+    """
+    global _plain_check
+    _plain_check = check
 
 
 class Kind(enum.Enum):
@@ -65,20 +80,34 @@ class Kind(enum.Enum):
     KERNEL = "kernel"  # below the torch dispatcher: functional, no checks for modes or gradients
 
 
+class Callee:
+    """An object with a class of its own, so that its ``__call__`` can be a generated function.
+
+    That is the quickest way from ``op(...)`` to a kernel: no dictionary lookup, no ``*args``.
+    """
+
+    __call__: Function
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        own: Self = object.__new__(type(cls.__name__, (cls,), {}))
+        return own
+
+
 class Path:
     """One way to call an op, and the function generated for it.
 
     A path knows its op, its kind and the call site's priority. Its function is
     generated on first use, again after every change of registrations or settings, and once more
-    for every scope it is called in.
+    for every scope it is called in. It becomes the ``__call__`` of *callee*, if there is one.
     """
 
-    def __init__(self, op: IrOp, kind: Kind, call_site: Entries = ()) -> None:
-        self.op, self.kind, self.call_site = op, kind, call_site
+    def __init__(
+        self, op: IrOp, kind: Kind, call_site: Entries = (), callee: Callee | None = None
+    ) -> None:
+        self.op, self.kind, self.call_site, self.callee = op, kind, call_site, callee
         self.version = 0
         self.prepared = False
-        self.source = ""
-        self.function = self._generate(None, in_scope=False)
+        self._install(None)
 
     @property
     def donates(self) -> bool:
@@ -88,13 +117,18 @@ class Path:
         """Forget what was generated; the next call generates anew."""
         self.version += 1
         self.prepared = False
-        self.function = self._generate(None, in_scope=False)
+        self._install(None)
 
     def prepare(self) -> None:
         """Generate the function for the current settings."""
         with entered(Scope(None)):  # scopes have functions of their own
-            self.function = self._generate(self._candidates(), in_scope=False)
+            self._install(self._candidates())
         self.prepared = True
+
+    def _install(self, found: list[Candidate] | None) -> None:
+        self.source, self.function = _Generator(self, found, in_scope=False).compile()
+        if self.callee is not None:
+            type(self.callee).__call__ = self.function
 
     def scoped(self, scope: Scope) -> Function:
         """Return the function for calls inside *scope*."""
@@ -104,7 +138,7 @@ class Path:
             if scope.recorders:
                 found = lambda _, *args, **kwargs: self._execute(self.op.bind(*args, **kwargs))  # noqa: E731
             else:
-                found = self._generate(self._candidates(), in_scope=True)
+                _, found = _Generator(self, self._candidates(), in_scope=True).compile()
             scope.compiled[key] = found
         return found
 
@@ -140,13 +174,6 @@ class Path:
         if self.donates and self.op.registry.settings.check_donation and not differentiable:
             poison_unused(self.op, values, result)
         return result
-
-    def _generate(self, found: list[Candidate] | None, *, in_scope: bool) -> Function:
-        generator = _Generator(self, found, in_scope=in_scope)
-        source, function = generator.compile()
-        if not in_scope:
-            self.source = source
-        return function
 
 
 class _Generator:
@@ -208,8 +235,7 @@ class _Generator:
                       f"        return scoped(scope)(self, {self.call})"]
         if self.path.kind is Kind.KERNEL:
             return [*lines, *self._choice("    ", slow)]
-        plain = ["    if (", *self._plain_tests("        "), "    ):"]
-        return [*lines, *plain, *self._choice("        ", slow), f"    {slow}"]
+        return [*lines, *self._plain_condition(), *self._choice("        ", slow), f"    {slow}"]
 
     @property
     def _checks_donation(self) -> bool:
@@ -263,8 +289,20 @@ class _Generator:
         pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
         return " or ".join(f"{a} is {b}" for a, b in pairs)
 
+    def _plain_condition(self) -> list[str]:
+        """The condition under which the torch dispatcher has nothing to add."""
+        required = [p.name for p in self.schema.tensors if not p.is_optional]
+        tests = self._plain_tests("        ")
+        if _plain_check is None or not required or self.schema.tensor_lists:
+            return ["    if (", *tests, "    ):"]
+        self.namespace["is_plain"] = _plain_check
+        optional = [p.name for p in self.schema.tensors if p.is_optional]
+        check = [f"is_plain({', '.join(required + optional)})",
+                 *(f"{name} is not None" for name in required[1:])]
+        return [f"    if ({' and '.join(check)}) or (", *tests, "    ):"]
+
     def _plain_tests(self, indent: str) -> list[str]:
-        """The condition under which the torch dispatcher has nothing to add, a line for each test."""
+        """What that condition is made of, asked of torch fact by fact; a line for each test."""
         tests = [self._exact_type(p.name, p.is_optional) for p in self.schema.tensors]
         tests += [f"all(type(t) in plain_types for t in {p.name})" for p in self.schema.tensor_lists]
         required = [p.name for p in self.schema.tensors if not p.is_optional]

@@ -9,7 +9,14 @@ import difflib
 from collections.abc import Iterable
 
 
-class IrError(Exception):
+class OpweaveError(Exception):
+    """Base class of every error that opweave raises about what it was given.
+
+    The message is for the user, who can mend what it names.
+    """
+
+
+class IrError(OpweaveError):
     """Base class of everything that :mod:`opweave.ir` raises on purpose."""
 
 
@@ -65,7 +72,7 @@ class NoImplementationError(IrError, RuntimeError):
     """No implementation, native included, has the required traits."""
 
 
-class DonationError(IrError, TypeError):
+class DonationError(IrError, AttributeError):
     """``maybe_inplace`` was asked of an op that was not declared with ``allow_inplace=True``."""
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opweave.ir import tolerance
-from opweave.ir.dispatch import Function, Kind, Path
+from opweave.ir.dispatch import Callee, Function, Kind, Path
 from opweave.ir.errors import (
     DonationError,
     DuplicateImplError,
@@ -23,6 +23,7 @@ from opweave.ir.errors import (
     did_you_mean,
 )
 from opweave.ir.impl import IrOpImpl, Predicate
+from opweave.ir.overloads import CallSite, IrOpInplaceOverload
 from opweave.ir.priority import NATIVE, Entries, Source, merge, parse
 from opweave.ir.schema import Schema, check_same
 from opweave.ir.scope import priority
@@ -41,18 +42,14 @@ _NAME = re.compile(r"[a-z_][a-z0-9_]*")
 RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
 
 
-class IrOp:
+class IrOp(Callee):
     """A functional operation: a name, a schema, a native implementation, and kernels for it.
 
     Made by :func:`opweave.ir.register_op`. Call it like the function it was declared with; the implementation
     that :func:`opweave.ir.explain` names runs.
     """
 
-    __call__: Function
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> IrOp:
-        # Each op has a subclass of its own, whose __call__ is the function generated for it.
-        return object.__new__(type(cls.__name__, (cls,), {}))
+    maybe_inplace: IrOpInplaceOverload  # where allow_inplace=True
 
     def __init__(
         self,
@@ -85,11 +82,11 @@ class IrOp:
         """Define the torch ops and the call paths. Once, when the op enters its registry."""
         self.torch_ops = TorchOps(self, self.registry.library)
         self.torch_op = self.torch_ops.default
-        self._call = Path(self, Kind.CALL)
-        self._donating = Path(self, Kind.DONATING) if self.allow_inplace else None
+        self._call = Path(self, Kind.CALL, callee=self)
+        if self.allow_inplace:
+            self.maybe_inplace = IrOpInplaceOverload(self)
         self._kernels: dict[Entries, Path] = {(): Path(self, Kind.KERNEL)}
         self._call_sites: dict[tuple[str, ...], CallSite] = {}
-        self._install()
 
     def __repr__(self) -> str:
         return f"<IrOp {self.name}{inspect.signature(self.native)} from {self.site}>"
@@ -237,20 +234,13 @@ class IrOp:
 
     # Calling
 
-    @property
-    def maybe_inplace(self) -> IrOpInplaceOverload:
-        """The op as a callable that is given the activations to keep: it may reuse their memory.
-
-        Raises:
-            DonationError: the op was not declared with ``allow_inplace=True``.
-        """
-        overload = self._inplace_overload
-        if overload is None:
+    def __getattr__(self, name: str) -> Any:
+        if name == "maybe_inplace":
             raise DonationError(
                 f"{self.name} ({self.site}) was not declared with allow_inplace=True, so there is "
                 "no maybe_inplace. Call the op itself."
             )
-        return overload
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
         """Return the implementation that a call with these arguments would run."""
@@ -286,7 +276,6 @@ class IrOp:
             if path.prepared:
                 return False
             path.prepare()
-            self._install()
             return True
 
     def reset(self) -> None:
@@ -294,20 +283,12 @@ class IrOp:
         with self.registry.lock:
             for path in self._paths():
                 path.reset()
-            self._install()
 
     def _paths(self) -> list[Path]:
-        donating = [self._donating] if self._donating else []
-        sites = [path for site in self._call_sites.values() for path in site.paths]
-        return [self._call, *donating, *self._kernels.values(), *sites]
-
-    def _install(self) -> None:
-        # A generated function is a method of the op's own subclass: no dictionary lookup,
-        # no *args, on the way to it.
-        type(self).__call__ = self._call.function
-        self._inplace_overload = (
-            IrOpInplaceOverload(self, self._donating) if self._donating else None
-        )
+        paths = [self._call, *self._kernels.values()]
+        if self.allow_inplace:
+            paths.append(self.maybe_inplace.path)
+        return paths + [path for site in self._call_sites.values() for path in site.paths]
 
     # Fake, inputs and tolerances
 
@@ -367,46 +348,6 @@ class IrOp:
                 f"op {self.name!r}: allow_inplace=True needs as many activations as outputs; found "
                 f"activations {list(self.activations)} and {self.schema.num_outputs} output(s)."
             )
-
-
-class IrOpInplaceOverload:
-    """``op.maybe_inplace``: the caller gives up the activations; a kernel may reuse their memory."""
-
-    __call__: Function
-
-    def __new__(cls, op: IrOp, path: Path) -> IrOpInplaceOverload:
-        # One subclass per generated function, for the same reason as in IrOp.
-        return object.__new__(type(cls.__name__, (cls,), {"__call__": path.function}))
-
-    def __init__(self, op: IrOp, path: Path) -> None:
-        self.op = op
-
-    def __repr__(self) -> str:
-        return f"<maybe_inplace of {self.op!r}>"
-
-
-class CallSite:
-    """``op.using(...)``: the op with the priority of one call site in front."""
-
-    def __init__(self, op: IrOp, entries: Entries) -> None:
-        self._op = op
-        self._call = Path(op, Kind.CALL, entries)
-        self._donating = Path(op, Kind.DONATING, entries) if op.allow_inplace else None
-
-    @property
-    def paths(self) -> list[Path]:
-        return [self._call, *([self._donating] if self._donating else [])]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call.function(self._op, *args, **kwargs)
-
-    @property
-    def maybe_inplace(self) -> Function:
-        """The donating form, see :attr:`IrOp.maybe_inplace`."""
-        self._op.maybe_inplace  # noqa: B018 (raises where there is none)
-        donating = self._donating
-        assert donating is not None
-        return lambda *args, **kwargs: donating.function(self._op, *args, **kwargs)
 
 
 def check_name(name: str, what: str) -> str:

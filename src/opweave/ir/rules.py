@@ -140,6 +140,29 @@ class PairRule(Rule):
 
 
 @dataclass(frozen=True)
+class LastDimRule(Rule):
+    """A vector has one element for each position in the last dimension of a tensor."""
+
+    vector: str
+    tensor: str
+
+    def check(self, schema: Schema) -> None:
+        _check_names((self.vector, self.tensor), schema, tensors=True)
+
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        test = f"{self.vector}.shape == {self.tensor}.shape[-1:]"
+        if _optional(schema, self.vector):
+            test = f"({self.vector} is None or {test})"
+        return f"{self.tensor}.ndim > 0 and {test}"
+
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        shapes = {n: tuple(arguments[n].shape) for n in (self.tensor, self.vector)
+                  if arguments[n] is not None}
+        facts = ", ".join(f"{n}: {shape}" for n, shape in shapes.items())
+        return f"{self.vector} is not one value per element of {self.tensor}'s last dimension ({facts})"
+
+
+@dataclass(frozen=True)
 class ValueRule(Rule):
     """A fact about the value of one parameter that is not about a tensor's contents."""
 
@@ -243,6 +266,11 @@ def last_dim_multiple_of(name: str, factor: int) -> Rule:
         lambda n, t: f"{n}: last dimension of {tuple(t.shape)} (supports multiples of {factor})",
         (factor,),
     )
+
+
+def per_last_dim(vector: str, tensor: str) -> Rule:
+    """*vector* is 1-d, with one element for each position in the last dimension of *tensor*."""
+    return LastDimRule(vector, tensor)
 
 
 def is_none(name: str) -> Rule:

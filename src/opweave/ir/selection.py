@@ -83,6 +83,7 @@ class Selection:
 
 def policy_for(op: IrOp, call_site: Entries = (), *, differentiable: bool = False) -> Policy:
     """Return the policy that holds here and now: call site, scope and the registry's settings."""
+    op.registry.ensure_ready()
     scope, settings = current_scope(), op.registry.settings
     lists = [call_site, *(scope.priorities.get(op.name, []) if scope else []),
              *settings.priorities(op.name)]

@@ -10,31 +10,23 @@ from opweave.ir.traits import DIFFERENTIABLE
 
 # F.rms_norm multiplies in float32 and rounds once: with a weight of another dtype the op's
 # definition rounds at another place, so the results would differ by more than the tolerance.
-_SUPPORTED = (
-    rules.is_none("variance_size")
-    & rules.same_dtype("x", "weight")
-    & rules.custom(
-        lambda x, weight, epsilon, variance_size=None: x.ndim > 0, "x: 0-d (supports 1-d or more)"
-    )
-)
-_SUM_SUPPORTED = (
-    rules.is_none("variance_size")
-    & rules.same_dtype("x", "x_residual", "weight")
-    & rules.custom(
-        lambda x, x_residual, weight, epsilon, variance_size=None: x.ndim > 0,
-        "x: 0-d (supports 1-d or more)",
-    )
-)
+_SUPPORTED = rules.is_none("variance_size") & rules.per_last_dim("weight", "x")
 
 
-@ops.rms_norm.register_impl("aten", supports_args=_SUPPORTED, traits={DIFFERENTIABLE})
+@ops.rms_norm.register_impl(
+    "aten", supports_args=_SUPPORTED & rules.same_dtype("x", "weight"), traits={DIFFERENTIABLE}
+)
 def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
     return functional.rms_norm(x, x.shape[-1:], weight, epsilon)
 
 
-@ops.fused_add_rms_norm.register_impl("aten", supports_args=_SUM_SUPPORTED, traits={DIFFERENTIABLE})
+@ops.fused_add_rms_norm.register_impl(
+    "aten",
+    supports_args=_SUPPORTED & rules.same_dtype("x", "x_residual", "weight"),
+    traits={DIFFERENTIABLE},
+)
 def fused_add_rms_norm(
     x: Tensor,
     x_residual: Tensor,

@@ -1,0 +1,121 @@
+#include "core/check.h"
+
+namespace opweave {
+namespace {
+
+[[noreturn]] void fail(const View& view, const std::string& expected, const std::string& fix) {
+  throw CheckFailed(std::string(view.name) + " must " + expected + ", found " + describe(view) +
+                    "; " + fix);
+}
+
+bool same_layout(const View& a, const View& b) {
+  if (a.rank != b.rank || a.dtype != b.dtype) return false;
+  for (int d = 0; d < a.rank; ++d) {
+    if (a.sizes[d] != b.sizes[d]) return false;
+    if (a.sizes[d] > 1 && a.strides[d] != b.strides[d]) return false;
+  }
+  return true;
+}
+
+// Tensors of one layout that lie side by side in wider rows, such as two slices of a fused
+// projection: their address ranges overlap, their elements do not.
+bool interleaves(const View& a, const View& b) {
+  if (!same_layout(a, b) || a.rank == 0) return false;
+  int64_t pitch = 0;
+  for (int d = 0; d + 1 < a.rank; ++d) {
+    if (a.sizes[d] > 1 && (pitch == 0 || a.strides[d] < pitch)) pitch = a.strides[d];
+  }
+  if (pitch == 0) return false;
+  for (int d = 0; d + 1 < a.rank; ++d) {
+    if (a.sizes[d] > 1 && a.strides[d] % pitch != 0) return false;
+  }
+  const int last = a.rank - 1;
+  const int64_t size = a.element_size();
+  const int64_t width = ((a.sizes[last] - 1) * a.strides[last] + 1) * size;
+  int64_t shift = (b.data - a.data) % (pitch * size);
+  if (shift < 0) shift += pitch * size;
+  return shift >= width && shift + width <= pitch * size;
+}
+
+[[noreturn]] void fail_shared(const View& written, const View& other) {
+  throw CheckFailed(std::string(written.name) + " is written and must not share memory with " +
+                    other.name + ", found " + describe(written) + " and " + describe(other) +
+                    " over the same memory; clone one of them");
+}
+
+}  // namespace
+
+void fail_rank(const View& view) {
+  fail(view, "have at most " + std::to_string(OPWEAVE_MAX_RANK) + " dimensions",
+       "flatten() its leading dimensions");
+}
+
+void check_dtype(const View& view, std::initializer_list<OpweaveDtype> admitted) {
+  std::string names;
+  for (OpweaveDtype dtype : admitted) {
+    if (view.dtype == dtype) return;
+  }
+  for (OpweaveDtype dtype : admitted) {
+    if (!names.empty()) names += " or ";
+    names += dtype_name(dtype);
+  }
+  fail(view, "be " + names, "convert it first");
+}
+
+void check_same_dtype(const View& view, const View& other) {
+  if (view.dtype == other.dtype) return;
+  fail(view, std::string("have the dtype of ") + other.name + ", " + dtype_name(other.dtype),
+       "convert it first");
+}
+
+void check_same_sizes(const View& view, const View& other) {
+  bool same = view.rank == other.rank;
+  for (int d = 0; same && d < view.rank; ++d) same = view.sizes[d] == other.sizes[d];
+  if (same) return;
+  fail(view,
+       std::string("have the shape of ") + other.name + ", " + to_string(other.sizes, other.rank),
+       "native ops do not broadcast");
+}
+
+void check_unit_stride(const View& view) {
+  if (view.rank == 0) fail(view, "have at least one dimension", "the last one is normalised");
+  const int last = view.rank - 1;
+  if (view.sizes[last] <= 1 || view.strides[last] == 1) return;
+  fail(view, "be contiguous in its last dimension", "call contiguous() on it");
+}
+
+void check_no_self_overlap(const View& written) {
+  // Dimensions by ascending stride: each must step over everything that the smaller ones reach.
+  int order[OPWEAVE_MAX_RANK];
+  int count = 0;
+  for (int d = written.rank - 1; d >= 0; --d) {
+    if (written.sizes[d] == 0) return;
+    if (written.sizes[d] == 1) continue;
+    int at = count++;
+    for (; at > 0 && written.strides[order[at - 1]] > written.strides[d]; --at) {
+      order[at] = order[at - 1];
+    }
+    order[at] = d;
+  }
+  int64_t reach = 0;
+  for (int k = 0; k < count; ++k) {
+    const int d = order[k];
+    if (written.strides[d] <= reach) {
+      fail(written, "not overlap itself, because it is written",
+           "clone() it (an expanded tensor has one memory cell for many elements)");
+    }
+    reach += (written.sizes[d] - 1) * written.strides[d];
+  }
+}
+
+void check_overlapping_ranges(const View& written, const View& other) {
+  const bool is_empty = written.extent() == 0 || other.extent() == 0;
+  if (!is_empty && !interleaves(written, other)) fail_shared(written, other);
+}
+
+void check_disjoint_or_same(const View& written, const View& other) {
+  if (written.data == other.data && same_layout(written, other)) return;
+  check_disjoint(written, other);
+}
+
+}  // namespace opweave

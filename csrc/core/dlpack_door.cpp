@@ -1,0 +1,226 @@
+#include "core/dlpack_door.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "core/dlpack.h"
+#include "core/registry.h"
+#include "core/slots.h"
+
+namespace opweave {
+namespace {
+
+// Above this many elements a call lets other Python threads run meanwhile.
+constexpr int64_t kReleaseGilElements = int64_t{1} << 16;
+
+const dlpack::ExchangeApi* exchange = nullptr;
+PyTypeObject* tensor_type = nullptr;
+PyTypeObject* parameter_type = nullptr;
+
+bool raise(PyObject* type, const Op& op, const std::string& text) {
+  PyErr_SetString(type, (op.schema.name + ": " + text).c_str());
+  return false;
+}
+
+std::string type_name(PyObject* object) {
+  std::string text = "an object";
+  PyObject* name = PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "__name__");
+  PyObject* bytes = name == nullptr ? nullptr : PyUnicode_AsUTF8String(name);
+  if (bytes != nullptr) text = PyBytes_AsString(bytes);
+  Py_XDECREF(bytes);
+  Py_XDECREF(name);
+  PyErr_Clear();
+  return text;
+}
+
+bool raise_type(const Op& op, const Argument& argument, PyObject* found) {
+  const char* expected = "a float or an int";
+  switch (argument.kind) {
+    case Kind::kTensor: expected = "exactly a torch.Tensor or torch.nn.Parameter"; break;
+    case Kind::kOptionalTensor:
+      expected = "exactly a torch.Tensor or torch.nn.Parameter, or None";
+      break;
+    case Kind::kInteger: expected = "an int"; break;
+    case Kind::kFlag: expected = "a bool"; break;
+    case Kind::kNumber: break;
+  }
+  return raise(PyExc_TypeError, op,
+               argument.name + " must be " + expected + ", found " + type_name(found));
+}
+
+OpweaveDtype dtype_of(const dlpack::Tensor& tensor) {
+  if (tensor.type_lanes != 1) return OPWEAVE_OTHER_DTYPE;
+  const int bits = tensor.type_bits;
+  switch (tensor.type_code) {
+    case dlpack::kFloat:
+      return bits == 32   ? OPWEAVE_FLOAT32
+             : bits == 16 ? OPWEAVE_FLOAT16
+             : bits == 64 ? OPWEAVE_FLOAT64
+                          : OPWEAVE_OTHER_DTYPE;
+    case dlpack::kBfloat: return bits == 16 ? OPWEAVE_BFLOAT16 : OPWEAVE_OTHER_DTYPE;
+    case dlpack::kInt:
+      return bits == 64   ? OPWEAVE_INT64
+             : bits == 32 ? OPWEAVE_INT32
+             : bits == 16 ? OPWEAVE_INT16
+             : bits == 8  ? OPWEAVE_INT8
+                          : OPWEAVE_OTHER_DTYPE;
+    case dlpack::kUInt: return bits == 8 ? OPWEAVE_UINT8 : OPWEAVE_OTHER_DTYPE;
+    case dlpack::kBool: return OPWEAVE_BOOL;
+    default: return OPWEAVE_OTHER_DTYPE;
+  }
+}
+
+// torch refuses what it cannot describe as plain memory (a sparse, meta or batched tensor). That is
+// a TypeError here: door A is the way in for those.
+bool raise_not_plain(const Op& op, const Argument& argument) {
+  PyErr_Clear();
+  return raise(PyExc_TypeError, op,
+               argument.name + " must be a plain strided tensor in CPU memory; use torch.ops");
+}
+
+bool read_tensor(const Op& op, const Argument& argument, PyObject* object, View* view) {
+  view->name = argument.name.c_str();
+  view->present = object != Py_None || argument.kind == Kind::kTensor;
+  if (!view->present) return true;
+  PyTypeObject* type = Py_TYPE(object);
+  if (type != tensor_type && type != parameter_type) return raise_type(op, argument, object);
+  dlpack::Tensor tensor;
+  if (exchange->borrow_from_python(object, &tensor) != 0) return raise_not_plain(op, argument);
+  if (tensor.device_type != dlpack::kCpu) return raise_not_plain(op, argument);
+  view->data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  view->sizes = tensor.sizes;
+  view->strides = tensor.strides;
+  view->rank = tensor.rank;
+  view->dtype = dtype_of(tensor);
+  return true;
+}
+
+bool read_integer(const Op& op, const Argument& argument, PyObject* object, int64_t* value) {
+  if (!PyLong_Check(object) || PyBool_Check(object)) return raise_type(op, argument, object);
+  *value = PyLong_AsLongLong(object);
+  return *value != -1 || PyErr_Occurred() == nullptr;
+}
+
+bool read_number(const Op& op, const Argument& argument, PyObject* object, double* value) {
+  const bool is_number = PyFloat_Check(object) || (PyLong_Check(object) && !PyBool_Check(object));
+  if (!is_number) return raise_type(op, argument, object);
+  *value = PyFloat_AsDouble(object);
+  return *value != -1.0 || PyErr_Occurred() == nullptr;
+}
+
+bool read_flag(const Op& op, const Argument& argument, PyObject* object, bool* value) {
+  if (!PyBool_Check(object)) return raise_type(op, argument, object);
+  *value = object == Py_True;
+  return true;
+}
+
+bool read_argument(const Op& op, const Argument& argument, PyObject* object, Value* value) {
+  switch (argument.kind) {
+    case Kind::kTensor:
+    case Kind::kOptionalTensor: return read_tensor(op, argument, object, &value->view);
+    case Kind::kInteger: return read_integer(op, argument, object, &value->integer);
+    case Kind::kNumber: return read_number(op, argument, object, &value->number);
+    case Kind::kFlag: return read_flag(op, argument, object, &value->flag);
+  }
+  return false;
+}
+
+class WithoutGil {
+ public:
+  explicit WithoutGil(bool release) : state_(release ? PyEval_SaveThread() : nullptr) {}
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+  ~WithoutGil() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+
+ private:
+  PyThreadState* state_;
+};
+
+bool is_large(const Op& op, const Value* values) {
+  const std::vector<Argument>& arguments = op.schema.arguments;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].written && values[i].view.element_count() > kReleaseGilElements) return true;
+  }
+  return false;
+}
+
+PyObject* call_fast(const Op& op, PyObject* const* objects, Py_ssize_t count) {
+  const std::vector<Argument>& arguments = op.schema.arguments;
+  if (exchange == nullptr) {
+    raise(PyExc_RuntimeError, op, "the direct call is not open for this torch; use torch.ops");
+    return nullptr;
+  }
+  if (static_cast<size_t>(count) != arguments.size()) {
+    raise(PyExc_TypeError, op,
+          "expected " + std::to_string(arguments.size()) + " positional arguments, found " +
+              std::to_string(count) + ": " + op.schema.text);
+    return nullptr;
+  }
+  Value values[kMaxArguments];
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!read_argument(op, arguments[i], objects[i], &values[i])) return nullptr;
+  }
+  try {
+    const WithoutGil unlocked(is_large(op, values));
+    run(op, values);
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+template <size_t I>
+struct FastSlot {
+  static PyObject* call(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+    return call_fast(op_table[I], objects, count);
+  }
+};
+
+constexpr auto kFastSlots = make_slots<FastSlot>();
+
+const dlpack::ExchangeApi* find_exchange(PyObject* type) {
+  PyObject* capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
+  if (capsule == nullptr) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  // The table outlives the capsule: DLPack asks producers to keep it for the whole process.
+  auto* api = static_cast<const dlpack::ExchangeApi*>(
+      PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  Py_DECREF(capsule);
+  PyErr_Clear();
+  while (api != nullptr && api->major != dlpack::kMajorVersion) api = api->previous;
+  return api != nullptr && api->borrow_from_python != nullptr ? api : nullptr;
+}
+
+}  // namespace
+
+bool open_dlpack_door(PyObject* tensor, PyObject* parameter) {
+  // Kept for the whole process, as the types themselves are.
+  Py_INCREF(tensor);
+  Py_INCREF(parameter);
+  tensor_type = reinterpret_cast<PyTypeObject*>(tensor);
+  parameter_type = reinterpret_cast<PyTypeObject*>(parameter);
+  exchange = find_exchange(tensor);
+  return exchange != nullptr;
+}
+
+std::vector<PyMethodDef> dlpack_methods() {
+  std::vector<PyMethodDef> methods;
+  const std::vector<Op>& ops = all_ops();
+  if (ops.size() > kMaxOps) {
+    throw std::invalid_argument("more than " + std::to_string(kMaxOps) +
+                                " native ops; raise kMaxOps in core/slots.h");
+  }
+  for (size_t i = 0; i < ops.size(); ++i) {
+    const Schema& schema = ops[i].schema;
+    auto* function = reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(kFastSlots[i]));
+    methods.push_back({schema.name.c_str(), function, METH_FASTCALL, schema.text.c_str()});
+  }
+  return methods;
+}
+
+}  // namespace opweave

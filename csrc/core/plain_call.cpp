@@ -1,0 +1,87 @@
+#include "core/plain_call.h"
+
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace opweave {
+namespace {
+
+#if defined(__APPLE__)
+constexpr const char* kCoreLibrary = "libc10.dylib";
+constexpr const char* kTensorLibrary = "libtorch_cpu.dylib";
+#else
+constexpr const char* kCoreLibrary = "libc10.so";
+constexpr const char* kTensorLibrary = "libtorch_cpu.so";
+#endif
+
+// bool c10::GradMode::is_enabled()
+bool (*grad_mode_enabled)() = nullptr;
+// bool at::impl::torch_function_mode_enabled()
+bool (*function_mode_enabled)() = nullptr;
+// bool c10::impl::tls_is_dispatch_key_included(c10::DispatchKey), an enum of uint16_t
+bool (*key_included)(uint16_t key) = nullptr;
+
+std::vector<uint16_t> watched_keys;
+PyTypeObject* tensor_type = nullptr;
+PyTypeObject* parameter_type = nullptr;
+
+template <class Function>
+bool bind(const char* library_name, const char* symbol, Function* target) {
+  void* library = dlopen(library_name, RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr) return false;
+  *target = reinterpret_cast<Function>(dlsym(library, symbol));
+  return *target != nullptr;
+}
+
+bool is_plain_object(PyObject* object, bool may_be_none) {
+  PyTypeObject* type = Py_TYPE(object);
+  return type == tensor_type || type == parameter_type || (may_be_none && object == Py_None);
+}
+
+bool is_plain_thread() {
+  if (grad_mode_enabled() || function_mode_enabled()) return false;
+  for (const uint16_t key : watched_keys) {
+    if (key_included(key)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+PyObject* open_plain_check(PyObject*, PyObject* args) {
+  PyObject* tensor = nullptr;
+  PyObject* parameter = nullptr;
+  PyObject* keys = nullptr;
+  if (!PyArg_ParseTuple(args, "OOO", &tensor, &parameter, &keys)) return nullptr;
+  std::vector<uint16_t> codes;
+  for (Py_ssize_t i = 0, count = PySequence_Size(keys); i < count; ++i) {
+    PyObject* item = PySequence_GetItem(keys, i);
+    const long code = item == nullptr ? -1 : PyLong_AsLong(item);
+    Py_XDECREF(item);
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    codes.push_back(static_cast<uint16_t>(code));
+  }
+  const bool found =
+      bind(kCoreLibrary, "_ZN3c108GradMode10is_enabledEv", &grad_mode_enabled) &&
+      bind(kTensorLibrary, "_ZN2at4impl27torch_function_mode_enabledEv", &function_mode_enabled) &&
+      bind(kCoreLibrary, "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE",
+           &key_included);
+  // Kept for the whole process, as the types themselves are.
+  Py_INCREF(tensor);
+  Py_INCREF(parameter);
+  tensor_type = reinterpret_cast<PyTypeObject*>(tensor);
+  parameter_type = reinterpret_cast<PyTypeObject*>(parameter);
+  watched_keys = codes;
+  return PyBool_FromLong(found);
+}
+
+PyObject* is_plain(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!is_plain_object(objects[i], /*may_be_none=*/i > 0)) Py_RETURN_FALSE;
+  }
+  return PyBool_FromLong(is_plain_thread());
+}
+
+}  // namespace opweave

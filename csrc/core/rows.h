@@ -1,0 +1,12 @@
+// Rows: every dimension but the last, merged as far as the strides of all operands allow.
+#pragma once
+
+#include "core/view.h"
+#include "kernels/kernels.h"
+
+namespace opweave {
+
+// The rows of two tensors of one shape with at least one dimension.
+OpweaveRows rows_of(const View& first, const View& second);
+
+}  // namespace opweave

@@ -1,0 +1,58 @@
+// torch's stable C interface, as far as opweave uses it, bound at run time.
+//
+// These are opweave's own declarations of functions that libtorch exports with C linkage and
+// promises to keep (since torch 2.10). Nothing here is needed at build time, and a torch that lacks
+// them leaves the module loadable without torch ops.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "kernels/kernels.h"
+
+namespace opweave {
+
+using TorchError = int32_t;  // 0 is success
+using TorchTensor = struct TorchTensorOpaque*;
+using TorchLibrary = struct TorchLibraryOpaque*;
+using StackValue = uint64_t;  // one slot of a boxed call
+using BoxedKernel = void (*)(StackValue* stack, uint64_t inputs, uint64_t outputs);
+using RangeFunction = void (*)(int64_t begin, int64_t end, void* context);
+
+struct TorchShim {
+  TorchError (*library_init_fragment)(const char* name, const char* file, uint32_t line,
+                                      TorchLibrary* result);
+  TorchError (*library_init_impl)(const char* name, const char* key, const char* file,
+                                  uint32_t line, TorchLibrary* result);
+  TorchError (*library_def)(TorchLibrary library, const char* schema);
+  TorchError (*library_impl)(TorchLibrary library, const char* name, BoxedKernel kernel,
+                             uint64_t built_for);
+  TorchError (*delete_tensor)(TorchTensor tensor);
+  TorchError (*get_data)(TorchTensor tensor, const void** result);
+  TorchError (*get_dim)(TorchTensor tensor, int64_t* result);
+  TorchError (*get_sizes)(TorchTensor tensor, int64_t** result);
+  TorchError (*get_strides)(TorchTensor tensor, int64_t** result);
+  TorchError (*get_dtype)(TorchTensor tensor, int32_t* result);
+  TorchError (*get_device_type)(TorchTensor tensor, int32_t* result);
+  TorchError (*parallel_for)(int64_t begin, int64_t end, int64_t grain, RangeFunction body,
+                             void* context);
+  int32_t (*device_type_cpu)();
+
+  // Throws torch's own error, a RuntimeError in Python, unless condition holds.
+  void (*check)(bool condition, const char* function, const char* file, uint32_t line,
+                const char* message);
+
+  // Since torch 2.13; null before.
+  TorchError (*delete_stack_value)(StackValue* value);
+};
+
+// The bound functions; all null until bind_torch_shim() succeeds.
+const TorchShim& torch_shim();
+
+// Bind to the libtorch of this process. Returns "" or why that is impossible.
+std::string bind_torch_shim();
+
+// opweave's dtype for torch's code.
+OpweaveDtype dtype_of_torch(int32_t torch_dtype);
+
+}  // namespace opweave

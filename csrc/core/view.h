@@ -1,0 +1,57 @@
+// A neutral view of a strided CPU tensor, filled by either door.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "kernels/kernels.h"
+
+namespace opweave {
+
+// Borrowed: sizes, strides (in elements) and data live as long as the call.
+struct View {
+  const char* name;  // the argument's name in the schema
+  char* data;
+  const int64_t* sizes;
+  const int64_t* strides;
+  int rank;
+  OpweaveDtype dtype;
+  bool present;  // false: None was passed for an optional tensor
+
+  int64_t element_count() const {
+    int64_t count = 1;
+    for (int d = 0; d < rank; ++d) count *= sizes[d];
+    return count;
+  }
+
+  int64_t element_size() const;
+
+  // The elements from the first to the last one, gaps included; 0 if there is none.
+  int64_t extent() const {
+    int64_t last = 0;
+    for (int d = 0; d < rank; ++d) {
+      if (sizes[d] == 0) return 0;
+      last += (sizes[d] - 1) * strides[d];
+    }
+    return last + 1;
+  }
+
+  // The address after the last element.
+  const char* end() const { return data + extent() * element_size(); }
+};
+
+inline int64_t View::element_size() const {
+  constexpr uint8_t kSizes[] = {4, 2, 2, 8, 1, 2, 4, 8, 1, 1, 1};  // in the order of OpweaveDtype
+  static_assert(sizeof(kSizes) == OPWEAVE_OTHER_DTYPE + 1);
+  return kSizes[dtype];
+}
+
+const char* dtype_name(OpweaveDtype dtype);
+
+// "[2, 64]"
+std::string to_string(const int64_t* values, int count);
+
+// "bfloat16 [2, 64] with strides [64, 1]"
+std::string describe(const View& view);
+
+}  // namespace opweave

@@ -1,0 +1,109 @@
+// Picks the kernels for this CPU: once, when the module is loaded.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels/kernels.h"
+
+#define OPWEAVE_DECLARE_ISA(isa) extern const OpweaveNormKernels opweave_norm_kernels_##isa;
+
+extern "C" {
+OPWEAVE_DECLARE_ISA(base)
+OPWEAVE_DECLARE_ISA(avx2)
+OPWEAVE_DECLARE_ISA(avx512)
+OPWEAVE_DECLARE_ISA(avx512bf16)
+}
+
+namespace {
+
+struct Isa {
+  OpweaveKernels kernels;
+  bool (*is_supported)();
+};
+
+#if defined(__x86_64__)
+bool cpu_has_v2() { return __builtin_cpu_supports("x86-64-v2") != 0; }
+#endif
+#if defined(OPWEAVE_HAVE_AVX2)
+bool cpu_has_avx2() { return __builtin_cpu_supports("x86-64-v3") != 0; }
+#endif
+#if defined(OPWEAVE_HAVE_AVX512)
+bool cpu_has_avx512() { return __builtin_cpu_supports("x86-64-v4") != 0; }
+#endif
+#if defined(OPWEAVE_HAVE_AVX512BF16)
+bool cpu_has_avx512bf16() {
+  return cpu_has_avx512() && __builtin_cpu_supports("avx512bf16") != 0;
+}
+#endif
+
+// Best first.
+const Isa kIsas[] = {
+#if defined(OPWEAVE_HAVE_AVX512BF16)
+    {{"avx512bf16", &opweave_norm_kernels_avx512bf16}, cpu_has_avx512bf16},
+#endif
+#if defined(OPWEAVE_HAVE_AVX512)
+    {{"avx512", &opweave_norm_kernels_avx512}, cpu_has_avx512},
+#endif
+#if defined(OPWEAVE_HAVE_AVX2)
+    {{"avx2", &opweave_norm_kernels_avx2}, cpu_has_avx2},
+#endif
+#if defined(__x86_64__)
+    {{"base", &opweave_norm_kernels_base}, cpu_has_v2},
+#else
+    {{"base", &opweave_norm_kernels_base}, [] { return true; }},
+#endif
+};
+
+const OpweaveKernels* active = nullptr;
+char error[256] = "";
+
+void append(char* text, size_t capacity, const char* more) {
+  std::strncat(text, more, capacity - std::strlen(text) - 1);
+}
+
+const char* refuse(const char* isa, const char* why) {
+  std::snprintf(error, sizeof(error), "instruction set '%s' %s; this CPU can run: ", isa, why);
+  const char* separator = "";
+  for (size_t i = 0; const char* name = opweave_available_isa(i); ++i) {
+    append(error, sizeof(error), separator);
+    append(error, sizeof(error), name);
+    separator = ", ";
+  }
+  append(error, sizeof(error), *separator == '\0' ? "none of them" : "");
+  append(error, sizeof(error), " (set by OPWEAVE_ISA; unset it to choose the best)");
+  return error;
+}
+
+// The loader runs this before any call, so nothing on the call path has to ask whether it ran.
+__attribute__((constructor)) void select_at_load() {
+  const char* forced = std::getenv("OPWEAVE_ISA");
+  opweave_select_isa(forced != nullptr && *forced != '\0' ? forced : nullptr);
+}
+
+}  // namespace
+
+extern "C" const OpweaveKernels* opweave_kernels() { return active; }
+
+extern "C" const char* opweave_isa_error() { return active == nullptr ? error : nullptr; }
+
+extern "C" const char* opweave_available_isa(size_t i) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#endif
+  for (const Isa& isa : kIsas) {
+    if (isa.is_supported() && i-- == 0) return isa.kernels.isa;
+  }
+  return nullptr;
+}
+
+extern "C" const char* opweave_select_isa(const char* name) {
+  if (name == nullptr) name = opweave_available_isa(0);
+  if (name == nullptr) return refuse("base", "needs x86-64-v2, which this CPU lacks");
+  for (const Isa& isa : kIsas) {
+    if (std::strcmp(isa.kernels.isa, name) != 0) continue;
+    if (!isa.is_supported()) return refuse(name, "is not supported by this CPU");
+    active = &isa.kernels;
+    return nullptr;
+  }
+  return refuse(name, "is unknown");
+}

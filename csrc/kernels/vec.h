@@ -1,0 +1,55 @@
+// The vector layer of the kernels: everything computes in float32 lanes, whatever the storage type.
+//
+// Each vec_*.h defines, in an anonymous namespace:
+//   Vec, kLanes           a vector of float32 lanes
+//   splat, add, mul, fma  lane-wise arithmetic, rounded to nearest even
+//   sum                   the sum over lanes, in a fixed order
+//   Lanes<T>              load, store and round for storage type T
+// A load or store takes Full{} for kLanes elements or Tail{n} for the first n of them; lanes past
+// the tail load as zero and are never written.
+//
+// Only functions with internal linkage may appear here: one that the linker may share between
+// instruction sets (an inline function of the standard library, say) could put AVX-512 code on the
+// path of a CPU without it. A test audits the object files for such symbols.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+namespace {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Float16 {
+  uint16_t bits;
+};
+
+struct Full {};
+
+struct Tail {
+  int64_t count;
+};
+
+}  // namespace
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include "kernels/vec_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "kernels/vec_avx2.h"
+#else
+#include "kernels/vec_generic.h"
+#endif
+
+namespace {
+
+// Call visit(i, Full{}) for every whole vector of n elements, then visit(i, Tail{rest}) once.
+template <class Visit>
+inline void for_each_vec(int64_t n, Visit visit) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) visit(i, Full{});
+  if (i < n) visit(i, Tail{n - i});
+}
+
+}  // namespace

@@ -1,0 +1,90 @@
+// 8 float32 lanes: AVX2 with FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+namespace {
+
+using Vec = __m256;
+constexpr int64_t kLanes = 8;
+
+inline Vec splat(float value) { return _mm256_set1_ps(value); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+
+inline float sum(Vec v) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  s = _mm_add_ss(s, _mm_shuffle_ps(s, s, 1));
+  return _mm_cvtss_f32(s);
+}
+
+inline __m256i mask_of(Tail tail) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(tail.count)), lane);
+}
+
+inline Vec widen(__m128i half, BFloat16) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+inline Vec widen(__m128i half, Float16) { return _mm256_cvtph_ps(half); }
+
+// The bfloat16 nearest to v, in the upper half of each lane. A NaN is not rounded: arithmetic has
+// made it quiet, and a quiet NaN survives the cut.
+inline __m256i rounded_bits(Vec v) {
+  const __m256i bits = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+  const __m256i ordered = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_ORD_Q));
+  return _mm256_add_epi32(bits, _mm256_and_si256(bias, ordered));
+}
+
+inline __m128i narrow(Vec v, BFloat16) {
+  const __m256i high = _mm256_srli_epi32(rounded_bits(v), 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+}
+
+inline Vec round_to(Vec v, BFloat16) {
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  return _mm256_castsi256_ps(_mm256_and_si256(rounded_bits(v), upper));
+}
+
+inline __m128i narrow(Vec v, Float16) {
+  return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+inline Vec round_to(Vec v, Float16) { return widen(narrow(v, Float16{}), Float16{}); }
+
+template <class T>
+struct Lanes {  // a 16-bit storage type; AVX2 has no masked access for those, so tails go by memory
+  static Vec load(const T* p, Full) {
+    return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), T{});
+  }
+  static Vec load(const T* p, Tail tail) {
+    T buffer[kLanes] = {};
+    memcpy(buffer, p, static_cast<size_t>(tail.count) * sizeof(T));
+    return load(buffer, Full{});
+  }
+  static void store(T* p, Vec v, Full) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(v, T{}));
+  }
+  static void store(T* p, Vec v, Tail tail) {
+    T buffer[kLanes];
+    store(buffer, v, Full{});
+    memcpy(p, buffer, static_cast<size_t>(tail.count) * sizeof(T));
+  }
+  static Vec round(Vec v) { return round_to(v, T{}); }
+};
+
+template <>
+struct Lanes<float> {
+  static Vec load(const float* p, Full) { return _mm256_loadu_ps(p); }
+  static Vec load(const float* p, Tail tail) { return _mm256_maskload_ps(p, mask_of(tail)); }
+  static void store(float* p, Vec v, Full) { _mm256_storeu_ps(p, v); }
+  static void store(float* p, Vec v, Tail tail) { _mm256_maskstore_ps(p, mask_of(tail), v); }
+  static Vec round(Vec v) { return v; }
+};
+
+}  // namespace

@@ -1,0 +1,81 @@
+// 16 float32 lanes: AVX-512 (F, BW, VL, DQ), with the bfloat16 conversion instruction if present.
+#pragma once
+
+#include <immintrin.h>
+
+namespace {
+
+using Vec = __m512;
+constexpr int64_t kLanes = 16;
+
+inline Vec splat(float value) { return _mm512_set1_ps(value); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }
+
+inline __mmask16 mask_of(Tail tail) { return static_cast<__mmask16>((1u << tail.count) - 1u); }
+
+inline Vec widen(__m256i half, BFloat16) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+inline Vec widen(__m256i half, Float16) { return _mm512_cvtph_ps(half); }
+
+#if defined(__AVX512BF16__)
+// Rounds to nearest even and keeps NaN, but flushes denormals (below 1.2e-38) to zero.
+inline __m256i narrow(Vec v, BFloat16) { return (__m256i)_mm512_cvtneps_pbh(v); }
+inline Vec round_to(Vec v, BFloat16) { return widen(narrow(v, BFloat16{}), BFloat16{}); }
+#else
+// The bfloat16 nearest to v, in the upper half of each lane. A NaN is not rounded: arithmetic has
+// made it quiet, and a quiet NaN survives the cut.
+inline __m512i rounded_bits(Vec v) {
+  const __m512i bits = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+  return _mm512_mask_add_epi32(bits, _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q), bits, bias);
+}
+
+inline __m256i narrow(Vec v, BFloat16) {
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(v), 16));
+}
+
+inline Vec round_to(Vec v, BFloat16) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  return _mm512_castsi512_ps(_mm512_and_si512(rounded_bits(v), upper));
+}
+#endif
+
+inline __m256i narrow(Vec v, Float16) {
+  return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+inline Vec round_to(Vec v, Float16) { return widen(narrow(v, Float16{}), Float16{}); }
+
+template <class T>
+struct Lanes {  // a 16-bit storage type
+  static Vec load(const T* p, Full) {
+    return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), T{});
+  }
+  static Vec load(const T* p, Tail tail) {
+    return widen(_mm256_maskz_loadu_epi16(mask_of(tail), p), T{});
+  }
+  static void store(T* p, Vec v, Full) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v, T{}));
+  }
+  static void store(T* p, Vec v, Tail tail) {
+    _mm256_mask_storeu_epi16(p, mask_of(tail), narrow(v, T{}));
+  }
+  static Vec round(Vec v) { return round_to(v, T{}); }
+};
+
+template <>
+struct Lanes<float> {
+  static Vec load(const float* p, Full) { return _mm512_loadu_ps(p); }
+  static Vec load(const float* p, Tail tail) { return _mm512_maskz_loadu_ps(mask_of(tail), p); }
+  static void store(float* p, Vec v, Full) { _mm512_storeu_ps(p, v); }
+  static void store(float* p, Vec v, Tail tail) { _mm512_mask_storeu_ps(p, mask_of(tail), v); }
+  static Vec round(Vec v) { return v; }
+};
+
+}  // namespace

@@ -1,0 +1,105 @@
+// 4 float32 lanes in the vector types of GCC and Clang: correct on any CPU, with 16-bit conversions
+// in integer arithmetic.
+#pragma once
+
+namespace {
+
+typedef float Vec __attribute__((vector_size(16)));
+typedef uint32_t Bits __attribute__((vector_size(16)));
+typedef uint16_t HalfBits __attribute__((vector_size(8)));
+constexpr int64_t kLanes = 4;
+
+inline Vec splat(float value) { return Vec{value, value, value, value}; }
+inline Vec add(Vec a, Vec b) { return a + b; }
+inline Vec mul(Vec a, Vec b) { return a * b; }
+inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }  // two roundings: not every CPU has one
+inline float sum(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+
+inline Bits bits_of(Vec v) { return reinterpret_cast<Bits>(v); }
+inline Vec as_float(Bits bits) { return reinterpret_cast<Vec>(bits); }
+inline Bits splat_bits(uint32_t value) { return Bits{value, value, value, value}; }
+
+// Lane-wise condition ? a : b, where condition is all ones or all zeros per lane.
+inline Bits choose(Bits condition, Bits a, Bits b) { return (condition & a) | (~condition & b); }
+
+inline Vec widen(Bits half, BFloat16) { return as_float(half << 16); }
+
+inline Vec widen(Bits half, Float16) {
+  const Bits magnitude = half & splat_bits(0x7fff);
+  const Bits sign = (half & splat_bits(0x8000)) << 16;
+  // Move the fields into place, then let one exact product correct the exponent bias: 2^(127 - 15).
+  const Bits scaled = bits_of(as_float(magnitude << 13) * splat(0x1p112f));
+  const Bits special = reinterpret_cast<Bits>(magnitude >= splat_bits(0x7c00));
+  const Bits infinite_or_nan = (magnitude << 13) | splat_bits(0x7f800000);
+  return as_float(choose(special, infinite_or_nan, scaled) | sign);
+}
+
+inline Bits narrow(Vec v, BFloat16) {
+  const Bits bits = bits_of(v);
+  const Bits rounded = bits + ((bits >> 16) & splat_bits(1)) + splat_bits(0x7fff);
+  const Bits is_nan = reinterpret_cast<Bits>(v != v);
+  return choose(is_nan, splat_bits(0x7fc00000), rounded) >> 16;
+}
+
+inline Bits narrow(Vec v, Float16) {
+  const Bits bits = bits_of(v);
+  const Bits sign = (bits >> 16) & splat_bits(0x8000);
+  const Bits magnitude = bits & splat_bits(0x7fffffff);
+  // A carry out of the mantissa turns 65520 and above into infinity, as it should.
+  const Bits odd = (magnitude >> 13) & splat_bits(1);
+  const Bits normal = (magnitude + odd + splat_bits(0xfff - (112u << 23))) >> 13;
+  // Below 2^-14, adding 0.5 makes the hardware round at half precision's denormal step, 2^-24.
+  const Bits shifted = bits_of(as_float(magnitude) + splat(0.5f));
+  const Bits denormal = shifted - splat_bits(0x3f000000);
+  const Bits is_denormal = reinterpret_cast<Bits>(magnitude < splat_bits(113u << 23));
+  const Bits overflows = reinterpret_cast<Bits>(magnitude >= splat_bits(143u << 23));
+  const Bits is_nan = reinterpret_cast<Bits>(v != v);
+  const Bits finite = choose(is_denormal, denormal, normal);
+  const Bits infinite_or_nan = choose(is_nan, splat_bits(0x7e00), splat_bits(0x7c00));
+  return choose(overflows, infinite_or_nan, finite) | sign;
+}
+
+template <class T>
+struct Lanes {  // a 16-bit storage type
+  static Vec load(const T* p, Full) {
+    HalfBits half;
+    memcpy(&half, p, sizeof(half));
+    return widen(__builtin_convertvector(half, Bits), T{});
+  }
+  static Vec load(const T* p, Tail tail) {
+    T buffer[kLanes] = {};
+    memcpy(buffer, p, static_cast<size_t>(tail.count) * sizeof(T));
+    return load(buffer, Full{});
+  }
+  static void store(T* p, Vec v, Full) {
+    const HalfBits half = __builtin_convertvector(narrow(v, T{}), HalfBits);
+    memcpy(p, &half, sizeof(half));
+  }
+  static void store(T* p, Vec v, Tail tail) {
+    T buffer[kLanes];
+    store(buffer, v, Full{});
+    memcpy(p, buffer, static_cast<size_t>(tail.count) * sizeof(T));
+  }
+  static Vec round(Vec v) { return widen(narrow(v, T{}), T{}); }
+};
+
+template <>
+struct Lanes<float> {
+  static Vec load(const float* p, Full) {
+    Vec v;
+    memcpy(&v, p, sizeof(v));
+    return v;
+  }
+  static Vec load(const float* p, Tail tail) {
+    Vec v = {};
+    memcpy(&v, p, static_cast<size_t>(tail.count) * sizeof(float));
+    return v;
+  }
+  static void store(float* p, Vec v, Full) { memcpy(p, &v, sizeof(v)); }
+  static void store(float* p, Vec v, Tail tail) {
+    memcpy(p, &v, static_cast<size_t>(tail.count) * sizeof(float));
+  }
+  static Vec round(Vec v) { return v; }
+};
+
+}  // namespace

@@ -1,0 +1,98 @@
+"""The native ops as functions, each by its fastest door.
+
+Eager calls on plain CPU tensors without grad mode go straight to the C++ function (door B); calls
+under ``torch.compile``, in grad mode, under a dispatch mode or on other tensors go through
+``torch.ops.opweave_c`` (door A). Both run the same code and raise the same errors.
+
+An op raises RuntimeError for arguments that it does not take, and for a missing native module.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from opweave import native
+
+__all__ = ["fused_add_rms_norm", "rms_norm"]
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, epsilon: float) -> None:
+    """Write ``x / sqrt(mean(x ** 2, -1) + epsilon) * weight`` into *out*.
+
+    *out* and *x* have one shape ``[..., h]`` and one dtype (float32, bfloat16 or float16) and are
+    contiguous in their last dimension; *out* may be *x*. *weight* is None or ``[h]``, of *x*'s
+    dtype or float32. Normalises in float32, rounds to *weight*'s dtype, multiplies, rounds to
+    *x*'s dtype.
+
+    Raises:
+        RuntimeError: An argument is not as described, or *out* overlaps another.
+
+    """
+    if not _takes_door_a():
+        fast = _module()
+        if fast is not None:
+            try:
+                fast.rms_norm(out, x, weight, epsilon)
+                return
+            except TypeError:
+                pass  # not plain tensors: torch's dispatcher knows what they are
+    torch.ops.opweave_c.rms_norm(out, x, weight, epsilon)
+
+
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float
+) -> None:
+    """Add *x* to *residual*, and write `rms_norm` of the sum into *x*; both in place.
+
+    The sum is rounded to *x*'s dtype before it is normalised. *x* and *residual* have one shape
+    ``[..., h]`` and one dtype, share no memory and are contiguous in their last dimension; *weight*
+    is as in `rms_norm`.
+
+    Raises:
+        RuntimeError: An argument is not as described, or one that is written overlaps another.
+
+    """
+    if not _takes_door_a():
+        fast = _module()
+        if fast is not None:
+            try:
+                fast.fused_add_rms_norm(x, residual, weight, epsilon)
+                return
+            except TypeError:
+                pass
+    torch.ops.opweave_c.fused_add_rms_norm(x, residual, weight, epsilon)
+
+
+def _takes_door_a() -> bool:
+    if torch.compiler.is_dynamo_compiling():
+        return _ensure_loaded()
+    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
+        return _ensure_loaded()
+    return False
+
+
+def _ensure_loaded() -> bool:
+    """Load the module, so that torch.ops has the ops."""
+    _module()
+    return True
+
+
+@functools.cache
+def _module() -> ModuleType | None:
+    """Return the module if door B is open, None if only door A is; raise if neither."""
+    found = native.status()
+    if not found.available:
+        raise RuntimeError(
+            f"The native ops are not available: {found.reason_missing}. "
+            "opweave.ir.ops run without them."
+        )
+    return native.load() if found.fast_door else None
+
+
+# Dynamo then runs the function while tracing instead of tracing it. This is what
+# torch.compiler.assume_constant_result sets; calling that would import all of Dynamo here.
+_ensure_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,43 @@
+"""The command-line application: its commands, and what happens to errors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from opweave import __version__
+from opweave.cli.doctor import doctor
+from opweave.cli.errors import CliError
+from opweave.cli.generate import generate
+from opweave.cli.ops import ops
+from opweave.cli.output import fail
+from opweave.ir.errors import OpweaveError
+
+app = App(
+    name="opweave",
+    help="Run models on the kernels you choose, and see which ones run and why.",
+    version=__version__,
+    help_format="plaintext",
+)
+for _command in (generate, ops, doctor):
+    app.command(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; exits with 0, 1 (a problem was found), 2 (bad input) or 130 (interrupted)."""
+    try:
+        code = app(
+            arguments, exit_on_error=False, print_error=False, result_action="return_value"
+        )
+    except CycloptsError as error:
+        fail(f"{error} Try: opweave --help")
+    except (CliError, OpweaveError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        sys.stdout = None  # type: ignore[assignment]
+        sys.exit(0)
+    sys.exit(code or 0)

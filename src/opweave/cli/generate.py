@@ -1,0 +1,174 @@
+"""``opweave generate``: write text with a checkpoint, and show which kernels wrote it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from opweave import ir
+from opweave.cli.errors import CliError
+from opweave.cli.output import err, out, print_json
+from opweave.cli.priorities import PriorityOption, apply_priorities
+
+if TYPE_CHECKING:
+    from opweave.engine import RequestOutput
+
+
+def generate(
+    model: Path,
+    /,
+    *,
+    prompt: Annotated[list[str] | None, Parameter(negative=())] = None,
+    prompt_file: str | None = None,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop: Annotated[list[str] | None, Parameter(negative=())] = None,
+    dtype: str = "auto",
+    ir_op_priority: PriorityOption = None,
+    explain: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Continue one or more prompts with the model in a directory.
+
+    Parameters
+    ----------
+    model
+        A directory with config.json, safetensors and tokenizer.json.
+    prompt
+        The text to continue; give it several times for a batch.
+    prompt_file
+        Read the prompt from this UTF-8 file, or from standard input if it is "-".
+    max_tokens
+        Write at most this many tokens.
+    temperature
+        0 takes the likeliest token each time; higher is more random.
+    top_k
+        Choose among this many likeliest tokens; 0 is all.
+    top_p
+        Choose among the likeliest tokens that add up to this probability.
+    seed
+        Makes sampling repeatable.
+    stop
+        End at this text; give it several times for more than one.
+    dtype
+        auto (the checkpoint's), float32, bfloat16 or float16.
+    explain
+        Show which kernel each op used, and why the others did not.
+    json
+        Print JSON: prompt and token ids, text, timings and selections.
+    """
+    from opweave.engine import LLM, SamplingParams
+
+    prompts = _prompts(prompt, prompt_file)
+    sampling = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+        stop=stop or [],
+    )  # fmt: skip
+    apply_priorities(ir_op_priority)
+    with _progress("loading") as loading:
+        llm = LLM(model, dtype=dtype, progress=loading)
+    recording = ir.record() if explain or json else nullcontext(ir.Record())
+    with recording as record, _progress("writing") as writing:
+        outputs = llm.generate(prompts, sampling, progress=writing)
+    if json:
+        print_json(_to_json(model, outputs, record))
+        return
+    for output in outputs:
+        out.print(f"[bold]{escape(output.prompt or '')}[/]{escape(output.outputs[0].text)}\n")
+    if explain:
+        out.print(_selection_table(record))
+
+
+class _progress:  # noqa: N801 (used as a function)
+    """A progress bar on stderr that starts with the first report; calls are ``(done, total)``."""
+
+    def __init__(self, what: str) -> None:
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        )  # fmt: skip
+        self._bar = Progress(*columns, console=err, transient=True)
+        self._task = self._bar.add_task(what, total=None)
+
+    def __enter__(self) -> _progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+
+
+def _prompts(given: list[str] | None, file: str | None) -> list[str]:
+    if (given is None) == (file is None):
+        raise CliError("Give --prompt TEXT or --prompt-file FILE (- for standard input), not both.")
+    if given is not None:
+        for text in given:
+            _check_utf8(text)
+        return given
+    return [_read(file or "-")]
+
+
+def _read(file: str) -> str:
+    name = "standard input" if file == "-" else file
+    try:
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return content.decode("utf-8").rstrip("\n")
+    except OSError as error:
+        raise CliError(f"Cannot read the prompt from {name}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise CliError(f"The prompt in {name} is not UTF-8: {error}.") from error
+
+
+def _check_utf8(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise CliError(f"The prompt {ascii(text)} is not UTF-8 text.") from error
+
+
+def _to_json(model: Path, outputs: list[RequestOutput], record: ir.Record) -> dict[str, Any]:
+    return {
+        "model": str(model),
+        "outputs": [
+            {
+                "prompt": output.prompt,
+                "prompt_token_ids": output.prompt_token_ids,
+                "token_ids": output.outputs[0].token_ids,
+                "text": output.outputs[0].text,
+                "finish_reason": output.outputs[0].finish_reason,
+                "timings": output.timings.to_dict(),
+            }
+            for output in outputs
+        ],
+        "selections": [
+            {**explanation.to_dict(), "calls": calls} for explanation, calls in record.outcomes()
+        ],
+    }
+
+
+def _selection_table(record: ir.Record) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("op", "ran", "calls", "the others"):
+        table.add_column(column, overflow="fold")
+    for explanation, calls in record.outcomes():
+        others = [
+            f"{verdict.provider}: {verdict.reason}"
+            for verdict in explanation.verdicts
+            if verdict.outcome != "chosen"
+        ]
+        table.add_row(
+            explanation.op, f"[green]{explanation.chosen}[/]", str(calls), escape("\n".join(others))
+        )
+    return table

@@ -1,0 +1,94 @@
+"""``opweave ops``: what ops there are, and which kernels each has here."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.markup import escape
+from rich.table import Table
+
+from opweave.cli.output import out, print_json
+from opweave.cli.priorities import PriorityOption, apply_priorities
+from opweave.ir import IrOp, IrOpImpl, current_registry, policy_for
+
+
+def ops(
+    op: str | None = None,
+    /,
+    *,
+    ir_op_priority: PriorityOption = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """List the ops with their implementations, or describe one op.
+
+    Parameters
+    ----------
+    op
+        Describe this op only.
+    json
+        Print JSON.
+    """
+    apply_priorities(ir_op_priority)
+    registry = current_registry()
+    chosen = [registry.op(op.replace("-", "_"))] if op else list(registry.ops.values())
+    if json:
+        print_json([describe(each) for each in chosen])
+        return
+    out.print(_table(chosen))
+    if op:
+        for each in chosen:
+            out.print(f"\n{each.name}{inspect.signature(each.native)}", markup=False)
+            out.print(f"declared at {each.site}\n", markup=False)
+            out.print(inspect.getdoc(each.native) or "", markup=False)
+
+
+def describe(op: IrOp) -> dict[str, Any]:
+    """Return what is known about *op* as plain data."""
+    return {
+        "op": op.name,
+        "schema": op.schema.torch,
+        "summary": (inspect.getdoc(op.native) or "").partition("\n")[0],
+        "activations": list(op.activations),
+        "allow_inplace": op.allow_inplace,
+        "composite": op.composite,
+        "declared": str(op.site),
+        "priority": [
+            {"provider": entry.provider, "strict": entry.strict, "origin": entry.origin}
+            for entry in policy_for(op).priority
+        ],
+        "implementations": [_describe_impl(impl) for impl in op.impls.values()],
+    }
+
+
+def _describe_impl(impl: IrOpImpl) -> dict[str, Any]:
+    return {
+        "provider": impl.provider,
+        "available": impl.supported,
+        "reason": None if impl.supported else impl.unsupported_reason,
+        "inplace": impl.inplace,
+        "traits": sorted(impl.traits),
+        "registered": str(impl.site),
+    }
+
+
+def _table(chosen: list[IrOp]) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("op", "#", "provider", "available", "priority from", "traits"):
+        table.add_column(column, no_wrap=column in ("op", "#", "provider"), overflow="fold")
+    for op in chosen:
+        listed = {entry.provider: entry for entry in policy_for(op).priority}
+        ordered = [*listed, *(p for p in op.impls if p not in listed)]
+        for i, provider in enumerate(ordered):
+            impl, entry = op.impls[provider], listed.get(provider)
+            table.add_row(
+                op.name if i == 0 else "",
+                str(i + 1) if entry else "-",
+                escape(str(entry) if entry else provider),
+                "[green]yes[/]" if impl.supported
+                else f"[red]no[/]: {escape(impl.unsupported_reason)}",
+                escape(entry.origin) if entry else "in no priority list",
+                " ".join([*sorted(impl.traits), *(["in-place"] if impl.inplace else [])]),
+            )
+    return table

@@ -1,0 +1,55 @@
+"""A quick answer to "may this call bypass torch's dispatcher?", tried out before it is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from opweave.ir import compat
+from opweave.native.loader import load
+
+
+class _FunctionMode(TorchFunctionMode):
+    pass
+
+
+def plain_check() -> Callable[..., bool] | None:
+    """Return the native check (see :func:`opweave.ir.dispatch.use_plain_check`), or None.
+
+    None if there is no native module, if this torch lacks a symbol that it needs, or if one of its
+    answers is wrong.
+    """
+    module = load()
+    if module is None or not module._open_plain_check(
+        torch.Tensor, torch.nn.Parameter, compat.MODE_KEYS
+    ):
+        return None
+    check: Callable[..., bool] = module._is_plain
+    return check if _answers_right(check) else None
+
+
+def _answers_right(check: Callable[..., bool]) -> bool:
+    tensor, parameter = torch.empty(0), torch.nn.Parameter(torch.empty(0))
+    with torch.no_grad():
+        plain = check(tensor, parameter, None) and not check(None) and not check(tensor, 1)
+    return plain and not any(_answers_in(check, tensor, state) for state in _states())
+
+
+def _states() -> Iterator[list[AbstractContextManager[object]]]:
+    """Every state of a thread in which the answer must be no."""
+    yield [torch.enable_grad()]
+    yield [torch.no_grad(), _FunctionMode()]
+    for key in compat.MODE_KEYS:
+        yield [torch.no_grad(), compat.include_dispatch_key(key)]
+
+
+def _answers_in(
+    check: Callable[..., bool], tensor: torch.Tensor, state: list[AbstractContextManager[object]]
+) -> bool:
+    with ExitStack() as stack:
+        for part in state:
+            stack.enter_context(part)
+        return check(tensor)

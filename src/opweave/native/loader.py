@@ -1,0 +1,117 @@
+"""Loads ``opweave._C_ops`` once and says how that went."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Protocol, cast
+
+import torch
+
+NAMESPACE = "opweave_c"
+"""The ops are ``torch.ops.opweave_c.<op>``."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeStatus:
+    """What the native module offers in this process.
+
+    ``isa`` is the instruction set in use and ``isa_levels`` are those that this CPU can run, best
+    first. ``fast_door`` says whether ``_C_ops.<op>`` may be called directly, ``torch_ops`` whether
+    ``torch.ops.opweave_c`` has the ops. The module counts as available if it has a usable
+    instruction set and torch ops, without which no graph could hold its kernels.
+    """
+
+    available: bool
+    reason_missing: str | None
+    isa: str | None
+    isa_levels: tuple[str, ...]
+    fast_door: bool
+    torch_ops: bool
+    path: str | None
+
+
+class _Interface(Protocol):
+    """What ``_C_ops`` defines besides the ops."""
+
+    __file__: str
+
+    def _open(self, tensor: type, parameter: type) -> tuple[bool, str | None]: ...
+    def _isa(self) -> str | None: ...
+    def _isa_error(self) -> str | None: ...
+    def _available_isas(self) -> tuple[str, ...]: ...
+
+
+def load() -> ModuleType | None:
+    """Return ``opweave._C_ops``, or None if it cannot be used; `status` says why.
+
+    The first call imports the module and opens both doors. Never raises.
+    """
+    return _loaded()[0]
+
+
+def available() -> bool:
+    """Whether the native ops can be used."""
+    return status().available
+
+
+def status() -> NativeStatus:
+    """Return what the native module offers, loading it if that has not happened yet."""
+    return _loaded()[1]
+
+
+@functools.cache
+def _loaded() -> tuple[ModuleType | None, NativeStatus]:
+    try:
+        module = importlib.import_module("opweave._C_ops")
+    except ImportError as error:
+        return None, _missing(_import_failure(error))
+    return _open(module)
+
+
+def _open(module: ModuleType) -> tuple[ModuleType | None, NativeStatus]:
+    native = cast(_Interface, module)
+    fast_door, torch_problem = native._open(torch.Tensor, torch.nn.Parameter)
+    problem = native._isa_error() or torch_problem
+    found = NativeStatus(
+        available=problem is None,
+        reason_missing=problem,
+        isa=native._isa(),
+        isa_levels=native._available_isas(),
+        fast_door=fast_door,
+        torch_ops=torch_problem is None,
+        path=native.__file__,
+    )
+    if found.torch_ops:
+        _register_fakes(module)
+    return (module if found.available else None), found
+
+
+def _import_failure(error: ImportError) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == "opweave._C_ops":
+        return "opweave._C_ops is not built; reinstall opweave with a C++ compiler at hand"
+    return f"opweave._C_ops does not load: {error}"
+
+
+def _missing(reason: str) -> NativeStatus:
+    return NativeStatus(
+        available=False,
+        reason_missing=reason,
+        isa=None,
+        isa_levels=(),
+        fast_door=False,
+        torch_ops=False,
+        path=None,
+    )
+
+
+def _register_fakes(module: ModuleType) -> None:
+    for name in dir(module):
+        if not name.startswith("_"):
+            torch.library.register_fake(f"{NAMESPACE}::{name}", _returns_nothing)
+
+
+def _returns_nothing(*arguments: object) -> None:
+    """Every native op writes into its arguments, so shapes follow from them."""

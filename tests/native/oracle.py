@@ -1,0 +1,71 @@
+"""The definition of the norms, in float64 and row by row, and how near a kernel must come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+Door = Callable[..., None]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DOORS = ("torch_ops", "direct")
+
+
+def door(module: ModuleType, name: str, op: str) -> Door:
+    if name == "direct":
+        function: Door = getattr(module, op)
+        return function
+    dispatched: Door = getattr(torch.ops.opweave_c, op)
+    return dispatched
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype)
+    if x.numel() == 0:
+        return out
+    for row, target in zip(
+        x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1]), strict=True
+    ):
+        values = [float(v) for v in row]
+        scale = 1.0 / math.sqrt(sum(v * v for v in values) / len(values) + epsilon)
+        normalised = torch.tensor([v * scale for v in values], dtype=torch.float64).float()
+        if weight is not None:
+            normalised = normalised.to(weight.dtype) * weight
+        target.copy_(normalised.to(x.dtype))
+    return out
+
+
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    total = (x.double() + residual.double()).to(x.dtype)
+    return rms_norm(total, weight, epsilon), total
+
+
+def weight_for(kind: str, width: int, dtype: torch.dtype, seed: int = 1) -> Tensor | None:
+    if kind == "none":
+        return None
+    values = 1 + 0.5 * torch.randn(width, generator=torch.Generator().manual_seed(seed))
+    return values.to(dtype if kind == "same" else torch.float32)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(got: Tensor, wanted: Tensor) -> None:
+    """Within two units in the last place; in 16 bits, nearly every element is equal.
+
+    The share of equal elements is what tells the right sequence of roundings from another one:
+    leaving one out changes about a fifth of the elements by one unit.
+    """
+    assert got.dtype == wanted.dtype
+    assert got.shape == wanted.shape
+    unit = torch.finfo(wanted.dtype).eps
+    rtol = 1e-5 if wanted.dtype == torch.float32 else 2 * unit
+    torch.testing.assert_close(got, wanted, rtol=rtol, atol=1e-6)
+    if wanted.dtype != torch.float32 and wanted.numel() >= 1000:
+        assert (got == wanted).double().mean() > 0.99

@@ -1,0 +1,195 @@
+"""Both doors run the same checks and give the same messages; neither leaks."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opweave import _custom_ops, native
+
+from .oracle import DOORS, door
+
+f32 = torch.float32
+Case = tuple[str, Callable[[], tuple[Any, ...]], str]
+
+
+def ones(*shape: int, dtype: torch.dtype = f32) -> Tensor:
+    return torch.ones(*shape, dtype=dtype)
+
+
+def overlapping() -> tuple[Tensor, Tensor, None, float]:
+    flat = torch.ones(20)
+    return flat[:16].view(2, 8), flat[4:].view(2, 8), None, 1e-6
+
+
+def aliased() -> tuple[Tensor, Tensor, None, float]:
+    x = ones(2, 8)
+    return x, x, None, 1e-6
+
+
+def weight_inside_out() -> tuple[Tensor, Tensor, Tensor, float]:
+    out = ones(2, 8)
+    return out, ones(2, 8), out[1], 1e-6
+
+
+REFUSED: list[Case] = [
+    ("rms_norm", lambda: (ones(2, 8), ones(2, 8, dtype=torch.float64), None, 1e-6),
+     "x must be float32 or bfloat16 or float16, found float64 [2, 8]"),
+    ("rms_norm", lambda: (ones(2, 8), ones(2, 8, dtype=torch.complex64), None, 1e-6),
+     "x must be float32 or bfloat16 or float16, found a dtype that no native kernel takes"),
+    ("rms_norm", lambda: (ones(2, 8), ones(2, 8, dtype=torch.bool), None, 1e-6),
+     "x must be float32 or bfloat16 or float16, found bool"),
+    ("rms_norm", lambda: (torch.tensor(1.0), torch.tensor(1.0), None, 1e-6),
+     "x must have at least one dimension"),
+    ("rms_norm", lambda: (ones(2, 8), ones(8, 2).t(), None, 1e-6),
+     "x must be contiguous in its last dimension, found float32 [2, 8] with strides [1, 2]"),
+    ("rms_norm", lambda: (ones(8, 2).t(), ones(2, 8), None, 1e-6),
+     "out must be contiguous in its last dimension"),
+    ("rms_norm", lambda: (ones(1, 8), ones(2, 8), None, 1e-6),
+     "out must have the shape of x, [2, 8], found float32 [1, 8]"),
+    ("rms_norm", lambda: (ones(2, 8, dtype=torch.bfloat16), ones(2, 8), None, 1e-6),
+     "out must have the dtype of x, float32"),
+    ("rms_norm", lambda: (ones(2, 8), ones(2, 8), ones(7), 1e-6),
+     "weight must be None or have shape [8], the last dimension of x, found float32 [7]"),
+    ("rms_norm", lambda: (ones(2, 8), ones(2, 8), ones(1, 8), 1e-6),
+     "weight must be None or have shape [8]"),
+    ("rms_norm", lambda: (ones(2, 8), ones(2, 8), ones(8, dtype=torch.bfloat16), 1e-6),
+     "weight must be float32"),
+    ("rms_norm", lambda: (ones(2, 8), ones(2, 8), ones(16)[::2], 1e-6),
+     "weight must be contiguous in its last dimension"),
+    ("rms_norm", lambda: (ones(1, 8).expand(2, 8), ones(2, 8), None, 1e-6),
+     "out must not overlap itself"),
+    ("rms_norm", lambda: (ones(9).as_strided((2, 8), (1, 1)), ones(2, 8), None, 1e-6),
+     "out must not overlap itself"),
+    ("rms_norm", overlapping, "out is written and must not share memory with x"),
+    ("rms_norm", weight_inside_out, "out is written and must not share memory with weight"),
+    ("rms_norm", lambda: (ones(*[1] * 9), ones(*[1] * 9), None, 1e-6),
+     "out must have at most 8 dimensions"),
+    ("fused_add_rms_norm", aliased, "x is written and must not share memory with residual"),
+    ("fused_add_rms_norm", overlapping, "x is written and must not share memory with residual"),
+    ("fused_add_rms_norm", lambda: (ones(2, 8), ones(1, 8).expand(2, 8), None, 1e-6),
+     "residual must not overlap itself"),
+    ("fused_add_rms_norm", lambda: (ones(2, 8), ones(2, 8, dtype=torch.float16), None, 1e-6),
+     "residual must have the dtype of x, float32"),
+]
+
+
+@pytest.mark.parametrize(("op", "make", "expected"), REFUSED, ids=[c[2][:60] for c in REFUSED])
+def test_refusals(
+    module: ModuleType, op: str, make: Callable[[], tuple[Any, ...]], expected: str
+) -> None:
+    messages = []
+    for name in DOORS:
+        arguments = make()
+        before = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
+        with pytest.raises(RuntimeError) as error:
+            door(module, name, op)(*arguments)
+        messages.append(str(error.value))
+        for argument, copy in zip(arguments, before, strict=True):
+            assert argument is copy or not isinstance(copy, Tensor) or torch.equal(argument, copy)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"{op}: {expected}")
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "expected 4 positional arguments, found 0: rms_norm(Tensor(a!) out"),
+        ((ones(8), ones(8), None), "expected 4 positional arguments, found 3"),
+        ((ones(8), None, None, 1e-6), "x must be exactly a torch.Tensor or torch.nn.Parameter, f"),
+        ((ones(8), [1.0], None, 1e-6), "found list"),
+        ((ones(8), ones(8), 1.0, 1e-6), "torch.nn.Parameter, or None, found float"),
+        ((ones(8), ones(8), None, "1"), "epsilon must be a float or an int, found str"),
+        ((ones(8), ones(8), None, True), "epsilon must be a float or an int, found bool"),
+        ((ones(8), ones(8).as_subclass(Subclass), None, 1.0), "found Subclass"),
+        ((ones(8), torch.ones(8, device="meta"), None, 1.0), "x must be a plain strided tensor"),
+        ((ones(8), ones(2, 2).to_sparse(), None, 1.0), "x must be a plain strided tensor"),
+    ],
+)
+def test_direct_call_refuses_other_types(
+    module: ModuleType, arguments: tuple[Any, ...], expected: str
+) -> None:
+    with pytest.raises(TypeError) as error:
+        module.rms_norm(*arguments)
+    assert str(error.value).startswith("rms_norm: ")
+    assert expected in str(error.value)
+
+
+def test_direct_call_takes_no_keywords(module: ModuleType) -> None:
+    with pytest.raises(TypeError):
+        module.rms_norm(ones(8), ones(8), None, epsilon=1e-6)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_int_for_float_and_parameter_for_tensor(module: ModuleType, name: str) -> None:
+    out, weight = torch.empty(8), torch.nn.Parameter(2 * ones(8))
+    door(module, name, "rms_norm")(out, ones(8), weight, 3)
+    assert torch.equal(out, ones(8))
+
+
+def owner_count(tensor: Any) -> int:
+    """How many C++ references the tensor has."""
+    count: int = tensor._use_count()
+    return count
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_no_reference_is_kept(module: ModuleType, name: str) -> None:
+    run = door(module, name, "rms_norm")
+    x, out, weight = ones(4, 8), ones(4, 8), ones(8)
+    owners = [owner_count(t) for t in (x, out, weight)]
+    counts = [sys.getrefcount(t) for t in (x, out, weight)]
+    nones = sys.getrefcount(None)
+    for _ in range(2000):
+        run(out, x, weight, 1e-6)
+        run(out, x, None, 1e-6)
+        with pytest.raises(RuntimeError):
+            run(out, x, out, 1e-6)
+    gc.collect()
+    assert [owner_count(t) for t in (x, out, weight)] == owners
+    assert [sys.getrefcount(t) for t in (x, out, weight)] == counts
+    assert abs(sys.getrefcount(None) - nones) < 1000
+
+
+def test_vmap_does_not_reach_the_direct_call_silently(module: ModuleType) -> None:
+    with pytest.raises((RuntimeError, TypeError)):
+        torch.func.vmap(lambda x: module.rms_norm(x, x, None, 1e-6))(ones(3, 8))
+
+
+def test_wrappers_take_every_kind_of_tensor(module: ModuleType) -> None:
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            out = torch.empty(2, 8)
+            _custom_ops.rms_norm(out, ones(2, 8), None, 0.0)
+            assert torch.equal(out, ones(2, 8))
+            x, residual = ones(2, 8), ones(2, 8)
+            _custom_ops.fused_add_rms_norm(x, residual, None, 0.0)
+            assert torch.equal(x, ones(2, 8))
+            assert torch.equal(residual, 2 * ones(2, 8))
+    meta = torch.ones(2, 8, device="meta")
+    _custom_ops.rms_norm(meta, meta, None, 1e-6)
+    _custom_ops.fused_add_rms_norm(meta, meta.clone(), None, 1e-6)
+    with pytest.raises(RuntimeError, match="out must have the shape"):
+        _custom_ops.rms_norm(ones(3), ones(4), None, 1e-6)
+
+
+def test_status(module: ModuleType) -> None:
+    status = native.status()
+    assert status.available
+    assert status.reason_missing is None
+    assert status.fast_door
+    assert status.torch_ops
+    assert status.isa in status.isa_levels
+    assert status.path is not None
+    assert status.path.endswith("_C_ops.abi3.so")

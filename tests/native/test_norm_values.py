@@ -1,0 +1,227 @@
+"""The norms compute their definition: every dtype, weight, door, layout and instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from . import oracle
+from .oracle import DOORS, DTYPES, assert_near, door, random, weight_for
+
+Layout = Callable[[Tensor], Tensor]
+SHAPES = [(1, 64), (7, 769), (3, 5, 517), (64,), (0, 32), (4, 0), (3, 1), (2, 3, 2, 17)]
+WEIGHTS = ("none", "same", "float32")
+
+
+@pytest.mark.parametrize("weight_kind", WEIGHTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("door_name", DOORS)
+def test_rms_norm(
+    module: ModuleType, isa: str, door_name: str, dtype: torch.dtype, weight_kind: str
+) -> None:
+    for shape in SHAPES:
+        x = random(*shape, dtype=dtype)
+        weight = weight_for(weight_kind, shape[-1], dtype)
+        out = torch.full_like(x, 7)
+        door(module, door_name, "rms_norm")(out, x, weight, 1e-6)
+        assert_near(out, oracle.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("weight_kind", WEIGHTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("door_name", DOORS)
+def test_fused_add_rms_norm(
+    module: ModuleType, isa: str, door_name: str, dtype: torch.dtype, weight_kind: str
+) -> None:
+    for shape in SHAPES:
+        x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=2)
+        weight = weight_for(weight_kind, shape[-1], dtype)
+        wanted, total = oracle.fused_add_rms_norm(x, residual, weight, 1e-5)
+        door(module, door_name, "fused_add_rms_norm")(x, residual, weight, 1e-5)
+        assert torch.equal(residual, total)
+        assert_near(x, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wide_rows(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+    x = random(3, 5, 5125, dtype=dtype)
+    weight = weight_for("same", 5125, dtype)
+    out = torch.empty_like(x)
+    module.rms_norm(out, x, weight, 1e-6)
+    assert_near(out, oracle.rms_norm(x, weight, 1e-6))
+
+
+def whole_rows(base: Tensor) -> Tensor:
+    return base.flatten()[: 12 * 37].view(12, 37)
+
+
+def whole_blocks(base: Tensor) -> Tensor:
+    return base.flatten()[: 12 * 37].view(3, 4, 37)
+
+
+def some_blocks(base: Tensor) -> Tensor:
+    return base.flatten()[: 6 * 37].view(3, 2, 37)
+
+
+def swapped_blocks(base: Tensor) -> Tensor:
+    return base.flatten()[: 12 * 37].view(4, 3, 37)
+
+
+def slice_2d(base: Tensor) -> Tensor:
+    return base[:, 3:40]
+
+
+def slice_3d(base: Tensor) -> Tensor:
+    return base.view(3, 4, -1)[..., :37]
+
+
+def rows_that_do_not_collapse(base: Tensor) -> Tensor:
+    return base.view(3, 4, -1)[:, ::2, 1:38]
+
+
+def permuted_leading_dims(base: Tensor) -> Tensor:
+    return base.view(3, 4, -1).transpose(0, 1)[..., :37]
+
+
+BASE = torch.empty(12, 61)
+LAYOUTS: list[Layout] = [
+    whole_rows,
+    whole_blocks,
+    some_blocks,
+    swapped_blocks,
+    slice_2d,
+    slice_3d,
+    rows_that_do_not_collapse,
+    permuted_leading_dims,
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "out_layout"),
+    [(a, b) for a in LAYOUTS for b in LAYOUTS if a(BASE).shape == b(BASE).shape],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strided_rows(
+    module: ModuleType, dtype: torch.dtype, layout: Layout, out_layout: Layout
+) -> None:
+    x = layout(random(12, 61, dtype=dtype))
+    base = torch.full((12, 61), 9.0, dtype=dtype)
+    out = out_layout(base)
+    untouched = base.clone()
+    module.rms_norm(out, x, None, 1e-6)
+    assert_near(out, oracle.rms_norm(x, None, 1e-6))
+    out_layout(untouched).copy_(out)
+    assert torch.equal(base, untouched), "wrote outside of out"
+
+
+def test_expanded_input(module: ModuleType) -> None:
+    x = random(1, 33, dtype=torch.float32).expand(5, 33)
+    out = torch.empty(5, 33)
+    module.rms_norm(out, x, None, 1e-6)
+    assert_near(out, oracle.rms_norm(x, None, 1e-6))
+
+
+@pytest.mark.parametrize("door_name", DOORS)
+def test_out_may_be_x(module: ModuleType, isa: str, door_name: str) -> None:
+    x = random(5, 77, dtype=torch.bfloat16)
+    wanted = oracle.rms_norm(x, None, 1e-6)
+    door(module, door_name, "rms_norm")(x, x, None, 1e-6)
+    assert_near(x, wanted)
+
+
+def test_slices_of_one_projection(module: ModuleType) -> None:
+    wide = random(6, 96, dtype=torch.float32)
+    x, residual = wide[:, :48], wide[:, 48:]
+    wanted, total = oracle.fused_add_rms_norm(x, residual, None, 1e-6)
+    module.fused_add_rms_norm(x, residual, None, 1e-6)
+    assert torch.equal(residual, total)
+    assert_near(x, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_the_batch(
+    module: ModuleType, isa: str, dtype: torch.dtype
+) -> None:
+    x = random(301, 2049, dtype=dtype)
+    weight = weight_for("same", 2049, dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        whole = torch.empty_like(x)
+        module.rms_norm(whole, x, weight, 1e-6)
+    finally:
+        torch.set_num_threads(threads)
+    for row in (0, 1, 150, 300):
+        alone = torch.empty(2049, dtype=dtype)
+        module.rms_norm(alone, x[row].clone(), weight, 1e-6)
+        assert torch.equal(alone, whole[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_inf_stay_in_their_row(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+    x = random(4, 21, dtype=dtype)
+    x[1, 20] = float("nan")
+    x[2, 3] = float("inf")
+    out = torch.empty_like(x)
+    weight = weight_for("same", 21, dtype)
+    module.rms_norm(out, x, weight, 1e-6)
+    assert out[1].isnan().all()
+    assert out[2, 3].isnan()
+    assert (out[2, :3] == 0).all()
+    assert_near(out[[0, 3]], oracle.rms_norm(x[[0, 3]], weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_value_rounds_as_in_torch(
+    module: ModuleType, isa: str, dtype: torch.dtype
+) -> None:
+    codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = codes.view(dtype).view(256, 256).clone()
+    residual = x.flip(0).roll(97, 1).contiguous() * 0.37
+    total = (x.float() + residual.float()).to(dtype)
+    module.fused_add_rms_norm(x, residual, None, 1e-6)
+    normal = ~(total.float().abs() < torch.finfo(dtype).tiny)  # AVX512-BF16 flushes denormals
+    if not (isa == "avx512bf16" and dtype == torch.bfloat16):
+        normal[:] = True
+    same = (residual == total) | (residual.isnan() & total.isnan())
+    assert same[normal].all()
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_any_layout(module: ModuleType, data: st.DataObject) -> None:
+    draw = data.draw
+    dtype = draw(st.sampled_from(DTYPES))
+    leading = draw(st.lists(st.integers(0, 4), max_size=4))
+    width = draw(st.integers(1, 70))
+    seed = draw(st.integers(0, 2**16))
+    order = draw(st.permutations(range(len(leading))))
+    pad = draw(st.integers(0, 3))
+    weight = weight_for(draw(st.sampled_from(WEIGHTS)), width, dtype, seed)
+    epsilon = draw(st.sampled_from([0, 1e-6, 1]))
+    module._select_isa(draw(st.sampled_from(module._available_isas())))
+
+    def tensor(number: int) -> Tensor:
+        whole = random(*(leading[d] for d in order), width + pad, dtype=dtype, seed=number)
+        inverse = [order.index(d) for d in range(len(leading))]
+        return whole.permute(*inverse, len(leading))[..., pad:]
+
+    try:
+        x, residual = tensor(seed), tensor(seed + 1)
+        wanted, total = oracle.fused_add_rms_norm(x, residual, weight, epsilon)
+        run = door(module, draw(st.sampled_from(DOORS)), "fused_add_rms_norm")
+        run(x, residual, weight, float(epsilon))
+        assert torch.equal(residual, total)
+        assert_near(x, wanted)
+    finally:
+        module._select_isa(None)
