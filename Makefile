@@ -8,6 +8,7 @@ CHECKPOINT := examples/models/tiny-pydoc
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -type f)
 # Two cores of a shared machine: spinning threads cost more than they bring.
 export OMP_NUM_THREADS ?= 1
+export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-all check fix bench docs clean

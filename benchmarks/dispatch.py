@@ -3,10 +3,11 @@
     python benchmarks/dispatch.py            a table
     python benchmarks/dispatch.py --json     one object, see below
 
-Every case calls the same kernel, ``torch.empty_like`` behind a function of three arguments, on a float32 tensor of shape
-(1, 8), without gradients, on one thread. Cases are interleaved: each round measures all of them in a
-new order, and a figure is the median over rounds of (case - direct call in that round). The figures are
-microseconds. `ratio` is the cost of the torch op (Library.define + impl) over ours, in the same round.
+Every case calls the same kernel, ``torch.empty_like`` behind a function of three arguments, on a
+float32 tensor of shape (1, 8), without gradients, on one thread. Cases are interleaved: each round
+measures all of them in a new order, and a figure is the median over rounds of (case - direct call
+in that round). The figures are microseconds. `ratio` is the cost of the torch op (Library.define +
+impl) over ours, in the same round.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """opweave: the kernel layer for LLM inference in PyTorch.
 
-Declare an operation once, in plain PyTorch; plug in kernels for it; opweave runs the right one and shows why.
-Start with :mod:`opweave.ir`.
+Declare an operation once, in plain PyTorch; plug in kernels for it; opweave runs the right one and
+shows why. Start with :mod:`opweave.ir`.
 """
 
 from opweave import ir

@@ -43,9 +43,7 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, epsilon: float) -> N
     torch.ops.opweave_c.rms_norm(out, x, weight, epsilon)
 
 
-def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float
-) -> None:
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """Add *x* to *residual*, and write `rms_norm` of the sum into *x*; both in place.
 
     The sum is rounded to *x*'s dtype before it is normalised. *x* and *residual* have one shape

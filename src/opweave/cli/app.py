@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,11 +27,9 @@ for _command in (generate, ops, doctor):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; exits with 0, 1 (a problem was found), 2 (bad input) or 130 (interrupted)."""
+    """Run the command line; exits with 0, 1 (problem found), 2 (bad input) or 130 (interrupted)."""
     try:
-        code = app(
-            arguments, exit_on_error=False, print_error=False, result_action="return_value"
-        )
+        code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         fail(f"{error} Try: opweave --help")
     except (CliError, OpweaveError) as error:
@@ -38,6 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
-        sys.stdout = None  # type: ignore[assignment]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     sys.exit(code or 0)

@@ -44,7 +44,7 @@ def examine() -> dict[str, Any]:
     return {
         "versions": {"python": python_platform.python_version(), **_versions()},
         "platform": {"name": current_platform.name, "device_type": current_platform.device_type},
-        "native": {key: value for key, value in asdict(status).items()},
+        "native": asdict(status),
         "config_file": _config_file(),
         "environment": environment.in_use(),
         "problems": problems,
@@ -73,13 +73,16 @@ def _problems() -> list[str]:
     problems = []
     status = native.status()
     if not status.available:
-        problems.append(f"The native module is missing: {status.reason_missing}. Ops run without it.")
+        problems.append(
+            f"The native module is missing: {status.reason_missing}. Ops run without it."
+        )
     try:
         current_registry().check_settings()
     except IrError as error:
         problems.append(str(error))
     problems += [
-        f"{name} is set, but opweave knows no such variable." for name in environment.unknown_names()
+        f"{name} is set, but opweave knows no such variable."
+        for name in environment.unknown_names()
     ]
     return problems
 

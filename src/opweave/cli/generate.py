@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,7 +95,8 @@ class _progress:  # noqa: N801 (used as a function)
 
     def __init__(self, what: str) -> None:
         columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TimeElapsedColumn(),
         )  # fmt: skip
         self._bar = Progress(*columns, console=err, transient=True)
         self._task = self._bar.add_task(what, total=None)
@@ -135,7 +137,7 @@ def _check_utf8(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise CliError(f"The prompt {ascii(text)} is not UTF-8 text.") from error
+        raise CliError(f"The prompt {text!a} is not UTF-8 text.") from error
 
 
 def _to_json(model: Path, outputs: list[RequestOutput], record: ir.Record) -> dict[str, Any]:
@@ -148,7 +150,7 @@ def _to_json(model: Path, outputs: list[RequestOutput], record: ir.Record) -> di
                 "token_ids": output.outputs[0].token_ids,
                 "text": output.outputs[0].text,
                 "finish_reason": output.outputs[0].finish_reason,
-                "timings": output.timings.to_dict(),
+                "timings": asdict(output.timings),
             }
             for output in outputs
         ],

@@ -86,7 +86,8 @@ def _table(chosen: list[IrOp]) -> Table:
                 op.name if i == 0 else "",
                 str(i + 1) if entry else "-",
                 escape(str(entry) if entry else provider),
-                "[green]yes[/]" if impl.supported
+                "[green]yes[/]"
+                if impl.supported
                 else f"[red]no[/]: {escape(impl.unsupported_reason)}",
                 escape(entry.origin) if entry else "in no priority list",
                 " ".join([*sorted(impl.traits), *(["in-place"] if impl.inplace else [])]),

@@ -13,7 +13,8 @@ class KernelConfig:
     """Which kernels to use.
 
     Attributes:
-        ir_op_priority: priority lists by op, as a dict or an :class:`opweave.ir.IrOpPriorityConfig`.
+        ir_op_priority: priority lists by op, as a dict or an
+            :class:`opweave.ir.IrOpPriorityConfig`.
     """
 
     ir_op_priority: Mapping[str, str | Iterable[str]] = field(default_factory=IrOpPriorityConfig)

@@ -29,25 +29,35 @@ class Variable:
 
 VARIABLES = (
     Variable(
-        PRIORITY_PREFIX + "<OP>", "list", "",
+        PRIORITY_PREFIX + "<OP>",
+        "list",
+        "",
         "Providers to prefer for an op, separated by commas; `name!` makes it an error if the "
         "provider cannot be used. `OPWEAVE_IR_OP_PRIORITY__RMS_NORM=triton,opweave_c`.",
     ),
     Variable(
-        "OPWEAVE_BATCH_INVARIANT", "bool", "0",
+        "OPWEAVE_BATCH_INVARIANT",
+        "bool",
+        "0",
         "Admit only implementations whose rows do not depend on the rest of the batch.",
     ),
     Variable(
-        "OPWEAVE_CHECK_DONATION", "bool", "0",
+        "OPWEAVE_CHECK_DONATION",
+        "bool",
+        "0",
         "After `maybe_inplace`, overwrite donated inputs that were not reused with NaN, so that "
         "reading them shows.",
     ),
     Variable(
-        "OPWEAVE_CONFIG", "path", "",
+        "OPWEAVE_CONFIG",
+        "path",
+        "",
         "The config file, instead of the nearest `opweave.toml` or `pyproject.toml`.",
     ),
     Variable(
-        "OPWEAVE_ISA", "string", "",
+        "OPWEAVE_ISA",
+        "string",
+        "",
         "The instruction set of the C++ kernels: `base`, `avx2`, `avx512` or `avx512bf16`; by "
         "default the best that the processor has.",
     ),

@@ -7,7 +7,8 @@
     [ir_op_priority]
     rms_norm = ["triton", "opweave_c"]
 
-The nearest file counts, from the working directory upwards; an ``opweave.toml`` beats a ``pyproject.toml`` beside it.
+The nearest file counts, from the working directory upwards; an ``opweave.toml`` beats a
+``pyproject.toml`` beside it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def find(start: Path | None = None) -> FileSettings:
     """Read the file that ``OPWEAVE_CONFIG`` names, or else the nearest one from *start* upwards.
 
     Raises:
-        SettingError: the file is missing, is not TOML, or holds something unknown or of another type.
+        SettingError: the file is missing, is not TOML, or holds something unknown or of another
+            type.
     """
     explicit = os.environ.get("OPWEAVE_CONFIG")
     if explicit:

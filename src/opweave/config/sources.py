@@ -31,9 +31,7 @@ def apply_environment_and_file(registry: Registry) -> None:
     settings.check_donation = environment.flag("OPWEAVE_CHECK_DONATION") or found.check_donation
 
 
-def apply_command_line(
-    registry: Registry, priorities: Mapping[str, str | Iterable[str]]
-) -> None:
+def apply_command_line(registry: Registry, priorities: Mapping[str, str | Iterable[str]]) -> None:
     """Set what ``--ir-op-priority.<op>=...`` said, ``-`` and ``_`` alike, and check every name.
 
     Raises:

@@ -30,7 +30,7 @@ functorch_interpreter: Callable[[], object] = torch._C._functorch.peek_interpret
 # Dispatch keys that a thread includes while a dispatch mode, a functorch transform or
 # torch.jit.trace is active in it.
 MODE_KEYS: tuple[int, ...] = tuple(
-    int(torch._C._parse_dispatch_key(name))
+    int(cast("Any", torch._C._parse_dispatch_key(name)))
     for name in ("Python", "FuncTorchDynamicLayerFrontMode", "Tracer")
 )
 
@@ -49,6 +49,12 @@ def below_autograd() -> AbstractContextManager[None]:
     return cast("AbstractContextManager[None]", torch._C._AutoDispatchBelowAutograd())
 
 
+def new_library(namespace: str) -> Library:
+    """Return a library that can add ops to *namespace*."""
+    library: Library = cast("Any", Library)(namespace, "FRAGMENT")
+    return library
+
+
 def register_fake(library: Library, name: str, function: Callable[..., Any]) -> None:
     """Give the torch op *name* of *library* a fake implementation."""
-    library._register_fake(name, function)
+    cast("Any", library)._register_fake(name, function)

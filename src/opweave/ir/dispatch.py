@@ -62,11 +62,11 @@ _plain_check: PlainCheck | None = None
 
 
 def use_plain_check(check: PlainCheck | None) -> None:
-    """Ask *check* first whether the dispatcher has nothing to add, before asking torch fact by fact.
+    """Ask *check* whether the dispatcher has nothing to add, before asking torch fact by fact.
 
     *check* takes the tensor arguments of a call, the first of them not None, and answers True only
-    if every one is exactly Tensor, Parameter or None, no mode, transform or tracer is active, and grad
-    mode is off. Functions generated from now on use it.
+    if every one is exactly Tensor, Parameter or None, no mode, transform or tracer is active, and
+    grad mode is off. Functions generated from now on use it.
     """
     global _plain_check
     _plain_check = check
@@ -128,7 +128,7 @@ class Path:
     def _install(self, found: list[Candidate] | None) -> None:
         self.source, self.function = _Generator(self, found, in_scope=False).compile()
         if self.callee is not None:
-            type(self.callee).__call__ = self.function
+            setattr(type(self.callee), "__call__", self.function)  # noqa: B010 (not to be typed)
 
     def scoped(self, scope: Scope) -> Function:
         """Return the function for calls inside *scope*."""
@@ -207,8 +207,11 @@ class _Generator:
         Dynamo looks globals up in the module that a function claims to come from.
         """
         name, lines = self.path.op.name, self._lines()
-        factory = [f"def make({', '.join(self.namespace)}):", *(f"    {line}" for line in lines),
-                   f"    return {name}"]
+        factory = [
+            f"def make({', '.join(self.namespace)}):",
+            *(f"    {line}" for line in lines),
+            f"    return {name}",
+        ]
         source = "\n".join(factory) + "\n"
         filename = f"<opweave {name}.{self.path.kind.value}>"
         # Tracebacks and debuggers show generated code like any other.
@@ -231,8 +234,11 @@ class _Generator:
         if self.found is None or (self.path.donates and self._checks_donation):
             return [*lines, f"    {slow}"]
         if not self.in_scope:
-            lines += ["    scope = current_scope()", "    if scope is not None:",
-                      f"        return scoped(scope)(self, {self.call})"]
+            lines += [
+                "    scope = current_scope()",
+                "    if scope is not None:",
+                f"        return scoped(scope)(self, {self.call})",
+            ]
         if self.path.kind is Kind.KERNEL:
             return [*lines, *self._choice("    ", slow)]
         return [*lines, *self._plain_condition(), *self._choice("        ", slow), f"    {slow}"]
@@ -297,14 +303,18 @@ class _Generator:
             return ["    if (", *tests, "    ):"]
         self.namespace["is_plain"] = _plain_check
         optional = [p.name for p in self.schema.tensors if p.is_optional]
-        check = [f"is_plain({', '.join(required + optional)})",
-                 *(f"{name} is not None" for name in required[1:])]
+        check = [
+            f"is_plain({', '.join(required + optional)})",
+            *(f"{name} is not None" for name in required[1:]),
+        ]
         return [f"    if ({' and '.join(check)}) or (", *tests, "    ):"]
 
     def _plain_tests(self, indent: str) -> list[str]:
         """What that condition is made of, asked of torch fact by fact; a line for each test."""
         tests = [self._exact_type(p.name, p.is_optional) for p in self.schema.tensors]
-        tests += [f"all(type(t) in plain_types for t in {p.name})" for p in self.schema.tensor_lists]
+        tests += [
+            f"all(type(t) in plain_types for t in {p.name})" for p in self.schema.tensor_lists
+        ]
         required = [p.name for p in self.schema.tensors if not p.is_optional]
         first = required[0] if required else None
         tests.append(f"not has_torch_function({first})" if first else "not function_mode_enabled()")
@@ -337,7 +347,8 @@ def copying(impl: IrOpImpl) -> Function:
     rename = {name: f"{name}.clone()" for name in op.activations}
     names = {p.name: f"{p.name}={p.name}" if p.keyword_only else p.name for p in op.schema.params}
     arguments = ", ".join(
-        f"{p.name}={rename[p.name]}" if p.keyword_only and p.name in rename
+        f"{p.name}={rename[p.name]}"
+        if p.keyword_only and p.name in rename
         else rename.get(p.name, names[p.name])
         for p in op.schema.params
     )
@@ -347,13 +358,14 @@ def copying(impl: IrOpImpl) -> Function:
 
 
 def _repeats(op: IrOp, values: tuple[Any, ...]) -> bool:
-    activations = [v for p, v in zip(op.schema.params, values, strict=True)
-                   if p.name in op.activations]
+    activations = [
+        v for p, v in zip(op.schema.params, values, strict=True) if p.name in op.activations
+    ]
     return len({id(v) for v in activations}) < len(activations)
 
 
 def _needs_dispatcher(values: tuple[Any, ...]) -> bool:
-    """Whether only the torch dispatcher can run the call: modes, tracers, subclasses, transforms."""
+    """Whether only the torch dispatcher can run the call: modes, tracers, subclasses, functorch."""
     return (
         compat.dispatch_mode_count() > 0
         or compat.function_mode_enabled()

@@ -28,7 +28,8 @@ def poison_unused(op: IrOp, values: tuple[Any, ...], result: Any) -> None:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
 
 
 def _poison(tensor: Tensor) -> None:

@@ -54,8 +54,12 @@ class Explanation:
             "chosen": self.chosen,
             "required": dict(self.required),
             "providers": [
-                {"provider": v.provider, "outcome": v.outcome, "reason": v.reason,
-                 "origin": v.origin}
+                {
+                    "provider": v.provider,
+                    "outcome": v.outcome,
+                    "reason": v.reason,
+                    "origin": v.origin,
+                }
                 for v in self.verdicts
             ],
         }

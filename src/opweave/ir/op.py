@@ -24,11 +24,11 @@ from opweave.ir.errors import (
 )
 from opweave.ir.impl import IrOpImpl, Predicate
 from opweave.ir.overloads import CallSite, IrOpInplaceOverload
-from opweave.ir.priority import NATIVE, Entries, Source, merge, parse
+from opweave.ir.priority import NATIVE, Entries, Source, parse
 from opweave.ir.schema import Schema, check_same
 from opweave.ir.scope import priority
 from opweave.ir.selection import policy_for, select
-from opweave.ir.site import Site, caller_site
+from opweave.ir.site import caller_site
 from opweave.ir.tolerance import Tolerance
 from opweave.ir.torch_ops import ANNOTATED_SUFFIX, TorchOps, call_site
 from opweave.ir.traits import DIFFERENTIABLE, check_traits
@@ -45,8 +45,8 @@ RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
 class IrOp(Callee):
     """A functional operation: a name, a schema, a native implementation, and kernels for it.
 
-    Made by :func:`opweave.ir.register_op`. Call it like the function it was declared with; the implementation
-    that :func:`opweave.ir.explain` names runs.
+    Made by :func:`opweave.ir.register_op`. Call it like the function it was declared with; the
+    implementation that :func:`opweave.ir.explain` names runs.
     """
 
     maybe_inplace: IrOpInplaceOverload  # where allow_inplace=True
@@ -125,8 +125,8 @@ class IrOp(Callee):
             provider: where the kernel comes from; unique for the op, ``[a-z_][a-z0-9_]*``.
             supported: whether it can run here at all (the library is there, the device exists).
             unsupported_reason: what to tell people where it cannot.
-            supports_args: which arguments it takes: a rule of :mod:`opweave.ir.rules`, or a function with the
-                op's parameters that returns bool. None: all of them.
+            supports_args: which arguments it takes: a rule of :mod:`opweave.ir.rules`, or a
+                function with the op's parameters that returns bool. None: all of them.
             inplace: it may write its outputs into the op's activations, and return them.
             traits: what it promises, see :mod:`opweave.ir.traits`.
 
@@ -152,8 +152,15 @@ class IrOp(Callee):
 
         def decorate(function: Function) -> Function:
             reason = unsupported_reason or "not supported on this system"
-            self._add(provider, function, supported=supported, unsupported_reason=reason,
-                      supports_args=supports_args, inplace=inplace, traits=traits)
+            self._add(
+                provider,
+                function,
+                supported=supported,
+                unsupported_reason=reason,
+                supports_args=supports_args,
+                inplace=inplace,
+                traits=traits,
+            )
             self.reset()
             return function
 
@@ -176,8 +183,15 @@ class IrOp(Callee):
                 f"{self._impls[provider].site}; this is {caller_site()}. Use another provider name."
             )
         self._impls[provider] = IrOpImpl(
-            self, provider, function, bool(supported), unsupported_reason, supports_args, inplace,
-            check_traits(traits), caller_site(),
+            self,
+            provider,
+            function,
+            bool(supported),
+            unsupported_reason,
+            supports_args,
+            inplace,
+            check_traits(traits),
+            caller_site(),
         )
 
     def supported_providers(self) -> list[str]:
@@ -301,8 +315,8 @@ class IrOp(Callee):
     def register_input_generator(self, function: Callable[..., tuple[Any, ...]]) -> Any:
         """Register a function that makes arguments for tests and benchmarks.
 
-        It takes keyword arguments of its own choice with defaults for all of them, ``num_tokens`` and
-        ``dtype`` among them, and returns one value per parameter.
+        It takes keyword arguments of its own choice with defaults for all of them, ``num_tokens``
+        and ``dtype`` among them, and returns one value per parameter.
         """
         self._input_generator = function
         return function
@@ -363,9 +377,7 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
-def _activations(
-    schema: Schema, op_name: str, names: Sequence[str] | None
-) -> tuple[str, ...]:
+def _activations(schema: Schema, op_name: str, names: Sequence[str] | None) -> tuple[str, ...]:
     tensors = [p.name for p in schema.tensors]
     if names is None:
         return tuple(name for name in tensors if name.startswith("x"))

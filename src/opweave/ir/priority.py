@@ -1,8 +1,8 @@
 """Priorities: which providers to try for an op, in which order, and who said so.
 
 Sources, strongest first: call site, scope, command line, environment, config file,
-``set_default``, platform default, native. A stronger source's list is put in front of a weaker one's; native
-is always last.
+``set_default``, platform default, native. A stronger source's list is put in front of a weaker
+one's; native is always last.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ class IrOpPriorityConfig(Mapping[str, list[str]]):
     """
 
     def __init__(
-        self, priorities: Mapping[str, str | Iterable[str]] | None = None, /,
+        self,
+        priorities: Mapping[str, str | Iterable[str]] | None = None,
+        /,
         **by_op: str | Iterable[str],
     ) -> None:
         given: dict[str, str | Iterable[str]] = {**(priorities or {}), **by_op}

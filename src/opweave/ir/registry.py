@@ -11,6 +11,7 @@ from typing import Any, overload
 
 from torch.library import Library
 
+from opweave.ir import compat
 from opweave.ir.errors import (
     DuplicateOpError,
     IrError,
@@ -28,13 +29,13 @@ class Registry:
     """A table of ops.
 
     Args:
-        namespace: the namespace of its torch ops (``torch.ops.<namespace>``). Two registries must not
-            share one.
+        namespace: the namespace of its torch ops (``torch.ops.<namespace>``). Two registries must
+            not share one.
     """
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
-        self.library = Library(namespace, "FRAGMENT")
+        self.library: Library = compat.new_library(namespace)
         self.lock = threading.RLock()
         self.settings = Settings(self._reset_ops)
         self._ops: dict[str, IrOp] = {}
@@ -141,7 +142,8 @@ def isolated_registry(namespace: str | None = None) -> Iterator[Registry]:
     """Make an empty registry the current one inside the block; for tests and compatibility shims.
 
     Args:
-        namespace: of its torch ops; by default a new one each time, since torch cannot define an op twice.
+        namespace: of its torch ops; by default a new one each time, since torch cannot define an op
+            twice.
     """
     global _current
     previous = _current
@@ -179,8 +181,8 @@ def register_op(
 ) -> IrOp | Callable[[NativeFunction], IrOp]:
     """Declare an op: the decorated PyTorch function is its native implementation.
 
-    The function is the op's meaning (values, shapes, strides, dtypes), what runs where no kernel does, and
-    what kernels are tested against. Use it bare or with options.
+    The function is the op's meaning (values, shapes, strides, dtypes), what runs where no kernel
+    does, and what kernels are tested against. Use it bare or with options.
 
     Args:
         name: the op's name; by default the function's.

@@ -133,9 +133,7 @@ class PairRule(Rule):
 
     def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
         tensors = {n: arguments[n] for n in self.names if arguments[n] is not None}
-        facts = ", ".join(
-            f"{n}: {_plain(getattr(t, self.attribute))}" for n, t in tensors.items()
-        )
+        facts = ", ".join(f"{n}: {_plain(getattr(t, self.attribute))}" for n, t in tensors.items())
         return f"{self.attribute} differs ({facts})"
 
 
@@ -156,10 +154,14 @@ class LastDimRule(Rule):
         return f"{self.tensor}.ndim > 0 and {test}"
 
     def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
-        shapes = {n: tuple(arguments[n].shape) for n in (self.tensor, self.vector)
-                  if arguments[n] is not None}
+        shapes = {
+            n: tuple(arguments[n].shape)
+            for n in (self.tensor, self.vector)
+            if arguments[n] is not None
+        }
         facts = ", ".join(f"{n}: {shape}" for n, shape in shapes.items())
-        return f"{self.vector} is not one value per element of {self.tensor}'s last dimension ({facts})"
+        last = f"{self.tensor}'s last dimension"
+        return f"{self.vector} is not one value per element of {last} ({facts})"
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,9 @@ def ndim(name: str, *counts: int) -> Rule:
     """Parameter *name* has one of these numbers of dimensions."""
     wanted = " or ".join(map(str, counts))
     return TensorRule(
-        (name,), "({t}.ndim in {0})", lambda n, t: f"{n}: {t.ndim}-d (supports {wanted}-d)",
+        (name,),
+        "({t}.ndim in {0})",
+        lambda n, t: f"{n}: {t.ndim}-d (supports {wanted}-d)",
         (frozenset(counts),),
     )
 
@@ -262,7 +266,8 @@ def ndim(name: str, *counts: int) -> Rule:
 def last_dim_multiple_of(name: str, factor: int) -> Rule:
     """The size of the last dimension is a multiple of *factor*."""
     return TensorRule(
-        (name,), "({t}.ndim > 0 and {t}.shape[-1] % {0} == 0)",
+        (name,),
+        "({t}.ndim > 0 and {t}.shape[-1] % {0} == 0)",
         lambda n, t: f"{n}: last dimension of {tuple(t.shape)} (supports multiples of {factor})",
         (factor,),
     )

@@ -17,7 +17,7 @@ Recorder = Callable[["Selection", tuple[Any, ...]], None]
 
 
 class Scope:
-    """What holds inside a ``with`` block, the enclosing scope included. Immutable but for its cache."""
+    """What holds inside a ``with`` block, what the enclosing scope says included."""
 
     def __init__(
         self,

@@ -85,8 +85,11 @@ def policy_for(op: IrOp, call_site: Entries = (), *, differentiable: bool = Fals
     """Return the policy that holds here and now: call site, scope and the registry's settings."""
     op.registry.ensure_ready()
     scope, settings = current_scope(), op.registry.settings
-    lists = [call_site, *(scope.priorities.get(op.name, []) if scope else []),
-             *settings.priorities(op.name)]
+    lists = [
+        call_site,
+        *(scope.priorities.get(op.name, []) if scope else []),
+        *settings.priorities(op.name),
+    ]
     for entries in lists:
         op.check_providers(entries)
     required = {**settings.required, **(scope.required if scope else {})}
@@ -96,7 +99,7 @@ def policy_for(op: IrOp, call_site: Entries = (), *, differentiable: bool = Fals
 
 
 def _with_traits(op: IrOp, required: Requirements) -> Entries:
-    """Return providers to add where native lacks a required trait: all that have what is required."""
+    """Return every provider with the required traits, to be added where native lacks one."""
     if required.keys() <= op.impls[NATIVE].traits:
         return ()
     origin = f"has the required traits: {', '.join(required)}"
@@ -167,7 +170,8 @@ def _strict_error(op: IrOp, candidate: Candidate, reason: str) -> Exception:
     name = candidate.entry.provider
     others = [p for p in op.supported_providers() if p != name]
     advice = (
-        f"Available here: {', '.join(others)}. Write {name!r} instead of '{name}!' to allow fallback."
+        f"Available here: {', '.join(others)}. Write {name!r} instead of '{name}!' to allow "
+        "fallback."
     )
     asked = f"{op.name}: provider {name!r} was requested as '{name}!' ({candidate.entry.origin})"
     if candidate.obstacle:

@@ -9,8 +9,8 @@ Each IR op has, in the registry's namespace:
 - ``op_annotated(..., *, str using, int[] donate)``: the functional op with what a call site says,
   carried in the graph itself, so that it survives caches and serialisation.
 
-Kernels are registered for CompositeExplicitAutograd (every backend, PrivateUse1 included, and opaque to
-AOTAutograd), Autograd (a differentiable implementation where gradients are needed) and
+Kernels are registered for CompositeExplicitAutograd (every backend, PrivateUse1 included, and
+opaque to AOTAutograd), Autograd (a differentiable implementation where gradients are needed) and
 FuncTorchBatched (vmap goes through the native implementation).
 """
 
@@ -61,15 +61,16 @@ class TorchOps:
         self, library: Library, qualified: str, schema: str, *, annotated: bool = False
     ) -> Function:
         name, _, overload = qualified.partition(".")
-        library.define(qualified + schema)
+        untyped: Any = library  # torch declares no types for define and impl
+        untyped.define(qualified + schema)
         packet = getattr(getattr(torch.ops, library.ns), name)
         torch_op: Function = getattr(packet, overload or "default")
         plain = _drop_annotations if annotated else _keep
-        library.impl(qualified, plain(self._kernel, reads_using=annotated), "CompositeExplicitAutograd")
-        library.impl(
-            qualified, partial(self._autograd, torch_op, annotated=annotated), "Autograd"
+        untyped.impl(
+            qualified, plain(self._kernel, reads_using=annotated), "CompositeExplicitAutograd"
         )
-        library.impl(qualified, plain(self._op.native), "FuncTorchBatched")
+        untyped.impl(qualified, partial(self._autograd, torch_op, annotated=annotated), "Autograd")
+        untyped.impl(qualified, plain(self._op.native), "FuncTorchBatched")
         compat.register_fake(library, qualified, plain(self._fake))
         return torch_op
 

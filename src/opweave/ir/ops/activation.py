@@ -44,7 +44,8 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
     Args:
         x: ``(..., 2 * d)``, floating point.
-        approximate: ``"none"`` for the exact ``x * Phi(x)``, ``"tanh"`` for the approximation by tanh.
+        approximate: ``"none"`` for the exact ``x * Phi(x)``, ``"tanh"`` for the approximation by
+            tanh.
 
     Returns:
         ``(..., d)`` in the dtype of ``x``.
@@ -71,7 +72,9 @@ def _halves(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _random(
-    num_tokens: int = 8, hidden_size: int = 64, dtype: torch.dtype = torch.float32,
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Tensor:
     return torch.randn(num_tokens, 2 * hidden_size, device=device).to(dtype)
@@ -79,7 +82,9 @@ def _random(
 
 @gelu_and_mul.register_input_generator
 def _gelu_and_mul_inputs(
-    num_tokens: int = 8, hidden_size: int = 64, dtype: torch.dtype = torch.float32,
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, str]:
     return _random(num_tokens, hidden_size, dtype, device), "none"
@@ -88,7 +93,9 @@ def _gelu_and_mul_inputs(
 @silu_and_mul.register_input_generator
 @mul_and_silu.register_input_generator
 def _gated_inputs(
-    num_tokens: int = 8, hidden_size: int = 64, dtype: torch.dtype = torch.float32,
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor]:
     return (_random(num_tokens, hidden_size, dtype, device),)

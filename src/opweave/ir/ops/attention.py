@@ -1,7 +1,8 @@
 """Softmax attention.
 
-Source: Vaswani et al., arXiv:1706.03762; grouped queries: Ainslie et al., arXiv:2305.13245; logit soft-capping:
-Gemma 2, arXiv:2408.00118. Scores and probabilities are computed in float32, the result is cast back.
+Source: Vaswani et al., arXiv:1706.03762; grouped queries: Ainslie et al., arXiv:2305.13245; logit
+soft-capping: Gemma 2, arXiv:2408.00118. Scores and probabilities are computed in float32, the
+result is cast back.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ def causal_attention(
 ) -> Tensor:
     """Causal attention over a dense batch.
 
-    The last query sits at the last key, so ``q`` queries may follow ``k - q`` cached keys. A query without a
-    key to attend to gives zeros.
+    The last query sits at the last key, so ``q`` queries may follow ``k - q`` cached keys. A query
+    without a key to attend to gives zeros.
 
     Args:
         query: ``(batch, q, query_heads, head_size)``.
-        key: ``(batch, k, kv_heads, head_size)``; ``kv_heads`` divides ``query_heads``, and each key head serves
-            a group of consecutive query heads.
+        key: ``(batch, k, kv_heads, head_size)``; ``kv_heads`` divides ``query_heads``, and each key
+            head serves a group of consecutive query heads.
         value: ``(batch, k, kv_heads, value_size)``.
         scale: factor on the scores; by default ``head_size ** -0.5``.
         window: attend to this many positions at most, the query's own included.
@@ -62,8 +63,9 @@ def varlen_attention(
 ) -> Tensor:
     """Attention over sequences of different lengths, packed one after the other.
 
-    Sequence ``i`` has queries ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and keys ``cu_seqlens_k[i]:cu_seqlens_k[i + 1]``; no
-    token sees another sequence. Tokens after the last sequence, and queries without a key, give zeros.
+    Sequence ``i`` has queries ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and keys
+    ``cu_seqlens_k[i]:cu_seqlens_k[i + 1]``; no token sees another sequence. Tokens after the last
+    sequence, and queries without a key, give zeros.
 
     Args:
         query: ``(q_tokens, query_heads, head_size)``.
@@ -79,7 +81,8 @@ def varlen_attention(
         ``(q_tokens, query_heads, value_size)`` in the dtype of the query, contiguous.
 
     Raises:
-        ValueError: the numbers of heads do not fit, ``window`` is not positive, or comes without ``causal``.
+        ValueError: the numbers of heads do not fit, ``window`` is not positive, or comes without
+            ``causal``.
     """
     check_attention(query, key, value, causal, window, "varlen_attention")
     q_seq, q_pos = _locate(query.shape[0], cu_seqlens_q)
@@ -107,7 +110,11 @@ def _visible(q_pos: Tensor, k_pos: Tensor, causal: bool, window: int | None) -> 
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    scale: float | None,
     soft_cap: float | None,
 ) -> Tensor:
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -141,8 +148,12 @@ def check_attention(
 
 @causal_attention.register_input_generator
 def _causal_attention_inputs(
-    num_tokens: int = 8, num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 16,
-    dtype: torch.dtype = torch.float32, device: str = "cpu",
+    num_tokens: int = 8,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
     query = torch.randn(2, num_tokens, num_heads, head_size, device=device).to(dtype)
     key, value = (
@@ -154,8 +165,12 @@ def _causal_attention_inputs(
 
 @varlen_attention.register_input_generator
 def _varlen_attention_inputs(
-    num_tokens: int = 8, num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 16,
-    dtype: torch.dtype = torch.float32, device: str = "cpu",
+    num_tokens: int = 8,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, None, bool, None, None]:
     first = num_tokens // 3
     query = torch.randn(num_tokens, num_heads, head_size, device=device).to(dtype)

@@ -29,7 +29,9 @@ def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
 
 @embedding.register_input_generator
 def _embedding_inputs(
-    num_tokens: int = 8, hidden_size: int = 64, dtype: torch.dtype = torch.float32,
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor]:
     weight = torch.randn(32, hidden_size, device=device).to(dtype)

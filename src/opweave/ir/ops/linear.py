@@ -26,7 +26,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @linear.register_input_generator
 def _linear_inputs(
-    num_tokens: int = 8, hidden_size: int = 64, dtype: torch.dtype = torch.float32,
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(num_tokens, hidden_size, device=device)

@@ -15,14 +15,15 @@ def rms_norm(
 ) -> Tensor:
     """Root-mean-square layer normalisation over the last dimension.
 
-    ``y = x * rsqrt(mean(x**2) + epsilon) * weight``. Normalises in float32 (float64 stays), casts to the weight's
-    dtype, multiplies, and casts back to the dtype of ``x``.
+    ``y = x * rsqrt(mean(x**2) + epsilon) * weight``. Normalises in float32 (float64 stays), casts
+    to the weight's dtype, multiplies, and casts back to the dtype of ``x``.
 
     Args:
         x: ``(..., hidden)``, floating point, any strides.
         weight: ``(hidden,)``, any floating dtype, or None for no scaling.
         epsilon: added to the mean square.
-        variance_size: take the statistics over ``x[..., :variance_size]`` only; all of ``x`` is scaled.
+        variance_size: take the statistics over ``x[..., :variance_size]`` only; all of ``x`` is
+            scaled.
 
     Returns:
         Shape and dtype of ``x``.
@@ -55,7 +56,8 @@ def fused_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add a residual, then normalise: ``s = x + x_residual``; ``(rms_norm(s, ...), s)``.
 
-    A composite: it rounds where the composition rounds, so the norm sees the sum in the dtype of ``x``.
+    A composite: it rounds where the composition rounds, so the norm sees the sum in the dtype of
+        ``x``.
 
     Args:
         x: ``(..., hidden)``, floating point.
@@ -71,7 +73,9 @@ def fused_add_rms_norm(
 
 @rms_norm.register_input_generator
 def _rms_norm_inputs(
-    num_tokens: int = 8, hidden_size: int = 64, dtype: torch.dtype = torch.float32,
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, float, None]:
     x = torch.randn(num_tokens, hidden_size, device=device).to(dtype)
@@ -81,7 +85,9 @@ def _rms_norm_inputs(
 
 @fused_add_rms_norm.register_input_generator
 def _fused_add_rms_norm_inputs(
-    num_tokens: int = 8, hidden_size: int = 64, dtype: torch.dtype = torch.float32,
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, float, None]:
     x, weight, epsilon, _ = _rms_norm_inputs(num_tokens, hidden_size, dtype, device)

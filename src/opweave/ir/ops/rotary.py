@@ -1,8 +1,10 @@
 """Rotary position embedding (RoPE).
 
-Every step is one exactly rounded operation per element, so the native implementations are batch invariant.
+Every step is one exactly rounded operation per element, so the native implementations are batch
+invariant.
 
-Source: Su et al., "RoFormer", arXiv:2104.09864. The *neox* layout pairs dimension ``i`` with ``i + r/2``; the
+Source: Su et al., "RoFormer", arXiv:2104.09864. The *neox* layout pairs dimension ``i`` with ``i +
+    r/2``; the
 other, *interleaved* (GPT-J), pairs ``2i`` with ``2i + 1``.
 """
 
@@ -17,7 +19,10 @@ from opweave.ir.traits import BATCH_INVARIANT
 
 @register_op(native_traits={BATCH_INVARIANT})
 def apply_rotary_emb(
-    x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    is_neox_style: bool = True,
     enable_fp32_compute: bool = False,
 ) -> Tensor:
     """Rotate pairs of dimensions of every head by given angles.
@@ -26,8 +31,8 @@ def apply_rotary_emb(
 
     Args:
         x: ``(..., tokens, heads, head_size)``.
-        cos, sin: ``(tokens, r / 2)`` with ``r <= head_size``: the first ``r`` dimensions of a head are rotated, the
-            rest pass through.
+        cos, sin: ``(tokens, r / 2)`` with ``r <= head_size``: the first ``r`` dimensions of a head
+            are rotated, the rest pass through.
         is_neox_style: the layout of the pairs.
         enable_fp32_compute: compute in float32; otherwise in the dtype of ``x``.
 
@@ -52,12 +57,14 @@ def rotary_embedding(
     """Rotate queries and keys by the angles of their positions.
 
     Args:
-        x_query: ``(*positions.shape, query_heads * head_size)`` or ``(*positions.shape, query_heads, head_size)``.
+        x_query: ``(*positions.shape, query_heads * head_size)`` or ``(*positions.shape,
+            query_heads, head_size)``.
         x_key: the same with the number of key heads.
         positions: integer, any shape; an index into the cache.
-        cos_sin_cache: ``(max_position, r)`` with ``r <= head_size``: each row holds ``r / 2`` cosines, then ``r / 2`` sines. Cast
-            to the dtype of the queries.
-        head_size: the size of a head; its first ``r`` dimensions are rotated, the rest pass through.
+        cos_sin_cache: ``(max_position, r)`` with ``r <= head_size``: each row holds ``r / 2``
+            cosines, then ``r / 2`` sines. Cast to the dtype of the queries.
+        head_size: the size of a head; its first ``r`` dimensions are rotated, the rest pass
+            through.
         is_neox_style: the layout of the pairs.
 
     Returns:
@@ -95,8 +102,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, neox: bool, in_float32: bool) -
 
 @apply_rotary_emb.register_input_generator
 def _apply_rotary_emb_inputs(
-    num_tokens: int = 8, num_heads: int = 4, head_size: int = 16,
-    dtype: torch.dtype = torch.float32, device: str = "cpu",
+    num_tokens: int = 8,
+    num_heads: int = 4,
+    head_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
     x = torch.randn(num_tokens, num_heads, head_size, device=device).to(dtype)
     angles = torch.rand(num_tokens, head_size // 2, device=device) * 6.3
@@ -105,8 +115,12 @@ def _apply_rotary_emb_inputs(
 
 @rotary_embedding.register_input_generator
 def _rotary_embedding_inputs(
-    num_tokens: int = 8, num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 16,
-    dtype: torch.dtype = torch.float32, device: str = "cpu",
+    num_tokens: int = 8,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, bool]:
     query = torch.randn(num_tokens, num_heads * head_size, device=device).to(dtype)
     key = torch.randn(num_tokens, num_kv_heads * head_size, device=device).to(dtype)

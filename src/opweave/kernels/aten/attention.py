@@ -1,6 +1,7 @@
 """``torch.nn.functional.scaled_dot_product_attention`` for attention.
 
-Not marked differentiable: the packed form reads sequence lengths on the host, which cannot be traced, so
+Not marked differentiable: the packed form reads sequence lengths on the host, which cannot be
+    traced, so
 gradients go through native.
 """
 
@@ -52,7 +53,11 @@ def varlen_attention(
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    causal: bool,
     window: int | None,
 ) -> Tensor:
     """Attend, both sides ``(batch, length, heads, size)``; queries without a key give zeros."""
@@ -62,7 +67,9 @@ def _attend(
         return query.new_zeros(*query.shape[:3], value.shape[-1])
     mask = _mask(q_len, k_len, window, query.device) if causal else None
     out = functional.scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in (query, key, value)),
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
         attn_mask=mask,
         is_causal=causal and mask is None and q_len > 1,
         scale=scale,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from opweave.ir import ops
@@ -49,8 +48,14 @@ def varlen_attention(
 
 
 def _attend(
-    out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool,
-    window: int | None, soft_cap: float | None,
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
 ) -> None:
     """Fill ``out`` for one sequence, each side ``(length, heads, size)``."""
     for i in range(query.shape[0]):

@@ -1,0 +1,231 @@
+"""The command line, run as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CHECKPOINT = ROOT / "examples" / "models" / "tiny-pydoc"
+
+
+def run(
+    *arguments: str | bytes | Path, stdin: bytes = b"", cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    code = "import sys; from opweave.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        check=False,
+        input=stdin,
+        capture_output=True,
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "200", **environment},
+        timeout=120,
+    )
+
+
+def assert_one_line_error(done: subprocess.CompletedProcess[bytes], *named: str) -> None:
+    error = done.stderr.decode(errors="replace")
+    assert done.returncode == 2, error
+    assert done.stdout == b""
+    assert error.startswith("opweave: ")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+    for name in named:
+        assert name in error
+
+
+def test_generate_json_is_complete_and_repeatable() -> None:
+    arguments = ("generate", CHECKPOINT, "--prompt", "Return the", "--max-tokens", "12", "--json")
+    first, second = (json.loads(run(*arguments).stdout) for _ in range(2))
+    output = first["outputs"][0]
+    assert output["prompt"] == "Return the"
+    assert len(output["token_ids"]) <= 12
+    assert output["token_ids"] == second["outputs"][0]["token_ids"]
+    assert output["text"]
+    assert output["finish_reason"] in ("length", "stop")
+    assert all(seconds >= 0 for seconds in output["timings"].values())
+    ran = {s["op"]: s["chosen"] for s in first["selections"]}
+    assert ran["rms_norm"] == "opweave_c"
+    assert {"linear", "embedding", "rotary_embedding", "silu_and_mul"} <= set(ran)
+
+
+def test_generate_batch_and_sampling() -> None:
+    done = run(
+        "generate", CHECKPOINT, "--prompt", "Return", "--prompt", "If the", "--temperature", "0.8",
+        "--top-k", "20", "--top-p", "0.9", "--seed", "3", "--max-tokens", "5", "--json",
+    )  # fmt: skip
+    assert len(json.loads(done.stdout)["outputs"]) == 2
+
+
+def test_generate_forced_provider_shows_in_selections() -> None:
+    done = run(
+        "generate", CHECKPOINT, "--prompt", "Return", "--max-tokens", "2", "--json",
+        "--ir-op-priority.rms-norm=aten", "--ir-op-priority.fused_add_rms_norm=native",
+    )  # fmt: skip
+    ran = {s["op"]: s["chosen"] for s in json.loads(done.stdout)["selections"]}
+    assert (ran["rms_norm"], ran["fused_add_rms_norm"]) == ("aten", "native")
+
+
+def test_generate_explain_prints_text_then_table() -> None:
+    done = run("generate", CHECKPOINT, "--prompt", "Return", "--max-tokens", "3", "--explain")
+    text = done.stdout.decode()
+    assert text.startswith("Return")
+    assert "opweave_c" in text
+    assert "in no priority list" in text
+
+
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_prompt_from_file_and_stdin(source: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("Return a ünïcode list\n", encoding="utf-8")
+    given, stdin = (str(path), b"") if source == "file" else ("-", path.read_bytes())
+    done = run(
+        "generate", CHECKPOINT, "--prompt-file", given, "--max-tokens", "2", "--json", stdin=stdin
+    )
+    assert json.loads(done.stdout)["outputs"][0]["prompt"] == "Return a ünïcode list"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--prompt", "x", "--max-tokens", "-1"), ("max_tokens", "-1")),
+        (("--prompt", "x", "--max-tokens", "many"), ("max-tokens", "many")),
+        (("--prompt", "x", "--temperature", "-0.5"), ("temperature", "-0.5")),
+        (("--prompt", "x", "--temperature", "nan"), ("temperature", "nan")),
+        (("--prompt", "x", "--top-p", "1.5"), ("top_p", "1.5")),
+        (("--prompt", "x", "--top-k", "-3"), ("top_k", "-3")),
+        (("--prompt", "x", "--dtype", "float12"), ("float12", "bfloat16")),
+        (("--prompt", "x", "--ir-op-priority.rmsnorm=native"), ("rmsnorm", "rms_norm")),
+        (("--prompt", "x", "--ir-op-priority.rms_norm=tritn"), ("tritn", "native")),
+        (("--prompt", "x", "--ir-op-priority.rms_norm="), ("rms_norm",)),
+        (("--prompt", "x", "--tempreature", "1"), ("--tempreature", "--temperature")),
+        ((), ("--prompt",)),
+        (("--prompt", "x", "--prompt-file", "-"), ("--prompt",)),
+        (("--prompt-file", "no/such/file"), ("no/such/file",)),
+        (("--prompt", b"\xff\xfe"), ("UTF-8",)),
+    ],
+)
+def test_bad_options_end_in_one_line(
+    arguments: tuple[str | bytes, ...], named: tuple[str, ...]
+) -> None:
+    assert_one_line_error(run("generate", CHECKPOINT, *arguments), *named)
+
+
+def test_prompt_file_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "prompt"
+    path.write_bytes(b"caf\xe9")
+    assert_one_line_error(run("generate", CHECKPOINT, "--prompt-file", path), "UTF-8", str(path))
+    done = run("generate", CHECKPOINT, "--prompt-file", "-", stdin=b"caf\xe9")
+    assert_one_line_error(done, "UTF-8", "standard input")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+
+
+def test_missing_directory() -> None:
+    assert_one_line_error(run("generate", "no/such/model", "--prompt", "x"), "no/such/model")
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_missing_file(copy: Path, missing: str) -> None:
+    (copy / missing).unlink()
+    assert_one_line_error(run("generate", copy, "--prompt", "x"), Path(missing).suffix[1:])
+
+
+def test_truncated_checkpoint(copy: Path) -> None:
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    assert_one_line_error(run("generate", copy, "--prompt", "x"), "model.safetensors")
+
+
+def test_broken_config(copy: Path) -> None:
+    (copy / "config.json").write_text("{", encoding="utf-8")
+    assert_one_line_error(run("generate", copy, "--prompt", "x"), "config.json")
+
+
+def test_ops_lists_every_op_with_reasons() -> None:
+    from opweave import ir
+
+    listed = {op["op"]: op for op in json.loads(run("ops", "--json").stdout)}
+    assert set(listed) == set(ir.current_registry().ops)
+    norm = listed["rms_norm"]
+    assert [entry["provider"] for entry in norm["priority"]] == ["opweave_c", "native"]
+    assert {impl["provider"] for impl in norm["implementations"]} >= {"native", "aten", "opweave_c"}
+    text = run("ops").stdout.decode()
+    assert all(name in text for name in listed)
+
+
+def test_ops_shows_where_a_priority_came_from(tmp_path: Path) -> None:
+    (tmp_path / "opweave.toml").write_text('[ir_op_priority]\nrms_norm = ["native"]\n')
+    done = run(
+        "ops", "rms_norm", "--ir-op-priority.rms_norm=row_by_row", "--json", cwd=tmp_path,
+        OPWEAVE_IR_OP_PRIORITY__RMS_NORM="aten!",
+    )  # fmt: skip
+    entries = json.loads(done.stdout)[0]["priority"]
+    assert [entry["provider"] for entry in entries] == [
+        "row_by_row", "aten", "native", "opweave_c",
+    ]  # fmt: skip
+    assert [entry["strict"] for entry in entries] == [False, True, False, False]
+    origins = [entry["origin"] for entry in entries]
+    assert "--ir-op-priority.rms_norm" in origins[0]
+    assert "OPWEAVE_IR_OP_PRIORITY__RMS_NORM" in origins[1]
+    assert "opweave.toml" in origins[2]
+    assert "platform default" in origins[3]
+
+
+def test_ops_unknown_op() -> None:
+    assert_one_line_error(run("ops", "rmsnorm"), "rmsnorm", "Did you mean 'rms_norm'")
+
+
+def test_doctor_is_well() -> None:
+    done = run("doctor", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, report["problems"]
+    assert report["problems"] == []
+    assert report["native"]["available"]
+    assert report["versions"]["torch"]
+    assert report["platform"]["name"] == "cpu"
+    assert b"no problems" in run("doctor").stdout
+
+
+def test_doctor_reports_what_is_wrong() -> None:
+    done = run("doctor", "--json", OPWEAVE_BACH_INVARIANT="1", OPWEAVE_IR_OP_PRIORITY__LINAER="a")
+    problems = " ".join(json.loads(done.stdout)["problems"])
+    assert done.returncode == 1
+    assert "OPWEAVE_BACH_INVARIANT" in problems
+    assert "linaer" in problems
+
+
+def test_doctor_and_generate_without_the_native_module() -> None:
+    done = run("doctor", "--json", OPWEAVE_ISA="none-such")
+    report = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert not report["native"]["available"]
+    assert "none-such" in report["problems"][0]
+    done = run(
+        "generate", CHECKPOINT, "--prompt", "Return", "--max-tokens", "2", "--json",
+        OPWEAVE_ISA="none-such",
+    )  # fmt: skip
+    ran = {s["op"]: s["chosen"] for s in json.loads(done.stdout)["selections"]}
+    assert ran["rms_norm"] == "native"
+
+
+def test_broken_settings_end_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "opweave.toml").write_text("ir_op_priority = 3\n")
+    assert_one_line_error(run("ops", cwd=tmp_path), "opweave.toml", "ir_op_priority")
+    assert_one_line_error(run("ops", OPWEAVE_BATCH_INVARIANT="maybe"), "OPWEAVE_BATCH_INVARIANT")
+    assert_one_line_error(run("ops", OPWEAVE_CONFIG="no/file"), "no/file")
+
+
+def test_unknown_command_and_no_command() -> None:
+    assert_one_line_error(run("generat"), "generat")
+    assert b"generate" in run("--help").stdout
