@@ -12,7 +12,7 @@ def prepare() -> None:
     """Load the providers that come with opweave, and apply settings and platform defaults."""
     from opweave import kernels, native
     from opweave.config.sources import apply_environment_and_file
-    from opweave.ir.dispatch import use_plain_check
+    from opweave.ir.codegen import use_plain_check
     from opweave.platforms import current_platform
 
     registry = current_registry()

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opweave.ir import tolerance
-from opweave.ir.dispatch import Callee, Function, Kind, Path
+from opweave.ir.codegen import Function, Kind
+from opweave.ir.dispatch import Callee, Path
 from opweave.ir.errors import (
     DonationError,
     DuplicateImplError,
@@ -378,13 +379,13 @@ def check_name(name: str, what: str) -> str:
 
 
 def _activations(schema: Schema, op_name: str, names: Sequence[str] | None) -> tuple[str, ...]:
-    tensors = [p.name for p in schema.tensors]
+    tensors = [p.name for p in schema.tensors if not p.is_optional]
     if names is None:
         return tuple(name for name in tensors if name.startswith("x"))
     for name in names:
         if name not in tensors:
             raise InvalidOpError(
-                f"op {op_name!r}: activation {name!r} is no tensor parameter. "
+                f"op {op_name!r}: activation {name!r} is no required tensor parameter. "
                 f"{did_you_mean(name, tensors)}"
             )
     return tuple(name for name in tensors if name in names)

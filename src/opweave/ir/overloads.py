@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from opweave.ir.dispatch import Callee, Kind, Path
+from opweave.ir.codegen import Kind
+from opweave.ir.dispatch import Callee, Path
 from opweave.ir.priority import Entries
 
 if TYPE_CHECKING:

@@ -300,14 +300,14 @@ def custom(function: Callable[..., bool], why: str) -> Rule:
 
 def evaluator(rule: Rule, schema: Schema) -> Callable[..., bool]:
     """Compile *rule* into a function of the op's parameters."""
-    namespace: dict[str, Any] = dict(schema.defaults)
+    namespace: dict[str, Any] = {**schema.defaults, "_bool": bool}
 
     def bind(value: object) -> str:
-        name = f"constant_{len(namespace)}"
+        name = f"_constant_{len(namespace)}"
         namespace[name] = value
         return name
 
-    source = f"lambda {schema.declaration}: bool({rule.expression(schema, bind)})"
+    source = f"lambda {schema.declaration}: _bool({rule.expression(schema, bind)})"
     compiled: Callable[..., bool] = eval(source, namespace)
     return compiled
 

@@ -91,18 +91,18 @@ class Schema:
 
     @property
     def declaration(self) -> str:
-        """Source of the parameter list; the default of ``p`` is the name ``default_p``."""
+        """Source of the parameter list; the default of ``p`` is the name ``_default_p``."""
         parts: list[str] = []
         for p in self.params:
             if p.keyword_only and "*" not in parts:
                 parts.append("*")
-            parts.append(f"{p.name}=default_{p.name}" if p.has_default else p.name)
+            parts.append(f"{p.name}=_default_{p.name}" if p.has_default else p.name)
         return ", ".join(parts)
 
     @property
     def defaults(self) -> dict[str, Any]:
         """The names that :attr:`declaration` refers to."""
-        return {f"default_{p.name}": p.default for p in self.params if p.has_default}
+        return {f"_default_{p.name}": p.default for p in self.params if p.has_default}
 
     def call(self, rename: Mapping[str, str] | None = None) -> str:
         """Source of the arguments that pass every parameter on, some of them as *rename* says."""
@@ -161,10 +161,15 @@ def _params(function: Callable[..., Any], op_name: str) -> list[Param]:
                 f"op {op_name!r}: parameter {name!r} is {p.kind.description}; an op takes named "
                 "parameters only, positional-or-keyword or keyword-only."
             )
-        if name == "self" or name not in hints:
+        if name == "self" or name.startswith("_"):
+            raise InvalidOpError(
+                f"op {op_name!r}: a parameter may not be called {name!r}; names that start with an "
+                "underscore, and 'self', are taken by generated code."
+            )
+        if name not in hints:
             raise InvalidOpError(
                 f"op {op_name!r}: parameter {name!r} needs a type annotation, such as Tensor, "
-                "Tensor | None, float, int or str, and may not be called 'self'."
+                "Tensor | None, float, int or str."
             )
         keyword_only = p.kind is inspect.Parameter.KEYWORD_ONLY
         result.append(Param(name, hints[name], p.default, keyword_only))

@@ -17,7 +17,7 @@ class _FunctionMode(TorchFunctionMode):
 
 
 def plain_check() -> Callable[..., bool] | None:
-    """Return the native check (see :func:`opweave.ir.dispatch.use_plain_check`), or None.
+    """Return the native check (see :func:`opweave.ir.codegen.use_plain_check`), or None.
 
     None if there is no native module, if this torch lacks a symbol that it needs, or if one of its
     answers is wrong.
