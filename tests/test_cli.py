@@ -2,46 +2,77 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from opweave import ir
+from opweave.cli import main
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = ROOT / "examples" / "models" / "tiny-pydoc"
 
 
-def run(
-    *arguments: str | bytes | Path, stdin: bytes = b"", cwd: Path = ROOT, **environment: str
-) -> subprocess.CompletedProcess[bytes]:
-    code = "import sys; from opweave.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+@dataclass
+class Done:
+    """What a run of the command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Run the command in this process, without what it sets for the process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def in_this_process(*arguments: str | Path, stdin: bytes = b"") -> Done:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as exit_:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Done(int(exit_.value.code or 0), captured.out, captured.err)
+
+    yield in_this_process
+    ir.current_registry().settings.set_priorities(ir.Source.COMMAND_LINE, {}, "")
+
+
+def run_anew(*arguments: str | bytes | Path, cwd: Path = ROOT, **environment: str) -> Done:
+    """Run the command in an interpreter of its own, where settings are read anew."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from opweave.cli import main; main()", *arguments],
         check=False,
-        input=stdin,
         capture_output=True,
         cwd=cwd,
         env={**os.environ, "COLUMNS": "200", **environment},
         timeout=120,
     )
+    return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-def assert_one_line_error(done: subprocess.CompletedProcess[bytes], *named: str) -> None:
-    error = done.stderr.decode(errors="replace")
-    assert done.returncode == 2, error
-    assert done.stdout == b""
-    assert error.startswith("opweave: ")
-    assert error.count("\n") == 1
-    assert "Traceback" not in error
+def assert_one_line_error(done: Done, *named: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("opweave: ")
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
     for name in named:
-        assert name in error
+        assert name in done.stderr
 
 
-def test_generate_json_is_complete_and_repeatable() -> None:
+def test_generate_json_is_complete_and_repeatable(run: Run) -> None:
     arguments = ("generate", CHECKPOINT, "--prompt", "Return the", "--max-tokens", "12", "--json")
     first, second = (json.loads(run(*arguments).stdout) for _ in range(2))
     output = first["outputs"][0]
@@ -56,7 +87,7 @@ def test_generate_json_is_complete_and_repeatable() -> None:
     assert {"linear", "embedding", "rotary_embedding", "silu_and_mul"} <= set(ran)
 
 
-def test_generate_batch_and_sampling() -> None:
+def test_generate_batch_and_sampling(run: Run) -> None:
     done = run(
         "generate", CHECKPOINT, "--prompt", "Return", "--prompt", "If the", "--temperature", "0.8",
         "--top-k", "20", "--top-p", "0.9", "--seed", "3", "--max-tokens", "5", "--json",
@@ -64,7 +95,7 @@ def test_generate_batch_and_sampling() -> None:
     assert len(json.loads(done.stdout)["outputs"]) == 2
 
 
-def test_generate_forced_provider_shows_in_selections() -> None:
+def test_generate_forced_provider_shows_in_selections(run: Run) -> None:
     done = run(
         "generate", CHECKPOINT, "--prompt", "Return", "--max-tokens", "2", "--json",
         "--ir-op-priority.rms-norm=aten", "--ir-op-priority.fused_add_rms_norm=native",
@@ -73,16 +104,16 @@ def test_generate_forced_provider_shows_in_selections() -> None:
     assert (ran["rms_norm"], ran["fused_add_rms_norm"]) == ("aten", "native")
 
 
-def test_generate_explain_prints_text_then_table() -> None:
+def test_generate_explain_prints_text_then_table(run: Run) -> None:
     done = run("generate", CHECKPOINT, "--prompt", "Return", "--max-tokens", "3", "--explain")
-    text = done.stdout.decode()
+    text = done.stdout
     assert text.startswith("Return")
     assert "opweave_c" in text
     assert "in no priority list" in text
 
 
 @pytest.mark.parametrize("source", ["file", "stdin"])
-def test_prompt_from_file_and_stdin(source: str, tmp_path: Path) -> None:
+def test_prompt_from_file_and_stdin(run: Run, source: str, tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text("Return a ünïcode list\n", encoding="utf-8")
     given, stdin = (str(path), b"") if source == "file" else ("-", path.read_bytes())
@@ -109,16 +140,16 @@ def test_prompt_from_file_and_stdin(source: str, tmp_path: Path) -> None:
         ((), ("--prompt",)),
         (("--prompt", "x", "--prompt-file", "-"), ("--prompt",)),
         (("--prompt-file", "no/such/file"), ("no/such/file",)),
-        (("--prompt", b"\xff\xfe"), ("UTF-8",)),
+        (("--prompt", "\udcff\udcfe"), ("UTF-8",)),  # how Python shows an argument that is not
     ],
 )
 def test_bad_options_end_in_one_line(
-    arguments: tuple[str | bytes, ...], named: tuple[str, ...]
+    run: Run, arguments: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
     assert_one_line_error(run("generate", CHECKPOINT, *arguments), *named)
 
 
-def test_prompt_file_that_is_not_utf8(tmp_path: Path) -> None:
+def test_prompt_file_that_is_not_utf8(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "prompt"
     path.write_bytes(b"caf\xe9")
     assert_one_line_error(run("generate", CHECKPOINT, "--prompt-file", path), "UTF-8", str(path))
@@ -131,42 +162,40 @@ def copy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
 
 
-def test_missing_directory() -> None:
+def test_missing_directory(run: Run) -> None:
     assert_one_line_error(run("generate", "no/such/model", "--prompt", "x"), "no/such/model")
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_missing_file(copy: Path, missing: str) -> None:
+def test_missing_file(run: Run, copy: Path, missing: str) -> None:
     (copy / missing).unlink()
     assert_one_line_error(run("generate", copy, "--prompt", "x"), Path(missing).suffix[1:])
 
 
-def test_truncated_checkpoint(copy: Path) -> None:
+def test_truncated_checkpoint(run: Run, copy: Path) -> None:
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
     assert_one_line_error(run("generate", copy, "--prompt", "x"), "model.safetensors")
 
 
-def test_broken_config(copy: Path) -> None:
+def test_broken_config(run: Run, copy: Path) -> None:
     (copy / "config.json").write_text("{", encoding="utf-8")
     assert_one_line_error(run("generate", copy, "--prompt", "x"), "config.json")
 
 
-def test_ops_lists_every_op_with_reasons() -> None:
-    from opweave import ir
-
+def test_ops_lists_every_op_with_reasons(run: Run) -> None:
     listed = {op["op"]: op for op in json.loads(run("ops", "--json").stdout)}
-    assert set(listed) == set(ir.current_registry().ops)
+    assert set(listed) == set(ir.ops.__all__)
     norm = listed["rms_norm"]
     assert [entry["provider"] for entry in norm["priority"]] == ["opweave_c", "native"]
     assert {impl["provider"] for impl in norm["implementations"]} >= {"native", "aten", "opweave_c"}
-    text = run("ops").stdout.decode()
+    text = run("ops").stdout
     assert all(name in text for name in listed)
 
 
 def test_ops_shows_where_a_priority_came_from(tmp_path: Path) -> None:
     (tmp_path / "opweave.toml").write_text('[ir_op_priority]\nrms_norm = ["native"]\n')
-    done = run(
+    done = run_anew(
         "ops", "rms_norm", "--ir-op-priority.rms_norm=row_by_row", "--json", cwd=tmp_path,
         OPWEAVE_IR_OP_PRIORITY__RMS_NORM="aten!",
     )  # fmt: skip
@@ -182,11 +211,11 @@ def test_ops_shows_where_a_priority_came_from(tmp_path: Path) -> None:
     assert "platform default" in origins[3]
 
 
-def test_ops_unknown_op() -> None:
+def test_ops_unknown_op(run: Run) -> None:
     assert_one_line_error(run("ops", "rmsnorm"), "rmsnorm", "Did you mean 'rms_norm'")
 
 
-def test_doctor_is_well() -> None:
+def test_doctor_is_well(run: Run) -> None:
     done = run("doctor", "--json")
     report = json.loads(done.stdout)
     assert done.returncode == 0, report["problems"]
@@ -194,11 +223,13 @@ def test_doctor_is_well() -> None:
     assert report["native"]["available"]
     assert report["versions"]["torch"]
     assert report["platform"]["name"] == "cpu"
-    assert b"no problems" in run("doctor").stdout
+    assert "no problems" in run("doctor").stdout
 
 
 def test_doctor_reports_what_is_wrong() -> None:
-    done = run("doctor", "--json", OPWEAVE_BACH_INVARIANT="1", OPWEAVE_IR_OP_PRIORITY__LINAER="a")
+    done = run_anew(
+        "doctor", "--json", OPWEAVE_BACH_INVARIANT="1", OPWEAVE_IR_OP_PRIORITY__LINAER="a"
+    )
     problems = " ".join(json.loads(done.stdout)["problems"])
     assert done.returncode == 1
     assert "OPWEAVE_BACH_INVARIANT" in problems
@@ -206,12 +237,12 @@ def test_doctor_reports_what_is_wrong() -> None:
 
 
 def test_doctor_and_generate_without_the_native_module() -> None:
-    done = run("doctor", "--json", OPWEAVE_ISA="none-such")
+    done = run_anew("doctor", "--json", OPWEAVE_ISA="none-such")
     report = json.loads(done.stdout)
     assert done.returncode == 1
     assert not report["native"]["available"]
     assert "none-such" in report["problems"][0]
-    done = run(
+    done = run_anew(
         "generate", CHECKPOINT, "--prompt", "Return", "--max-tokens", "2", "--json",
         OPWEAVE_ISA="none-such",
     )  # fmt: skip
@@ -221,11 +252,13 @@ def test_doctor_and_generate_without_the_native_module() -> None:
 
 def test_broken_settings_end_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "opweave.toml").write_text("ir_op_priority = 3\n")
-    assert_one_line_error(run("ops", cwd=tmp_path), "opweave.toml", "ir_op_priority")
-    assert_one_line_error(run("ops", OPWEAVE_BATCH_INVARIANT="maybe"), "OPWEAVE_BATCH_INVARIANT")
-    assert_one_line_error(run("ops", OPWEAVE_CONFIG="no/file"), "no/file")
+    assert_one_line_error(run_anew("ops", cwd=tmp_path), "opweave.toml", "ir_op_priority")
+    assert_one_line_error(
+        run_anew("ops", OPWEAVE_BATCH_INVARIANT="maybe"), "OPWEAVE_BATCH_INVARIANT"
+    )
+    assert_one_line_error(run_anew("ops", OPWEAVE_CONFIG="no/file"), "no/file")
 
 
-def test_unknown_command_and_no_command() -> None:
+def test_unknown_command_and_no_command(run: Run) -> None:
     assert_one_line_error(run("generat"), "generat")
-    assert b"generate" in run("--help").stdout
+    assert "generate" in run("--help").stdout

@@ -27,7 +27,7 @@ def generate(
     /,
     *,
     prompt: Annotated[list[str] | None, Parameter(negative=())] = None,
-    prompt_file: str | None = None,
+    prompt_file: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     max_tokens: int = 64,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -98,7 +98,7 @@ class _progress:  # noqa: N801 (used as a function)
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
             TimeElapsedColumn(),
         )  # fmt: skip
-        self._bar = Progress(*columns, console=err, transient=True)
+        self._bar = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
         self._task = self._bar.add_task(what, total=None)
 
     def __enter__(self) -> _progress:
