@@ -54,6 +54,8 @@ class Path:
         self.op, self.kind, self.call_site, self.callee = op, kind, call_site, callee
         self.version = 0
         self.prepared = False
+        # Scopes come and go; those that say the same share a function.
+        self._by_policy: dict[tuple[object, ...], Function] = {}
         self._install(None)
 
     @property
@@ -64,12 +66,13 @@ class Path:
         """Forget what was generated; the next call generates anew."""
         self.version += 1
         self.prepared = False
+        self._by_policy = {}
         self._install(None)
 
     def prepare(self) -> None:
         """Generate the function for the current settings."""
         with entered(Scope(None)):  # scopes have functions of their own
-            self._install(self._candidates())
+            self._install(candidates(self.op, policy_for(self.op, self.call_site)))
         self.prepared = True
 
     def _install(self, found: list[Candidate] | None) -> None:
@@ -82,12 +85,20 @@ class Path:
         key = (self, self.version)
         found = scope.compiled.get(key)
         if found is None:
-            if scope.recorders:
-                found = lambda _, *args, **kwargs: self._execute(self.op.bind(*args, **kwargs))  # noqa: E731
-            else:
-                _, found = Generator(self, self._candidates(), in_scope=True).compile()
-            scope.compiled[key] = found
+            found = scope.compiled[key] = self._recorded if scope.recorders else self._in_scope()
         return found
+
+    def _in_scope(self) -> Function:
+        policy = policy_for(self.op, self.call_site)
+        key = (policy.priority, tuple(policy.required.items()))
+        found = self._by_policy.get(key)
+        if found is None:
+            _, found = Generator(self, candidates(self.op, policy), in_scope=True).compile()
+            self._by_policy[key] = found
+        return found
+
+    def _recorded(self, _callee: object, *args: Any, **kwargs: Any) -> Any:
+        return self._execute(self.op.bind(*args, **kwargs))
 
     def slow(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call that the fast path does not cover, or cover yet."""
@@ -103,9 +114,6 @@ class Path:
         return self.op.torch_ops.for_call(
             [str(entry) for entry in self.call_site], donates=self.donates
         )
-
-    def _candidates(self) -> list[Candidate]:
-        return candidates(self.op, policy_for(self.op, self.call_site))
 
     def _execute(self, values: tuple[Any, ...]) -> Any:
         differentiable = self.kind is not Kind.KERNEL and needs_gradient(values)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opweave.ir import tolerance
+from opweave.ir import compat, tolerance
 from opweave.ir.codegen import Function, Kind
 from opweave.ir.dispatch import Callee, Path
 from opweave.ir.errors import (
@@ -24,7 +24,7 @@ from opweave.ir.errors import (
     did_you_mean,
 )
 from opweave.ir.impl import IrOpImpl, Predicate
-from opweave.ir.overloads import CallSite, IrOpInplaceOverload
+from opweave.ir.overloads import CallSite, IrOpInplaceOverload, TracedCallSite
 from opweave.ir.priority import NATIVE, Entries, Source, parse
 from opweave.ir.schema import Schema, check_same
 from opweave.ir.scope import priority
@@ -240,6 +240,8 @@ class IrOp(Callee):
             UnknownProviderError: a provider is not registered.
             SettingError: no provider is given, or a name is malformed.
         """
+        if compat.is_dynamo_compiling():
+            return TracedCallSite(self, ",".join(providers))  # type: ignore[return-value]
         found = self._call_sites.get(providers)
         if found is None:
             entries = call_site(",".join(providers)) or parse((), f"{self.name}.using()")

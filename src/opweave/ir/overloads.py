@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opweave.ir.codegen import Kind
 from opweave.ir.dispatch import Callee, Path
@@ -40,3 +40,21 @@ class CallSite(Callee):
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._op, name)  # everything else is the op's
+
+
+class TracedCallSite:
+    """What ``op.using(...)`` is while Dynamo traces: a call of the torch op that carries the names.
+
+    Dynamo can follow it, which it cannot follow generating code. The names are checked when the
+    graph runs.
+    """
+
+    def __init__(self, op: IrOp, using: str) -> None:
+        self._op, self._using = op, using
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._op.torch_ops.annotated(*args, using=self._using, donate=[], **kwargs)
+
+    def maybe_inplace(self, *args: Any, **kwargs: Any) -> Any:
+        donate = self._op.activation_indices
+        return self._op.torch_ops.annotated(*args, using=self._using, donate=donate, **kwargs)

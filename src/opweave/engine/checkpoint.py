@@ -1,0 +1,123 @@
+"""A checkpoint directory in Hugging Face's layout: JSON files and tensors by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from opweave.engine.dependencies import require
+from opweave.engine.errors import CheckpointError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """The directory *path*.
+
+    Raises:
+        CheckpointError: there is no such directory.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        if not self.path.is_dir():
+            raise CheckpointError(
+                f"{str(path)!r} is not a directory. Give the directory of a checkpoint, with "
+                "config.json, tokenizer.json and safetensors files."
+            )
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """Return the object in file *name*, or None if there is no such file.
+
+        Raises:
+            CheckpointError: the file does not hold a JSON object.
+        """
+        file = self.path / name
+        if not file.is_file():
+            return None
+        try:
+            value = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} is not readable JSON: {error}.") from error
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{file} must hold a JSON object, not {type(value).__name__}.")
+        return value
+
+    def config(self) -> dict[str, Any]:
+        """Return the object in ``config.json``.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        config = self.json("config.json")
+        if config is None:
+            raise CheckpointError(f"{self.path} has no config.json. It holds: {self._listing()}.")
+        return config
+
+    def tensor_files(self) -> list[Path]:
+        """Return the safetensors files: the single one, or those that the index names.
+
+        Raises:
+            CheckpointError: there are none, or the index is damaged or names one that is missing.
+        """
+        if (self.path / _SINGLE).is_file():
+            return [self.path / _SINGLE]
+        index = self.json(_INDEX)
+        if index is None:
+            raise CheckpointError(
+                f"{self.path} has neither {_SINGLE} nor {_INDEX}. It holds: {self._listing()}."
+            )
+        files = index.get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+            raise CheckpointError(
+                f"{self.path / _INDEX} has no 'weight_map' from tensors to files."
+            )
+        names = sorted(set(files.values()))
+        missing = [name for name in names if not (self.path / name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{self.path / _INDEX} names files that are missing: {', '.join(missing)}."
+            )
+        return [self.path / name for name in names]
+
+    def _listing(self) -> str:
+        names = sorted(file.name for file in self.path.iterdir())
+        return ", ".join(names[:8] + ["…"] * (len(names) > 8)) or "nothing"
+
+
+class TensorFile:
+    """One safetensors file, mapped into memory; use it as a context manager.
+
+    Raises:
+        CheckpointError: the file is truncated or damaged.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        safe_open = require("safetensors").safe_open
+        try:
+            self._handle = safe_open(file, framework="pt", device="cpu")
+        except Exception as error:
+            raise CheckpointError(
+                f"{file} is damaged or cut short ({error}). Download or copy it again."
+            ) from error
+
+    def __enter__(self) -> TensorFile:
+        self._handle.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._handle.__exit__(*exception)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor, by name; reads no tensor."""
+        names: list[str] = self._handle.keys()
+        return {name: tuple(self._handle.get_slice(name).get_shape()) for name in names}
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor."""
+        tensor: Tensor = self._handle.get_tensor(name)
+        return tensor

@@ -1,0 +1,100 @@
+"""Prompts as users give them, checked and turned into tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from opweave.engine.errors import PromptError
+from opweave.engine.sampling_params import SamplingParams
+from opweave.engine.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]  # text, or token ids
+_KINDS = "a string, a list of strings, a list of token ids, or a list of such lists"
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Turns prompts into tokens that the model can take.
+
+    Attributes:
+        tokenizer: of the model.
+        vocab_size: token ids are below it.
+        max_positions: the length of the context, prompt and answer together.
+    """
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_positions: int
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of one prompt.
+
+        Raises:
+            PromptError: it has no token, an id is not in the vocabulary, or no room is left for an
+                answer.
+        """
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids and self.tokenizer.bos_token_id is not None:
+            ids = [self.tokenizer.bos_token_id]
+        if not ids:
+            raise PromptError(
+                f"The prompt {prompt!r} has no tokens, and the tokenizer has none to begin with."
+            )
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise PromptError(
+                    f"The prompt holds the token id {token}, but ids are from 0 to "
+                    f"{self.vocab_size - 1}."
+                )
+        if len(ids) >= self.max_positions:
+            raise PromptError(
+                f"The prompt has {len(ids)} tokens, but the model's context is "
+                f"{self.max_positions} tokens, at least one of them for the answer. Shorten it by "
+                f"{len(ids) - self.max_positions + 1}."
+            )
+        return ids
+
+
+def as_list(prompts: object) -> list[Prompt]:
+    """Return *prompts* as a list of single ones.
+
+    Raises:
+        PromptError: it is something else than strings and token ids.
+    """
+    if isinstance(prompts, str) or (prompts and _are_ids(prompts)):
+        prompts = [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise PromptError(f"Prompts must be {_KINDS}, not {type(prompts).__name__}.")
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not _are_ids(prompt):
+            raise PromptError(f"A prompt is {prompt!r}; prompts must be {_KINDS}.")
+    return list(prompts)
+
+
+def params_for(count: int, params: object) -> list[SamplingParams]:
+    """Return the sampling parameters of each of *count* prompts.
+
+    Raises:
+        PromptError: a list has another length, or it is something else than sampling parameters.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, list | tuple) or not all(
+        isinstance(item, SamplingParams) for item in params
+    ):
+        raise PromptError(
+            f"sampling_params must be SamplingParams or a list of them, not {params!r}."
+        )
+    if len(params) != count:
+        raise PromptError(
+            f"There are {count} prompts but {len(params)} sampling_params. Give one for all, or "
+            "one for each."
+        )
+    return list(params)
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(item, int) and not isinstance(item, bool) for item in value
+    )

@@ -1,0 +1,62 @@
+"""Causal self-attention over the sequences of the current forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from opweave import ir
+from opweave.models.forward_context import current_forward_context
+
+
+class Attention(nn.Module):
+    """Attends to the tokens before and at each token, in its own sequence.
+
+    Inside a :func:`~opweave.models.forward_context.forward_context`, new keys and values join those
+    that are cached. Without one, the tokens are one sequence from its beginning.
+
+    Args:
+        layer: the index of the layer, by which the cache knows it.
+        window: attend to this many positions at most; None: all.
+    """
+
+    def __init__(self, layer: int, window: int | None) -> None:
+        super().__init__()
+        self.layer, self.window = layer, window
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return ``(T, heads * head_dim)``.
+
+        Args:
+            query: ``(T, heads, head_dim)``.
+            key, value: ``(T, kv_heads, head_dim)``.
+        """
+        # A graph must hold for every context, so that it looks the context up when it runs.
+        attend = _opaque if torch.compiler.is_dynamo_compiling() else _attend
+        return attend(query, key, value, self.layer, self.window).flatten(1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, window: int | None) -> Tensor:
+    context = current_forward_context()
+    if context is None:
+        dense: Tensor = ir.ops.causal_attention(query[None], key[None], value[None], window=window)
+        return dense[0]
+    key, value = context.kv_cache.append(layer, key, value)
+    packed: Tensor = ir.ops.varlen_attention(
+        query,
+        key,
+        value,
+        context.cu_seqlens_q,
+        context.cu_seqlens_k,
+        causal=True,
+        window=window,
+    )
+    return packed
+
+
+_opaque = torch.library.custom_op("opweave::attention_in_context", _attend, mutates_args=())
+
+
+@_opaque.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, layer: int, window: int | None) -> Tensor:
+    return query.new_empty(*query.shape[:-1], value.shape[-1])

@@ -1,0 +1,171 @@
+"""The configuration of the Llama family, read from a checkpoint's ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opweave.models.errors import InvalidConfigError
+from opweave.models.fields import Fields
+from opweave.models.rope import RopeConfig
+
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+_MAX_POSITIONS = dict(zip(SUPPORTED_ARCHITECTURES, (2048, 131072, 32768, 32768), strict=True))
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """One model of the Llama family: Llama, Mistral, Qwen2 or Qwen3.
+
+    Sizes have the names that ``config.json`` gives them. What differs between architectures is
+    spelled out.
+
+    Attributes:
+        architecture: one of ``SUPPORTED_ARCHITECTURES``.
+        windows: for each layer, how many positions its attention sees; None: all.
+        qkv_bias, o_bias, mlp_bias: which linear maps have a bias.
+        qk_norm: whether queries and keys are normalised, head by head.
+        dtype: the name of the checkpoint's dtype; None if it does not say.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    dtype: str | None = None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
+        """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
+
+        A key that is absent means what it means to transformers for that architecture.
+
+        Raises:
+            UnsupportedModelError: an architecture, activation, rope type or quantization that is
+                not supported; the message lists what is.
+            InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
+        """
+        fields = Fields(config)
+        architecture = _architecture(fields)
+        fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
+        fields.require("quantization_config", fields.values.get("quantization_config"), None)
+        layers = fields.count("num_hidden_layers")
+        max_positions = fields.count("max_position_embeddings", _MAX_POSITIONS[architecture])
+        biased = fields.flag("attention_bias", False) and architecture in (
+            "LlamaForCausalLM",
+            "Qwen3ForCausalLM",
+        )
+        return cls(
+            architecture=architecture,
+            vocab_size=fields.count("vocab_size"),
+            hidden_size=fields.count("hidden_size"),
+            intermediate_size=fields.count("intermediate_size"),
+            num_hidden_layers=layers,
+            **_heads(fields, architecture),
+            max_position_embeddings=max_positions,
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope=RopeConfig.from_hf(fields, max_positions),
+            windows=_windows(fields, architecture, layers),
+            qkv_bias=biased or architecture == "Qwen2ForCausalLM",
+            o_bias=biased,
+            mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            dtype=_dtype(fields),
+        )
+
+
+def _architecture(fields: Fields) -> str:
+    named = fields.texts("architectures")
+    if len(named) != 1:
+        raise InvalidConfigError(
+            f"{fields.name} has 'architectures': {named}; it must name one of "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}."
+        )
+    return fields.require("architectures", named[0], *SUPPORTED_ARCHITECTURES)
+
+
+def _heads(fields: Fields, architecture: str) -> dict[str, int]:
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    # transformers has these defaults for absent keys; a null means the general rule.
+    absent_kv = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
+    default_kv = absent_kv.get(architecture, heads)
+    kv_heads = fields.count(
+        "num_key_value_heads", heads if "num_key_value_heads" in fields.values else default_kv
+    )
+    if architecture == "Qwen3ForCausalLM" and "head_dim" not in fields.values:
+        head_dim = 128
+    elif "head_dim" in fields:
+        head_dim = fields.count("head_dim")
+    elif hidden % heads:
+        raise InvalidConfigError(
+            f"{fields.name} has no 'head_dim', and 'hidden_size' {hidden} is not a multiple of "
+            f"'num_attention_heads' {heads}."
+        )
+    else:
+        head_dim = hidden // heads
+    if heads % kv_heads:
+        raise InvalidConfigError(
+            f"{fields.name} has 'num_attention_heads': {heads}, which is not a multiple of "
+            f"'num_key_value_heads': {kv_heads}."
+        )
+    if head_dim % 2:
+        raise InvalidConfigError(
+            f"{fields.name}: the head size {head_dim} is odd; rotary embedding needs pairs."
+        )
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+
+
+def _windows(fields: Fields, architecture: str, layers: int) -> tuple[int | None, ...]:
+    everywhere: tuple[None, ...] = (None,) * layers
+    if architecture == "LlamaForCausalLM":
+        return everywhere
+    absent = "sliding_window" not in fields.values
+    window = (
+        4096 if absent else (fields.count("sliding_window") if "sliding_window" in fields else None)
+    )
+    if architecture == "MistralForCausalLM":
+        return (window,) * layers
+    if not fields.flag("use_sliding_window", False) or window is None:
+        return everywhere
+    types = fields.texts("layer_types")
+    if not types:
+        full = fields.values.get("max_window_layers", 28)
+        if isinstance(full, bool) or not isinstance(full, int) or full < 0:
+            raise InvalidConfigError(
+                f"{fields.name} has 'max_window_layers': {full!r}; it must be an integer from 0."
+            )
+        return tuple(window if layer >= full else None for layer in range(layers))
+    if len(types) != layers:
+        raise InvalidConfigError(
+            f"{fields.name} has {len(types)} 'layer_types' for {layers} layers."
+        )
+    return tuple(
+        window if fields.require("layer_types", kind, *_LAYER_TYPES) == _LAYER_TYPES[1] else None
+        for kind in types
+    )
+
+
+def _dtype(fields: Fields) -> str | None:
+    key = "dtype" if "dtype" in fields else "torch_dtype"
+    return fields.text(key).removeprefix("torch.") if key in fields else None

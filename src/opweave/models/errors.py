@@ -1,0 +1,17 @@
+"""What a user's model configuration can get wrong."""
+
+from __future__ import annotations
+
+from opweave.ir.errors import OpweaveError
+
+
+class ModelError(OpweaveError):
+    """Base class of every error that :mod:`opweave.models` raises on purpose."""
+
+
+class InvalidConfigError(ModelError, ValueError):
+    """A value in a checkpoint's ``config.json`` is missing, of the wrong type, or impossible."""
+
+
+class UnsupportedModelError(ModelError, ValueError):
+    """The configuration asks for an architecture or a feature that no model here has."""

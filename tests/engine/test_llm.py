@@ -1,0 +1,317 @@
+"""Answers are those of transformers, alone or together, whatever kernels run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.tiny_checkpoints import BOS, EOS, KINDS, VOCABULARY, random_ids, write_tokenizer
+from opweave import ir
+from opweave.config import EngineConfig, KernelConfig
+from opweave.engine import (
+    LLM,
+    CheckpointError,
+    InvalidArgumentError,
+    NonFiniteLogitsError,
+    PromptError,
+    SamplingParams,
+    TokenizerError,
+)
+from opweave.engine import llm as llm_module
+
+Checkpoints = Callable[[str], tuple[Path, Any]]
+PROMPTS = [random_ids(seed, count) for seed, count in enumerate([1, 7, 23, 2, 12])]
+GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llms(checkpoint: Checkpoints) -> Callable[[str], LLM]:
+    built: dict[str, LLM] = {}
+
+    def get(kind: str) -> LLM:
+        if kind not in built:
+            built[kind] = LLM(checkpoint(kind)[0])
+        return built[kind]
+
+    return get
+
+
+@pytest.fixture
+def llm(llms: Callable[[str], LLM]) -> LLM:
+    return llms("llama")
+
+
+def tokens(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+def reference(model: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    generated = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, **options
+    )
+    result: list[int] = generated[0, len(prompt) :].tolist()
+    return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_is_that_of_transformers(
+    kind: str, checkpoint: Checkpoints, llms: Callable[[str], LLM]
+) -> None:
+    model = checkpoint(kind)[1]
+    wanted = [reference(model, prompt, 14, eos_token_id=None) for prompt in PROMPTS]
+    assert tokens(llms(kind), PROMPTS) == wanted
+    assert [tokens(llms(kind), prompt)[0] for prompt in PROMPTS] == wanted
+
+
+def _providers() -> list[tuple[str, str]]:
+    ir.current_registry().ensure_ready()
+    ops = ir.current_registry().ops.values()
+    return [(op.name, provider) for op in ops for provider in op.supported_providers()]
+
+
+@pytest.mark.parametrize(("op", "provider"), _providers())
+def test_every_provider_gives_the_same_tokens(
+    op: str, provider: str, checkpoint: Checkpoints, llms: Callable[[str], LLM]
+) -> None:
+    wanted = tokens(llms("qwen3"), PROMPTS)
+    assert tokens(LLM(checkpoint("qwen3")[0], ir_op_priority={op: [provider]}), PROMPTS) == wanted
+
+
+def test_text_prompts(checkpoint: Checkpoints, llm: LLM) -> None:
+    texts = ["the quick brown", "naïve 東京", "x"]
+    outputs = llm.generate(texts, GREEDY)
+    assert [output.prompt for output in outputs] == texts
+    for text, output in zip(texts, outputs, strict=True):
+        ids = llm.tokenizer.encode(text)
+        assert output.prompt_token_ids == ids
+        assert ids[0] == BOS
+        (answer,) = output.outputs
+        assert answer.token_ids == reference(checkpoint("llama")[1], ids, 14, eos_token_id=None)
+        assert answer.text == llm.tokenizer.decode(answer.token_ids)
+        assert (answer.index, answer.finish_reason) == (0, "length")
+        assert 0 < output.timings.first_token <= output.timings.finished
+
+
+def test_all_forms_of_prompts(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    ids = llm.tokenizer.encode("dog")
+    one = tokens(llm, "dog", params)
+    assert len(one) == 1
+    assert tokens(llm, ids, params) == one
+    assert tokens(llm, [ids, "dog"], params) == one * 2
+    assert tokens(llm, (tuple(ids),), params) == one
+    assert llm.generate([]) == []
+    assert llm.generate(ids, params)[0].prompt is None
+    assert len(tokens(llm, "dog", None)[0]) <= 16
+
+
+def test_an_empty_prompt_is_the_token_that_begins_texts(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    assert llm.generate([[]], params)[0].prompt_token_ids == [BOS]
+    assert tokens(llm, "", params) == tokens(llm, [[BOS]], params)
+
+
+def test_an_empty_prompt_without_such_a_token(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(checkpoint("llama")[0], tmp_path / "llama"))
+    write_tokenizer(path, adds_bos=False)
+    for name in ("config.json", "generation_config.json"):
+        text = (path / name).read_text()
+        (path / name).write_text(text.replace('"bos_token_id": 1', '"bos_token_id": null'))
+    (path / "tokenizer_config.json").unlink()
+    llm = LLM(path)
+    with pytest.raises(PromptError, match="no tokens"):
+        llm.generate("")
+    with pytest.raises(PromptError, match="no tokens"):
+        llm.generate([[]])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[5, VOCABULARY]], f"token id {VOCABULARY}.* from 0 to {VOCABULARY - 1}"),
+        ([-1], "token id -1"),
+        ([5] * 96, "has 96 tokens, but the model's context is 96.* by 1"),
+        ([5] * 200, "has 200 tokens.*Shorten it by 105"),
+        (7, "not int"),
+        (None, "not NoneType"),
+        ({"a": 1}, "not dict"),
+        ([None], "A prompt is None"),
+        ([[1, "a"]], "A prompt is"),
+        ([True], "A prompt is True"),
+        ([1.0], "A prompt is 1.0"),
+        (["a", 3], "A prompt is 3"),
+    ],
+)
+def test_wrong_prompts(prompts: Any, message: str, llm: LLM) -> None:
+    with pytest.raises(PromptError, match=message):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize("params", [[SamplingParams()], "greedy", [1, 2], {"max_tokens": 2}])
+def test_wrong_sampling_params(params: Any, llm: LLM) -> None:
+    with pytest.raises(PromptError, match=r"sampling_params"):
+        llm.generate(["a", "b"], params)
+
+
+def test_one_wrong_prompt_and_none_runs(llm: LLM) -> None:
+    calls: list[tuple[int, int]] = []
+    prompts: list[str | list[int]] = ["a", [-1]]
+    with pytest.raises(PromptError):
+        llm.generate(prompts, progress=lambda *call: calls.append(call))
+    assert calls == []
+
+
+def test_max_tokens(llm: LLM) -> None:
+    for count in (1, 2, 5):
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        (answer,) = llm.generate(PROMPTS[1], params)[0].outputs
+        assert answer.token_ids == tokens(llm, PROMPTS[1])[0][:count]
+        assert answer.finish_reason == "length"
+
+
+def test_each_request_has_its_own_parameters(llm: LLM) -> None:
+    params = [
+        SamplingParams(temperature=0, max_tokens=1),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=9, ignore_eos=True),
+        GREEDY,
+    ]
+    together = tokens(llm, PROMPTS[:3], params)
+    assert [len(ids) for ids in together] == [1, 9, 14]
+    assert together == [tokens(llm, p, q)[0] for p, q in zip(PROMPTS, params, strict=False)]
+
+
+def test_the_context_ends_the_answer(checkpoint: Checkpoints, llm: LLM) -> None:
+    prompt = random_ids(3, 90)
+    for limit in (None, 50):
+        params = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
+        (answer,) = llm.generate(prompt, params)[0].outputs
+        assert answer.token_ids == reference(checkpoint("llama")[1], prompt, 6, eos_token_id=None)
+        assert answer.finish_reason == "length"
+    assert len(tokens(llm, random_ids(3, 95), SamplingParams())[0]) == 1
+
+
+def test_the_end_of_text_token_ends_the_answer(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    path, model = checkpoint("llama")
+    free = reference(model, PROMPTS[1], 14, eos_token_id=None)
+    ends = free[4]
+    copy = Path(shutil.copytree(path, tmp_path / "llama"))
+    text = (copy / "generation_config.json").read_text()
+    changed = text.replace(f'"eos_token_id": {EOS}', f'"eos_token_id": [{EOS}, {ends}]')
+    assert changed != text
+    (copy / "generation_config.json").write_text(changed)
+    llm = LLM(copy)
+    params = SamplingParams(temperature=0, max_tokens=14)
+    (answer,) = llm.generate(PROMPTS[1], params)[0].outputs
+    assert answer.token_ids == free[: free.index(ends) + 1]
+    assert answer.token_ids == reference(model, PROMPTS[1], 14, eos_token_id=[EOS, ends])
+    assert answer.finish_reason == "stop"
+    assert tokens(llm, PROMPTS[1]) == [free]
+
+
+def test_stop_strings_across_tokens(llm: LLM) -> None:
+    free = llm.generate(PROMPTS[2], GREEDY)[0].outputs[0]
+    pieces = [llm.tokenizer.decode([token]) for token in free.token_ids]
+    # A string that begins inside one token and ends inside a later one.
+    start = next(i for i in range(len(pieces) - 1) if "\ufffd" not in pieces[i] + pieces[i + 1])
+    stop = pieces[start][-1] + pieces[start + 1][0]
+    params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, stop=["never", stop])
+    (answer,) = llm.generate(PROMPTS[2], params)[0].outputs
+    assert answer.finish_reason == "stop"
+    assert answer.text == free.text[: free.text.index(stop)]
+    assert answer.token_ids == free.token_ids[: len(answer.token_ids)]
+    assert stop in llm.tokenizer.decode(answer.token_ids)
+    assert stop not in llm.tokenizer.decode(answer.token_ids[:-1])
+
+
+def test_seeds(checkpoint: Checkpoints, llm: LLM) -> None:
+    def params(seed: int | None) -> SamplingParams:
+        return SamplingParams(temperature=1.5, seed=seed, max_tokens=12, ignore_eos=True)
+
+    alone = tokens(llm, PROMPTS[1], params(4))
+    assert alone == tokens(llm, PROMPTS[1], params(4))
+    assert alone != tokens(llm, PROMPTS[1], params(5))
+    many = [params(seed) for seed in (4, None, 9, None, 4)]
+    batched = tokens(llm, [PROMPTS[1], PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[1]], many)
+    assert batched[0] == alone[0] == batched[4]
+    assert batched[3] != alone[0]
+
+    unseeded = [PROMPTS[1]] * 3
+    path = checkpoint("llama")[0]
+    first, again = (tokens(LLM(path, seed=8), unseeded, params(None)) for _ in range(2))
+    assert first == again
+    assert len({tuple(ids) for ids in first}) == 3  # requests differ from each other
+    assert first != tokens(LLM(path, seed=9), unseeded, params(None))
+    assert first == tokens(LLM(path, config=EngineConfig(seed=8)), unseeded, params(None))
+
+
+def test_sampling_does_not_touch_the_global_generator(llm: LLM) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    llm.generate(PROMPTS, SamplingParams(max_tokens=3))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_small_limits_give_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = tokens(llm, PROMPTS)
+    monkeypatch.setattr(llm_module, "MAX_RUNNING", 2)
+    monkeypatch.setattr(llm_module, "MAX_PREFILL_TOKENS", 8)
+    assert tokens(llm, PROMPTS) == wanted
+
+
+def test_progress(llm: LLM) -> None:
+    calls: list[tuple[int, int]] = []
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (1, 3, 2)]
+    llm.generate(["a", "b", "c"], params, progress=lambda *call: calls.append(call))
+    assert calls == [(3, 6), (5, 6), (6, 6)]  # tokens, of all that were asked for
+
+
+def test_dtype(checkpoint: Checkpoints) -> None:
+    path = checkpoint("llama")[0]
+    llm = LLM(str(path), dtype="bfloat16")
+    assert len(tokens(llm, PROMPTS)) == len(PROMPTS)
+    assert {p.dtype for p in llm._runner.model.parameters()} == {torch.bfloat16}
+    llm = LLM(path, config=EngineConfig(dtype="bfloat16"))
+    assert {p.dtype for p in llm._runner.model.parameters()} == {torch.bfloat16}
+
+
+def test_settings_that_contradict_or_are_unknown(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    path = checkpoint("llama")[0]
+    config = EngineConfig(dtype="float16", seed=3, kernel_config=KernelConfig({"linear": "native"}))
+    with pytest.raises(InvalidArgumentError, match=r"dtype is given twice: 'float32'.*'float16'"):
+        LLM(path, dtype="float32", config=config)
+    with pytest.raises(ValueError, match=r"seed is given twice: 4.* 3 in config"):
+        LLM(path, seed=4, config=config)
+    with pytest.raises(ValueError, match=r"'linear' is given twice"):
+        LLM(path, ir_op_priority={"linear": ["native"]}, config=config)
+    with pytest.raises(InvalidArgumentError, match=r"'int4'.*auto, float32"):
+        LLM(path, dtype="int4")
+    with pytest.raises(InvalidArgumentError, match=r"seed=-1"):
+        LLM(path, seed=-1)
+    with pytest.raises(ir.IrError, match=r"Did you mean 'rms_norm'"):
+        LLM(path, ir_op_priority={"rms_nrom": ["native"]})
+    with pytest.raises(ir.IrError, match=r"no_such"):
+        LLM(path, ir_op_priority={"rms_norm": ["no_such"]})
+    with pytest.raises(CheckpointError, match="not a directory"):
+        LLM(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"no tokenizer.json"):
+        LLM(tmp_path)
+
+
+def test_progress_of_loading(checkpoint: Checkpoints) -> None:
+    calls: list[tuple[int, int]] = []
+    LLM(checkpoint("llama")[0], progress=lambda *call: calls.append(call))
+    assert calls[-1][0] == calls[-1][1] == len(calls)
+
+
+def test_scores_that_are_no_numbers_are_an_error(checkpoint: Checkpoints) -> None:
+    llm = LLM(checkpoint("llama")[0])
+    llm._runner.model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(NonFiniteLogitsError):
+        llm.generate("a", GREEDY)

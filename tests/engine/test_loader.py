@@ -1,0 +1,223 @@
+"""Loading is strict, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.tiny_checkpoints import KINDS, hf_model
+from opweave.engine import CheckpointError, EngineError, InvalidArgumentError, load_model
+from opweave.models import UnsupportedModelError, checkpoint_tensors
+
+Checkpoints = Callable[[str], tuple[Path, Any]]
+FILE = "model.safetensors"
+
+
+@pytest.fixture
+def copy(checkpoint: Checkpoints, tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function that gives a copy of a kind's directory, to be damaged."""
+
+    def get(kind: str) -> Path:
+        return Path(shutil.copytree(checkpoint(kind)[0], tmp_path / kind))
+
+    return get
+
+
+def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path / FILE)
+    change(tensors)
+    save_file(tensors, path / FILE)
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_lands_where_it_belongs(kind: str, checkpoint: Checkpoints) -> None:
+    path, reference = checkpoint(kind)
+    loaded = checkpoint_tensors(load_model(path))
+    expected = dict(reference.named_parameters())
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_nothing_is_left_on_the_meta_device(checkpoint: Checkpoints) -> None:
+    model = load_model(checkpoint("qwen3")[0])
+    assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"cpu"}
+    assert not any(p.requires_grad for p in model.parameters())
+    assert not model.training
+
+
+def test_shards(tmp_path: Path, checkpoint: Checkpoints) -> None:
+    hf_model("llama").save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    whole, sharded = load_model(checkpoint("llama")[0]), load_model(tmp_path)
+    for (name, a), b in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    hf_model("llama").save_pretrained(tmp_path, max_shard_size="60KB")
+    lost = sorted(tmp_path.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=f"missing: {lost.name}"):
+        load_model(tmp_path)
+
+
+def test_progress_counts_tensors(checkpoint: Checkpoints) -> None:
+    path, reference = checkpoint("llama")
+    calls: list[tuple[int, int]] = []
+    load_model(path, progress=lambda done, total: calls.append((done, total)))
+    count = len(list(reference.parameters()))
+    assert calls == [(done, count) for done in range(1, count + 1)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "saved", "got"),
+    [
+        ("auto", "float32", torch.float32),
+        ("auto", "bfloat16", torch.bfloat16),
+        ("auto", None, torch.float32),
+        ("bfloat16", "float32", torch.bfloat16),
+        ("float16", "float32", torch.float16),
+        ("float32", "bfloat16", torch.float32),
+    ],
+)
+def test_dtypes(
+    asked: str, saved: str | None, got: torch.dtype, copy: Callable[[str], Path]
+) -> None:
+    path = copy("llama")
+    edit_config(path, dtype=saved)
+    model = load_model(path, dtype=asked)
+    assert {t.dtype for t in [*model.parameters(), *model.buffers()]} == {got}
+    assert model.dtype == got
+
+
+def test_without_a_dtype_the_tensors_decide(tmp_path: Path) -> None:
+    hf_model("llama").bfloat16().save_pretrained(tmp_path)
+    edit_config(tmp_path, dtype=None)
+    assert load_model(tmp_path).dtype == torch.bfloat16
+
+
+def test_unknown_dtypes(copy: Callable[[str], Path]) -> None:
+    path = copy("llama")
+    with pytest.raises(InvalidArgumentError, match=r"'int8'.*auto, float32, bfloat16, float16"):
+        load_model(path, dtype="int8")
+    edit_config(path, dtype="float64")
+    with pytest.raises(CheckpointError, match=r"'float64'.*float32, bfloat16, float16"):
+        load_model(path)
+
+
+def test_all_that_does_not_fit_is_in_one_error(copy: Callable[[str], Path]) -> None:
+    path = copy("llama")
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.1.self_attn.k_proj.weight"]
+        del tensors["model.norm.weight"]
+        tensors["extra.weight"] = torch.zeros(2)
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 64)
+
+    edit(path, damage)
+    with pytest.raises(CheckpointError) as error:
+        load_model(path)
+    text = str(error.value)
+    assert "2 missing: model.layers.1.self_attn.k_proj.weight, model.norm.weight" in text
+    assert "1 unexpected: extra.weight" in text
+    assert "model.layers.0.mlp.up_proj.weight (3, 64), not (96, 64)" in text
+
+
+def test_absurd_sizes_are_refused_before_memory_is_allocated(copy: Callable[[str], Path]) -> None:
+    path = copy("llama")
+    edit_config(path, intermediate_size=2**45)
+    with pytest.raises(CheckpointError, match=r"6 of the wrong shape"):
+        load_model(path)
+
+
+def test_long_lists_are_cut(copy: Callable[[str], Path]) -> None:
+    path = copy("llama")
+    edit(path, lambda t: t.update({f"extra.{i:02}": torch.zeros(1) for i in range(15)}))
+    with pytest.raises(CheckpointError, match=r"15 unexpected: .*extra.09 and 5 more"):
+        load_model(path)
+
+
+def test_old_frequencies_are_ignored(copy: Callable[[str], Path]) -> None:
+    path = copy("llama")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit(path, lambda t: t.update({name: torch.zeros(8)}))
+    load_model(path)
+
+
+def test_quantized_tensors_are_refused(copy: Callable[[str], Path]) -> None:
+    path = copy("llama")
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit(path, lambda t: t.update({name: torch.zeros(96, 64, dtype=torch.int8)}))
+    with pytest.raises(CheckpointError, match=r"up_proj.weight has dtype torch.int8"):
+        load_model(path)
+
+
+def test_tied_embeddings(copy: Callable[[str], Path]) -> None:
+    path = copy("tied")
+    embedding = load_model(path).model.embed_tokens.weight
+    assert "lm_head.weight" not in load_file(path / FILE)
+
+    edit(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert torch.equal(load_model(path).model.embed_tokens.weight, embedding)
+
+    edit(path, lambda t: t.pop("model.embed_tokens.weight"))
+    assert torch.equal(load_model(path).model.embed_tokens.weight, embedding)
+
+    edit(path, lambda t: t.update({"model.embed_tokens.weight": torch.zeros(320, 1)}))
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight \(320, 1\), not \(320, 64\)"):
+        load_model(path)
+
+    edit(path, lambda t: t.update({"model.embed_tokens.weight": t["lm_head.weight"] + 1}))
+    with pytest.raises(CheckpointError, match=r"lm_head.weight differs.*tie_word_embeddings"):
+        load_model(path)
+
+
+def test_damaged_files(copy: Callable[[str], Path]) -> None:
+    path = copy("llama")
+    whole = (path / FILE).read_bytes()
+    for damaged in (whole[:-1], whole[:100], b"", b"\xff" * 64):
+        (path / FILE).write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=f"{FILE} is damaged"):
+            load_model(path)
+    (path / FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor .*It holds: config"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"weight_map": 3}', "\x00"])
+def test_damaged_index(content: str, copy: Callable[[str], Path]) -> None:
+    path = copy("llama")
+    (path / FILE).unlink()
+    (path / f"{FILE}.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"index.json"):
+        load_model(path)
+
+
+def test_missing_directory_and_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere' is not a directory"):
+        load_model(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"no config.json. It holds: nothing"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{not json")
+    with pytest.raises(CheckpointError, match=r"config.json is not readable JSON") as error:
+        load_model(str(tmp_path))
+    assert isinstance(error.value, EngineError)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(CheckpointError, match=r"not readable JSON"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    with pytest.raises(UnsupportedModelError, match="BertModel"):
+        load_model(tmp_path)

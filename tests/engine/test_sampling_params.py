@@ -1,0 +1,57 @@
+"""Sampling parameters: defaults, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from opweave.engine import EngineError, SamplingParams, SamplingParamsError
+
+
+def test_defaults() -> None:
+    params = SamplingParams()
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (16, 1.0, 1.0, 0)
+    assert params.seed is None
+    assert params.stop == ()
+    assert not params.ignore_eos
+    assert not params.is_greedy
+    assert SamplingParams(temperature=0).is_greedy
+
+
+@pytest.mark.parametrize(
+    "valid",
+    [
+        {"top_k": -1}, {"top_k": 50}, {"top_p": 1e-6}, {"top_p": 1}, {"max_tokens": 1},
+        {"max_tokens": None}, {"seed": 0}, {"seed": 2**63 - 1}, {"stop": "x"},
+        {"stop": ["x", "yz"]}, {"stop": []}, {"temperature": 100.0}, {"ignore_eos": True},
+    ],
+)  # fmt: skip
+def test_what_is_allowed(valid: dict[str, Any]) -> None:
+    SamplingParams(**valid)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 1.5}, {"max_tokens": "3"},
+        {"max_tokens": True}, {"temperature": -0.1}, {"temperature": math.nan},
+        {"temperature": math.inf}, {"temperature": "hot"}, {"temperature": None}, {"top_p": 0},
+        {"top_p": 0.0}, {"top_p": 1.01}, {"top_p": -0.5}, {"top_p": math.nan}, {"top_p": "1"},
+        {"top_k": -2}, {"top_k": 2.0}, {"top_k": None}, {"seed": -1}, {"seed": 1.0},
+        {"seed": 2**63}, {"stop": ""}, {"stop": ["a", ""]}, {"stop": [1]}, {"stop": 5},
+        {"stop": None}, {"ignore_eos": 1}, {"temperature": True},
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_named(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(SamplingParamsError, match=name) as error:
+        SamplingParams(**wrong)
+    assert isinstance(error.value, EngineError)
+    assert isinstance(error.value, ValueError)
+
+
+def test_equal_parameters_are_equal() -> None:
+    assert SamplingParams(stop="a") == SamplingParams(stop=["a"])
+    assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop=("a",)))

@@ -1,0 +1,175 @@
+"""Text to tokens and back, whole and piece by piece."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from models.tiny_checkpoints import BOS, EOS, VOCABULARY, write_tokenizer
+from opweave.engine import Checkpoint, CheckpointError, MissingDependencyError, Tokenizer
+from opweave.engine.completion import Completion
+from opweave.engine.errors import TokenizerError
+from opweave.engine.tokenizer import IncrementalDecoder
+
+TEXTS = ["", "the quick dog", "naïve façade", "東京 🙂", "a\n\n b\tc", "</s>the<s>"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer(Checkpoint(directory))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_as_transformers(text: str, directory: Path, tokenizer: Tokenizer) -> None:
+    theirs = AutoTokenizer.from_pretrained(directory)
+    ids = tokenizer.encode(text)
+    assert ids == theirs(text)["input_ids"]
+    assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), st.text(max_size=12))
+def test_pieces_add_up(tokenizer: Tokenizer, ids: list[int], text: str) -> None:
+    for tokens in (ids, tokenizer.encode(text) + ids, ids + tokenizer.encode(text)):
+        decoder = IncrementalDecoder(tokenizer)
+        pieces = [decoder.push(token) for token in tokens]
+        assert "".join(pieces) + decoder.finish() == tokenizer.decode(tokens)
+        assert not any(piece.endswith("\ufffd") for piece in pieces)
+
+
+def test_no_piece_ends_inside_a_character(tokenizer: Tokenizer) -> None:
+    text = "🙂東é"
+    decoder = IncrementalDecoder(tokenizer)
+    pieces = [decoder.push(token) for token in tokenizer.encode(text)]
+    assert "".join(pieces) == text
+    assert all(len(piece) <= 1 for piece in pieces)
+
+
+def test_a_continuation_is_decoded_behind_its_prompt(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    words = {"<unk>": 0, "\u2581the": 1, "\u2581dog": 2, "s": 3}
+    backend = Backend(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(Checkpoint(tmp_path))
+    assert IncrementalDecoder(tokenizer).push(2) == "dog"
+    decoder = IncrementalDecoder(tokenizer, [1])
+    assert [decoder.push(2), decoder.push(3), decoder.push(1)] == [" dog", "s", " the"]
+    assert tokenizer.eos_token_ids == frozenset()
+    assert tokenizer.bos_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "tokenizer_config", "expected"),
+    [
+        ({"eos_token_id": 7}, {"eos_token_id": 8}, {"eos_token": "</s>"}, {7}),
+        ({"eos_token_id": [7, 9]}, {}, {}, {7, 9}),
+        ({"eos_token_id": None}, {"eos_token_id": [8]}, {}, {8}),
+        (None, {"eos_token_id": 8}, {"eos_token": "</s>"}, {8}),
+        (None, {}, {"eos_token": "</s>"}, {EOS}),
+        (None, None, {"eos_token": {"content": "</s>", "lstrip": False}}, {EOS}),
+        (None, None, {"eos_token": "<nothing>"}, set()),
+        ({}, {}, None, set()),
+    ],
+)
+def test_end_of_text(
+    generation: Any, config: Any, tokenizer_config: Any, expected: set[int], tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    for name, content in [
+        ("generation_config", generation),
+        ("config", config),
+        ("tokenizer_config", tokenizer_config),
+    ]:
+        if content is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert Tokenizer(Checkpoint(tmp_path)).eos_token_ids == expected
+
+
+def test_beginning_of_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.bos_token_id == BOS
+
+
+def test_missing_and_damaged_files(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"no tokenizer.json"):
+        Tokenizer(Checkpoint(tmp_path))
+    for content in (b"", b"{", b"[]", b"\xff"):
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        with pytest.raises(TokenizerError, match=r"tokenizer.json is damaged"):
+            Tokenizer(Checkpoint(tmp_path))
+    write_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text("nonsense")
+    with pytest.raises(CheckpointError, match=r"generation_config.json"):
+        Tokenizer(Checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizers", "safetensors"])
+def test_missing_dependencies(
+    name: str,
+    checkpoint: Callable[[str], tuple[Path, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from opweave.engine import LLM
+
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'opweave\[serve\]'"):
+        LLM(checkpoint("llama")[0])
+
+
+class TestCompletion:
+    """Stop strings in text that arrives in pieces."""
+
+    class Pieces(IncrementalDecoder):
+        """Stands for a decoder: token i is the i-th piece."""
+
+        def __init__(self, pieces: list[str], rest: str = "") -> None:
+            self.pieces, self.rest = pieces, rest
+
+        def push(self, token_id: int) -> str:
+            return self.pieces[token_id]
+
+        def finish(self) -> str:
+            return self.rest
+
+    @given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+           st.data())  # fmt: skip
+    def test_the_first_stop_string_cuts(self, text: str, stop: list[str], data: Any) -> None:
+        cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))) | {0, len(text)})
+        pieces = [text[a:b] for a, b in pairwise(cuts)]
+        completion = Completion(self.Pieces(pieces), stop)
+        seen = ""
+        for token, piece in enumerate(pieces):
+            completion.push(token)
+            seen += piece
+            found = [seen.index(s) for s in stop if s in seen]
+            assert completion.is_stopped == bool(found)
+            if found:
+                assert completion.text == seen[: min(found)]
+                return
+        assert completion.text == text
+
+    def test_the_rest_may_stop_too(self) -> None:
+        completion = Completion(self.Pieces(["a"], rest="b!"), ["b"])
+        completion.push(0)
+        completion.finish()
+        assert (completion.text, completion.is_stopped) == ("a", True)
