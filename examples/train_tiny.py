@@ -354,13 +354,12 @@ def samples(out: Path, seed: int) -> list[tuple[str, str]]:
     tokenizer = AutoTokenizer.from_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     torch.manual_seed(seed)
-    ways = {"greedy": {"do_sample": False}, "temperature 0.7": {"do_sample": True}}
+    sampling = {"do_sample": True, "temperature": 0.7, "top_k": 0}
+    ways = {"greedy": {"do_sample": False}, "temperature 0.7": sampling}
     found = []
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         for name, options in ways.items():
-            if options["do_sample"]:
-                options = {**options, "temperature": 0.7, "top_k": 0}
             ids = model.generate(**inputs, max_new_tokens=80, **options)
             found.append((name, tokenizer.decode(ids[0], skip_special_tokens=True)))
     return found

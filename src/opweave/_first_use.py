@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-from opweave.ir import Source, current_registry
+from opweave.ir import Registry, Source
 
 
-def prepare() -> None:
+def prepare(registry: Registry) -> None:
     """Load the providers that come with opweave, and apply settings and platform defaults."""
     from opweave import kernels, native
     from opweave.config.sources import apply_environment_and_file
     from opweave.ir.codegen import use_plain_check
     from opweave.platforms import current_platform
 
-    registry = current_registry()
-    kernels.load()
+    kernels.load(registry)
     use_plain_check(native.plain_check())
     apply_environment_and_file(registry)
     registry.settings.set_priorities(

@@ -46,7 +46,7 @@ def find(start: Path | None = None) -> FileSettings:
         path = Path(explicit)
         if not path.is_file():
             raise SettingError(f"OPWEAVE_CONFIG: there is no file {explicit!r}.")
-        return _settings(_table(path) or {}, path)
+        return _settings(_table(path, named=True), path)
     start = start or Path.cwd()
     for folder in (start, *start.parents):
         for name in ("opweave.toml", "pyproject.toml"):
@@ -57,20 +57,29 @@ def find(start: Path | None = None) -> FileSettings:
     return FileSettings()
 
 
-def _table(path: Path) -> dict[str, Any] | None:
+def _table(path: Path, *, named: bool = False) -> Any:
+    """Return opweave's table in a file, or None if it has none.
+
+    A ``pyproject.toml`` that cannot be read is somebody else's to complain about, unless *named*.
+    """
+    is_pyproject = path.name == "pyproject.toml"
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        if path.name == "pyproject.toml":
-            return None  # somebody else's to complain about
+        if is_pyproject and not named:
+            return None
         raise SettingError(f"{path}: cannot be read as TOML: {error}.") from error
-    if path.name != "pyproject.toml":
+    if not is_pyproject:
         return content
-    table: dict[str, Any] | None = content.get("tool", {}).get("opweave")
-    return table
+    tools = content.get("tool")
+    return tools.get("opweave") if isinstance(tools, dict) else None
 
 
-def _settings(table: dict[str, Any], path: Path) -> FileSettings:
+def _settings(table: Any, path: Path) -> FileSettings:
+    if table is None:  # a file that was named, and says nothing about opweave
+        return FileSettings(path)
+    if not isinstance(table, dict):
+        raise SettingError(f"{path}: tool.opweave = {table!r} should be a table.")
     for key, value in table.items():
         if key not in _KEYS:
             raise SettingError(f"{path}: unknown key {key!r}. {did_you_mean(key, _KEYS)}")

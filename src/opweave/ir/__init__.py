@@ -14,7 +14,8 @@ from opweave.ir import rules
 from opweave.ir.errors import IrError
 from opweave.ir.explain import Explanation, explain
 from opweave.ir.impl import IrOpImpl
-from opweave.ir.op import RESERVED_PROVIDERS, IrOp
+from opweave.ir.names import RESERVED_PROVIDERS
+from opweave.ir.op import IrOp
 from opweave.ir.overloads import CallSite, IrOpInplaceOverload
 from opweave.ir.priority import IrOpPriorityConfig, Source
 from opweave.ir.recording import Record, record

@@ -27,6 +27,8 @@ from __future__ import annotations
 import enum
 import linecache
 from collections.abc import Callable
+from functools import partial
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,11 +36,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from opweave.ir import compat
+from opweave.ir.donation import overlapping
 from opweave.ir.impl import IrOpImpl
 from opweave.ir.rules import Rule
 from opweave.ir.schema import Schema
 from opweave.ir.scope import current_scope
 from opweave.ir.selection import Candidate
+from opweave.ir.traits import ALIAS_SAFE
 
 if TYPE_CHECKING:
     from opweave.ir.dispatch import Path
@@ -95,6 +99,7 @@ class Generator:
             "_functorch_interpreter": compat.functorch_interpreter,
             "_jit_tracing_state": compat.jit_tracing_state,
             "_is_grad_enabled": torch.is_grad_enabled,
+            "_forward_ad": compat.FORWARD_AD,
         }
 
     def compile(self) -> tuple[str, Function]:
@@ -186,14 +191,25 @@ class Generator:
         copy = self.bind(copying(impl), f"_copying_{impl.provider}")
         if not self.path.donates:
             return copy
-        keep, inplace = self._repeated(), direct
-        return f"{copy} if {keep} else {inplace}" if keep else inplace
+        if ALIAS_SAFE in impl.traits:
+            return direct
+        self.namespace["_overlapping"] = partial(overlapping, self.path.op)
+        return f"{copy} if {self._may_overlap()} and _overlapping({self.call}) else {direct}"
 
-    def _repeated(self) -> str:
-        """True where one tensor is passed in two activation slots: it cannot be donated twice."""
-        names = self.path.op.activations
-        pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-        return " or ".join(f"{a} is {b}" for a, b in pairs)
+    def _may_overlap(self) -> str:
+        """A quick test that is true wherever an activation may share elements with an argument."""
+        if self.schema.tensor_lists:
+            return "True"
+        self.namespace["_share_storage"] = compat.share_storage
+        activations = self.path.op.activations
+        others = [p for p in self.schema.tensors if p.name not in activations]
+        tests = [f"not {name}.is_contiguous()" for name in activations]
+        tests += [f"_share_storage({a}, {b})" for a, b in combinations(activations, 2)]
+        for name in activations:
+            for p in others:
+                given = f"{p.name} is not None and " if p.is_optional else ""
+                tests.append(f"({given}_share_storage({name}, {p.name}))")
+        return f"({' or '.join(tests)})"
 
     def _plain_condition(self) -> list[str]:
         """The condition under which the torch dispatcher has nothing to add."""
@@ -206,6 +222,7 @@ class Generator:
         check = [
             f"_is_plain({', '.join(required + optional)})",
             *(f"{name} is not None" for name in required[1:]),
+            "_forward_ad._current_level < 0",
         ]
         return [f"    if ({' and '.join(check)}) or (", *tests, "    ):"]
 
@@ -213,7 +230,8 @@ class Generator:
         """What that condition is made of, asked of torch fact by fact; a line for each test."""
         tests = [self._exact_type(p.name, p.is_optional) for p in self.schema.tensors]
         tests += [
-            f"_all(_type(t) in _plain_types for t in {p.name})" for p in self.schema.tensor_lists
+            f"_all(t is None or _type(t) in _plain_types for t in {p.name} or ())"
+            for p in self.schema.tensor_lists
         ]
         required = [p.name for p in self.schema.tensors if not p.is_optional]
         first = required[0] if required else None
@@ -221,7 +239,7 @@ class Generator:
             f"not _has_torch_function({first})" if first else "not _function_mode_enabled()"
         )
         tests += ["_dispatch_mode_count() == 0", "_functorch_interpreter() is None"]
-        tests.append("_jit_tracing_state() is None")
+        tests += ["_jit_tracing_state() is None", "_forward_ad._current_level < 0"]
         tests.append(f"not (_is_grad_enabled() and ({self._any_requires_grad()}))")
         return [f"{indent}{'and ' if i else ''}{test}" for i, test in enumerate(tests)]
 
@@ -239,8 +257,16 @@ class Generator:
             else f"{p.name}.requires_grad"
             for p in self.schema.tensors
         ]
-        tests += [f"_any(t.requires_grad for t in {p.name})" for p in self.schema.tensor_lists]
+        tests += [
+            f"_any(t is not None and t.requires_grad for t in {p.name} or ())"
+            for p in self.schema.tensor_lists
+        ]
         return " or ".join(tests)
+
+
+def functional(impl: IrOpImpl) -> Function:
+    """Return the implementation as a function that leaves its arguments alone."""
+    return copying(impl) if impl.inplace else impl.impl_fn
 
 
 def copying(impl: IrOpImpl) -> Function:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
+from torch.autograd import forward_ad
 from torch.library import Library
 
 # True only while Dynamo traces the calling code. Cheaper than torch.compiler.is_compiling(), and
@@ -47,6 +48,25 @@ def include_dispatch_key(key: int) -> AbstractContextManager[None]:
 def below_autograd() -> AbstractContextManager[None]:
     """Exclude the autograd keys from dispatch, as an autograd kernel does when it redispatches."""
     return cast("AbstractContextManager[None]", torch._C._AutoDispatchBelowAutograd())
+
+
+# The module whose ``_current_level`` is not negative while forward-mode derivatives are computed.
+FORWARD_AD = forward_ad
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether a forward-mode derivative flows through *tensor*."""
+    level: int = FORWARD_AD._current_level
+    return level >= 0 and cast("Any", forward_ad).unpack_dual(tensor).tangent is not None
+
+
+# Whether two tensors are views of one storage.
+share_storage: Callable[[torch.Tensor, torch.Tensor], bool] = cast("Any", torch._C)._is_alias_of
+
+
+def is_taken_in_torch_ops(name: str) -> bool:
+    """Whether ``torch.ops.<namespace>.<name>`` means something else than an op."""
+    return name == "name" or hasattr(torch._ops._OpNamespace, name)
 
 
 def new_library(namespace: str) -> Library:

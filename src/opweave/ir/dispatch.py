@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from opweave.ir import compat
-from opweave.ir.codegen import PLAIN_TYPES, Function, Generator, Kind, copying
-from opweave.ir.donation import poison_unused
+from opweave.ir.codegen import PLAIN_TYPES, Function, Generator, Kind, functional
+from opweave.ir.donation import overlapping, poison_unused
 from opweave.ir.priority import Entries
 from opweave.ir.scope import Scope, current_scope, entered
 from opweave.ir.selection import (
@@ -98,7 +98,7 @@ class Path:
         return found
 
     def _recorded(self, _callee: object, *args: Any, **kwargs: Any) -> Any:
-        return self._execute(self.op.bind(*args, **kwargs))
+        return self.slow(*args, **kwargs)
 
     def slow(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call that the fast path does not cover, or cover yet."""
@@ -122,20 +122,14 @@ class Path:
         scope = current_scope()
         for recorder in scope.recorders if scope else ():
             recorder(selection, values)
-        keep = not self.donates or _repeats(self.op, values)
-        run = copying(selection.impl) if selection.impl.inplace and keep else selection.impl.impl_fn
         args, kwargs = self.op.schema.split(values)
+        # Autograd may need the activations later, whoever gives them up.
+        reuse = self.donates and not differentiable and not overlapping(self.op, *args, **kwargs)
+        run = selection.impl.impl_fn if reuse else functional(selection.impl)
         result = run(*args, **kwargs)
         if self.donates and self.op.registry.settings.check_donation and not differentiable:
             poison_unused(self.op, values, result)
         return result
-
-
-def _repeats(op: IrOp, values: tuple[Any, ...]) -> bool:
-    activations = [
-        v for p, v in zip(op.schema.params, values, strict=True) if p.name in op.activations
-    ]
-    return len({id(v) for v in activations}) < len(activations)
 
 
 def _needs_dispatcher(values: tuple[Any, ...]) -> bool:

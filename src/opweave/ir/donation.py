@@ -6,34 +6,76 @@ kernel does not reuse the memory. In check mode (``OPWEAVE_CHECK_DONATION=1``) i
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from opweave.ir import compat
 from opweave.ir.selection import tensors_in
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
 
 
+def overlapping(op: IrOp, *args: Any, **kwargs: Any) -> bool:
+    """Whether an activation shares elements with itself or another argument: no reuse then.
+
+    Query and key as slices of one tensor share its storage, but no element; that is told apart for
+    tensors that are made of rows with one distance. Other views of one storage count as sharing.
+    """
+    named = list(zip(op.schema.names, op.bind(*args, **kwargs), strict=True))
+    activations = tensors_in([value for name, value in named if name in op.activations])
+    others = tensors_in([value for name, value in named if name not in op.activations])
+    pairs = [*combinations(activations, 2), *((a, b) for a in activations for b in others)]
+    return any(map(_overlaps_itself, activations)) or any(
+        compat.share_storage(a, b) and not _apart(a, b) for a, b in pairs
+    )
+
+
 def poison_unused(op: IrOp, values: tuple[Any, ...], result: Any) -> None:
     """Overwrite every donated tensor whose storage no output and no other argument uses."""
     named = list(zip(op.schema.names, values, strict=True))
     kept = [*tensors_in((result,)), *tensors_in([v for n, v in named if n not in op.activations])]
-    storages = {_storage(t) for t in kept}
     for tensor in tensors_in([v for n, v in named if n in op.activations]):
-        if _storage(tensor) not in storages:
+        if not any(compat.share_storage(tensor, other) for other in kept):
             _poison(tensor)
 
 
-def _storage(tensor: Tensor) -> int:
-    storage: int = tensor.untyped_storage()._cdata
-    return storage
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two indices of a tensor may lead to one element, as in an expanded one."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return tensor.numel() > 0
+        extent += stride * (size - 1)
+    return False
+
+
+def _apart(a: Tensor, b: Tensor) -> bool:
+    """Whether two views of one storage are rows that do not touch each other."""
+    (a_rows, a_width), (b_rows, b_width) = _rows(a), _rows(b)
+    if a.numel() == 0 or b.numel() == 0:
+        return True
+    if len(a_rows) != 1 or a_rows != b_rows:
+        return False
+    ((_, distance),) = a_rows
+    start_a, start_b = a.storage_offset() % distance, b.storage_offset() % distance
+    return start_a + a_width <= start_b or start_b + b_width <= start_a
+
+
+def _rows(tensor: Tensor) -> tuple[list[tuple[int, int]], int]:
+    """Return the dimensions that lead to a contiguous row, as (size, stride), and its width."""
+    dims = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
+    width = 1
+    while dims and dims[-1][1] == width:
+        width *= dims.pop()[0]
+    return dims, width
 
 
 def _poison(tensor: Tensor) -> None:
-    with torch.no_grad():
+    with torch.inference_mode():  # takes tensors that were made there, and any other
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))
         elif tensor.dtype is not torch.bool:

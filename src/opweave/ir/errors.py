@@ -52,6 +52,10 @@ class UnknownOpError(IrError, LookupError, AttributeError):
     """No op of that name is declared."""
 
 
+class UnknownOpWarning(UserWarning):
+    """A setting names an op that nobody has declared yet."""
+
+
 class UnknownProviderError(IrError, LookupError):
     """The op has no implementation from that provider."""
 

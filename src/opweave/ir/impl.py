@@ -113,7 +113,7 @@ def check_predicate(predicate: Predicate, op: IrOp, what: str) -> None:
         )
     try:
         check_same(_bare(op.native), _bare(predicate), f"{what}: supports_args")
-    except SchemaMismatchError as error:
+    except (SchemaMismatchError, TypeError, ValueError) as error:
         raise PredicateSignatureError(str(error)) from None
 
 
@@ -150,4 +150,6 @@ def _source(function: Callable[..., Any]) -> bytes:
                 return handle.read()
     except (OSError, TypeError):
         pass
-    return repr(getattr(function, "__qualname__", function)).encode()
+    code = getattr(function, "__code__", None)
+    parts = (code.co_code, code.co_consts, code.co_names) if code else (repr(function),)
+    return repr(parts).encode()

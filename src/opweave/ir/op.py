@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from opweave.ir.dispatch import Callee, Path
 from opweave.ir.errors import (
     DonationError,
     DuplicateImplError,
-    InvalidNameError,
     InvalidOpError,
     MissingInputGeneratorError,
     MissingToleranceError,
@@ -24,23 +22,21 @@ from opweave.ir.errors import (
     did_you_mean,
 )
 from opweave.ir.impl import IrOpImpl, Predicate
+from opweave.ir.names import check_op_name, check_provider_name
 from opweave.ir.overloads import CallSite, IrOpInplaceOverload, TracedCallSite
 from opweave.ir.priority import NATIVE, Entries, Source, parse
 from opweave.ir.schema import Schema, check_same
-from opweave.ir.scope import priority
-from opweave.ir.selection import policy_for, select
+from opweave.ir.scope import Scope, current_scope, entered
+from opweave.ir.selection import needs_gradient, policy_for, select
 from opweave.ir.site import caller_site
 from opweave.ir.tolerance import Tolerance
-from opweave.ir.torch_ops import ANNOTATED_SUFFIX, TorchOps, call_site
+from opweave.ir.torch_ops import TorchOps
 from opweave.ir.traits import DIFFERENTIABLE, check_traits
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from opweave.ir.registry import Registry
-
-_NAME = re.compile(r"[a-z_][a-z0-9_]*")
-RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
 
 
 class IrOp(Callee):
@@ -63,9 +59,7 @@ class IrOp(Callee):
         composite: bool = False,
         native_traits: Iterable[str] = (),
     ) -> None:
-        self.name = check_name(name or native.__name__, "op")
-        if self.name.endswith(ANNOTATED_SUFFIX):
-            raise InvalidNameError(f"op {self.name!r}: names may not end in {ANNOTATED_SUFFIX!r}.")
+        self.name = check_op_name(native.__name__ if name is None else name)
         self.native, self.registry = native, registry
         self.schema = Schema.of(native, self.name)
         self.activations = _activations(self.schema, self.name, activations)
@@ -139,12 +133,7 @@ class IrOp(Callee):
             InvalidOpError: ``inplace=True`` on an op without activations that match its outputs.
             UnknownTraitError: a trait does not exist.
         """
-        check_name(provider, "provider")
-        if provider in RESERVED_PROVIDERS:
-            raise InvalidNameError(
-                f"{self.name}: provider {provider!r} is reserved. The native implementation is the "
-                "function that the op was declared with; choose another name."
-            )
+        check_provider_name(provider)
         if inplace and not self.allow_inplace:
             raise InvalidOpError(
                 f"{self.name}: an in-place implementation needs an op declared with "
@@ -228,7 +217,9 @@ class IrOp(Callee):
 
     def set_priority(self, providers: Sequence[str]) -> AbstractContextManager[None]:
         """Prefer *providers* inside a ``with`` block; see :func:`opweave.ir.priority`."""
-        return priority({self.name: providers})
+        entries = parse(providers, f"scope {self.name}.set_priority(...)")
+        self.check_providers(entries)
+        return entered(Scope(current_scope(), priorities={self: entries}))
 
     def using(self, *providers: str) -> CallSite:
         """Return the op with *providers* in front of every other priority, for one call site.
@@ -244,7 +235,7 @@ class IrOp(Callee):
             return TracedCallSite(self, ",".join(providers))  # type: ignore[return-value]
         found = self._call_sites.get(providers)
         if found is None:
-            entries = call_site(",".join(providers)) or parse((), f"{self.name}.using()")
+            entries = parse(providers, f"call site .using({', '.join(map(str, providers))})")
             self.check_providers(entries)
             found = self._call_sites.setdefault(providers, CallSite(self, entries))
         return found
@@ -261,7 +252,8 @@ class IrOp(Callee):
 
     def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
         """Return the implementation that a call with these arguments would run."""
-        return select(self, self.bind(*args, **kwargs), policy_for(self)).impl
+        values = self.bind(*args, **kwargs)
+        return select(self, values, policy_for(self, differentiable=needs_gradient(values))).impl
 
     def bind(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Return one value per parameter, defaults filled in (TypeError as for any function)."""
@@ -365,19 +357,6 @@ class IrOp(Callee):
                 f"op {self.name!r}: allow_inplace=True needs as many activations as outputs; found "
                 f"activations {list(self.activations)} and {self.schema.num_outputs} output(s)."
             )
-
-
-def check_name(name: str, what: str) -> str:
-    """Return *name*, or raise InvalidNameError if it is no name for an op or provider."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidNameError(
-            f"{name!r} is no name for an {what}: use lower-case letters, digits and underscores, "
-            "not starting with a digit."
-            if what == "op"
-            else f"{name!r} is no name for a {what}: use lower-case letters, digits and "
-            "underscores, not starting with a digit."
-        )
-    return name
 
 
 def _activations(schema: Schema, op_name: str, names: Sequence[str] | None) -> tuple[str, ...]:

@@ -25,6 +25,10 @@ class IrOpInplaceOverload(Callee):
     def __repr__(self) -> str:
         return f"<maybe_inplace of {self.op!r}>"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = [str(entry) for entry in self.path.call_site]
+        return getattr, (self.op.using(*names) if names else self.op, "maybe_inplace")
+
 
 class CallSite(Callee):
     """``op.using(...)``: the op with the priority of one call site in front."""
@@ -32,14 +36,21 @@ class CallSite(Callee):
     maybe_inplace: IrOpInplaceOverload  # where the op has it
 
     def __init__(self, op: IrOp, entries: Entries) -> None:
-        self._op = op
+        self._op, self._entries = op, entries
         self.paths = [Path(op, Kind.CALL, entries, callee=self)]
         if op.allow_inplace:
             self.maybe_inplace = IrOpInplaceOverload(op, entries)
             self.paths.append(self.maybe_inplace.path)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _call_site, (self._op, *map(str, self._entries))
+
     def __getattr__(self, name: str) -> object:
         return getattr(self._op, name)  # everything else is the op's
+
+
+def _call_site(op: IrOp, *providers: str) -> CallSite:
+    return op.using(*providers)
 
 
 class TracedCallSite:

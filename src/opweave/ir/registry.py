@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from opweave.ir.errors import (
     IrError,
     SettingError,
     UnknownOpError,
+    UnknownOpWarning,
     did_you_mean,
 )
 from opweave.ir.op import IrOp
@@ -39,7 +41,7 @@ class Registry:
         self.lock = threading.RLock()
         self.settings = Settings(self._reset_ops)
         self._ops: dict[str, IrOp] = {}
-        self._hook: Callable[[], None] | None = None
+        self._hook: Callable[[Registry], None] | None = None
         self._ready, self._preparing = True, False
 
     def __repr__(self) -> str:
@@ -78,8 +80,8 @@ class Registry:
             self._ops[op.name] = op
         return op
 
-    def on_first_use(self, hook: Callable[[], None]) -> None:
-        """Run *hook* once, before the first op of this registry chooses an implementation.
+    def on_first_use(self, hook: Callable[[Registry], None]) -> None:
+        """Run ``hook(self)`` once, before the first op of this registry chooses an implementation.
 
         Kernel libraries and settings are loaded there, so that importing opweave loads nothing.
         """
@@ -94,10 +96,25 @@ class Registry:
                 return
             self._preparing = True
             try:
-                self._hook()
-                self._ready = True  # not after an error: half loaded must not pass for loaded
+                self._hook(self)
+                self._ready = True
             finally:
                 self._preparing = False
+        self._warn_of_unknown_ops()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Undo every op and implementation registered inside the block if the block raises."""
+        with self.lock:
+            ops, impls = dict(self._ops), {op: dict(op._impls) for op in self._ops.values()}
+            try:
+                yield
+            except BaseException:
+                self._ops = ops
+                for op, before in impls.items():
+                    op._impls = before
+                self._reset_ops()
+                raise
 
     def check_settings(self) -> None:
         """Check every op and provider that the settings name.
@@ -113,6 +130,16 @@ class Registry:
                     op.check_providers(entries)
             except IrError as error:
                 raise SettingError(f"{origin}: {error}") from error
+
+    def _warn_of_unknown_ops(self) -> None:
+        # No error yet: a plugin, or the program itself, may declare the op later.
+        for name, origin in self.settings.configured_ops().items():
+            if name not in self._ops:
+                warnings.warn(
+                    f"{origin}: no op {name!r} is declared yet. {did_you_mean(name, self._ops)}",
+                    UnknownOpWarning,
+                    stacklevel=2,
+                )
 
     def _reset_ops(self) -> None:
         with self.lock:

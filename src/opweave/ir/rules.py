@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -118,17 +119,20 @@ class PairRule(Rule):
 
     def check(self, schema: Schema) -> None:
         _check_names(self.names, schema, tensors=True)
-        if len(self.names) < 2:
+        if len(set(self.names)) < 2:
             raise PredicateSignatureError(f"same_{self.attribute} compares two tensors or more.")
 
     def expression(self, schema: Schema, bind: Bind) -> str:
-        first, *others = self.names
+        required = [name for name in self.names if not _optional(schema, name)]
+        if required:
+            pairs = [(name, required[0]) for name in self.names if name != required[0]]
+        else:
+            pairs = list(combinations(self.names, 2))
         tests = []
-        for name in others:
-            test = f"{name}.{self.attribute} == {first}.{self.attribute}"
-            for optional in (n for n in (name, first) if _optional(schema, n)):
-                test = f"{optional} is None or {test}"
-            tests.append(f"({test})")
+        for pair in pairs:
+            absent = [f"{name} is None" for name in pair if _optional(schema, name)]
+            equal = " == ".join(f"{name}.{self.attribute}" for name in pair)
+            tests.append(f"({' or '.join([*absent, equal])})")
         return " and ".join(tests)
 
     def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
@@ -204,6 +208,7 @@ class Custom(Rule):
 
 def dtype(name: str, *dtypes: torch.dtype) -> Rule:
     """Parameter *name* has one of *dtypes*."""
+    _check_given(dtypes, "dtype")
     wanted = ", ".join(_plain(d) for d in dtypes)
     test = " or ".join(f"{{t}}.dtype is {{{i}}}" for i in range(len(dtypes)))
     return TensorRule(
@@ -254,6 +259,7 @@ def unit_stride(*names: str) -> Rule:
 
 def ndim(name: str, *counts: int) -> Rule:
     """Parameter *name* has one of these numbers of dimensions."""
+    _check_given(counts, "ndim")
     wanted = " or ".join(map(str, counts))
     return TensorRule(
         (name,),
@@ -290,6 +296,7 @@ def not_none(name: str) -> Rule:
 
 def one_of(name: str, *values: object) -> Rule:
     """Parameter *name* equals one of *values*."""
+    _check_given(values, "one_of")
     return ValueRule(name, "{v} in {0}", " or ".join(map(repr, values)), (values,))
 
 
@@ -317,7 +324,14 @@ def holds(rule: Rule, schema: Schema, arguments: Mapping[str, Any]) -> bool:
     return evaluator(rule, schema)(**arguments)
 
 
+def _check_given(values: tuple[object, ...], rule: str) -> None:
+    if not values:
+        raise PredicateSignatureError(f"rules.{rule} admits nothing: give at least one value.")
+
+
 def _check_names(names: tuple[str, ...], schema: Schema, *, tensors: bool) -> None:
+    if not names:
+        raise PredicateSignatureError("a rule must name at least one parameter.")
     known = [p.name for p in (schema.tensors if tensors else schema.params)]
     for name in names:
         if name not in known:

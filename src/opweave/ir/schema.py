@@ -38,8 +38,10 @@ class Param:
 
     @property
     def is_tensor_list(self) -> bool:
-        """Whether the parameter takes a sequence of Tensors."""
-        return Tensor in typing.get_args(self.annotation) and not self.is_tensor
+        """Whether the parameter takes a sequence of Tensors (some of them None), or None."""
+        members = _union_members(self.annotation) or (self.annotation,)
+        items = [item for member in members for item in typing.get_args(member)]
+        return any(item is Tensor or Tensor in _union_members(item) for item in items)
 
     @property
     def is_optional(self) -> bool:
@@ -123,7 +125,11 @@ def check_same(native: Callable[..., Any], other: Callable[..., Any], what: str)
 
     Annotations may be left out of *other*; those that are there must agree.
     """
-    expected, found = inspect.signature(native), inspect.signature(other)
+    expected = inspect.signature(native)
+    try:
+        found = inspect.signature(other)
+    except (TypeError, ValueError) as error:
+        raise SchemaMismatchError(f"{what} does not match native schema: {error}.") from error
     problem = _difference(expected, found) or _type_difference(native, other)
     if problem:
         raise SchemaMismatchError(
@@ -147,7 +153,7 @@ def _difference(expected: inspect.Signature, found: inspect.Signature) -> str | 
 def _type_difference(native: Callable[..., Any], other: Callable[..., Any]) -> str | None:
     expected, found = _hints(native), _hints(other)
     for name, hint in found.items():
-        if name in expected and hint != expected[name] and isinstance(hint, (type, UnionType)):
+        if name in expected and hint != expected[name]:
             return f"{name!r} is annotated {hint}, not {expected[name]}"
     return None
 

@@ -11,6 +11,7 @@ from opweave.ir.priority import Entries, parse
 from opweave.ir.traits import check_traits
 
 if TYPE_CHECKING:
+    from opweave.ir.op import IrOp
     from opweave.ir.selection import Selection
 
 Recorder = Callable[["Selection", tuple[Any, ...]], None]
@@ -22,13 +23,13 @@ class Scope:
     def __init__(
         self,
         parent: Scope | None,
-        priorities: Mapping[str, Entries] | None = None,
+        priorities: Mapping[IrOp, Entries] | None = None,
         required: Mapping[str, str] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         inherited = parent.priorities if parent else {}
         own = priorities or {}
-        self.priorities: dict[str, list[Entries]] = {
+        self.priorities: dict[IrOp, list[Entries]] = {
             op: [own[op], *inherited.get(op, [])] if op in own else inherited[op]
             for op in {**own, **inherited}
         }
@@ -71,12 +72,11 @@ def priority(
     """
     from opweave.ir.registry import current_registry
 
-    lists = {
-        op: parse(names, f"scope ir.priority({op}=...)")
-        for op, names in {**(priorities or {}), **by_op}.items()
-    }
-    for op, entries in lists.items():
-        current_registry().op(op).check_providers(entries)
+    lists: dict[IrOp, Entries] = {}
+    for name, names in {**(priorities or {}), **by_op}.items():
+        op, entries = current_registry().op(name), parse(names, f"scope ir.priority({name}=...)")
+        op.check_providers(entries)
+        lists[op] = entries
     with entered(Scope(current_scope(), priorities=lists)):
         yield
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from opweave.ir import compat
 from opweave.ir.errors import (
     NoImplementationError,
     ProviderRejectedError,
@@ -87,7 +88,7 @@ def policy_for(op: IrOp, call_site: Entries = (), *, differentiable: bool = Fals
     scope, settings = current_scope(), op.registry.settings
     lists = [
         call_site,
-        *(scope.priorities.get(op.name, []) if scope else []),
+        *(scope.priorities.get(op, []) if scope else []),
         *settings.priorities(op.name),
     ]
     for entries in lists:
@@ -144,8 +145,10 @@ def select(op: IrOp, values: Sequence[Any], policy: Policy) -> Selection:
 
 
 def needs_gradient(values: Sequence[Any]) -> bool:
-    """Whether autograd would record a call with *values*."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(values))
+    """Whether autograd, reverse or forward, would record a call with *values*."""
+    tensors = tensors_in(values)
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return recorded or any(compat.has_tangent(t) for t in tensors)
 
 
 def tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:

@@ -24,6 +24,8 @@ import torch
 from torch.library import Library
 
 from opweave.ir import compat
+from opweave.ir.codegen import functional
+from opweave.ir.names import ANNOTATED_SUFFIX
 from opweave.ir.priority import Entries, parse
 from opweave.ir.selection import needs_gradient, policy_for, select
 
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from opweave.ir.op import IrOp
 
 Function = Callable[..., Any]
-ANNOTATED_SUFFIX = "_annotated"
 
 
 class TorchOps:
@@ -86,7 +87,7 @@ class TorchOps:
                 return torch_op(*args, **kwargs)
         using = kwargs.get("using", "") if annotated else ""
         policy = policy_for(self._op, call_site(using), differentiable=True)
-        return select(self._op, values, policy).impl.impl_fn(*args, **own)
+        return functional(select(self._op, values, policy).impl)(*args, **own)
 
     def _fake(self, *args: Any, **kwargs: Any) -> Any:
         return self._op.fake(*args, **kwargs)

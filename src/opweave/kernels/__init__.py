@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import importlib
+import sys
+
+from opweave.ir import Registry
 
 PROVIDERS = ("aten", "row_by_row", "opweave_c")
 
 __all__ = ["PROVIDERS", "load"]
 
 
-def load() -> None:
-    """Import every provider that comes with opweave."""
+def load(registry: Registry) -> None:
+    """Import every provider that comes with opweave. One that fails leaves nothing behind."""
     for provider in PROVIDERS:
-        importlib.import_module(f"{__name__}.{provider}")
+        name = f"{__name__}.{provider}"
+        with registry.transaction():
+            try:
+                importlib.import_module(name)
+            except BaseException:
+                _forget(name)
+                raise
+
+
+def _forget(package: str) -> None:
+    """Let the next import of *package* run its modules again."""
+    for name in list(sys.modules):
+        if name == package or name.startswith(f"{package}."):
+            del sys.modules[name]

@@ -10,6 +10,8 @@ other, *interleaved* (GPT-J), pairs ``2i`` with ``2i + 1``.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -76,10 +78,16 @@ def rotary_embedding(
     angles = cos_sin_cache[positions.flatten()].to(x_query.dtype).unsqueeze(-2)
     cos, sin = angles.chunk(2, dim=-1)
     query, key = (
-        _rotate(x.reshape(positions.numel(), -1, head_size), cos, sin, is_neox_style, False)
+        _rotate(_heads(x, positions, head_size), cos, sin, is_neox_style, False)
         for x in (x_query, x_key)
     )
     return query.reshape(x_query.shape), key.reshape(x_key.shape)
+
+
+def _heads(x: Tensor, positions: Tensor, head_size: int) -> Tensor:
+    """Return *x* as ``(tokens, heads, head_size)``."""
+    heads = math.prod(x.shape[positions.ndim :]) // head_size
+    return x.reshape(positions.numel(), heads, head_size)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, neox: bool, in_float32: bool) -> Tensor:

@@ -10,7 +10,11 @@ from opweave.ir.traits import DIFFERENTIABLE
 
 # F.rms_norm multiplies in float32 and rounds once: with a weight of another dtype the op's
 # definition rounds at another place, so the results would differ by more than the tolerance.
-_SUPPORTED = rules.is_none("variance_size") & rules.per_last_dim("weight", "x")
+_SUPPORTED = (
+    rules.is_none("variance_size")
+    & rules.per_last_dim("weight", "x")
+    & rules.contiguous("x")  # F.rms_norm gives a contiguous result whatever the strides of x
+)
 
 
 @ops.rms_norm.register_impl(
@@ -24,7 +28,9 @@ def rms_norm(
 
 @ops.fused_add_rms_norm.register_impl(
     "aten",
-    supports_args=_SUPPORTED & rules.same_dtype("x", "x_residual", "weight"),
+    supports_args=_SUPPORTED
+    & rules.contiguous("x_residual")
+    & rules.same_dtype("x", "x_residual", "weight"),
     traits={DIFFERENTIABLE},
 )
 def fused_add_rms_norm(

@@ -103,7 +103,7 @@ def rms_norm(
     & _COMMON
     & rules.custom(_separate, "x and x_residual are not separate memory"),
     inplace=True,
-    traits={"batch_invariant"},
+    traits={"alias_safe", "batch_invariant"},
 )
 def fused_add_rms_norm(
     x: Tensor,

@@ -22,7 +22,7 @@ def rms_norm(
 
 @ops.linear.register_impl("row_by_row", traits=_TRAITS)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _each_row(lambda row: ops.linear.native(row, weight, bias), x)
+    return _joined(lambda row: ops.linear.native(row, weight, bias), x)
 
 
 @ops.silu_and_mul.register_impl("row_by_row", traits=_TRAITS)
@@ -41,6 +41,14 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply an elementwise *function* to each row; the result is strided like its argument."""
+    joined = _joined(function, x)
+    if x.is_contiguous() or joined.shape[-1] == 0:
+        return joined
+    return torch.empty_like(x[..., : joined.shape[-1]]).copy_(joined)
+
+
+def _joined(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.ndim < 2 or x.numel() == 0:
         return function(x)
     # Each row is copied: matrix libraries may sum in another order at another memory alignment.

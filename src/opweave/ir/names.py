@@ -1,0 +1,42 @@
+"""What ops and providers may be called."""
+
+from __future__ import annotations
+
+import keyword
+import re
+
+from opweave.ir import compat
+from opweave.ir.errors import InvalidNameError
+from opweave.ir.priority import NATIVE
+
+ANNOTATED_SUFFIX = "_annotated"  # of the torch op that carries what a call site says
+RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
+
+_NAME = re.compile(r"[a-z_][a-z0-9_]*")
+_FORM = "use lower-case letters, digits and underscores, not starting with a digit"
+
+
+def check_op_name(name: object) -> str:
+    """Return *name*, or raise InvalidNameError if an op cannot be called that."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidNameError(f"{name!r} is no name for an op: {_FORM}.")
+    if name.endswith(ANNOTATED_SUFFIX):
+        raise InvalidNameError(f"op {name!r}: names may not end in {ANNOTATED_SUFFIX!r}.")
+    if keyword.iskeyword(name) or compat.is_taken_in_torch_ops(name):
+        raise InvalidNameError(
+            f"op {name!r}: Python or torch.ops uses this name itself; choose another, such as "
+            f"'{name}_op'."
+        )
+    return name
+
+
+def check_provider_name(name: object) -> str:
+    """Return *name*, or raise InvalidNameError if a provider cannot be called that."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidNameError(f"{name!r} is no name for a provider: {_FORM}.")
+    if name in RESERVED_PROVIDERS:
+        raise InvalidNameError(
+            f"provider {name!r} is reserved. The native implementation is the function that the "
+            "op was declared with; choose another name."
+        )
+    return name

@@ -1,0 +1,70 @@
+"""The declared ops with arguments, and ways to look at results and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opweave import ir
+
+NAMES = ir.ops.__all__
+PROVIDERS = [
+    (name, provider) for name in NAMES for provider in getattr(ir.ops, name).supported_providers()
+]
+each_op = pytest.mark.parametrize("name", NAMES)
+each_provider = pytest.mark.parametrize(("name", "provider"), PROVIDERS)
+
+
+def op_of(name: str) -> ir.IrOp:
+    found: ir.IrOp = getattr(ir.ops, name)
+    return found
+
+
+def inputs(op: ir.IrOp, *, grad: bool = False, **options: Any) -> tuple[Any, ...]:
+    values = op.generate_inputs(**{"num_tokens": 4, **options})
+    return tuple(
+        v.detach().requires_grad_(grad) if isinstance(v, Tensor) and v.is_floating_point() else v
+        for v in values
+    )
+
+
+def tuple_of(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    for a, b in zip(tuple_of(found), tuple_of(expected), strict=True):
+        torch.testing.assert_close(a, b, atol=0, rtol=0)
+
+
+def on_tensors(function: Callable[..., Any], values: tuple[Any, ...]) -> tuple[Any, list[Tensor]]:
+    """*function* of the tensors among *values* only, and those tensors."""
+    places = [i for i, v in enumerate(values) if isinstance(v, Tensor)]
+
+    def call(*tensors: Tensor) -> Any:
+        filled = list(values)
+        for i, t in zip(places, tensors, strict=True):
+            filled[i] = t
+        return function(*filled)
+
+    return call, [values[i] for i in places]
+
+
+def overloads(op: ir.IrOp) -> dict[str, Callable[..., Any]]:
+    found = {"default": op.torch_op, "annotated": op.torch_ops.annotated}
+    if op.torch_ops.maybe_inplace is not None:
+        found["maybe_inplace"] = op.torch_ops.maybe_inplace
+    return found
+
+
+def ir_nodes(graph: torch.fx.Graph, op: ir.IrOp) -> int:
+    targets = list(overloads(op).values())
+    return sum(any(node.target is t for t in targets) for node in graph.nodes)
+
+
+def calls(graph: torch.fx.Graph) -> list[Any]:
+    return [n.target for n in graph.nodes if n.op in ("call_function", "call_method")]

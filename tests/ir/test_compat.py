@@ -1,0 +1,213 @@
+"""A canary for each private name of torch that opweave uses: it exists, and means what we think."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opweave import ir
+from opweave.ir import compat
+
+SOURCE = Path(inspect.getfile(ir)).parents[1]
+CHECKED = {
+    "is_dynamo_compiling",
+    "dispatch_mode_count",
+    "has_torch_function_unary",
+    "function_mode_enabled",
+    "functorch_interpreter",
+    "jit_tracing_state",
+    "below_autograd",
+    "register_fake",
+    "MODE_KEYS",
+    "include_dispatch_key",
+    "new_library",
+    "FORWARD_AD",
+    "has_tangent",
+    "share_storage",
+    "is_taken_in_torch_ops",
+}
+
+
+def test_every_name_has_a_canary() -> None:
+    tree = ast.parse(inspect.getsource(compat))
+    defined = {
+        t.id
+        for node in tree.body
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        for t in ast.walk(node)
+        if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)
+    }
+    defined |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert {name for name in defined if name in vars(compat)} == CHECKED
+
+
+def test_is_dynamo_compiling() -> None:
+    assert compat.is_dynamo_compiling() is False
+    seen = []
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def traced(x: Tensor) -> Tensor:
+        return x + 1 if compat.is_dynamo_compiling() else x + 2
+
+    torch.compiler.reset()
+    seen.append(traced(torch.zeros(1)).item())
+    assert seen == [1]
+
+
+def test_dispatch_mode_count() -> None:
+    assert compat.dispatch_mode_count() == 0
+    with TorchDispatchMode():
+        assert compat.dispatch_mode_count() == 1
+        with TorchDispatchMode():
+            assert compat.dispatch_mode_count() == 2
+    with FakeTensorMode():
+        assert compat.dispatch_mode_count() > 0
+    assert compat.dispatch_mode_count() == 0
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+def test_function_modes_and_overrides() -> None:
+    x = torch.zeros(1)
+    assert not compat.function_mode_enabled()
+    assert not compat.has_torch_function_unary(x)
+    assert not compat.has_torch_function_unary(torch.nn.Parameter(x))
+    assert compat.has_torch_function_unary(x.as_subclass(Subclass))
+    with Mode():
+        assert compat.function_mode_enabled()
+        assert compat.has_torch_function_unary(x)
+    assert not compat.function_mode_enabled()
+
+
+def test_functorch_interpreter() -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(compat.functorch_interpreter() is not None)
+        return x.sum()
+
+    assert compat.functorch_interpreter() is None
+    torch.vmap(look)(torch.zeros(2, 2))
+    torch.func.grad(look)(torch.zeros(2))
+    torch.func.jvp(look, (torch.zeros(2),), (torch.zeros(2),))
+    assert seen == [True] * 3
+    assert compat.functorch_interpreter() is None
+
+
+def test_jit_tracing_state() -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(compat.jit_tracing_state() is not None)
+        return x + 1
+
+    assert compat.jit_tracing_state() is None
+    with pytest.warns(DeprecationWarning, match="jit"):
+        torch.jit.trace(look, torch.zeros(1), check_trace=False)
+    assert seen == [True]
+
+
+def test_below_autograd() -> None:
+    x = torch.ones(1, requires_grad=True)
+    with compat.below_autograd():
+        assert not (x * 2).requires_grad
+    assert (x * 2).requires_grad
+
+
+def test_the_keys_of_modes_are_included_while_a_mode_is_active() -> None:
+    def included() -> list[bool]:
+        keys = torch._C._dispatch_tls_local_include_set()
+        return [keys.has(torch._C.DispatchKey(key)) for key in compat.MODE_KEYS]
+
+    python, functorch, tracer = range(3)
+    assert included() == [False] * 3
+    seen: list[list[bool]] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(included())
+        return x + 1
+
+    with TorchDispatchMode():
+        assert included()[python]
+    torch.vmap(look)(torch.zeros(2))
+    assert seen.pop()[functorch]
+    with pytest.warns(DeprecationWarning, match="jit"):
+        torch.jit.trace(look, torch.zeros(1), check_trace=False)
+    assert seen.pop()[tracer]
+    for i, key in enumerate(compat.MODE_KEYS):
+        with compat.include_dispatch_key(key):
+            assert included()[i]
+    assert included() == [False] * 3
+
+
+def test_forward_ad() -> None:
+    x = torch.zeros(2)
+    assert compat.FORWARD_AD._current_level < 0
+    assert not compat.has_tangent(x)
+    with torch.autograd.forward_ad.dual_level():
+        assert compat.FORWARD_AD._current_level == 0
+        assert not compat.has_tangent(x)
+        assert compat.has_tangent(torch.autograd.forward_ad.make_dual(x, x))
+    assert compat.FORWARD_AD._current_level < 0
+    seen = []
+
+    def look(t: Tensor) -> Tensor:
+        seen.append(compat.has_tangent(t))
+        return t + 1
+
+    torch.func.jvp(look, (x,), (x,))
+    assert seen == [True]
+
+
+def test_share_storage() -> None:
+    memory = torch.zeros(8)
+    assert compat.share_storage(memory[:4], memory[4:])
+    assert compat.share_storage(memory, memory.view(2, 4))
+    assert not compat.share_storage(memory, memory.clone())
+
+
+def test_register_fake() -> None:
+    library = compat.new_library("opweave_canary")
+    library.define("f(Tensor x) -> Tensor")
+    library.impl("f", lambda x: x.clone(), "CPU")
+    compat.register_fake(library, "f", lambda x: x.new_empty(7))
+    with FakeTensorMode() as mode:
+        assert torch.ops.opweave_canary.f(mode.from_tensor(torch.zeros(2))).shape == (7,)
+    assert torch.ops.opweave_canary.f(torch.zeros(2)).shape == (2,)
+
+
+def test_is_taken_in_torch_ops() -> None:
+    assert compat.is_taken_in_torch_ops("name")
+    assert isinstance(torch.ops.opweave.name, str)
+    assert compat.is_taken_in_torch_ops("__init__")
+    assert not compat.is_taken_in_torch_ops("rms_norm")
+
+
+def test_nothing_else_in_ir_reads_private_names_of_torch() -> None:
+    found = []
+    for path in sorted((SOURCE / "ir").rglob("*.py")):
+        if path.name == "compat.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+                chain = ast.unparse(node)
+                if chain.startswith("torch.") and "._" in chain:
+                    found.append(f"{path.name}:{node.lineno} {chain}")
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch._"):
+                found.append(f"{path.name}:{node.lineno} {node.module}")
+    assert not found

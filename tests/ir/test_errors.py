@@ -1,0 +1,257 @@
+"""Every error says what was asked, what was found, what is possible, and how to fix it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opweave import ir
+from opweave.config import KernelConfig
+from opweave.ir import errors, rules
+from opweave.ir.errors import SettingError
+
+HERE = __file__
+
+
+def norm(x: Tensor, weight: Tensor | None = None, *, epsilon: float = 1e-6) -> Tensor:
+    return x + epsilon
+
+
+@pytest.fixture
+def op(registry: ir.Registry) -> ir.IrOp:
+    found = ir.register_op(name="my_norm")(norm)
+    found.register_impl("alpha", supports_args=rules.ndim("x", 2))(norm)
+    found.register_impl("beta", supported=False, unsupported_reason="needs a tractor")(norm)
+    return found
+
+
+X = torch.ones(3)
+
+# error -> (what raises it, given the op; what its message names)
+RAISED: dict[str, tuple[Callable[[ir.IrOp], Any], list[str]]] = {
+    "InvalidNameError": (
+        lambda op: ir.register_op(name="My-Norm")(norm),
+        ["'My-Norm'", "lower-case letters, digits and underscores"],
+    ),
+    "InvalidOpError": (
+        lambda op: ir.register_op(name="broken")(lambda x: x),
+        ["'broken'", "'x'", "annotation", "Tensor | None"],
+    ),
+    "DuplicateOpError": (
+        lambda op: ir.register_op(name="my_norm")(norm),
+        ["'my_norm'", HERE, "Choose another name", "register_impl"],
+    ),
+    "DuplicateImplError": (
+        lambda op: op.register_impl("alpha")(norm),
+        ["my_norm", "'alpha'", HERE, "another provider name"],
+    ),
+    "SchemaMismatchError": (
+        lambda op: op.register_impl("gamma")(lambda x, weight=None, *, eps=1e-6: x),
+        [
+            "'my_norm'",
+            "'gamma'",
+            "does not match native schema",
+            "'eps'",
+            "'epsilon'",
+            "expected (x, weight=None, *, epsilon=1e-06)",
+        ],
+    ),
+    "PredicateSignatureError": (
+        lambda op: op.register_impl("gamma", supports_args=rules.cpu("wheight"))(norm),
+        ["'wheight'", "Did you mean 'weight'?", "Known: weight, x"],
+    ),
+    "PredicateFailedError": (
+        lambda op: [
+            op.register_impl("gamma", supports_args=raises)(norm),
+            op.using("gamma")(X),
+        ],
+        [
+            "my_norm",
+            "'gamma'",
+            "ZeroDivisionError",
+            HERE,
+            "True or False",
+            "leave the provider out",
+        ],
+    ),
+    "UnknownOpError": (
+        lambda op: op.registry.op("mynorm"),
+        ["'mynorm'", "Did you mean 'my_norm'?", "Known: my_norm"],
+    ),
+    "UnknownProviderError": (
+        lambda op: op.using("alfa"),
+        ["my_norm", "'alfa'", "call site", "Did you mean 'alpha'?", "Known: alpha, beta, native"],
+    ),
+    "UnknownTraitError": (
+        lambda op: op.register_impl("gamma", traits={"differentable"})(norm),
+        ["'differentable'", "Did you mean 'differentiable'?", "batch_invariant"],
+    ),
+    "ProviderUnavailableError": (
+        lambda op: op.using("beta!")(X),
+        [
+            "my_norm",
+            "'beta!'",
+            "call site",
+            "needs a tractor",
+            "Available here: native, alpha",
+            "'beta' instead of 'beta!'",
+        ],
+    ),
+    "ProviderRejectedError": (
+        lambda op: op.using("alpha!")(X),
+        [
+            "my_norm",
+            "'alpha!'",
+            "call site",
+            "x: 1-d (supports 2-d)",
+            "Available here: native",
+            "'alpha' instead of 'alpha!'",
+        ],
+    ),
+    "NoImplementationError": (
+        lambda op: invariant(op)(X),
+        [
+            "my_norm",
+            "native: is not batch_invariant, required by scope ir.require(...)",
+            "into the priority, or drop the requirement",
+        ],
+    ),
+    "DonationError": (
+        lambda op: op.maybe_inplace,
+        ["my_norm", HERE, "allow_inplace=True", "Call the op itself"],
+    ),
+    "MissingToleranceError": (
+        lambda op: op.get_tolerance(torch.complex64),
+        ["torch.complex64", "my_norm", "torch.float32", "override_tolerance"],
+    ),
+    "MissingInputGeneratorError": (
+        lambda op: op.generate_inputs(),
+        ["my_norm", "@ir.ops.my_norm.register_input_generator"],
+    ),
+    "SettingError": (
+        lambda op: ir.priority(my_norm="alpha,,beta").__enter__(),
+        ["ir.priority(my_norm=...)", "''", "separated by commas", "name!"],
+    ),
+}
+
+
+def raises(x: Tensor, weight: Tensor | None = None, *, epsilon: float = 1e-6) -> bool:
+    return bool(1 // 0)
+
+
+def invariant(op: ir.IrOp) -> Callable[[Tensor], Tensor]:
+    def call(x: Tensor) -> Tensor:
+        with ir.require("batch_invariant"):
+            return op(x)
+
+    return call
+
+
+def leaves() -> Iterator[type]:
+    for _, found in inspect.getmembers(errors, inspect.isclass):
+        if issubclass(found, errors.OpweaveError) and not found.__subclasses__():
+            yield found
+
+
+def test_the_table_is_complete() -> None:
+    assert {error.__name__ for error in leaves() if error.__module__ == errors.__name__} == set(
+        RAISED
+    )
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_what_an_error_says(op: ir.IrOp, name: str) -> None:
+    act, fragments = RAISED[name]
+    with pytest.raises(errors.IrError) as caught:
+        act(op)
+    assert type(caught.value).__name__ == name
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+    assert inspect.getdoc(type(caught.value))
+
+
+def test_errors_are_also_what_python_users_expect() -> None:
+    assert issubclass(errors.UnknownOpError, (AttributeError, LookupError))
+    assert issubclass(errors.DuplicateImplError, ValueError)
+    assert issubclass(errors.SchemaMismatchError, ValueError)
+    assert issubclass(errors.UnknownProviderError, LookupError)
+    assert not hasattr(ir.ops.rms_norm, "maybe_inplace")
+    assert not hasattr(ir.ops, "no_such_op")
+    with pytest.raises(errors.UnknownOpError, match="Did you mean 'rms_norm'"):
+        ir.ops.rmsnorm  # noqa: B018
+    with pytest.raises(ImportError):
+        exec("from opweave.ir.ops import no_such_op")
+
+
+def line() -> int:
+    return inspect.currentframe().f_back.f_lineno  # type: ignore[union-attr]
+
+
+def test_duplicates_name_both_sites(op: ir.IrOp) -> None:
+    first = line() + 1
+    op.register_impl("gamma")(norm)
+    with pytest.raises(errors.DuplicateImplError) as caught:
+        op.register_impl("gamma")(norm)
+    assert f"{HERE}:{first}" in str(caught.value)
+    assert f"{HERE}:{first + 2}" in str(caught.value)
+    first = line() + 1
+    ir.register_op(name="twice")(norm)
+    with pytest.raises(errors.DuplicateOpError) as caught_op:
+        ir.register_op(name="twice")(norm)
+    assert f"{HERE}:{first}" in str(caught_op.value)
+    assert f"{HERE}:{first + 2}" in str(caught_op.value)
+
+
+def test_a_failed_predicate_keeps_its_cause(op: ir.IrOp) -> None:
+    op.register_impl("gamma", supports_args=raises)(norm)
+    op.set_default(["gamma"])
+    for call in (op, op, op.torch_op, op.dispatch, lambda x: ir.explain(op, x)):
+        with pytest.raises(errors.PredicateFailedError) as caught:
+            call(X)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_errors_of_a_kernel_are_its_own(op: ir.IrOp) -> None:
+    def broken(x: Tensor, weight: Tensor | None = None, *, epsilon: float = 1e-6) -> Tensor:
+        raise ArithmeticError("the kernel's own")
+
+    op.register_impl("gamma")(broken)
+    for call in (op.using("gamma"), op.using("gamma"), op.using("gamma!")):
+        with pytest.raises(ArithmeticError, match="the kernel's own"):
+            call(X)
+
+
+def test_strict_errors_name_the_setting(op: ir.IrOp) -> None:
+    op.registry.settings.set_priorities(
+        ir.Source.ENVIRONMENT, {"my_norm": "alpha!"}, "environment OPWEAVE_IR_OP_PRIORITY__MY_NORM"
+    )
+    with pytest.raises(errors.ProviderRejectedError, match="OPWEAVE_IR_OP_PRIORITY__MY_NORM"):
+        op(X)
+    with ir.priority(my_norm=["native"]):
+        assert torch.equal(op(X), X + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "names", [[], [""], "", ["a b"], ["alpha", 3], [None], "alpha;beta", "!", ["!!"]]
+)
+def test_malformed_lists(op: ir.IrOp, names: Any) -> None:
+    with pytest.raises(SettingError), ir.priority(my_norm=names):
+        pass
+    with pytest.raises(SettingError):
+        KernelConfig(ir_op_priority={"my_norm": names})
+    with pytest.raises(SettingError, match="a test"):
+        op.registry.settings.set_priorities(ir.Source.PLATFORM, {"my_norm": names}, "a test")
+    with pytest.raises(SettingError):
+        op.using(*names)
+    assert op.get_priority() == ["native"]
+
+
+def test_configs_hold_any_op() -> None:
+    config = KernelConfig(ir_op_priority={"plugins_op": "a, b!", "rms_norm": ["native"]})
+    assert dict(config.ir_op_priority) == {"plugins_op": ["a", "b!"], "rms_norm": ["native"]}
+    assert isinstance(config.ir_op_priority, ir.IrOpPriorityConfig)

@@ -1,0 +1,86 @@
+"""What ``import opweave`` costs and loads."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+from conftest import FreshPython
+
+BUDGET = 0.15  # seconds over ``import torch``
+LOADED = """
+    import json, sys
+    import torch
+    before = set(sys.modules)
+    import opweave
+    new = sorted(set(sys.modules) - before)
+    print(json.dumps(new))
+"""
+TIMED = """
+    import time
+    start = time.perf_counter()
+    import torch
+    middle = time.perf_counter()
+    import opweave
+    print(time.perf_counter() - middle)
+"""
+
+
+def test_importing_loads_no_kernel_and_nothing_heavy(fresh_python: FreshPython) -> None:
+    new = json.loads(fresh_python(LOADED).stdout)
+    assert "opweave.ir" in new
+    forbidden = (
+        "transformers",
+        "numpy",
+        "safetensors",
+        "tokenizers",
+        "triton",
+        "rich",
+        "cyclopts",
+        "torch._dynamo",
+        "torch._inductor",
+        "opweave.kernels",
+        "opweave._C_ops",
+        "opweave.native",
+        "opweave.platforms",
+        "opweave.models",
+        "opweave.engine",
+        "opweave.cli",
+        "opweave.compile",
+    )
+    loaded = [m for m in new if any(m == f or m.startswith(f + ".") for f in forbidden)]
+    assert not loaded
+
+
+def test_importing_touches_no_device_and_runs_nothing(fresh_python: FreshPython) -> None:
+    fresh_python("""
+        import torch
+        opened = []
+        torch.cuda.is_available = lambda: opened.append("cuda") or False
+        from torch.utils._python_dispatch import TorchDispatchMode
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                opened.append(func)
+                return func(*args, **(kwargs or {}))
+        with Mode():
+            import opweave
+        assert not opened, opened
+        assert not torch.cuda.is_initialized()
+    """)
+
+
+def test_importing_reads_no_setting(fresh_python: FreshPython) -> None:
+    """A malformed setting is an error when an op is used, not before."""
+    fresh_python(
+        "import opweave", env={"OPWEAVE_CONFIG": "/nowhere", "OPWEAVE_BATCH_INVARIANT": "?"}
+    )
+
+
+def test_the_time_that_importing_takes(fresh_python: FreshPython) -> None:
+    fresh_python(TIMED)  # compiles the bytecode
+    times: list[float] = []
+    for _ in range(3):  # a busy machine gets three chances; code that is too slow fails them all
+        times += [float(fresh_python(TIMED).stdout) for _ in range(3)]
+        if statistics.median(times) <= BUDGET:
+            return
+    assert statistics.median(times) <= BUDGET, times

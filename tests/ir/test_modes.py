@@ -1,0 +1,192 @@
+"""Modes and subclasses see one call; modules that hold ops behave like any others."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ir.helpers import (
+    assert_equal,
+    each_op,
+    inputs,
+    ir_nodes,
+    op_of,
+    tuple_of,
+)
+from opweave import ir
+
+# Modes and subclasses
+
+
+class SeenByFunctionMode(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class SeenByDispatchMode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(Tensor):
+    seen: list[Any]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.OpOverload):
+            cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.fixture(params=["op", "using", "scope", "record"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    name = str(request.param)
+    if name == "scope":
+        with ir.priority(rms_norm=["native"], silu_and_mul=["native"]):
+            yield name
+    elif name == "record":
+        with ir.record():
+            yield name
+    else:
+        yield name
+
+
+def called(op: ir.IrOp, way: str) -> tuple[Callable[..., Any], Any]:
+    if way == "using":
+        return op.using("native"), op.torch_ops.annotated
+    return op, op.torch_op
+
+
+@each_op
+def test_modes_see_one_call(name: str, way: str) -> None:
+    op = op_of(name)
+    values = inputs(op)
+    expected = op.native(*values)
+    call, torch_op = called(op, way)
+    call(*values)
+    for mode in (SeenByFunctionMode(), SeenByDispatchMode()):
+        with mode, torch.no_grad():
+            result = call(*values)
+        mine = [f for f in mode.seen if isinstance(f, torch._ops.OpOverload)]
+        assert mine == [torch_op]
+        for a, b in zip(tuple_of(result), tuple_of(expected), strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)  # the attention ops' own
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_subclasses_see_one_call(way: str, place: int) -> None:
+    op = ir.ops.rms_norm
+    call, torch_op = called(op, way)
+    values = list(inputs(op))
+    call(*values)
+    values[place] = values[place].as_subclass(Watched)
+    Watched.seen = []
+    result = call(*values)
+    assert Watched.seen == [torch_op]
+    assert isinstance(result, Watched)
+    torch.testing.assert_close(
+        result.as_subclass(Tensor), op.native(*inputs_plain(values)), atol=1e-5, rtol=1.3e-6
+    )
+
+
+def inputs_plain(values: list[Any]) -> list[Any]:
+    return [v.as_subclass(Tensor) if isinstance(v, Tensor) else v for v in values]
+
+
+def test_parameters_and_buffers_are_plain() -> None:
+    weight = torch.nn.Parameter(torch.randn(8), requires_grad=False)
+    x = torch.nn.Buffer(torch.randn(2, 8))
+    assert_equal(ir.ops.rms_norm(x, weight, 1e-6), ir.ops.rms_norm(x, weight.data, 1e-6))
+
+
+def test_a_mode_sees_calls_of_maybe_inplace() -> None:
+    op = ir.ops.fused_add_rms_norm
+    values = inputs(op)
+    with SeenByDispatchMode() as mode:
+        op.maybe_inplace(*values)
+    assert mode.seen == [op.torch_ops.maybe_inplace]
+
+
+# Modules
+
+
+class Norm(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8))
+        self.op = ir.ops.rms_norm
+        self.fused = ir.ops.fused_add_rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(x, self.weight, 1e-6) + self.fused(x, x, self.weight, 1e-6)[1]
+
+
+class Bound(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.donating = ir.ops.fused_add_rms_norm.maybe_inplace
+        self.pinned = ir.ops.rms_norm.using("aten", "native")
+        self.both = ir.ops.fused_add_rms_norm.using("native").maybe_inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, _ = self.donating(x * 1, x * 2, None, 1e-6)
+        b, _ = self.both(x * 1, x * 2, None, 1e-6)
+        return a + b + self.pinned(x, None, 1e-6)
+
+
+@pytest.mark.parametrize("kind", [Norm, Bound])
+@pytest.mark.parametrize("way_of_copying", ["deepcopy", "copy", "pickle", "save"])
+def test_modules_that_hold_ops_can_be_copied(
+    kind: type[torch.nn.Module], way_of_copying: str, tmp_path: Any
+) -> None:
+    module, x = kind(), torch.randn(3, 8)
+    if way_of_copying == "save":
+        torch.save(module, tmp_path / "module.pt")
+        other = torch.load(tmp_path / "module.pt", weights_only=False)
+    else:
+        other = {
+            "deepcopy": copy.deepcopy,
+            "copy": copy.copy,
+            "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+        }[way_of_copying](module)
+    assert_equal(other(x), module(x))
+    if kind is Norm:
+        assert other.op is ir.ops.rms_norm
+    if way_of_copying == "deepcopy" and kind is Norm:
+        assert other.weight is not module.weight
+
+
+def test_a_module_with_ops_compiles_and_exports() -> None:
+    module, x = Norm(), torch.randn(3, 8)
+    torch.compiler.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), module(x))
+    bound = torch.compile(Bound(), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(bound(x), Bound()(x))
+    program = torch.export.export(module, (x,))
+    assert ir_nodes(program.graph, ir.ops.rms_norm) == 1
+
+
+def test_autocast_changes_nothing_about_the_choice() -> None:
+    x, w = torch.randn(3, 8), torch.randn(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ir.ops.rms_norm(x, w, 1e-6)
+    assert_equal(found, ir.ops.rms_norm(x, w, 1e-6))

@@ -1,0 +1,94 @@
+"""Arguments that no op takes: the documented error, whatever provider is chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ir.workloads import (
+    check,
+)
+from opweave import ir
+
+# Mistakes
+
+X = torch.randn(2, 6)
+Q, KV = torch.randn(1, 3, 4, 8), torch.randn(1, 3, 2, 8)
+CU = torch.tensor([0, 3], dtype=torch.int32)
+INVALID: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
+    ("silu_and_mul", (torch.randn(2, 5),), ValueError, "even"),
+    ("silu_and_mul", (torch.tensor(1.0),), ValueError, "even"),
+    ("mul_and_silu", (torch.randn(2, 5),), ValueError, "even"),
+    ("gelu_and_mul", (torch.randn(2, 5),), ValueError, "even"),
+    ("gelu_and_mul", (X, "exact"), ValueError, "'exact'.*'none' nor 'tanh'"),
+    ("rms_norm", (X, None, 1e-6, 0), ValueError, "variance_size=0"),
+    ("rms_norm", (X, None, 1e-6, 7), ValueError, "variance_size=7.*6"),
+    ("rms_norm", (X[:0], None, 1e-6, 7), ValueError, "variance_size=7"),
+    ("rms_norm", (X, None, 1e-6, -1), ValueError, "variance_size=-1"),
+    ("fused_add_rms_norm", (X, X.clone(), None, 1e-6, 7), ValueError, "variance_size=7"),
+    ("embedding", (torch.tensor([13]), torch.randn(13, 2)), IndexError, "index"),
+    ("embedding", (torch.tensor([-1]), torch.randn(13, 2)), IndexError, "index"),
+    ("apply_rotary_emb", (torch.randn(3, 2, 8), *[torch.randn(3, 5)] * 2), ValueError, "10.*8"),
+    (
+        "rotary_embedding",
+        (torch.randn(3, 16), torch.randn(3, 8), torch.arange(3), torch.randn(9, 10), 8),
+        ValueError,
+        "10.*8",
+    ),
+    ("causal_attention", (Q, KV[:, :, :1].expand(1, 3, 3, 8), KV), ValueError, "heads"),
+    (
+        "causal_attention",
+        (Q, KV.repeat(1, 1, 2, 1)[:, :, :3], KV.repeat(1, 1, 2, 1)[:, :, :3]),
+        ValueError,
+        "4 query heads, 3 key heads",
+    ),
+    ("causal_attention", (Q, KV, KV, None, 0), ValueError, "window=0"),
+    ("causal_attention", (Q[:0], KV[:0], KV[:0], None, -2), ValueError, "window=-2"),
+    ("varlen_attention", (Q[0], KV[0], KV[0], CU, CU, None, True, 0), ValueError, "window=0"),
+    ("varlen_attention", (Q[0], KV[0], KV[0], CU, CU, None, False, 2), ValueError, "causal=True"),
+    ("varlen_attention", (Q[0], KV[0, :, :1].expand(3, 3, 8), KV[0], CU, CU), ValueError, "heads"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "error", "match"),
+    INVALID,
+    ids=[f"{name}-{i}" for i, (name, *_) in enumerate(INVALID)],
+)
+def test_documented_errors_whoever_is_chosen(
+    name: str, values: tuple[Any, ...], error: type[Exception], match: str
+) -> None:
+    op = getattr(ir.ops, name)
+    for provider in op.supported_providers():
+        for call in (op.using(provider), op.torch_op):
+            with (
+                torch.no_grad(),
+                ir.priority({name: [provider]}),
+                pytest.raises(error, match=match),
+            ):
+                call(*values)
+
+
+WRONG_WEIGHT = [torch.randn(5), torch.randn(6, 1), torch.randn(12)[:7]]
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm"])
+@pytest.mark.parametrize("weight", WRONG_WEIGHT, ids=["5", "6x1", "7"])
+def test_a_weight_that_does_not_fit_never_reads_beyond_memory(name: str, weight: Tensor) -> None:
+    """Providers that check less than native must at least agree with it, or raise."""
+    op = getattr(ir.ops, name)
+    values = (X,) * (2 if op.allow_inplace else 1) + (weight, 1e-6)
+    try:
+        expected = op.native(*values)
+    except (RuntimeError, ValueError) as error:
+        expected = error
+    for provider in op.supported_providers():
+        with torch.no_grad(), ir.priority({name: [provider]}):
+            if isinstance(expected, Exception):
+                with pytest.raises((RuntimeError, ValueError)):
+                    op(*values)
+            else:
+                check(op, op(*values), expected, provider)

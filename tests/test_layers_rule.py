@@ -1,0 +1,143 @@
+"""Imports run downward only, and files stay short."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "opweave"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# Uppermost first; a package may import those below it. ``_first_use`` (what happens when an op is
+# first used) is the one file that stands outside: it hangs everything into ``ir`` at run time.
+LAYERS = [
+    "cli",
+    "server",
+    "engine",
+    "integrations",
+    "models",
+    "layers",
+    "compile",
+    "conformance",
+    "tuning",
+    "kernels",
+    "platforms",
+    "plugins",
+    "native",
+    "config",
+    "ir",
+]
+OUTSIDE = {"__init__", "__main__", "_first_use", "_custom_ops", "_C_ops"}
+MAX_LINES = 400
+
+
+def layer_of(module: str) -> str:
+    """Return the layer; the native ops' wrappers count as ``native``."""
+    parts = module.split(".")
+    if parts[1:2] == ["_custom_ops"]:
+        return "native"
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def module_of(path: Path) -> str:
+    parts = ("opweave", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Every imported module, wherever in the file, those for type checkers included."""
+    package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*up, *filter(None, [base])])
+            if base == "opweave":  # ``from opweave import ir``
+                yield from ((node.lineno, f"opweave.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, base
+
+
+def test_every_package_has_its_place() -> None:
+    found = {module_of(path).split(".")[1] for path in FILES if path.parent != SOURCE}
+    assert found <= set(LAYERS), "add the new package to LAYERS, and to the design"
+    assert {path.stem for path in FILES if path.parent == SOURCE} <= OUTSIDE
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_run_downward_only(layer: str) -> None:
+    upward = []
+    below = set(LAYERS[LAYERS.index(layer) :])
+    for path in FILES:
+        if layer_of(module_of(path)) != layer:
+            continue
+        for line, module in imports(path):
+            if module.split(".")[0] != "opweave":
+                continue
+            target = layer_of(module)
+            if target in ("__init__", "__version__", "_C_ops") or target in below:
+                continue
+            upward.append(f"{path.relative_to(SOURCE)}:{line} imports {module}")
+    assert not upward
+
+
+def test_ir_imports_torch_the_standard_library_and_itself() -> None:
+    foreign = []
+    for path in FILES:
+        if layer_of(module_of(path)) != "ir":
+            continue
+        for line, module in imports(path):
+            top = module.split(".")[0]
+            if top == "torch" or top in sys.stdlib_module_names or module.startswith("opweave.ir"):
+                continue
+            foreign.append(f"{path.relative_to(SOURCE)}:{line} imports {module}")
+    assert not foreign
+
+
+def test_transformers_is_an_oracle_and_no_dependency() -> None:
+    users = [
+        f"{path.relative_to(SOURCE)}:{line}"
+        for path in FILES
+        if "integrations" not in path.parts
+        for line, module in imports(path)
+        if module.split(".")[0] == "transformers"
+    ]
+    assert not users
+
+
+def test_files_are_short() -> None:
+    long = {
+        str(path.relative_to(SOURCE)): lines
+        for path in FILES
+        if "kernels" not in path.parts
+        and (lines := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES
+    }
+    assert not long
+
+
+def test_the_rule_sees_every_kind_of_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.SOURCE", tmp_path)
+    (tmp_path / "ir").mkdir()
+    path = tmp_path / "ir" / "bad.py"
+    path.write_text(
+        "import opweave.cli.app\nfrom opweave import kernels\nfrom opweave.engine import x\n"
+        "from ..models import y\nfrom . import z\n\ndef f():\n    import opweave.tuning as t\n",
+        encoding="utf-8",
+    )
+    assert [module for _, module in imports(path)] == [
+        "opweave.cli.app",
+        "opweave.kernels",
+        "opweave.engine",
+        "opweave.models",
+        "opweave.ir",
+        "opweave.tuning",
+    ]
