@@ -162,7 +162,7 @@ def _to_json(model: Path, outputs: list[RequestOutput], record: ir.Record) -> di
 
 def _selection_table(record: ir.Record) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("op", "ran", "calls", "the others"):
+    for column in ("op", "ran", "calls", "because of", "the others"):
         table.add_column(column, overflow="fold")
     for explanation, calls in record.outcomes():
         others = [
@@ -170,7 +170,12 @@ def _selection_table(record: ir.Record) -> Table:
             for verdict in explanation.verdicts
             if verdict.outcome != "chosen"
         ]
+        chosen = next(v for v in explanation.verdicts if v.outcome == "chosen")
         table.add_row(
-            explanation.op, f"[green]{explanation.chosen}[/]", str(calls), escape("\n".join(others))
+            explanation.op,
+            f"[green]{chosen.provider}[/]",
+            str(calls),
+            escape(chosen.origin),
+            escape("\n".join(others) or "-"),
         )
     return table

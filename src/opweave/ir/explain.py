@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opweave.ir.priority import NATIVE
 from opweave.ir.selection import Selection, needs_gradient, policy_for, select
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def explained(selection: Selection, values: tuple[Any, ...]) -> Explanation:
             outcome, reason = "not reached", f"{selection.provider} comes first"
         verdicts.append(Verdict(entry.provider, outcome, reason, entry.origin))
     listed = {entry.provider for entry in selection.policy.priority}
-    for provider in op.impls.keys() - listed - {NATIVE}:
+    for provider in (name for name in op.impls if name not in listed):
         verdicts.append(Verdict(provider, "not listed", "in no priority list", ""))
     call = ", ".join(
         f"{name}={_show(value)}" for name, value in zip(op.schema.names, values, strict=True)
