@@ -38,7 +38,7 @@ from torch.nn import Parameter
 from opweave.ir import compat
 from opweave.ir.donation import overlapping
 from opweave.ir.impl import IrOpImpl
-from opweave.ir.rules import Rule
+from opweave.ir.rule import Rule
 from opweave.ir.schema import Schema
 from opweave.ir.scope import current_scope
 from opweave.ir.selection import Candidate

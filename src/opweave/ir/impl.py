@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from opweave.ir.errors import PredicateFailedError, PredicateSignatureError, SchemaMismatchError
-from opweave.ir.rules import Custom, Rule, evaluator
+from opweave.ir.rule import Custom, Rule, evaluator
 from opweave.ir.schema import check_same
 from opweave.ir.site import Site
 

@@ -11,208 +11,22 @@ No rule looks at batch sizes or the environment: a choice that depends on size b
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from opweave.ir.errors import PredicateSignatureError, did_you_mean
-from opweave.ir.schema import Schema
-
-Bind = Callable[[object], str]  # gives a constant a name in the generated code
-
-
-class Rule(ABC):
-    """Whether an implementation supports given arguments, and if not, why."""
-
-    def __and__(self, other: Rule) -> Rule:
-        return All((*_parts(self, All), *_parts(other, All)))
-
-    def __or__(self, other: Rule) -> Rule:
-        return Either((*_parts(self, Either), *_parts(other, Either)))
-
-    @abstractmethod
-    def check(self, schema: Schema) -> None:
-        """Raise PredicateSignatureError if the rule does not fit the op's parameters."""
-
-    @abstractmethod
-    def expression(self, schema: Schema, bind: Bind) -> str:
-        """Return Python source over the parameters' names that is true where the rule holds."""
-
-    @abstractmethod
-    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
-        """Return why the rule does not hold for *arguments*, as one short phrase."""
-
-
-@dataclass(frozen=True)
-class All(Rule):
-    """Every rule holds (``a & b``)."""
-
-    rules: tuple[Rule, ...]
-
-    def check(self, schema: Schema) -> None:
-        for rule in self.rules:
-            rule.check(schema)
-
-    def expression(self, schema: Schema, bind: Bind) -> str:
-        return " and ".join(f"({rule.expression(schema, bind)})" for rule in self.rules)
-
-    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
-        failed = next(rule for rule in self.rules if not holds(rule, schema, arguments))
-        return failed.reason(schema, arguments)
-
-
-@dataclass(frozen=True)
-class Either(Rule):
-    """At least one rule holds (``a | b``)."""
-
-    rules: tuple[Rule, ...]
-
-    def check(self, schema: Schema) -> None:
-        for rule in self.rules:
-            rule.check(schema)
-
-    def expression(self, schema: Schema, bind: Bind) -> str:
-        return " or ".join(f"({rule.expression(schema, bind)})" for rule in self.rules)
-
-    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
-        return " and ".join(rule.reason(schema, arguments) for rule in self.rules)
-
-
-@dataclass(frozen=True)
-class TensorRule(Rule):
-    """A fact about one or more tensor parameters, each tested alone."""
-
-    names: tuple[str, ...]
-    test: str  # source over {t}, the tensor
-    found: Callable[[str, Any], str]  # (name, tensor) -> reason
-    constants: tuple[object, ...] = ()  # {0}, {1}, ... in the test
-
-    def check(self, schema: Schema) -> None:
-        _check_names(self.names, schema, tensors=True)
-
-    def expression(self, schema: Schema, bind: Bind) -> str:
-        constants = [bind(value) for value in self.constants]
-        tests = []
-        for name in self.names:
-            test = self.test.format(*constants, t=name)
-            tests.append(f"({name} is None or {test})" if _optional(schema, name) else test)
-        return " and ".join(tests)
-
-    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
-        for name in self.names:
-            alone = TensorRule((name,), self.test, self.found, self.constants)
-            if not holds(alone, schema, arguments):
-                return self.found(name, arguments[name])
-        raise AssertionError(f"{self} holds for {dict(arguments)}")
-
-
-@dataclass(frozen=True)
-class PairRule(Rule):
-    """A fact that relates a tensor parameter to others."""
-
-    names: tuple[str, ...]
-    attribute: str  # what must be equal
-
-    def check(self, schema: Schema) -> None:
-        _check_names(self.names, schema, tensors=True)
-        if len(set(self.names)) < 2:
-            raise PredicateSignatureError(f"same_{self.attribute} compares two tensors or more.")
-
-    def expression(self, schema: Schema, bind: Bind) -> str:
-        required = [name for name in self.names if not _optional(schema, name)]
-        if required:
-            pairs = [(name, required[0]) for name in self.names if name != required[0]]
-        else:
-            pairs = list(combinations(self.names, 2))
-        tests = []
-        for pair in pairs:
-            absent = [f"{name} is None" for name in pair if _optional(schema, name)]
-            equal = " == ".join(f"{name}.{self.attribute}" for name in pair)
-            tests.append(f"({' or '.join([*absent, equal])})")
-        return " and ".join(tests)
-
-    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
-        tensors = {n: arguments[n] for n in self.names if arguments[n] is not None}
-        facts = ", ".join(f"{n}: {_plain(getattr(t, self.attribute))}" for n, t in tensors.items())
-        return f"{self.attribute} differs ({facts})"
-
-
-@dataclass(frozen=True)
-class LastDimRule(Rule):
-    """A vector has one element for each position in the last dimension of a tensor."""
-
-    vector: str
-    tensor: str
-
-    def check(self, schema: Schema) -> None:
-        _check_names((self.vector, self.tensor), schema, tensors=True)
-
-    def expression(self, schema: Schema, bind: Bind) -> str:
-        test = f"{self.vector}.shape == {self.tensor}.shape[-1:]"
-        if _optional(schema, self.vector):
-            test = f"({self.vector} is None or {test})"
-        return f"{self.tensor}.ndim > 0 and {test}"
-
-    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
-        shapes = {
-            n: tuple(arguments[n].shape)
-            for n in (self.tensor, self.vector)
-            if arguments[n] is not None
-        }
-        facts = ", ".join(f"{n}: {shape}" for n, shape in shapes.items())
-        last = f"{self.tensor}'s last dimension"
-        return f"{self.vector} is not one value per element of {last} ({facts})"
-
-
-@dataclass(frozen=True)
-class ValueRule(Rule):
-    """A fact about the value of one parameter that is not about a tensor's contents."""
-
-    name: str
-    test: str  # source over {v}, the value
-    wanted: str
-    constants: tuple[object, ...] = ()
-
-    def check(self, schema: Schema) -> None:
-        _check_names((self.name,), schema, tensors=False)
-
-    def expression(self, schema: Schema, bind: Bind) -> str:
-        return self.test.format(*(bind(value) for value in self.constants), v=self.name)
-
-    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
-        value = arguments[self.name]
-        shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-        return f"{self.name}: {shown} (supports {self.wanted})"
-
-
-@dataclass(frozen=True)
-class Custom(Rule):
-    """A function over all of the op's parameters, with the reason to give where it says no."""
-
-    function: Callable[..., bool]
-    why: str
-
-    def check(self, schema: Schema) -> None:
-        pass  # the signature is checked with the implementation's
-
-    def expression(self, schema: Schema, bind: Bind) -> str:
-        return f"{bind(self.function)}({schema.call()})"
-
-    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
-        return self.why
+from opweave.ir.errors import PredicateSignatureError
+from opweave.ir.rule import Custom, LastDimRule, PairRule, Rule, TensorRule, ValueRule, plain
 
 
 def dtype(name: str, *dtypes: torch.dtype) -> Rule:
     """Parameter *name* has one of *dtypes*."""
     _check_given(dtypes, "dtype")
-    wanted = ", ".join(_plain(d) for d in dtypes)
+    wanted = ", ".join(plain(d) for d in dtypes)
     test = " or ".join(f"{{t}}.dtype is {{{i}}}" for i in range(len(dtypes)))
     return TensorRule(
-        (name,), f"({test})", lambda n, t: f"{n}: {_plain(t.dtype)} (supports {wanted})", dtypes
+        (name,), f"({test})", lambda n, t: f"{n}: {plain(t.dtype)} (supports {wanted})", dtypes
     )
 
 
@@ -305,52 +119,9 @@ def custom(function: Callable[..., bool], why: str) -> Rule:
     return Custom(function, why)
 
 
-def evaluator(rule: Rule, schema: Schema) -> Callable[..., bool]:
-    """Compile *rule* into a function of the op's parameters."""
-    namespace: dict[str, Any] = {**schema.defaults, "_bool": bool}
-
-    def bind(value: object) -> str:
-        name = f"_constant_{len(namespace)}"
-        namespace[name] = value
-        return name
-
-    source = f"lambda {schema.declaration}: _bool({rule.expression(schema, bind)})"
-    compiled: Callable[..., bool] = eval(source, namespace)
-    return compiled
-
-
-def holds(rule: Rule, schema: Schema, arguments: Mapping[str, Any]) -> bool:
-    """Whether *rule* holds for *arguments* (one for every parameter of the op)."""
-    return evaluator(rule, schema)(**arguments)
-
-
 def _check_given(values: tuple[object, ...], rule: str) -> None:
     if not values:
         raise PredicateSignatureError(f"rules.{rule} admits nothing: give at least one value.")
-
-
-def _check_names(names: tuple[str, ...], schema: Schema, *, tensors: bool) -> None:
-    if not names:
-        raise PredicateSignatureError("a rule must name at least one parameter.")
-    known = [p.name for p in (schema.tensors if tensors else schema.params)]
-    for name in names:
-        if name not in known:
-            kind = "tensor parameter" if tensors else "parameter"
-            raise PredicateSignatureError(
-                f"a rule names {name!r}, which is no {kind} of the op. {did_you_mean(name, known)}"
-            )
-
-
-def _optional(schema: Schema, name: str) -> bool:
-    return schema.param(name).is_optional
-
-
-def _parts(rule: Rule, kind: type[All] | type[Either]) -> tuple[Rule, ...]:
-    return rule.rules if isinstance(rule, kind) else (rule,)
-
-
-def _plain(value: object) -> str:
-    return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
 
 
 def _on_device(kind: str) -> Callable[[str, Any], str]:
