@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+MINDSPORE := .venv-mindspore
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 CHECKPOINT := examples/models/tiny-pydoc
 # The editable install is redone when one of these changes.
@@ -11,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all check fix bench docs clean
+.PHONY: help run test test-all test-mindspore check fix bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -44,7 +45,22 @@ docs: $(VENV)/dev.stamp ## serve the documentation
 	$(BIN)/mkdocs serve
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) build dist site
+	rm -rf $(VENV) $(MINDSPORE) build dist site
+
+test-mindspore: $(MINDSPORE)/built.stamp ## build the MindSpore extension, run its tests
+	PYTHONPATH=src $(MINDSPORE)/bin/python -m pytest tests/mindspore
+
+$(MINDSPORE)/env.stamp: csrc/mindspore/requirements.txt
+	$(PYTHON) -m venv $(MINDSPORE)
+	$(MINDSPORE)/bin/pip --disable-pip-version-check --quiet install --requirement $<
+	touch $@
+
+$(MINDSPORE)/built.stamp: $(MINDSPORE)/env.stamp CMakeLists.txt $(shell find csrc -type f)
+	export PATH="$(CURDIR)/$(MINDSPORE)/bin:$$PATH"; \
+	cmake -S . -B build/mindspore -G Ninja -DOPWEAVE_MINDSPORE=ON \
+	  -DPython_EXECUTABLE="$(CURDIR)/$(MINDSPORE)/bin/python" && \
+	cmake --build build/mindspore
+	touch $@
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-#include "core/check.h"
+#include "check.h"
 
 namespace opweave {
 namespace {
@@ -50,6 +50,11 @@ void fail_rank(const View& view) {
        "flatten() its leading dimensions");
 }
 
+void fail_device(const View& view, const View& first) {
+  throw CheckFailed(std::string(view.name) + " must be on the same device as " + first.name +
+                    "; move one of them");
+}
+
 void check_dtype(const View& view, std::initializer_list<OpweaveDtype> admitted) {
   std::string names;
   for (OpweaveDtype dtype : admitted) {
@@ -82,6 +87,17 @@ void check_unit_stride(const View& view) {
   const int last = view.rank - 1;
   if (view.sizes[last] <= 1 || view.strides[last] == 1) return;
   fail(view, "be contiguous in its last dimension", "call contiguous() on it");
+}
+
+void check_contiguous(const View& view) {
+  if (view.element_count() == 0) return;
+  int64_t expected = 1;
+  for (int d = view.rank - 1; d >= 0; --d) {
+    if (view.sizes[d] != 1 && view.strides[d] != expected) {
+      fail(view, "be contiguous", "call contiguous() on it");
+    }
+    expected *= view.sizes[d];
+  }
 }
 
 void check_no_self_overlap(const View& written) {

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/view.h"
+#include "view.h"
 
 namespace opweave {
 
@@ -15,12 +15,24 @@ class CheckFailed : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A condition of the op's own.
+inline void check(bool holds, const char* message) {
+  if (!holds) throw CheckFailed(message);
+}
+
 [[noreturn]] void fail_rank(const View& view);
+[[noreturn]] void fail_device(const View& view, const View& first);
 void check_overlapping_ranges(const View& written, const View& other);
 
 // At most OPWEAVE_MAX_RANK dimensions.
 inline void check_rank(const View& view) {
   if (view.rank > OPWEAVE_MAX_RANK) fail_rank(view);
+}
+
+inline void check_same_device(const View& view, const View& first) {
+  if (view.device != first.device || view.device_index != first.device_index) {
+    fail_device(view, first);
+  }
 }
 
 void check_dtype(const View& view, std::initializer_list<OpweaveDtype> admitted);
@@ -33,6 +45,9 @@ void check_same_sizes(const View& view, const View& other);
 
 // The last dimension exists and is contiguous.
 void check_unit_stride(const View& view);
+
+// The elements lie side by side, in the order of their indices.
+void check_contiguous(const View& view);
 
 // No two indices of a tensor that is written lead to the same memory.
 void check_no_self_overlap(const View& written);

@@ -1,17 +1,16 @@
-#include "core/dispatcher_door.h"
+#include "dispatcher_door.h"
 
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
-#include "core/registry.h"
-#include "core/slots.h"
-#include "core/torch_shim.h"
+#include "registry.h"
+#include "slots.h"
+#include "torch_shim.h"
 
 namespace opweave {
 namespace {
-
-constexpr const char* kNamespace = "opweave_c";
 
 // The torch whose calling convention the boxed kernels speak: 2.11.0.
 constexpr uint64_t kBuiltFor = (uint64_t{2} << 56) | (uint64_t{11} << 48);
@@ -20,27 +19,35 @@ void require(TorchError error, const char* what) {
   if (error != 0) throw std::runtime_error(std::string("torch could not ") + what);
 }
 
-// A boxed kernel owns the tensors on its stack; this releases one of them.
-class OwnedTensor {
+// A boxed kernel owns what is on its stack; this releases one argument of it.
+class OwnedArgument {
  public:
-  OwnedTensor() = default;
-  OwnedTensor(const OwnedTensor&) = delete;
-  OwnedTensor& operator=(const OwnedTensor&) = delete;
-  ~OwnedTensor() {
-    if (tensor_ != nullptr) torch_shim().delete_tensor(tensor_);
+  OwnedArgument() = default;
+  OwnedArgument(const OwnedArgument&) = delete;
+  OwnedArgument& operator=(const OwnedArgument&) = delete;
+  ~OwnedArgument() {
+    if (!present_) return;
+    if (kind_ == Kind::kTensor) torch_shim().delete_tensor(tensor());
+    if (kind_ == Kind::kIntegerList) torch_shim().delete_list(list());
   }
 
-  // The tensor in a stack slot; null for None.
-  TorchTensor take(StackValue slot, bool optional) {
-    if (!optional) {
-      tensor_ = reinterpret_cast<TorchTensor>(slot);
-    } else if (auto* box = reinterpret_cast<StackValue*>(slot)) {
-      // An optional that is not None comes in a heap cell, which is ours to free as well.
-      tensor_ = reinterpret_cast<TorchTensor>(*box);
-      free_cell(box);
-    }
-    return tensor_;
+  void take(StackValue slot, const Type& type) noexcept {
+    kind_ = type.kind;
+    present_ = true;
+    slot_ = slot;
+    if (!type.optional) return;
+    // An optional that is not None comes in a heap cell, which is ours to free as well.
+    auto* cell = reinterpret_cast<StackValue*>(slot);
+    present_ = cell != nullptr;
+    if (!present_) return;
+    slot_ = *cell;
+    free_cell(cell);
   }
+
+  bool present() const { return present_; }
+  StackValue slot() const { return slot_; }
+  TorchTensor tensor() const { return reinterpret_cast<TorchTensor>(slot_); }
+  TorchList list() const { return reinterpret_cast<TorchList>(slot_); }
 
  private:
   static void free_cell(StackValue* cell) {
@@ -52,25 +59,34 @@ class OwnedTensor {
     }
   }
 
-  TorchTensor tensor_ = nullptr;
+  bool present_ = false;
+  Kind kind_;
+  StackValue slot_;
 };
 
-View view_of(TorchTensor tensor, const char* name) {
-  View view;
-  view.name = name;
-  view.present = tensor != nullptr;
-  if (!view.present) return view;
+Device device_of(TorchTensor tensor, const char* name) {
   const TorchShim& torch = torch_shim();
   int32_t device = 0;
   require(torch.get_device_type(tensor, &device), "read a tensor's device");
-  if (device != torch.device_type_cpu()) {
-    throw std::runtime_error(std::string(name) + " must be on the CPU, as the other tensors are");
-  }
+  if (device == torch.device_type_cpu()) return Device::kCpu;
+  if (device == torch.device_type_cuda()) return Device::kCuda;
+  throw std::runtime_error(std::string(name) + " must be on the CPU or a CUDA device");
+}
+
+View view_of(TorchTensor tensor, const char* name) {
+  const TorchShim& torch = torch_shim();
   int64_t rank = 0;
   int64_t* sizes = nullptr;
   int64_t* strides = nullptr;
   int32_t dtype = 0;
+  int32_t device_index = 0;
   const void* data = nullptr;
+  View view;
+  view.name = name;
+  view.device = device_of(tensor, name);
+  if (view.device != Device::kCpu) {
+    require(torch.get_device_index(tensor, &device_index), "read a tensor's device");
+  }
   require(torch.get_dim(tensor, &rank), "read a tensor's rank");
   require(torch.get_sizes(tensor, &sizes), "read a tensor's sizes");
   require(torch.get_strides(tensor, &strides), "read a tensor's strides");
@@ -81,43 +97,67 @@ View view_of(TorchTensor tensor, const char* name) {
   view.strides = strides;
   view.rank = static_cast<int>(rank);
   view.dtype = dtype_of_torch(dtype);
+  view.device_index = device_index;
   return view;
 }
 
-bool is_tensor(Kind kind) { return kind == Kind::kTensor || kind == Kind::kOptionalTensor; }
+IntList list_of(TorchList list, IntStorage* storage) {
+  const TorchShim& torch = torch_shim();
+  size_t size = 0;
+  require(torch.list_size(list, &size), "read a list's length");
+  int64_t* integers = storage->allocate(size);
+  for (size_t i = 0; i < size; ++i) {
+    StackValue element = 0;
+    require(torch.list_get(list, i, &element), "read a list's element");
+    integers[i] = static_cast<int64_t>(element);
+  }
+  return {integers, size};
+}
 
-void read_scalar(StackValue slot, Kind kind, Value* value) {
-  switch (kind) {
-    case Kind::kInteger: value->integer = static_cast<int64_t>(slot); break;
-    case Kind::kNumber: std::memcpy(&value->number, &slot, sizeof(double)); break;
-    default: std::memcpy(&value->flag, &slot, sizeof(bool)); break;
+void read_argument(const OwnedArgument& owned, const Argument& argument, IntStorage* storage,
+                   Value* value) {
+  value->present = owned.present();
+  if (!value->present) return;
+  const StackValue slot = owned.slot();
+  switch (argument.type.kind) {
+    case Kind::kTensor: value->view = view_of(owned.tensor(), argument.name.c_str()); break;
+    case Kind::kInteger: value->scalar.integer = static_cast<int64_t>(slot); break;
+    case Kind::kNumber: std::memcpy(&value->scalar.number, &slot, sizeof(double)); break;
+    case Kind::kFlag: std::memcpy(&value->scalar.flag, &slot, sizeof(bool)); break;
+    case Kind::kIntegerList: value->list = list_of(owned.list(), storage); break;
   }
 }
 
-void call_boxed(const Op& op, const StackValue* stack) {
+StackValue to_stack(const Scalar& result, Kind kind) {
+  StackValue slot = 0;
+  switch (kind) {
+    case Kind::kNumber: std::memcpy(&slot, &result.number, sizeof(double)); break;
+    case Kind::kFlag: std::memcpy(&slot, &result.flag, sizeof(bool)); break;
+    default: slot = static_cast<StackValue>(result.integer); break;
+  }
+  return slot;
+}
+
+void call_boxed(const Op& op, StackValue* stack) {
   const std::vector<Argument>& arguments = op.schema.arguments;
-  // Take every tensor before anything can throw, so that none leaks.
-  OwnedTensor owned[kMaxArguments];
-  TorchTensor tensors[kMaxArguments];
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const Kind kind = arguments[i].kind;
-    if (is_tensor(kind)) tensors[i] = owned[i].take(stack[i], kind == Kind::kOptionalTensor);
-  }
+  // Take every argument before anything can throw, so that none leaks.
+  OwnedArgument owned[kMaxArguments];
+  for (size_t i = 0; i < arguments.size(); ++i) owned[i].take(stack[i], arguments[i].type);
   Value values[kMaxArguments];
+  IntStorage storage;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (is_tensor(arguments[i].kind)) {
-      values[i].view = view_of(tensors[i], arguments[i].name.c_str());
-    } else {
-      read_scalar(stack[i], arguments[i].kind, &values[i]);
-    }
+    read_argument(owned[i], arguments[i], &storage, &values[i]);
   }
-  run(op, values);
+  Scalar results[kMaxResults];
+  run(op, values, results);
+  const std::vector<Kind>& returns = op.schema.returns;
+  for (size_t i = 0; i < returns.size(); ++i) stack[i] = to_stack(results[i], returns[i]);
 }
 
 // Long enough for any message; a longer one is cut.
 thread_local char message[4096];
 
-bool succeeds(const Op& op, const StackValue* stack) noexcept {
+bool succeeds(const Op& op, StackValue* stack) noexcept {
   try {
     call_boxed(op, stack);
     return true;
@@ -141,37 +181,66 @@ struct BoxedSlot {
 
 constexpr auto kBoxedSlots = make_slots<BoxedSlot>();
 
-void register_all() {
+// What torch said about its last failure, where it can say.
+std::string because() {
+  const auto last_error = torch_shim().last_error;
+  const char* text = last_error == nullptr ? nullptr : last_error();
+  return text == nullptr ? "" : std::string(": ") + text;
+}
+
+void require_registered(TorchError error, const std::string& what) {
+  if (error != 0) throw std::runtime_error("torch could not " + what + because());
+}
+
+// The libraries are never released: the registrations live as long as they do.
+TorchLibrary open_library(const char* torch_namespace, const char* key) {
   const TorchShim& torch = torch_shim();
-  // Never released: the registrations live as long as these.
-  TorchLibrary definitions = nullptr;
-  TorchLibrary kernels = nullptr;
-  require(torch.library_init_fragment(kNamespace, __FILE__, __LINE__, &definitions),
-          "open the library opweave_c");
-  require(torch.library_init_impl(kNamespace, "CPU", __FILE__, __LINE__, &kernels),
-          "open the library opweave_c for CPU");
+  TorchLibrary library = nullptr;
+  const TorchError error =
+      key == nullptr
+          ? torch.library_init_fragment(torch_namespace, __FILE__, __LINE__, &library)
+          : torch.library_init_impl(torch_namespace, key, __FILE__, __LINE__, &library);
+  require_registered(error, std::string("open the namespace ") + torch_namespace);
+  return library;
+}
+
+void define_all(const char* torch_namespace) {
+  const TorchLibrary library = open_library(torch_namespace, nullptr);
+  for (const Op& op : all_ops()) {
+    require_registered(torch_shim().library_def(library, op.schema.text.c_str()),
+                       "define " + op.schema.text);
+  }
+}
+
+void register_for(Device device, const char* torch_namespace) {
+  TorchLibrary library = nullptr;
   const std::vector<Op>& ops = all_ops();
   for (size_t i = 0; i < ops.size(); ++i) {
-    const Schema& schema = ops[i].schema;
-    require(torch.library_def(definitions, schema.text.c_str()), "define an op");
-    require(torch.library_impl(kernels, schema.name.c_str(), kBoxedSlots[i], kBuiltFor),
-            "register a kernel");
+    if (!ops[i].runs_on(device)) continue;
+    if (library == nullptr) library = open_library(torch_namespace, device_name(device));
+    require_registered(torch_shim().library_impl(library, ops[i].schema.name.c_str(),
+                                                 kBoxedSlots[i], kBuiltFor),
+                       "register " + ops[i].schema.name);
   }
+}
+
+std::string open_once(const char* torch_namespace) {
+  std::string reason = bind_torch_shim();
+  if (!reason.empty()) return reason;
+  try {
+    define_all(torch_namespace);
+    register_for(Device::kCpu, torch_namespace);
+    register_for(Device::kCuda, torch_namespace);
+  } catch (const std::exception& e) {
+    return e.what();
+  }
+  return "";
 }
 
 }  // namespace
 
-std::string open_dispatcher_door() {
-  static const std::string problem = [] {
-    std::string reason = bind_torch_shim();
-    if (!reason.empty()) return reason;
-    try {
-      register_all();
-    } catch (const std::exception& e) {
-      return std::string(e.what());
-    }
-    return std::string();
-  }();
+std::string open_dispatcher_door(const char* torch_namespace) {
+  static const std::string problem = open_once(torch_namespace);
   return problem;
 }
 

@@ -8,8 +8,16 @@ namespace opweave::dlpack {
 
 constexpr uint32_t kMajorVersion = 1;
 constexpr int32_t kCpu = 1;
+constexpr int32_t kCuda = 2;
 
-enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kBool = 6 };
+enum TypeCode : uint8_t {
+  kInt = 0,
+  kUInt = 1,
+  kFloat = 2,
+  kBfloat = 4,
+  kBool = 6,
+  kFloat8E4m3fn = 10,
+};
 
 struct Tensor {
   void* data;

@@ -1,11 +1,11 @@
-#include "core/dlpack_door.h"
+#include "dlpack_door.h"
 
 #include <stdexcept>
 #include <string>
 
-#include "core/dlpack.h"
-#include "core/registry.h"
-#include "core/slots.h"
+#include "dlpack.h"
+#include "registry.h"
+#include "slots.h"
 
 namespace opweave {
 namespace {
@@ -33,19 +33,21 @@ std::string type_name(PyObject* object) {
   return text;
 }
 
-bool raise_type(const Op& op, const Argument& argument, PyObject* found) {
-  const char* expected = "a float or an int";
-  switch (argument.kind) {
-    case Kind::kTensor: expected = "exactly a torch.Tensor or torch.nn.Parameter"; break;
-    case Kind::kOptionalTensor:
-      expected = "exactly a torch.Tensor or torch.nn.Parameter, or None";
-      break;
-    case Kind::kInteger: expected = "an int"; break;
-    case Kind::kFlag: expected = "a bool"; break;
-    case Kind::kNumber: break;
+const char* expected_of(Kind kind) {
+  switch (kind) {
+    case Kind::kTensor: return "exactly a torch.Tensor or torch.nn.Parameter";
+    case Kind::kInteger: return "an int";
+    case Kind::kNumber: return "a float or an int";
+    case Kind::kFlag: return "a bool";
+    case Kind::kIntegerList: return "a list or tuple of ints";
   }
+  return "";
+}
+
+bool raise_type(const Op& op, const Argument& argument, PyObject* found) {
   return raise(PyExc_TypeError, op,
-               argument.name + " must be " + expected + ", found " + type_name(found));
+               argument.name + " must be " + expected_of(argument.type.kind) +
+                   (argument.type.optional ? ", or None" : "") + ", found " + type_name(found));
 }
 
 OpweaveDtype dtype_of(const dlpack::Tensor& tensor) {
@@ -66,44 +68,59 @@ OpweaveDtype dtype_of(const dlpack::Tensor& tensor) {
                           : OPWEAVE_OTHER_DTYPE;
     case dlpack::kUInt: return bits == 8 ? OPWEAVE_UINT8 : OPWEAVE_OTHER_DTYPE;
     case dlpack::kBool: return OPWEAVE_BOOL;
+    case dlpack::kFloat8E4m3fn: return OPWEAVE_FLOAT8_E4M3FN;
     default: return OPWEAVE_OTHER_DTYPE;
   }
 }
 
 // torch refuses what it cannot describe as plain memory (a sparse, meta or batched tensor). That is
-// a TypeError here: door A is the way in for those.
+// a TypeError here, as is a device without an implementation: door A is the way in for those.
 bool raise_not_plain(const Op& op, const Argument& argument) {
   PyErr_Clear();
+  const bool on_cuda = op.runs_on(Device::kCuda);
+  const char* memory = !on_cuda ? "CPU" : op.runs_on(Device::kCpu) ? "CPU or CUDA" : "CUDA";
   return raise(PyExc_TypeError, op,
-               argument.name + " must be a plain strided tensor in CPU memory; use torch.ops");
+               argument.name + " must be a plain strided tensor in " + memory +
+                   " memory; use torch.ops");
+}
+
+bool read_device(const Op& op, const dlpack::Tensor& tensor, View* view) {
+  view->device_index = tensor.device_id;  // 0 for a CPU
+  if (tensor.device_type == dlpack::kCpu) {
+    view->device = Device::kCpu;
+    return op.runs_on(Device::kCpu);
+  }
+  view->device = Device::kCuda;
+  return tensor.device_type == dlpack::kCuda && op.runs_on(Device::kCuda);
 }
 
 bool read_tensor(const Op& op, const Argument& argument, PyObject* object, View* view) {
-  view->name = argument.name.c_str();
-  view->present = object != Py_None || argument.kind == Kind::kTensor;
-  if (!view->present) return true;
   PyTypeObject* type = Py_TYPE(object);
   if (type != tensor_type && type != parameter_type) return raise_type(op, argument, object);
   dlpack::Tensor tensor;
   if (exchange->borrow_from_python(object, &tensor) != 0) return raise_not_plain(op, argument);
-  if (tensor.device_type != dlpack::kCpu) return raise_not_plain(op, argument);
+  if (!read_device(op, tensor, view)) return raise_not_plain(op, argument);
+  view->name = argument.name.c_str();
   view->data = static_cast<char*>(tensor.data) + tensor.byte_offset;
   view->sizes = tensor.sizes;
   view->strides = tensor.strides;
   view->rank = tensor.rank;
   view->dtype = dtype_of(tensor);
+  // A tensor of zeros that has no memory (torch makes them for forward derivatives).
+  if (view->data == nullptr && view->element_count() > 0) return raise_not_plain(op, argument);
   return true;
 }
 
+bool is_integer(PyObject* object) { return PyLong_Check(object) && !PyBool_Check(object); }
+
 bool read_integer(const Op& op, const Argument& argument, PyObject* object, int64_t* value) {
-  if (!PyLong_Check(object) || PyBool_Check(object)) return raise_type(op, argument, object);
+  if (!is_integer(object)) return raise_type(op, argument, object);
   *value = PyLong_AsLongLong(object);
   return *value != -1 || PyErr_Occurred() == nullptr;
 }
 
 bool read_number(const Op& op, const Argument& argument, PyObject* object, double* value) {
-  const bool is_number = PyFloat_Check(object) || (PyLong_Check(object) && !PyBool_Check(object));
-  if (!is_number) return raise_type(op, argument, object);
+  if (!PyFloat_Check(object) && !is_integer(object)) return raise_type(op, argument, object);
   *value = PyFloat_AsDouble(object);
   return *value != -1.0 || PyErr_Occurred() == nullptr;
 }
@@ -114,15 +131,63 @@ bool read_flag(const Op& op, const Argument& argument, PyObject* object, bool* v
   return true;
 }
 
-bool read_argument(const Op& op, const Argument& argument, PyObject* object, Value* value) {
-  switch (argument.kind) {
-    case Kind::kTensor:
-    case Kind::kOptionalTensor: return read_tensor(op, argument, object, &value->view);
-    case Kind::kInteger: return read_integer(op, argument, object, &value->integer);
-    case Kind::kNumber: return read_number(op, argument, object, &value->number);
-    case Kind::kFlag: return read_flag(op, argument, object, &value->flag);
+bool read_list(const Op& op, const Argument& argument, PyObject* object, IntStorage* storage,
+               IntList* value) {
+  const bool is_tuple = PyTuple_Check(object);
+  if (!is_tuple && !PyList_Check(object)) return raise_type(op, argument, object);
+  const Py_ssize_t size = is_tuple ? PyTuple_Size(object) : PyList_Size(object);
+  int64_t* integers = storage->allocate(static_cast<size_t>(size));
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* item = is_tuple ? PyTuple_GetItem(object, i) : PyList_GetItem(object, i);
+    if (item == nullptr || !read_integer(op, argument, item, &integers[i])) {
+      // Of the elements only their type can be wrong here; say which one it is.
+      if (item != nullptr && !is_integer(item)) {
+        raise(PyExc_TypeError, op,
+              argument.name + "[" + std::to_string(i) + "] must be an int, found " +
+                  type_name(item));
+      }
+      return false;
+    }
+  }
+  *value = IntList(integers, static_cast<size_t>(size));
+  return true;
+}
+
+bool read_argument(const Op& op, const Argument& argument, PyObject* object, IntStorage* storage,
+                   Value* value) {
+  value->present = !argument.type.optional || object != Py_None;
+  if (!value->present) return true;
+  switch (argument.type.kind) {
+    case Kind::kTensor: return read_tensor(op, argument, object, &value->view);
+    case Kind::kInteger: return read_integer(op, argument, object, &value->scalar.integer);
+    case Kind::kNumber: return read_number(op, argument, object, &value->scalar.number);
+    case Kind::kFlag: return read_flag(op, argument, object, &value->scalar.flag);
+    case Kind::kIntegerList: return read_list(op, argument, object, storage, &value->list);
   }
   return false;
+}
+
+PyObject* to_python(const Scalar& result, Kind kind) {
+  switch (kind) {
+    case Kind::kNumber: return PyFloat_FromDouble(result.number);
+    case Kind::kFlag: return PyBool_FromLong(result.flag);
+    default: return PyLong_FromLongLong(result.integer);
+  }
+}
+
+// None, one number, or a tuple of several, as torch returns them.
+PyObject* to_python(const Scalar* results, const std::vector<Kind>& returns) {
+  if (returns.empty()) Py_RETURN_NONE;
+  if (returns.size() == 1) return to_python(results[0], returns[0]);
+  PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(returns.size()));
+  for (size_t i = 0; tuple != nullptr && i < returns.size(); ++i) {
+    PyObject* item = to_python(results[i], returns[i]);
+    if (item == nullptr || PyTuple_SetItem(tuple, static_cast<Py_ssize_t>(i), item) != 0) {
+      Py_DECREF(tuple);
+      return nullptr;
+    }
+  }
+  return tuple;
 }
 
 class WithoutGil {
@@ -141,7 +206,8 @@ class WithoutGil {
 bool is_large(const Op& op, const Value* values) {
   const std::vector<Argument>& arguments = op.schema.arguments;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].written && values[i].view.element_count() > kReleaseGilElements) return true;
+    const bool is_written = arguments[i].written && values[i].present;
+    if (is_written && values[i].view.element_count() > kReleaseGilElements) return true;
   }
   return false;
 }
@@ -159,17 +225,19 @@ PyObject* call_fast(const Op& op, PyObject* const* objects, Py_ssize_t count) {
     return nullptr;
   }
   Value values[kMaxArguments];
+  IntStorage storage;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (!read_argument(op, arguments[i], objects[i], &values[i])) return nullptr;
+    if (!read_argument(op, arguments[i], objects[i], &storage, &values[i])) return nullptr;
   }
+  Scalar results[kMaxResults];
   try {
     const WithoutGil unlocked(is_large(op, values));
-    run(op, values);
+    run(op, values, results);
   } catch (const std::exception& e) {
     PyErr_SetString(PyExc_RuntimeError, e.what());
     return nullptr;
   }
-  Py_RETURN_NONE;
+  return to_python(results, op.schema.returns);
 }
 
 template <size_t I>

@@ -1,6 +1,6 @@
 // Door B: the ops as functions of the Python module, about six times cheaper to call than through
-// torch's dispatcher. They take exactly torch.Tensor or torch.nn.Parameter on the CPU, positionally,
-// and bypass autograd, dispatch modes and version counters: the caller guarantees that none of them
+// torch's dispatcher. They take exactly torch.Tensor or torch.nn.Parameter, positionally, and
+// bypass autograd, dispatch modes and version counters: the caller guarantees that none of them
 // matters.
 #pragma once
 

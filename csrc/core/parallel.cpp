@@ -1,6 +1,6 @@
-#include "core/parallel.h"
+#include "parallel.h"
 
-#include "core/torch_shim.h"
+#include "torch_shim.h"
 
 namespace opweave {
 namespace {

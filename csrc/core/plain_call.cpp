@@ -1,4 +1,4 @@
-#include "core/plain_call.h"
+#include "plain_call.h"
 
 #include <dlfcn.h>
 

@@ -5,104 +5,78 @@
 //   }
 //
 // where `void scale(const View& out, const View& x, double factor)`. The schema decides what an
-// argument is; a function whose parameters do not match it is an error when the module is loaded.
-//
-//   schema    parameter
-//   Tensor    const View&
-//   Tensor?   const View*   (null for None)
-//   int       int64_t
-//   float     double
-//   bool      bool
+// argument is (see binding.h); a function that does not match it is an error when the module is
+// loaded. A function for CUDA tensors is registered with m.def_cuda and the same schema.
 #pragma once
 
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "core/schema.h"
-#include "core/view.h"
+#include "binding.h"
+#include "schema.h"
+#include "view.h"
 
 namespace opweave {
 
 constexpr size_t kMaxArguments = 16;
+constexpr size_t kMaxResults = 8;
 
-// One argument of a call; which member holds it follows from the schema. Deliberately without
-// initialisers: a call builds kMaxArguments of these on its stack and fills the ones it uses.
-struct Value {
-  View view;
-  union {
-    int64_t integer;
-    double number;
-    bool flag;
-  };
-};
+// An op's function for one kind of device.
+struct Implementation {
+  using Function = void (*)();
+  using Invoke = void (*)(Function, const Value*, Scalar*);
 
-template <class Parameter>
-struct Binding;  // no definition: the parameter type is not one of those listed above
-
-template <>
-struct Binding<const View&> {
-  static constexpr Kind kKind = Kind::kTensor;
-  static const View& get(const Value& value) { return value.view; }
-};
-
-template <>
-struct Binding<const View*> {
-  static constexpr Kind kKind = Kind::kOptionalTensor;
-  static const View* get(const Value& value) { return value.view.present ? &value.view : nullptr; }
-};
-
-template <>
-struct Binding<int64_t> {
-  static constexpr Kind kKind = Kind::kInteger;
-  static int64_t get(const Value& value) { return value.integer; }
-};
-
-template <>
-struct Binding<double> {
-  static constexpr Kind kKind = Kind::kNumber;
-  static double get(const Value& value) { return value.number; }
-};
-
-template <>
-struct Binding<bool> {
-  static constexpr Kind kKind = Kind::kFlag;
-  static bool get(const Value& value) { return value.flag; }
+  Function function = nullptr;
+  Invoke invoke = nullptr;
 };
 
 struct Op {
-  using Function = void (*)();
-  using Invoke = void (*)(Function, const Value*);
-
   Schema schema;
-  Function function;
-  Invoke invoke;
+  Implementation implementations[kDevices];
+
+  const Implementation& on(Device device) const {
+    return implementations[static_cast<int>(device)];
+  }
+  bool runs_on(Device device) const { return on(device).function != nullptr; }
 };
 
 // Run an op on arguments that match its schema: the one entry behind both doors. Throws
 // std::runtime_error with a message that starts with the op's name.
-void run(const Op& op, const Value* values);
+void run(const Op& op, const Value* values, Scalar* results);
 
 class Module {
  public:
-  template <class... Parameters>
-  void def(const char* schema, void (*function)(Parameters...)) {
-    add(schema, {Binding<Parameters>::kKind...}, reinterpret_cast<Op::Function>(function),
-        [](Op::Function erased, const Value* values) {
-          call(reinterpret_cast<void (*)(Parameters...)>(erased), values,
-               std::index_sequence_for<Parameters...>{});
-        });
+  template <class Result, class... Parameters>
+  void def(const char* schema, Result (*function)(Parameters...)) {
+    define(Device::kCpu, schema, function);
+  }
+
+  template <class Result, class... Parameters>
+  void def_cuda(const char* schema, Result (*function)(Parameters...)) {
+    define(Device::kCuda, schema, function);
   }
 
  private:
-  template <class... Parameters, size_t... I>
-  static void call(void (*function)(Parameters...), const Value* values,
-                   std::index_sequence<I...>) {
-    function(Binding<Parameters>::get(values[I])...);
+  struct Signature {
+    std::vector<Type> parameters;
+    std::vector<Kind> returns;
+  };
+
+  template <class Result, class... Parameters>
+  static void define(Device device, const char* schema, Result (*function)(Parameters...)) {
+    using Call = Caller<Result, Parameters...>;
+    Implementation implementation;
+    implementation.function = reinterpret_cast<Implementation::Function>(function);
+    implementation.invoke = [](Implementation::Function erased, const Value* values,
+                               Scalar* results) {
+      Call::call(reinterpret_cast<Result (*)(Parameters...)>(erased), values, results);
+    };
+    add(device, schema, {{Binding<Parameters>::kType...}, Returns<Result>::kinds()},
+        implementation);
   }
 
-  static void add(const char* schema, const std::vector<Kind>& parameters, Op::Function function,
-                  Op::Invoke invoke);
+  static void add(Device device, const char* schema, const Signature& signature,
+                  Implementation implementation);
 };
 
 // Every op of every OPWEAVE_EXTENSION_MODULE; the first call collects them, and may throw

@@ -1,4 +1,4 @@
-#include "core/rows.h"
+#include "rows.h"
 
 namespace opweave {
 

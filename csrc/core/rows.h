@@ -1,8 +1,8 @@
 // Rows: every dimension but the last, merged as far as the strides of all operands allow.
 #pragma once
 
-#include "core/view.h"
-#include "kernels/kernels.h"
+#include "types.h"
+#include "view.h"
 
 namespace opweave {
 

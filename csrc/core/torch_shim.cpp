@@ -1,4 +1,4 @@
-#include "core/torch_shim.h"
+#include "torch_shim.h"
 
 #include <dlfcn.h>
 
@@ -30,6 +30,7 @@ DtypeCode dtype_codes[] = {
     {"aoti_torch_dtype_int64", OPWEAVE_INT64, -1},
     {"aoti_torch_dtype_uint8", OPWEAVE_UINT8, -1},
     {"aoti_torch_dtype_bool", OPWEAVE_BOOL, -1},
+    {"aoti_torch_dtype_float8_e4m3fn", OPWEAVE_FLOAT8_E4M3FN, -1},
 };
 
 // Looks symbols up and remembers the first that is missing.
@@ -67,9 +68,15 @@ void bind_functions(Binder& binder, TorchShim* bound) {
   binder.require("aoti_torch_get_strides", &bound->get_strides);
   binder.require("aoti_torch_get_dtype", &bound->get_dtype);
   binder.require("aoti_torch_get_device_type", &bound->get_device_type);
+  binder.require("aoti_torch_get_device_index", &bound->get_device_index);
   binder.require("aoti_torch_device_type_cpu", &bound->device_type_cpu);
+  binder.require("aoti_torch_device_type_cuda", &bound->device_type_cuda);
+  binder.require("torch_list_size", &bound->list_size);
+  binder.require("torch_list_get_item", &bound->list_get);
+  binder.require("torch_delete_list", &bound->delete_list);
   binder.require("aoti_torch_check", &bound->check);
   binder.require("torch_parallel_for", &bound->parallel_for);
+  binder.find("torch_exception_get_what_without_backtrace", &bound->last_error);
   binder.find("torch_delete_stable_ivalue", &bound->delete_stack_value);
 }
 

@@ -5,15 +5,17 @@
 // them leaves the module loadable without torch ops.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
-#include "kernels/kernels.h"
+#include "types.h"
 
 namespace opweave {
 
 using TorchError = int32_t;  // 0 is success
 using TorchTensor = struct TorchTensorOpaque*;
+using TorchList = struct TorchListOpaque*;
 using TorchLibrary = struct TorchLibraryOpaque*;
 using StackValue = uint64_t;  // one slot of a boxed call
 using BoxedKernel = void (*)(StackValue* stack, uint64_t inputs, uint64_t outputs);
@@ -34,15 +36,21 @@ struct TorchShim {
   TorchError (*get_strides)(TorchTensor tensor, int64_t** result);
   TorchError (*get_dtype)(TorchTensor tensor, int32_t* result);
   TorchError (*get_device_type)(TorchTensor tensor, int32_t* result);
+  TorchError (*get_device_index)(TorchTensor tensor, int32_t* result);
   TorchError (*parallel_for)(int64_t begin, int64_t end, int64_t grain, RangeFunction body,
                              void* context);
   int32_t (*device_type_cpu)();
+  int32_t (*device_type_cuda)();
+  TorchError (*list_size)(TorchList list, size_t* result);
+  TorchError (*list_get)(TorchList list, size_t index, StackValue* result);
+  TorchError (*delete_list)(TorchList list);
 
   // Throws torch's own error, a RuntimeError in Python, unless condition holds.
   void (*check)(bool condition, const char* function, const char* file, uint32_t line,
                 const char* message);
 
   // Since torch 2.13; null before.
+  const char* (*last_error)();
   TorchError (*delete_stack_value)(StackValue* value);
 };
 

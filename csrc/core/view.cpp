@@ -1,4 +1,4 @@
-#include "core/view.h"
+#include "view.h"
 
 namespace opweave {
 
@@ -14,10 +14,13 @@ const char* dtype_name(OpweaveDtype dtype) {
     case OPWEAVE_INT64: return "int64";
     case OPWEAVE_UINT8: return "uint8";
     case OPWEAVE_BOOL: return "bool";
+    case OPWEAVE_FLOAT8_E4M3FN: return "float8_e4m3fn";
     case OPWEAVE_OTHER_DTYPE: break;
   }
   return "a dtype that no native kernel takes";
 }
+
+const char* device_name(Device device) { return device == Device::kCpu ? "CPU" : "CUDA"; }
 
 std::string to_string(const int64_t* values, int count) {
   std::string text = "[";

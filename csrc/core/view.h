@@ -1,12 +1,15 @@
-// A neutral view of a strided CPU tensor, filled by either door.
+// A neutral view of a strided tensor, filled by either door.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
-#include "kernels/kernels.h"
+#include "types.h"
 
 namespace opweave {
+
+enum class Device : uint8_t { kCpu, kCuda };
+constexpr int kDevices = 2;
 
 // Borrowed: sizes, strides (in elements) and data live as long as the call.
 struct View {
@@ -16,7 +19,8 @@ struct View {
   const int64_t* strides;
   int rank;
   OpweaveDtype dtype;
-  bool present;  // false: None was passed for an optional tensor
+  int device_index;
+  Device device;
 
   int64_t element_count() const {
     int64_t count = 1;
@@ -41,12 +45,15 @@ struct View {
 };
 
 inline int64_t View::element_size() const {
-  constexpr uint8_t kSizes[] = {4, 2, 2, 8, 1, 2, 4, 8, 1, 1, 1};  // in the order of OpweaveDtype
+  // In the order of OpweaveDtype.
+  constexpr uint8_t kSizes[] = {4, 2, 2, 8, 1, 2, 4, 8, 1, 1, 1, 1};
   static_assert(sizeof(kSizes) == OPWEAVE_OTHER_DTYPE + 1);
   return kSizes[dtype];
 }
 
 const char* dtype_name(OpweaveDtype dtype);
+
+const char* device_name(Device device);
 
 // "[2, 64]"
 std::string to_string(const int64_t* values, int count);

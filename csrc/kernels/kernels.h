@@ -7,35 +7,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "core/types.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-enum OpweaveDtype {
-  OPWEAVE_FLOAT32,
-  OPWEAVE_BFLOAT16,
-  OPWEAVE_FLOAT16,
-  OPWEAVE_FLOAT64,
-  OPWEAVE_INT8,
-  OPWEAVE_INT16,
-  OPWEAVE_INT32,
-  OPWEAVE_INT64,
-  OPWEAVE_UINT8,
-  OPWEAVE_BOOL,
-  OPWEAVE_OTHER_DTYPE,
-};
-
-#define OPWEAVE_MAX_RANK 8
-#define OPWEAVE_MAX_ROW_OPERANDS 2
-
-// The rows of up to two operands, walked together. Dimension 0 is the innermost; dimensions that
-// all operands can walk with one stride have been merged into one.
-struct OpweaveRows {
-  int64_t count;
-  int32_t rank;
-  int64_t sizes[OPWEAVE_MAX_RANK];
-  int64_t byte_strides[OPWEAVE_MAX_ROW_OPERANDS][OPWEAVE_MAX_RANK];
-};
 
 // out = rms_norm(x): operand 0 of `rows` is out, operand 1 is x. `weight` may be null.
 struct OpweaveRmsNorm {
@@ -61,8 +37,6 @@ struct OpweaveFusedAddRmsNorm {
   enum OpweaveDtype weight_dtype;
 };
 
-typedef void (*OpweaveRangeKernel)(int64_t begin, int64_t end, void* call);
-
 struct OpweaveNormKernels {
   OpweaveRangeKernel rms_norm;            // call: OpweaveRmsNorm*
   OpweaveRangeKernel fused_add_rms_norm;  // call: OpweaveFusedAddRmsNorm*
@@ -72,6 +46,13 @@ struct OpweaveNormKernels {
 struct OpweaveKernels {
   const char* isa;
   const struct OpweaveNormKernels* norm;
+  const struct OpweaveRotaryKernels* rotary;
+  const struct OpweaveQuantKernels* quant;
+  const struct OpweaveActivationKernels* activation;
+  const struct OpweaveFusedQuantKernels* fused_quant;
+  const struct OpweavePagedAttentionKernels* paged_attention;
+  const struct OpweaveLayerNormKernels* layer_norm;
+  const struct OpweaveGatedNormKernels* gated_norm;
 };
 
 // The kernels in use, or null if the instruction set asked for cannot be used.

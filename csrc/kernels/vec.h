@@ -2,7 +2,16 @@
 //
 // Each vec_*.h defines, in an anonymous namespace:
 //   Vec, kLanes           a vector of float32 lanes
-//   splat, add, mul, fma  lane-wise arithmetic, rounded to nearest even
+//   splat, add, sub, mul, div, fma  lane-wise arithmetic, rounded to nearest even
+//   min, max              of two lanes; the second one if either is NaN
+//   negative_abs          -|a|
+//   with_sign             the magnitude of a with the sign of b
+//   less, at_most, select  a < b and a <= b per lane; condition ? a : b per lane
+//   keep                  the lanes of a part, the others zero
+//   reciprocal            1 / a for 1 <= a, within one unit in the last place; 0 for infinity
+//   scale_by_power        a * 2^n for an integral n in [-160, 130], rounded once
+//   bounded_exponent      a, or a bound if scale_by_power needs one: enough to give 0 or infinity
+//   fraction              a less the nearest integer; 0 for bounds and infinities
 //   sum                   the sum over lanes, in a fixed order
 //   Lanes<T>              load, store and round for storage type T
 // A load or store takes Full{} for kLanes elements or Tail{n} for the first n of them; lanes past

@@ -20,10 +20,43 @@ inline float sum(Vec v) {
   return _mm_cvtss_f32(s);
 }
 
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec negative_abs(Vec a) { return _mm256_or_ps(a, splat(-0.0f)); }
+inline Vec with_sign(Vec a, Vec b) {
+  const Vec sign = splat(-0.0f);
+  return _mm256_or_ps(_mm256_andnot_ps(sign, a), _mm256_and_ps(sign, b));
+}
+inline Vec less(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+inline Vec at_most(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
+inline Vec select(Vec condition, Vec a, Vec b) { return _mm256_blendv_ps(b, a, condition); }
+inline Vec reciprocal(Vec a) { return div(splat(1), a); }
+
+// In two steps, because 2^n itself may be no normal number.
+inline Vec scale_by_power(Vec a, Vec n) {
+  const __m256i whole = _mm256_cvtps_epi32(n);
+  const __m256i half = _mm256_srai_epi32(whole, 1);
+  const __m256i bias = _mm256_set1_epi32(127);
+  const auto power = [=](__m256i exponent) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponent, bias), 23));
+  };
+  return mul(mul(a, power(half)), power(_mm256_sub_epi32(whole, half)));
+}
+
+inline Vec bounded_exponent(Vec a) { return min(splat(130), max(splat(-160), a)); }
+inline Vec fraction(Vec a) {
+  return sub(a, _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
 inline __m256i mask_of(Tail tail) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(tail.count)), lane);
 }
+
+inline Vec keep(Vec v, Full) { return v; }
+inline Vec keep(Vec v, Tail tail) { return _mm256_and_ps(v, _mm256_castsi256_ps(mask_of(tail))); }
 
 inline Vec widen(__m128i half, BFloat16) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));

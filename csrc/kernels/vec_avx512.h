@@ -14,7 +14,41 @@ inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }
 
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec negative_abs(Vec a) { return _mm512_or_ps(a, splat(-0.0f)); }
+inline Vec with_sign(Vec a, Vec b) {
+  const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000));
+  // 0xca: sign ? b : a, bit by bit.
+  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(sign, _mm512_castps_si512(b),
+                                                       _mm512_castps_si512(a), 0xca));
+}
+inline __mmask16 less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+inline __mmask16 at_most(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
+inline Vec select(__mmask16 condition, Vec a, Vec b) {
+  return _mm512_mask_blend_ps(condition, b, a);
+}
+
+// Division takes three times as long as an estimate and one step of Newton's method.
+inline Vec reciprocal(Vec a) {
+  const Vec estimate = _mm512_rcp14_ps(a);
+  // For infinity the step is NaN, which min replaces; the estimate, 0, is then the result.
+  const Vec step = min(_mm512_fnmadd_ps(a, estimate, splat(1)), splat(1));
+  return fma(step, estimate, estimate);
+}
+
+inline Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
+inline Vec bounded_exponent(Vec a) { return a; }
+inline Vec fraction(Vec a) {
+  return _mm512_reduce_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
 inline __mmask16 mask_of(Tail tail) { return static_cast<__mmask16>((1u << tail.count) - 1u); }
+
+inline Vec keep(Vec v, Full) { return v; }
+inline Vec keep(Vec v, Tail tail) { return _mm512_maskz_mov_ps(mask_of(tail), v); }
 
 inline Vec widen(__m256i half, BFloat16) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));

@@ -22,6 +22,45 @@ inline Bits splat_bits(uint32_t value) { return Bits{value, value, value, value}
 // Lane-wise condition ? a : b, where condition is all ones or all zeros per lane.
 inline Bits choose(Bits condition, Bits a, Bits b) { return (condition & a) | (~condition & b); }
 
+inline Vec sub(Vec a, Vec b) { return a - b; }
+inline Vec div(Vec a, Vec b) { return a / b; }
+inline Bits less(Vec a, Vec b) { return reinterpret_cast<Bits>(a < b); }
+inline Bits at_most(Vec a, Vec b) { return reinterpret_cast<Bits>(a <= b); }
+inline Vec select(Bits condition, Vec a, Vec b) {
+  return as_float(choose(condition, bits_of(a), bits_of(b)));
+}
+inline Vec min(Vec a, Vec b) { return select(less(a, b), a, b); }
+inline Vec max(Vec a, Vec b) { return select(less(b, a), a, b); }
+inline Vec negative_abs(Vec a) { return as_float(bits_of(a) | splat_bits(0x80000000)); }
+inline Vec with_sign(Vec a, Vec b) {
+  return as_float(choose(splat_bits(0x80000000), bits_of(b), bits_of(a)));
+}
+inline Vec reciprocal(Vec a) { return div(splat(1), a); }
+
+// In two steps, because 2^n itself may be no normal number.
+inline Vec scale_by_power(Vec a, Vec n) {
+  // Adding 1.5 * 2^23 leaves the integer in the low bits; 256 more keep it positive.
+  const Bits whole = bits_of(n + splat(0x1.8p23f)) - splat_bits(0x4b400000 - 256);
+  const Bits half = whole >> 1;
+  const auto power = [](Bits exponent) {
+    return as_float((exponent - splat_bits(128 - 127)) << 23);
+  };
+  return a * power(half) * power(whole - half);
+}
+
+inline Vec bounded_exponent(Vec a) { return min(splat(130), max(splat(-160), a)); }
+inline Vec fraction(Vec a) {
+  const Vec magic = splat(0x1.8p23f);  // adding it rounds to an integer
+  return a - ((a + magic) - magic);
+}
+
+inline Vec keep(Vec v, Full) { return v; }
+inline Vec keep(Vec v, Tail tail) {
+  const Bits count = splat_bits(static_cast<uint32_t>(tail.count));
+  const Bits condition = reinterpret_cast<Bits>(Bits{0, 1, 2, 3} < count);
+  return as_float(condition & bits_of(v));
+}
+
 inline Vec widen(Bits half, BFloat16) { return as_float(half << 16); }
 
 inline Vec widen(Bits half, Float16) {

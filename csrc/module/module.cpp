@@ -1,28 +1,11 @@
 // The Python module opweave._C_ops: the ops, and what opweave.native needs to open their doors.
 #include <Python.h>
 
-#include <iterator>
-#include <stdexcept>
-#include <string>
-#include <vector>
-
-#include "core/dispatcher_door.h"
-#include "core/dlpack_door.h"
 #include "core/plain_call.h"
+#include "core/python_module.h"
 #include "kernels/kernels.h"
 
 namespace {
-
-// _open(Tensor, Parameter) -> (fast door is open, why torch.ops has no ops or None)
-PyObject* open_doors(PyObject*, PyObject* args) {
-  PyObject* tensor = nullptr;
-  PyObject* parameter = nullptr;
-  if (!PyArg_ParseTuple(args, "OO", &tensor, &parameter)) return nullptr;
-  const bool is_fast = opweave::open_dlpack_door(tensor, parameter);
-  const std::string problem = opweave::open_dispatcher_door();
-  return Py_BuildValue("(Oz)", is_fast ? Py_True : Py_False,
-                       problem.empty() ? nullptr : problem.c_str());
-}
 
 PyObject* text_or_none(const char* text) { return Py_BuildValue("z", text); }
 
@@ -65,7 +48,6 @@ PyObject* select_isa(PyObject*, PyObject* args) {
 }
 
 const PyMethodDef kModuleMethods[] = {
-    {"_open", open_doors, METH_VARARGS, nullptr},
     {"_isa", isa, METH_NOARGS, nullptr},
     {"_isa_error", isa_error, METH_NOARGS, nullptr},
     {"_available_isas", available_isas, METH_NOARGS, nullptr},
@@ -76,27 +58,8 @@ const PyMethodDef kModuleMethods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-// Python keeps pointers into this table for as long as the process lives.
-std::vector<PyMethodDef>& method_table() {
-  static std::vector<PyMethodDef> table = [] {
-    std::vector<PyMethodDef> methods = opweave::dlpack_methods();
-    methods.insert(methods.end(), std::begin(kModuleMethods), std::end(kModuleMethods));
-    return methods;
-  }();
-  return table;
-}
-
 }  // namespace
 
 PyMODINIT_FUNC PyInit__C_ops() {
-  static PyModuleDef definition = {
-      PyModuleDef_HEAD_INIT, "_C_ops", "Native ops of opweave.", -1, nullptr, nullptr, nullptr,
-      nullptr,               nullptr};
-  try {
-    definition.m_methods = method_table().data();
-  } catch (const std::exception& e) {
-    PyErr_SetString(PyExc_ImportError, e.what());
-    return nullptr;
-  }
-  return PyModule_Create(&definition);
+  return opweave::create_python_module("_C_ops", "opweave_c", kModuleMethods);
 }

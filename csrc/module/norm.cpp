@@ -1,23 +1,9 @@
 // rms_norm and fused_add_rms_norm: argument checks, then the kernels.
 #include "module/module.h"
+#include "module/row_checks.h"
 
 namespace opweave {
 namespace {
-
-void check_activation(const View& x) {
-  check_dtype(x, {OPWEAVE_FLOAT32, OPWEAVE_BFLOAT16, OPWEAVE_FLOAT16});
-  check_unit_stride(x);
-}
-
-void check_weight(const View& weight, const View& x) {
-  if (weight.dtype != x.dtype) check_dtype(weight, {x.dtype, OPWEAVE_FLOAT32});
-  const int64_t width = x.sizes[x.rank - 1];
-  if (weight.rank != 1 || weight.sizes[0] != width) {
-    throw CheckFailed("weight must be None or have shape [" + std::to_string(width) +
-                      "], the last dimension of " + x.name + ", found " + describe(weight));
-  }
-  check_unit_stride(weight);
-}
 
 // out[..., h] = rms_norm(x)[..., h]; out may be x itself.
 void rms_norm(const View& out, const View& x, const View* weight, double epsilon) {

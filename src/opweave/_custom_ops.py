@@ -17,7 +17,57 @@ from torch import Tensor
 
 from opweave import native
 
-__all__ = ["fused_add_rms_norm", "rms_norm"]
+__all__ = ["advance_step_flashattn", "fused_add_rms_norm", "rms_norm"]
+
+
+def advance_step_flashattn(
+    num_seqs: int,
+    num_queries: int,
+    block_size: int,
+    input_tokens: Tensor,
+    sampled_token_ids: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+) -> None:
+    """Prepare the next decode step of every sequence, in place.
+
+    For each of the first *num_queries* sequences, of length ``p``: its sampled token becomes its
+    input token, ``p`` its position, ``p + 1`` its length, and
+    ``block_tables[i, p // block_size] * block_size + p % block_size`` its slot. Rows from
+    *num_queries* to *num_seqs* are padding: token 0, position 0, slot -1, length unchanged.
+
+    *input_tokens*, *input_positions* and *slot_mapping* are int64 ``[num_seqs]``; *seq_lens* is
+    int32 or int64 ``[num_seqs]``; these four are written, contiguous, and share no memory with
+    another tensor. *sampled_token_ids* is int64 ``[num_queries]`` or ``[num_queries, 1]``;
+    *block_tables* is int32 or int64 ``[num_seqs, blocks]``, contiguous in its last dimension.
+
+    Raises:
+        RuntimeError: An argument is not as described, or a sequence has no block for its position;
+            nothing was changed.
+
+    """
+    arguments = (
+        num_seqs,
+        num_queries,
+        block_size,
+        input_tokens,
+        sampled_token_ids,
+        input_positions,
+        seq_lens,
+        slot_mapping,
+        block_tables,
+    )
+    if not _takes_door_a():
+        fast = _module()
+        if fast is not None:
+            try:
+                fast.advance_step_flashattn(*arguments)
+                return
+            except TypeError:
+                pass
+    torch.ops.opweave_c.advance_step_flashattn(*arguments)
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, epsilon: float) -> None:
@@ -88,7 +138,7 @@ def _module() -> ModuleType | None:
             f"The native ops are not available: {found.reason_missing}. "
             "opweave.ir.ops run without them."
         )
-    return native.load() if found.fast_door else None
+    return native.module() if found.fast_door else None
 
 
 # Dynamo then runs the function while tracing instead of tracing it. This is what

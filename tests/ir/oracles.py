@@ -204,3 +204,25 @@ def varlen_attention(
         k = slice(int(cu_seqlens_k[i]), int(cu_seqlens_k[i + 1]))
         out[q] = _attention(query[q], key[k], value[k], scale, causal, window, soft_cap)
     return (torch.from_numpy(out).to(query.dtype),)
+
+
+def advance_step_flashattn(
+    input_tokens: Tensor,
+    sampled_token_ids: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> Outputs:
+    tokens, positions, lengths, slots = (
+        t.clone() for t in (input_tokens, input_positions, seq_lens, slot_mapping)
+    )
+    for i, length in enumerate(seq_lens.tolist()):
+        if i < len(sampled_token_ids):
+            block, offset = divmod(length, block_size)
+            tokens[i], positions[i], lengths[i] = int(sampled_token_ids[i]), length, length + 1
+            slots[i] = int(block_tables[i, block]) * block_size + offset
+        else:
+            tokens[i], positions[i], slots[i] = 0, 0, -1
+    return tokens, positions, lengths, slots

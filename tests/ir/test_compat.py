@@ -33,6 +33,7 @@ CHECKED = {
     "has_tangent",
     "share_storage",
     "is_taken_in_torch_ops",
+    "parse_schema",
 }
 
 
@@ -196,6 +197,12 @@ def test_is_taken_in_torch_ops() -> None:
     assert isinstance(torch.ops.opweave.name, str)
     assert compat.is_taken_in_torch_ops("__init__")
     assert not compat.is_taken_in_torch_ops("rms_norm")
+
+
+def test_parse_schema() -> None:
+    assert compat.parse_schema("f(Tensor x, float y=1.) -> Tensor").name == "f"
+    with pytest.raises(RuntimeError):
+        compat.parse_schema("f(Tensor x, float y=inf) -> Tensor")
 
 
 def test_nothing_else_in_ir_reads_private_names_of_torch() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ir.helpers import (
     assert_equal,
-    each_op,
-    each_provider,
+    each_float_op,
+    each_float_provider,
     inputs,
     op_of,
     tuple_of,
@@ -37,7 +37,7 @@ BATCHED: dict[str, tuple[int | None, ...]] = {
 }
 
 
-@each_op
+@each_float_op
 def test_vmap_gives_the_right_values_or_says_why_not(name: str) -> None:
     op = op_of(name)
     batch = [inputs(op) for _ in range(3)]
@@ -77,7 +77,7 @@ def loss(op: Callable[..., Any], values: tuple[Any, ...], weights: list[Tensor])
     return torch.stack([(r * w).sum() for r, w in zip(results, weights, strict=True)]).sum()
 
 
-@each_provider
+@each_float_provider
 @pytest.mark.parametrize("how", ["autograd", "func.grad", "torch op"])
 def test_gradients_are_natives_whatever_the_priority(name: str, provider: str, how: str) -> None:
     op = op_of(name)
@@ -97,7 +97,7 @@ def test_gradients_are_natives_whatever_the_priority(name: str, provider: str, h
         torch.testing.assert_close(a, b)
 
 
-@each_op
+@each_float_op
 def test_gradcheck(name: str) -> None:
     op = op_of(name)
     small: dict[str, Any] = {"num_tokens": 2, "dtype": torch.float64}
@@ -132,7 +132,7 @@ def test_second_derivatives() -> None:
 
 
 @pytest.mark.parametrize("how", ["func.jvp", "forward_ad", "torch op"])
-@each_provider
+@each_float_provider
 def test_forward_derivatives_are_right_or_refused(name: str, provider: str, how: str) -> None:
     op = op_of(name)
     if name == "embedding":

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 from opweave import native
+from opweave.native import NativeModule
+
+from . import kit_module
 
 ISAS = native.status().isa_levels or ("missing",)
 
 
 @pytest.fixture(scope="session")
 def module() -> ModuleType:
-    found = native.load()
+    found = native.module()
     if found is None and os.environ.get("OPWEAVE_EXPECT_NATIVE") == "0":
         pytest.skip(f"OPWEAVE_EXPECT_NATIVE=0 and {native.status().reason_missing}")
     assert found is not None, native.status().reason_missing
@@ -39,3 +43,19 @@ def isa(request: pytest.FixtureRequest, module: ModuleType) -> Iterator[str]:
 def _inference() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+@pytest.fixture(scope="session")
+def native_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder for the modules that the tests build, empty at first."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPWEAVE_CACHE_DIR", str(folder))
+        patch.setenv("CXX", kit_module.logging_compiler(tmp_path_factory.mktemp("compiler")))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def kit(native_cache: Path) -> NativeModule:
+    """The module with every kind of argument."""
+    return kit_module.load()

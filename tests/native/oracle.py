@@ -26,9 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     if x.numel() == 0:
         return out
-    for row, target in zip(
-        x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1]), strict=True
-    ):
+    for row, target in zip(x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1]), strict=True):
         values = [float(v) for v in row]
         scale = 1.0 / math.sqrt(sum(v * v for v in values) / len(values) + epsilon)
         normalised = torch.tensor([v * scale for v in values], dtype=torch.float64).float()

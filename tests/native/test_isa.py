@@ -15,7 +15,7 @@ PROBE = """
 import torch
 from opweave import native
 status = native.status()
-print(status.available, status.isa, status.reason_missing, native.load() is None, sep="|")
+print(status.available, status.isa, status.reason_missing, native.module() is None, sep="|")
 if status.path:
     from opweave import _C_ops
     try:
@@ -69,7 +69,7 @@ def test_missing_module_is_a_reason_not_an_error() -> None:
         "import sys; sys.modules['opweave._C_ops'] = None\n"
         "from opweave import native, _custom_ops\n"
         "import torch\n"
-        "assert native.load() is None and not native.available()\n"
+        "assert native.module() is None and not native.available()\n"
         "assert 'opweave._C_ops' in native.status().reason_missing\n"
         "try: _custom_ops.rms_norm(torch.ones(1), torch.ones(1), None, 1e-6)\n"
         "except RuntimeError as error: assert 'not available' in str(error)\n"

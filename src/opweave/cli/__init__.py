@@ -1,4 +1,4 @@
-"""The command line: ``opweave generate | ops | doctor``."""
+"""The command line: ``opweave generate | ops | doctor | native``."""
 
 from opweave.cli.app import main
 

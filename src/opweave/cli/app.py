@@ -12,8 +12,9 @@ from opweave import __version__
 from opweave.cli.doctor import doctor
 from opweave.cli.errors import CliError
 from opweave.cli.generate import generate
+from opweave.cli.native import native
 from opweave.cli.ops import ops
-from opweave.cli.output import fail
+from opweave.cli.output import fail, open_streams
 from opweave.ir.errors import OpweaveError
 
 app = App(
@@ -24,12 +25,15 @@ app = App(
 )
 for _command in (generate, ops, doctor):
     app.command(_command)
+app.command(native)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 0, 1 (problem found), 2 (bad input) or 130 (interrupted)."""
     try:
+        open_streams()
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
     except CycloptsError as error:
         fail(f"{error} Try: opweave --help")
     except (CliError, OpweaveError) as error:
@@ -37,6 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         sys.exit(0)
+    except OSError as error:
+        if error.filename is not None:
+            raise  # not about our output
+        _discard_output()
+        fail(f"Cannot write the output: {error.strerror}.")
     sys.exit(code or 0)
+
+
+def _discard_output() -> None:
+    """Keep Python from complaining, when it exits, about output that cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

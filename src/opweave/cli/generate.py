@@ -15,7 +15,7 @@ from rich.table import Table
 
 from opweave import ir
 from opweave.cli.errors import CliError
-from opweave.cli.output import err, out, print_json
+from opweave.cli.output import err, out, print_json, print_text
 from opweave.cli.priorities import PriorityOption, apply_priorities
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def generate(
         print_json(_to_json(model, outputs, record))
         return
     for output in outputs:
-        out.print(f"[bold]{escape(output.prompt or '')}[/]{escape(output.outputs[0].text)}\n")
+        print_text(f"{output.prompt}{output.outputs[0].text}\n")
     if explain:
         out.print(_selection_table(record))
 
@@ -113,8 +113,12 @@ class _progress:  # noqa: N801 (used as a function)
 
 
 def _prompts(given: list[str] | None, file: str | None) -> list[str]:
-    if (given is None) == (file is None):
-        raise CliError("Give --prompt TEXT or --prompt-file FILE (- for standard input), not both.")
+    if given is None and file is None:
+        raise CliError(
+            "Give a prompt: --prompt TEXT, or --prompt-file FILE (- for standard input)."
+        )
+    if given is not None and file is not None:
+        raise CliError("Give --prompt or --prompt-file, not both.")
     if given is not None:
         for text in given:
             _check_utf8(text)
@@ -124,6 +128,8 @@ def _prompts(given: list[str] | None, file: str | None) -> list[str]:
 
 def _read(file: str) -> str:
     name = "standard input" if file == "-" else file
+    if file == "-" and sys.stdin is None:
+        raise CliError("Cannot read the prompt from standard input: it is closed.")
     try:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         return content.decode("utf-8").rstrip("\n")

@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+_WIDE = 240  # for files and pipes, where nothing should be folded
+
+
+def _console(*, stderr: bool = False) -> Console:
+    console = Console(stderr=stderr, highlight=False, soft_wrap=True, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDE
+    return console
+
+
+out, err = _console(), _console(stderr=True)
+
+
+def open_streams() -> None:
+    """Make the standard streams fit to be written to, whatever the caller has left of them."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open until exit)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # what cannot be encoded is shown escaped
+            stream.reconfigure(errors="backslashreplace")
+
+
+def print_text(text: str) -> None:
+    """Write *text* to stdout as it is."""
+    sys.stdout.write(f"{text}\n")
 
 
 def print_json(value: Any) -> None:
     """Write *value* to stdout as one JSON document."""
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
-    sys.stdout.write("\n")
+    print_text(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def fail(message: str) -> NoReturn:

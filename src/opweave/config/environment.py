@@ -42,6 +42,12 @@ VARIABLES = (
         "Admit only implementations whose rows do not depend on the rest of the batch.",
     ),
     Variable(
+        "OPWEAVE_CACHE_DIR",
+        "path",
+        "~/.cache/opweave",
+        "Where native modules are kept that are built on the fly, or by `opweave native build`.",
+    ),
+    Variable(
         "OPWEAVE_CHECK_DONATION",
         "bool",
         "0",

@@ -45,7 +45,8 @@ def find(start: Path | None = None) -> FileSettings:
     if explicit:
         path = Path(explicit)
         if not path.is_file():
-            raise SettingError(f"OPWEAVE_CONFIG: there is no file {explicit!r}.")
+            found = "a directory" if path.is_dir() else "no file"
+            raise SettingError(f"OPWEAVE_CONFIG={explicit!r} should name a file; found {found}.")
         return _settings(_table(path, named=True), path)
     start = start or Path.cwd()
     for folder in (start, *start.parents):
@@ -94,4 +95,5 @@ def _settings(table: Any, path: Path) -> FileSettings:
                 f"{path}: ir_op_priority.{op} = {providers!r} should be a list of providers, such "
                 "as ['opweave_c', 'native']."
             )
-    return FileSettings(path, **table)
+    lists = {op.replace("-", "_"): v for op, v in table.get("ir_op_priority", {}).items()}
+    return FileSettings(path, **{**table, "ir_op_priority": lists})

@@ -35,7 +35,8 @@ class LLM:
 
     Args:
         model: the directory of a checkpoint.
-        dtype: ``"auto"`` for the checkpoint's, or ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        dtype: ``"auto"`` for the checkpoint's, or ``"float32"``, ``"bfloat16"`` or ``"float16"``,
+            or the ``torch.dtype`` of that name.
         seed: seeds the sampling of requests that bring no seed of their own.
         ir_op_priority: which kernels to prefer, by op; holds for this object's forwards only.
         config: the same settings, and more, in one object.
@@ -56,14 +57,16 @@ class LLM:
         self,
         model: str | Path,
         *,
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         seed: int = 0,
         ir_op_priority: PriorityLists | None = None,
         config: EngineConfig | None = None,
         progress: Progress | None = None,
     ) -> None:
-        given = config or EngineConfig()
-        dtype = check_dtype(_once("dtype", dtype, given.dtype, default="auto"))
+        given = EngineConfig() if config is None else config
+        if not isinstance(given, EngineConfig):
+            raise InvalidArgumentError(f"config={config!r} is no EngineConfig.")
+        dtype = check_dtype(_once("dtype", check_dtype(dtype), given.dtype, default="auto"))
         seed = _check_seed(_once("seed", seed, given.seed, default=0))
         self._priorities = engine_priorities(ir_op_priority, given)
         self.tokenizer = Tokenizer(Checkpoint(model))

@@ -25,7 +25,7 @@ _SHOWN = 10  # names of each kind in an error
 
 
 def load_model(
-    path: str | Path, *, dtype: str = "auto", progress: Progress | None = None
+    path: str | Path, *, dtype: str | torch.dtype = "auto", progress: Progress | None = None
 ) -> LlamaForCausalLM:
     """Build the model that directory *path* holds, and load its weights.
 
@@ -40,7 +40,7 @@ def load_model(
         InvalidArgumentError: *dtype* is something else.
         ModelError: the configuration is invalid or not supported.
     """
-    check_dtype(dtype)
+    dtype = check_dtype(dtype)
     checkpoint = Checkpoint(path)
     config = LlamaConfig.from_hf(checkpoint.config())
     with ExitStack() as stack:
@@ -49,6 +49,7 @@ def load_model(
         # Older checkpoints also hold the rotary frequencies, which follow from the configuration.
         found = {n: entry for n, entry in found.items() if not n.endswith("rotary_emb.inv_freq")}
         resolved = _resolve(dtype, config, files)
+        _check_depth(config, len(found))
         # Shapes are compared before memory is allocated: wrong sizes may ask for any amount of it.
         planned = checkpoint_tensors(LlamaForCausalLM(config, dtype=resolved, device="meta"))
         _check(config, planned, {name: shape for name, (_, shape) in found.items()})
@@ -57,8 +58,19 @@ def load_model(
     return model.eval()
 
 
-def check_dtype(dtype: str) -> str:
-    """Return *dtype* if it is one that models can be loaded in (else InvalidArgumentError)."""
+def _check_depth(config: LlamaConfig, num_tensors: int) -> None:
+    """Refuse more layers than there are tensors, before they are built one by one."""
+    if config.num_hidden_layers > num_tensors:
+        raise CheckpointError(
+            f"config.json says num_hidden_layers={config.num_hidden_layers}, but the checkpoint "
+            f"has {num_tensors} tensors."
+        )
+
+
+def check_dtype(dtype: str | torch.dtype) -> str:
+    """Return the name of *dtype* if models can be loaded in it (else InvalidArgumentError)."""
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidArgumentError(
             f"dtype={dtype!r} is not supported. Supported: auto, {', '.join(DTYPES)}."

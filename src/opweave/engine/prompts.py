@@ -62,10 +62,12 @@ def as_list(prompts: object) -> list[Prompt]:
     Raises:
         PromptError: it is something else than strings and token ids.
     """
-    if isinstance(prompts, str) or (prompts and _are_ids(prompts)):
-        prompts = [prompts]
+    if isinstance(prompts, str):
+        return [prompts]
     if not isinstance(prompts, list | tuple):
         raise PromptError(f"Prompts must be {_KINDS}, not {type(prompts).__name__}.")
+    if prompts and _are_ids(prompts):
+        prompts = [prompts]
     for prompt in prompts:
         if not isinstance(prompt, str) and not _are_ids(prompt):
             raise PromptError(f"A prompt is {prompt!r}; prompts must be {_KINDS}.")

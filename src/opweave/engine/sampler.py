@@ -35,7 +35,7 @@ def sample(logits: Tensor, requests: Sequence[SamplingRequest]) -> list[int]:
     if not bool(logits.gather(-1, best).isfinite().all()):  # a NaN counts as the maximum
         raise NonFiniteLogitsError(
             "The model's scores are not finite. Try dtype='float32'; if it persists, a weight or a "
-            "kernel is wrong: 'opweave verify' finds kernels that are."
+            "kernel is wrong; opweave generate --explain shows which kernels ran."
         )
     tokens: list[int] = best.flatten().tolist()
     # Ranking a vocabulary is slow, and the order decides which token a random number means: a

@@ -120,7 +120,9 @@ class Generator:
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         module: dict[str, Any] = {"__name__": __name__}
         exec(compile(source, filename, "exec"), module)
-        return "\n".join(lines), module["make"](**self.namespace)
+        function = module["make"](**self.namespace)
+        function.__qualname__ = name  # what Python says of a missing argument
+        return "\n".join(lines), function
 
     def bind(self, value: object, name: str = "") -> str:
         """Give *value* a name in the generated code."""

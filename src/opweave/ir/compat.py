@@ -64,6 +64,10 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 share_storage: Callable[[torch.Tensor, torch.Tensor], bool] = cast("Any", torch._C)._is_alias_of
 
 
+# Reads a schema; raises RuntimeError if torch cannot.
+parse_schema: Callable[[str], object] = torch._C.parse_schema
+
+
 def is_taken_in_torch_ops(name: str) -> bool:
     """Whether ``torch.ops.<namespace>.<name>`` means something else than an op."""
     return name == "name" or hasattr(torch._ops._OpNamespace, name)

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 from opweave.ir import compat
 from opweave.ir.codegen import PLAIN_TYPES, Function, Generator, Kind, functional
 from opweave.ir.donation import overlapping, poison_unused
 from opweave.ir.priority import Entries
+from opweave.ir.schema import check_types
 from opweave.ir.scope import Scope, current_scope, entered
 from opweave.ir.selection import (
     Candidate,
@@ -76,7 +79,10 @@ class Path:
         self.prepared = True
 
     def _install(self, found: list[Candidate] | None) -> None:
-        self.source, self.function = Generator(self, found, in_scope=False).compile()
+        if found is None:
+            self.source, self.function = "", _unprepared(self)
+        else:
+            self.source, self.function = Generator(self, found, in_scope=False).compile()
         if self.callee is not None:
             setattr(type(self.callee), "__call__", self.function)  # noqa: B010 (not to be typed)
 
@@ -104,9 +110,11 @@ class Path:
         """Run a call that the fast path does not cover, or cover yet."""
         if self.op.ensure_prepared(self):
             return self.function(self.op, *args, **kwargs)
-        if self.kind is not Kind.KERNEL and _needs_dispatcher(self.op.bind(*args, **kwargs)):
+        values = self.op.bind(*args, **kwargs)
+        if self.kind is not Kind.KERNEL and _needs_dispatcher(values):
             return self.torch_op(*args, **kwargs)
-        return self._execute(self.op.bind(*args, **kwargs))
+        check_types(self.op, values)
+        return self._execute(values)
 
     @property
     def torch_op(self) -> Function:
@@ -132,6 +140,18 @@ class Path:
         return result
 
 
+def _unprepared(path: Path) -> Function:
+    """Return what a path runs until it is first used: generating code for each op takes time."""
+    torch_op = path.torch_op
+
+    def call(_callee: object, *args: Any, **kwargs: Any) -> Any:
+        if compat.is_dynamo_compiling():
+            return torch_op(*args, **kwargs)
+        return path.slow(*args, **kwargs)
+
+    return call
+
+
 def _needs_dispatcher(values: tuple[Any, ...]) -> bool:
     """Whether only the torch dispatcher can run the call: modes, tracers, subclasses, functorch."""
     return (
@@ -140,5 +160,9 @@ def _needs_dispatcher(values: tuple[Any, ...]) -> bool:
         or compat.functorch_interpreter() is not None
         or compat.jit_tracing_state() is not None
         or any(type(t) not in PLAIN_TYPES for t in tensors_in(values))
-        or not tensors_in(values)  # proxies, or a mistake that the torch op reports
+        or any(hasattr(type(v), "__torch_function__") and not _is_tensor(v) for v in values)
     )
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -28,6 +28,10 @@ class InvalidOpError(IrError, TypeError):
     """A function cannot be an op: its signature, return type or options do not fit."""
 
 
+class InvalidArgumentError(IrError, TypeError):
+    """An op is called with something that is not a tensor where it takes one."""
+
+
 class DuplicateOpError(IrError, ValueError):
     """An op of that name is declared already in this registry."""
 

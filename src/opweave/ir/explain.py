@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from opweave.ir.errors import InvalidOpError
+from opweave.ir.priority import Entries
 from opweave.ir.selection import Selection, needs_gradient, policy_for, select
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
+    from opweave.ir.overloads import CallSite
 
 
 @dataclass(frozen=True)
@@ -64,17 +67,33 @@ class Explanation:
         }
 
 
-def explain(op: IrOp, *args: Any, **kwargs: Any) -> Explanation:
-    """Explain which implementation a call of *op* with these arguments would run here, and why.
+def explain(callee: IrOp | CallSite, /, *args: Any, **kwargs: Any) -> Explanation:
+    """Explain which implementation a call with these arguments would run here, and why.
 
-    Nothing is run. Takes the arguments of the op itself, real or fake tensors.
+    Nothing is run. Takes an op, or an op with providers named (``op.using("triton")``), and the
+    arguments of the call, real or fake tensors.
 
     Raises:
-        Whatever the call itself would raise while choosing.
+        InvalidOpError: *callee* is neither.
+        IrError: whatever the call itself would raise while choosing.
     """
+    op, entries = _op_and_entries(callee)
     values = op.bind(*args, **kwargs)
-    policy = policy_for(op, differentiable=needs_gradient(values))
+    policy = policy_for(op, entries, differentiable=needs_gradient(values))
     return explained(select(op, values, policy), values)
+
+
+def _op_and_entries(callee: object) -> tuple[IrOp, Entries]:
+    from opweave.ir.op import IrOp
+    from opweave.ir.overloads import CallSite
+
+    if isinstance(callee, CallSite):
+        return callee.op, callee.entries
+    if isinstance(callee, IrOp):
+        return callee, ()
+    raise InvalidOpError(
+        f"explain takes an op, such as ir.ops.rms_norm, and its arguments; found {callee!r}."
+    )
 
 
 def explained(selection: Selection, values: tuple[Any, ...]) -> Explanation:
@@ -105,7 +124,8 @@ def _show(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         shape = ", ".join(map(str, value.shape))
         dtype = str(value.dtype).removeprefix("torch.")
-        strided = "" if value.is_contiguous() else f" strides {tuple(value.stride())}"
+        plain = value.layout is not torch.strided or value.is_contiguous()
+        strided = "" if plain else f" strides {tuple(value.stride())}"
         return f"{dtype}[{shape}]{strided} {value.device}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_show, value))}]"

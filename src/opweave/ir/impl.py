@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from opweave.ir.errors import PredicateFailedError, PredicateSignatureError, SchemaMismatchError
 from opweave.ir.rule import Custom, Rule, evaluator
 from opweave.ir.schema import check_same
@@ -79,6 +82,9 @@ class IrOpImpl:
             if self._accepts(*args, **kwargs):
                 return None
         except Exception as error:
+            odd = [t for t in values if isinstance(t, Tensor) and t.layout is not torch.strided]
+            if odd and isinstance(self.supports_args, Rule):
+                return f"a tensor has the layout {odd[0].layout} (supports strided)"
             raise PredicateFailedError(
                 f"{self.op.name}: the predicate of provider {self.provider!r} ({self.site}) "
                 f"raised {type(error).__name__}: {error}. A predicate must answer True or False "

@@ -59,6 +59,10 @@ class IrOp(Callee):
         composite: bool = False,
         native_traits: Iterable[str] = (),
     ) -> None:
+        if not inspect.isfunction(native):
+            raise InvalidOpError(
+                f"an op is declared with a plain Python function (def), not with {native!r}."
+            )
         self.name = check_op_name(native.__name__ if name is None else name)
         self.native, self.registry = native, registry
         self.schema = Schema.of(native, self.name)
@@ -67,7 +71,7 @@ class IrOp(Callee):
         self.site = caller_site()
         self.fake: Function = native
         self._check_inplace()
-        self._binder: Function = _binder(self.schema)
+        self._binder: Function = _binder(self.schema, self.name)
         self._impls: dict[str, IrOpImpl] = {}
         self._tolerances = dict(tolerance.DEFAULT_TOLERANCES)
         self._input_generator: Callable[..., tuple[Any, ...]] | None = None
@@ -113,6 +117,7 @@ class IrOp(Callee):
         supports_args: Predicate | None = None,
         inplace: bool = False,
         traits: Iterable[str] = (),
+        override: bool = False,
     ) -> Callable[[Function], Function]:
         """Register the decorated function as an implementation of this op.
 
@@ -124,6 +129,8 @@ class IrOp(Callee):
                 function with the op's parameters that returns bool. None: all of them.
             inplace: it may write its outputs into the op's activations, and return them.
             traits: what it promises, see :mod:`opweave.ir.traits`.
+            override: replace an earlier implementation from the same provider, as when a notebook
+                cell runs again.
 
         Raises:
             InvalidNameError: the provider's name is ill-formed or reserved.
@@ -150,6 +157,7 @@ class IrOp(Callee):
                 supports_args=supports_args,
                 inplace=inplace,
                 traits=traits,
+                override=override,
             )
             self.reset()
             return function
@@ -166,17 +174,21 @@ class IrOp(Callee):
         supports_args: Predicate | None = None,
         inplace: bool = False,
         traits: Iterable[str] = (),
+        override: bool = False,
     ) -> None:
-        if provider in self._impls:
+        if not isinstance(supported, bool):
+            raise InvalidOpError(f"{self.name}: supported={supported!r} is neither True nor False.")
+        if provider in self._impls and not override:
             raise DuplicateImplError(
                 f"{self.name}: provider {provider!r} is registered already, at "
-                f"{self._impls[provider].site}; this is {caller_site()}. Use another provider name."
+                f"{self._impls[provider].site}; this is {caller_site()}. Use another "
+                "provider name, or override=True."
             )
         self._impls[provider] = IrOpImpl(
             self,
             provider,
             function,
-            bool(supported),
+            supported,
             unsupported_reason,
             supports_args,
             inplace,
@@ -233,9 +245,9 @@ class IrOp(Callee):
         """
         if compat.is_dynamo_compiling():
             return TracedCallSite(self, ",".join(providers))  # type: ignore[return-value]
+        entries = parse(providers, f"call site .using({', '.join(map(str, providers))})")
         found = self._call_sites.get(providers)
         if found is None:
-            entries = parse(providers, f"call site .using({', '.join(map(str, providers))})")
             self.check_providers(entries)
             found = self._call_sites.setdefault(providers, CallSite(self, entries))
         return found
@@ -252,8 +264,13 @@ class IrOp(Callee):
 
     def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
         """Return the implementation that a call with these arguments would run."""
+        return self.dispatch_at((), *args, **kwargs)
+
+    def dispatch_at(self, entries: Entries, *args: Any, **kwargs: Any) -> IrOpImpl:
+        """The same for a call site that prefers *entries*."""
         values = self.bind(*args, **kwargs)
-        return select(self, values, policy_for(self, differentiable=needs_gradient(values))).impl
+        policy = policy_for(self, entries, differentiable=needs_gradient(values))
+        return select(self, values, policy).impl
 
     def bind(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Return one value per parameter, defaults filled in (TypeError as for any function)."""
@@ -372,7 +389,8 @@ def _activations(schema: Schema, op_name: str, names: Sequence[str] | None) -> t
     return tuple(name for name in tensors if name in names)
 
 
-def _binder(schema: Schema) -> Function:
+def _binder(schema: Schema, name: str) -> Function:
     names = "".join(f"{name}, " for name in schema.names)
     function: Function = eval(f"lambda {schema.declaration}: ({names})", dict(schema.defaults))
+    function.__qualname__ = name  # what Python says of a missing argument
     return function

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 from opweave.ir.codegen import Kind
 from opweave.ir.dispatch import Callee, Path
 from opweave.ir.priority import Entries
+from opweave.ir.selection import policy_for
 
 if TYPE_CHECKING:
+    from opweave.ir.impl import IrOpImpl
     from opweave.ir.op import IrOp
 
 
@@ -36,17 +38,30 @@ class CallSite(Callee):
     maybe_inplace: IrOpInplaceOverload  # where the op has it
 
     def __init__(self, op: IrOp, entries: Entries) -> None:
-        self._op, self._entries = op, entries
+        self.op, self.entries = op, entries
         self.paths = [Path(op, Kind.CALL, entries, callee=self)]
         if op.allow_inplace:
             self.maybe_inplace = IrOpInplaceOverload(op, entries)
             self.paths.append(self.maybe_inplace.path)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _call_site, (self._op, *map(str, self._entries))
+    def __repr__(self) -> str:
+        return f"<{self.op.name}.using({', '.join(repr(str(e)) for e in self.entries)})>"
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._op, name)  # everything else is the op's
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _call_site, (self.op, *map(str, self.entries))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "maybe_inplace":
+            return getattr(self.op, name)  # which raises
+        raise AttributeError(f"{self!r} has no {name!r}; its op, {self.op.name}.op, may have.")
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
+        """Return the implementation that a call with these arguments would run."""
+        return self.op.dispatch_at(self.entries, *args, **kwargs)
+
+    def get_priority(self) -> list[str]:
+        """Return the providers in the order that holds here and now, this call site's first."""
+        return [str(entry) for entry in policy_for(self.op, self.entries).priority]
 
 
 def _call_site(op: IrOp, *providers: str) -> CallSite:

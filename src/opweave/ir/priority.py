@@ -59,6 +59,11 @@ def parse(providers: str | Iterable[str], origin: str) -> Entries:
     Raises:
         SettingError: the list is empty, or holds something that is no name.
     """
+    if not isinstance(providers, Iterable):
+        raise SettingError(
+            f"{origin}: {providers!r} is no list of providers. Write one, such as "
+            "['opweave_c', 'native']."
+        )
     names = providers.split(",") if isinstance(providers, str) else list(providers)
     entries = tuple(_entry(name, origin) for name in names)
     if not entries:

@@ -59,7 +59,7 @@ class Registry:
             UnknownOpError: there is none.
         """
         try:
-            return self._ops[name]
+            return self._ops[str(name)]
         except KeyError:
             raise UnknownOpError(f"unknown op {name!r}. {did_you_mean(name, self._ops)}") from None
 
@@ -74,7 +74,8 @@ class Registry:
                 raise DuplicateOpError(
                     f"op {op.name!r} is declared already, at {self._ops[op.name].site}; this is "
                     f"{op.site}. Choose another name, or register an implementation of the "
-                    f"existing op with @ir.ops.{op.name}.register_impl."
+                    f"existing op with @ir.ops.{op.name}.register_impl. (torch cannot define an "
+                    "op twice: in a notebook, restart, or use ir.isolated_registry().)"
                 )
             op.define()
             self._ops[op.name] = op

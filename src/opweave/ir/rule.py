@@ -20,9 +20,11 @@ class Rule(ABC):
     """Whether an implementation supports given arguments, and if not, why."""
 
     def __and__(self, other: Rule) -> Rule:
+        _check_rule(other)
         return All((*_parts(self, All), *_parts(other, All)))
 
     def __or__(self, other: Rule) -> Rule:
+        _check_rule(other)
         return Either((*_parts(self, Either), *_parts(other, Either)))
 
     @abstractmethod
@@ -219,6 +221,14 @@ def holds(rule: Rule, schema: Schema, arguments: Mapping[str, Any]) -> bool:
 def plain(value: object) -> str:
     """Show a dtype or shape without torch's decoration."""
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
+
+
+def _check_rule(other: object) -> None:
+    if not isinstance(other, Rule):
+        raise PredicateSignatureError(
+            f"a rule combines with rules only, not with {other!r}; wrap a function in "
+            "rules.custom(function, why)."
+        )
 
 
 def _check_names(names: tuple[str, ...], schema: Schema, *, tensors: bool) -> None:

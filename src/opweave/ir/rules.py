@@ -22,7 +22,7 @@ from opweave.ir.rule import Custom, LastDimRule, PairRule, Rule, TensorRule, Val
 
 def dtype(name: str, *dtypes: torch.dtype) -> Rule:
     """Parameter *name* has one of *dtypes*."""
-    _check_given(dtypes, "dtype")
+    _check_given(dtypes, "dtype", torch.dtype)
     wanted = ", ".join(plain(d) for d in dtypes)
     test = " or ".join(f"{{t}}.dtype is {{{i}}}" for i in range(len(dtypes)))
     return TensorRule(
@@ -46,18 +46,19 @@ def same_device(*names: str) -> Rule:
 
 
 def cpu(*names: str) -> Rule:
-    """The tensors are in host memory."""
-    return TensorRule(names, "{t}.is_cpu", _on_device("cpu"))
+    """The tensors are in host memory, and their memory holds their values (no lazy negation)."""
+    return TensorRule(names, "({t}.is_cpu and not {t}.is_neg())", _in_memory("cpu"))
 
 
 def cuda(*names: str) -> Rule:
-    """The tensors are on a CUDA or ROCm device."""
-    return TensorRule(names, "{t}.is_cuda", _on_device("cuda"))
+    """The tensors are in the memory of a CUDA or ROCm device, which holds their values."""
+    return TensorRule(names, "({t}.is_cuda and not {t}.is_neg())", _in_memory("cuda"))
 
 
 def device(kind: str, *names: str) -> Rule:
-    """The tensors are on a device of the type *kind*, such as ``"xpu"``."""
-    return TensorRule(names, "{t}.device.type == {0}", _on_device(kind), (kind,))
+    """The tensors are in the memory of a device of the type *kind*, such as ``"xpu"``."""
+    test = "({t}.device.type == {0} and not {t}.is_neg())"
+    return TensorRule(names, test, _in_memory(kind), (kind,))
 
 
 def contiguous(*names: str) -> Rule:
@@ -73,7 +74,7 @@ def unit_stride(*names: str) -> Rule:
 
 def ndim(name: str, *counts: int) -> Rule:
     """Parameter *name* has one of these numbers of dimensions."""
-    _check_given(counts, "ndim")
+    _check_given(counts, "ndim", int)
     wanted = " or ".join(map(str, counts))
     return TensorRule(
         (name,),
@@ -85,6 +86,10 @@ def ndim(name: str, *counts: int) -> Rule:
 
 def last_dim_multiple_of(name: str, factor: int) -> Rule:
     """The size of the last dimension is a multiple of *factor*."""
+    if not isinstance(factor, int) or factor < 1:
+        raise PredicateSignatureError(
+            f"rules.last_dim_multiple_of takes a positive int, not {factor!r}."
+        )
     return TensorRule(
         (name,),
         "({t}.ndim > 0 and {t}.shape[-1] % {0} == 0)",
@@ -110,7 +115,7 @@ def not_none(name: str) -> Rule:
 
 def one_of(name: str, *values: object) -> Rule:
     """Parameter *name* equals one of *values*."""
-    _check_given(values, "one_of")
+    _check_given(values, "one_of", object)
     return ValueRule(name, "{v} in {0}", " or ".join(map(repr, values)), (values,))
 
 
@@ -119,13 +124,23 @@ def custom(function: Callable[..., bool], why: str) -> Rule:
     return Custom(function, why)
 
 
-def _check_given(values: tuple[object, ...], rule: str) -> None:
+def _check_given(values: tuple[object, ...], rule: str, kind: type) -> None:
     if not values:
         raise PredicateSignatureError(f"rules.{rule} admits nothing: give at least one value.")
+    for value in values:
+        if not isinstance(value, kind):
+            raise PredicateSignatureError(
+                f"rules.{rule} takes {kind.__module__}.{kind.__name__} values, not {value!r}."
+            )
 
 
-def _on_device(kind: str) -> Callable[[str, Any], str]:
-    return lambda n, t: f"{n}: on {t.device} (supports {kind})"
+def _in_memory(kind: str) -> Callable[[str, Any], str]:
+    def reason(name: str, tensor: Any) -> str:
+        if tensor.device.type == kind:
+            return f"{name}: negated lazily (supports memory that holds the values)"
+        return f"{name}: on {tensor.device} (supports {kind})"
+
+    return reason
 
 
 def _strides(wanted: str) -> Callable[[str, Any], str]:

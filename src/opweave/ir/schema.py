@@ -7,12 +7,16 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from opweave.ir.errors import InvalidOpError, SchemaMismatchError
+from opweave.ir import compat
+from opweave.ir.errors import InvalidArgumentError, InvalidOpError, SchemaMismatchError
+
+if TYPE_CHECKING:
+    from opweave.ir.op import IrOp
 
 _EMPTY = inspect.Parameter.empty
 _KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -65,14 +69,17 @@ class Schema:
         Raises:
             InvalidOpError: the signature cannot be an op's.
         """
+        _check_function(function, f"op {op_name!r}", InvalidOpError)
         params = tuple(_params(function, op_name))
         if not any(p.is_tensor or p.is_tensor_list for p in params):
             raise InvalidOpError(f"op {op_name!r} takes no Tensor; an op needs at least one.")
         count, returns_tuple = _outputs(function, op_name)
         try:
             torch_schema = torch.library.infer_schema(function, mutates_args=())
-        except ValueError as error:
-            raise InvalidOpError(f"op {op_name!r} has no torch schema: {error}") from error
+            compat.parse_schema(op_name + torch_schema)
+        except (RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise InvalidOpError(f"op {op_name!r} has no torch schema: {reason}") from error
         return cls(params, count, returns_tuple, torch_schema)
 
     @property
@@ -125,6 +132,7 @@ def check_same(native: Callable[..., Any], other: Callable[..., Any], what: str)
 
     Annotations may be left out of *other*; those that are there must agree.
     """
+    _check_function(other, what, SchemaMismatchError)
     expected = inspect.signature(native)
     try:
         found = inspect.signature(other)
@@ -136,6 +144,29 @@ def check_same(native: Callable[..., Any], other: Callable[..., Any], what: str)
             f"{what} does not match native schema: {problem}. "
             f"Found {_unannotated(found)}, expected {_unannotated(expected)}."
         )
+
+
+def _check_function(function: object, what: str, error: type[Exception]) -> None:
+    """Raise *error* if a call would return something to be awaited or iterated."""
+    for test in (
+        inspect.iscoroutinefunction,
+        inspect.isgeneratorfunction,
+        inspect.isasyncgenfunction,
+    ):
+        if test(function):
+            raise error(f"{what} is an async or generator function; it must return its results.")
+
+
+def check_types(op: IrOp, values: Sequence[Any]) -> None:
+    """Raise InvalidArgumentError if a tensor parameter of *op* is given something else."""
+    for param, value in zip(op.schema.params, values, strict=True):
+        if param.is_tensor and not isinstance(value, Tensor):
+            if value is None and param.is_optional:
+                continue
+            wanted = "a Tensor or None" if param.is_optional else "a Tensor"
+            raise InvalidArgumentError(
+                f"{op.name}: {param.name} must be {wanted}, found {type(value).__name__}."
+            )
 
 
 def _difference(expected: inspect.Signature, found: inspect.Signature) -> str | None:
@@ -160,6 +191,11 @@ def _type_difference(native: Callable[..., Any], other: Callable[..., Any]) -> s
 
 def _params(function: Callable[..., Any], op_name: str) -> list[Param]:
     hints = _hints(function)
+    if not hints and inspect.signature(function).parameters:
+        raise InvalidOpError(
+            f"op {op_name!r}: its parameters need type annotations that can be resolved where it "
+            "is declared, such as Tensor, Tensor | None, float, int or str."
+        )
     result = []
     for name, p in inspect.signature(function).parameters.items():
         if p.kind not in _KINDS:
@@ -167,10 +203,10 @@ def _params(function: Callable[..., Any], op_name: str) -> list[Param]:
                 f"op {op_name!r}: parameter {name!r} is {p.kind.description}; an op takes named "
                 "parameters only, positional-or-keyword or keyword-only."
             )
-        if name == "self" or name.startswith("_"):
+        if name == "self" or name.startswith("_") or not name.isascii():
             raise InvalidOpError(
                 f"op {op_name!r}: a parameter may not be called {name!r}; names that start with an "
-                "underscore, and 'self', are taken by generated code."
+                "underscore, and 'self', are taken by generated code, and torch knows ASCII only."
             )
         if name not in hints:
             raise InvalidOpError(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from opweave.ir.errors import SettingError
 from opweave.ir.priority import Entries, parse
 from opweave.ir.traits import check_traits
 
@@ -72,6 +73,11 @@ def priority(
     """
     from opweave.ir.registry import current_registry
 
+    if priorities is not None and not isinstance(priorities, Mapping):
+        raise SettingError(
+            f"ir.priority takes lists by op, such as ir.priority(rms_norm=['native']), not "
+            f"{priorities!r}."
+        )
     lists: dict[IrOp, Entries] = {}
     for name, names in {**(priorities or {}), **by_op}.items():
         op, entries = current_registry().op(name), parse(names, f"scope ir.priority({name}=...)")

@@ -1,9 +1,29 @@
-"""The native module: C++ kernels and the two doors to them.
+"""The native module of opweave, and the kit to build such modules.
 
-Importing this package loads nothing; `load` does, and the others call it.
+Importing this package loads nothing and builds nothing; `module` loads opweave's own native module,
+and the functions about it call that. `load` builds and loads a module of your own; `build` builds
+that of a package ahead of time, and `import_module` imports it.
 """
 
+from opweave.native.doors import NativeModule, import_module
+from opweave.native.errors import NativeBuildError, NativeImportError
 from opweave.native.guard import plain_check
-from opweave.native.loader import NativeStatus, available, load, status
+from opweave.native.jit import load
+from opweave.native.kit import include_dir
+from opweave.native.loader import NativeStatus, available, module, status
+from opweave.native.project import build
 
-__all__ = ["NativeStatus", "available", "load", "plain_check", "status"]
+__all__ = [
+    "NativeBuildError",
+    "NativeImportError",
+    "NativeModule",
+    "NativeStatus",
+    "available",
+    "build",
+    "import_module",
+    "include_dir",
+    "load",
+    "module",
+    "plain_check",
+    "status",
+]

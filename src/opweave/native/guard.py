@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from opweave.ir import compat
-from opweave.native.loader import load
+from opweave.native.loader import module as native_module
 
 
 class _FunctionMode(TorchFunctionMode):
@@ -22,7 +22,7 @@ def plain_check() -> Callable[..., bool] | None:
     None if there is no native module, if this torch lacks a symbol that it needs, or if one of its
     answers is wrong.
     """
-    module = load()
+    module = native_module()
     if module is None or not module._open_plain_check(
         torch.Tensor, torch.nn.Parameter, compat.MODE_KEYS
     ):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol, cast
 
-import torch
+from opweave.native.doors import open_doors
 
 NAMESPACE = "opweave_c"
 """The ops are ``torch.ops.opweave_c.<op>``."""
@@ -38,13 +38,12 @@ class _Interface(Protocol):
 
     __file__: str
 
-    def _open(self, tensor: type, parameter: type) -> tuple[bool, str | None]: ...
     def _isa(self) -> str | None: ...
     def _isa_error(self) -> str | None: ...
     def _available_isas(self) -> tuple[str, ...]: ...
 
 
-def load() -> ModuleType | None:
+def module() -> ModuleType | None:
     """Return ``opweave._C_ops``, or None if it cannot be used; `status` says why.
 
     The first call imports the module and opens both doors. Never raises.
@@ -65,28 +64,26 @@ def status() -> NativeStatus:
 @functools.cache
 def _loaded() -> tuple[ModuleType | None, NativeStatus]:
     try:
-        module = importlib.import_module("opweave._C_ops")
+        raw = importlib.import_module("opweave._C_ops")
     except ImportError as error:
         return None, _missing(_import_failure(error))
-    return _open(module)
+    return _open(raw)
 
 
-def _open(module: ModuleType) -> tuple[ModuleType | None, NativeStatus]:
-    native = cast(_Interface, module)
-    fast_door, torch_problem = native._open(torch.Tensor, torch.nn.Parameter)
-    problem = native._isa_error() or torch_problem
+def _open(raw: ModuleType) -> tuple[ModuleType | None, NativeStatus]:
+    native = cast(_Interface, raw)
+    doors = open_doors(raw, NAMESPACE)
+    problem = native._isa_error() or doors.problem
     found = NativeStatus(
         available=problem is None,
         reason_missing=problem,
         isa=native._isa(),
         isa_levels=native._available_isas(),
-        fast_door=fast_door,
-        torch_ops=torch_problem is None,
+        fast_door=doors.direct,
+        torch_ops=doors.problem is None,
         path=native.__file__,
     )
-    if found.torch_ops:
-        _register_fakes(module)
-    return (module if found.available else None), found
+    return (raw if found.available else None), found
 
 
 def _import_failure(error: ImportError) -> str:
@@ -105,13 +102,3 @@ def _missing(reason: str) -> NativeStatus:
         torch_ops=False,
         path=None,
     )
-
-
-def _register_fakes(module: ModuleType) -> None:
-    for name in dir(module):
-        if not name.startswith("_"):
-            torch.library.register_fake(f"{NAMESPACE}::{name}", _returns_nothing)
-
-
-def _returns_nothing(*arguments: object) -> None:
-    """Every native op writes into its arguments, so shapes follow from them."""

@@ -7,6 +7,46 @@ from collections.abc import Mapping
 from opweave.config import EngineConfig
 from opweave.platforms.base import Platform
 
+# Ops with a kernel in the native module, which is the first choice for each.
+_NATIVE_OPS = (
+    "advance_step_flashattn",
+    "dynamic_per_tensor_quant_fp8",
+    "dynamic_per_token_quant_fp8",
+    "dynamic_per_token_quant_int8",
+    "fatrelu_and_mul",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_dynamic_per_token_quant_fp8",
+    "fused_add_rms_norm_dynamic_per_token_quant_int8",
+    "fused_add_rms_norm_static_quant_fp8",
+    "gelu_and_mul",
+    "gelu_and_mul_sparse",
+    "gelu_fast",
+    "gelu_new",
+    "layer_norm",
+    "mul_and_silu",
+    "paged_attention",
+    "per_token_group_quant_fp8",
+    "qk_norm_rope",
+    "quick_gelu",
+    "relu2",
+    "reshape_and_cache",
+    "rms_norm",
+    "rms_norm_dynamic_per_token_quant_fp8",
+    "rms_norm_dynamic_per_token_quant_int8",
+    "rms_norm_gated",
+    "rms_norm_static_quant_fp8",
+    "rotary_embedding",
+    "silu_and_mul",
+    "silu_and_mul_dynamic_per_token_quant_fp8",
+    "silu_and_mul_dynamic_per_token_quant_int8",
+    "silu_and_mul_per_token_group_quant_fp8",
+    "silu_and_mul_static_quant_fp8",
+    "static_quant_fp8",
+    "static_quant_int8",
+    "swigluoai_and_mul",
+    "xielu",
+)
+
 
 class CpuPlatform(Platform):
     """Host memory and processor."""
@@ -17,9 +57,5 @@ class CpuPlatform(Platform):
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
     ) -> Mapping[str, list[str]]:
-        return {
-            "rms_norm": ["opweave_c"],
-            "fused_add_rms_norm": ["opweave_c"],
-            "causal_attention": ["aten"],
-            "varlen_attention": ["aten"],
-        }
+        own = {op: ["opweave_c"] for op in _NATIVE_OPS}
+        return {**own, "causal_attention": ["aten"], "varlen_attention": ["aten"]}

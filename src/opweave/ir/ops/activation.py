@@ -1,4 +1,7 @@
-"""Gated activations: one half of the last dimension is activated, and multiplies the other."""
+"""Gated activations: one part of the last dimension is activated, and multiplies the other.
+
+Every step is in the dtype of ``x`` and rounds to it.
+"""
 
 from __future__ import annotations
 
@@ -55,18 +58,98 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
     Source: GEGLU without its matrices, Shazeer, arXiv:2002.05202.
     """
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f"gelu_and_mul: approximate={approximate!r} is neither 'none' nor 'tanh'.")
+    _check_approximate(approximate, "gelu_and_mul")
     first, second = _halves(x, "gelu_and_mul")
     return functional.gelu(first, approximate=approximate) * second
 
 
-def _halves(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+@register_op
+def gelu_and_mul_sparse(x: Tensor, std_multiplier: float, approximate: str = "none") -> Tensor:
+    """``gelu(relu(x1 - c)) * x2``, where ``c = mean(x1) + std_multiplier * std(x1)``.
+
+    Of normally distributed ``x1``, the share ``Phi(std_multiplier)`` becomes zero: 95 % for
+    1.64485.
+
+    Args:
+        x: ``(..., 2 * d)`` with the halves ``x1, x2``, floating point.
+        std_multiplier: how many standard deviations above the mean an element must be.
+        approximate: as in :func:`gelu_and_mul`.
+
+    Returns:
+        ``(..., d)`` in the dtype of ``x``. Mean and standard deviation (of the population: divided
+        by ``d``) are over the last dimension.
+
+    Raises:
+        ValueError: the last dimension is odd, or ``approximate`` is not known.
+
+    Source: Gemma 3n (its ``activation_sparsity``); Spark Transformer, arXiv:2506.06644.
+    """
+    _check_approximate(approximate, "gelu_and_mul_sparse")
+    first, second = _halves(x, "gelu_and_mul_sparse")
+    mean = first.mean(dim=-1, keepdim=True)
+    deviation = first.std(dim=-1, keepdim=True, correction=0)
+    above = functional.relu(first - (mean + deviation * std_multiplier))
+    return functional.gelu(above, approximate=approximate) * second
+
+
+@register_op
+def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
+    """``(x1 if x1 > threshold else 0) * x2`` for the halves ``x1, x2`` of the last dimension.
+
+    Args:
+        x: ``(..., 2 * d)``, floating point.
+        threshold: what is not above it becomes zero; NaN stays.
+
+    Returns:
+        ``(..., d)`` in the dtype of ``x``.
+
+    Raises:
+        ValueError: the last dimension is odd.
+
+    Source: ProSparse, Song et al., arXiv:2402.13516.
+    """
+    first, second = _halves(x, "fatrelu_and_mul")
+    return functional.threshold(first, threshold, 0.0) * second
+
+
+@register_op
+def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """``(u + 1) * (g * sigmoid(alpha * g))`` for clamped pairs ``g, u`` of the last dimension.
+
+    Args:
+        x: ``(..., 2 * d)``, floating point: gates at even positions, the others at odd ones.
+        alpha: the steepness of the sigmoid.
+        limit: gates are clamped from above only, the others to ``[-limit, limit]``.
+
+    Returns:
+        ``(..., d)`` in the dtype of ``x``.
+
+    Raises:
+        ValueError: the last dimension is odd.
+
+    Source: the experts of gpt-oss, arXiv:2508.10925.
+    """
+    _check_even(x, "swigluoai_and_mul")
+    gate = x[..., 0::2].clamp(max=limit)
+    up = x[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def _check_approximate(approximate: str, name: str) -> None:
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"{name}: approximate={approximate!r} is neither 'none' nor 'tanh'.")
+
+
+def _check_even(x: Tensor, name: str) -> None:
     if x.ndim == 0 or x.shape[-1] % 2:
         raise ValueError(
             f"{name}: the last dimension of x must be even, to be split in halves; x has shape "
             f"{tuple(x.shape)}."
         )
+
+
+def _halves(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    _check_even(x, name)
     width = x.shape[-1] // 2
     return x[..., :width], x[..., width:]
 
@@ -90,8 +173,29 @@ def _gelu_and_mul_inputs(
     return _random(num_tokens, hidden_size, dtype, device), "none"
 
 
+@gelu_and_mul_sparse.register_input_generator
+def _gelu_and_mul_sparse_inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, float, str]:
+    return _random(num_tokens, hidden_size, dtype, device), 0.5, "tanh"
+
+
+@swigluoai_and_mul.register_input_generator
+def _swigluoai_and_mul_inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, float, float]:
+    return 4 * _random(num_tokens, hidden_size, dtype, device), 1.702, 7.0
+
+
 @silu_and_mul.register_input_generator
 @mul_and_silu.register_input_generator
+@fatrelu_and_mul.register_input_generator
 def _gated_inputs(
     num_tokens: int = 8,
     hidden_size: int = 64,
@@ -99,3 +203,22 @@ def _gated_inputs(
     device: str = "cpu",
 ) -> tuple[Tensor]:
     return (_random(num_tokens, hidden_size, dtype, device),)
+
+
+for _op in (silu_and_mul, mul_and_silu, gelu_and_mul):
+    # An activation that lies between two numbers of the dtype may round to either, and the product
+    # then rounds once more: two units in the last place.
+    _op.override_tolerance(torch.float16, atol=1e-3, rtol=2e-3)
+
+# torch's 1 + erf and 1 + tanh lose the digits of small results, and the product multiplies that.
+gelu_and_mul.override_tolerance(torch.float32, atol=5e-5, rtol=1.3e-6)
+# Mean and deviation are sums in another order.
+gelu_and_mul_sparse.override_tolerance(torch.float32, atol=1e-4, rtol=1e-5)
+
+# Three such steps in a row.
+swigluoai_and_mul.override_tolerance(torch.bfloat16, atol=1e-3, rtol=2.5e-2)
+swigluoai_and_mul.override_tolerance(torch.float16, atol=1e-3, rtol=4e-3)
+
+# The bound has the dtype too: one unit in its last place moves every element of a row that passes.
+gelu_and_mul_sparse.override_tolerance(torch.bfloat16, atol=5e-2, rtol=3e-2)
+gelu_and_mul_sparse.override_tolerance(torch.float16, atol=6e-3, rtol=4e-3)

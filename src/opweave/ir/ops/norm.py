@@ -29,10 +29,18 @@ def rms_norm(
         Shape and dtype of ``x``.
 
     Raises:
-        ValueError: ``variance_size`` is not between 1 and ``hidden``.
+        ValueError: ``x`` is not floating point, the weight's shape is not ``(hidden,)``, or
+            ``variance_size`` is not between 1 and ``hidden``.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     """
+    if not x.is_floating_point():
+        raise ValueError(f"rms_norm: x is {x.dtype}, not floating point.")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm: weight has shape {tuple(weight.shape)}; it needs one element for each in "
+            f"the last dimension of x, {tuple(x.shape)}."
+        )
     if variance_size is not None and not 0 < variance_size <= x.shape[-1]:
         raise ValueError(
             f"rms_norm: variance_size={variance_size} is not between 1 and the size of the last "

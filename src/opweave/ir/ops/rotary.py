@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from opweave.ir.ops.norm import rms_norm
 from opweave.ir.registry import register_op
 from opweave.ir.traits import BATCH_INVARIANT
 
@@ -84,6 +85,51 @@ def rotary_embedding(
     return query.reshape(x_query.shape), key.reshape(x_key.shape)
 
 
+@register_op(allow_inplace=True, composite=True, native_traits={BATCH_INVARIANT})
+def qk_norm_rope(
+    x_query: Tensor,
+    x_key: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    epsilon: float,
+    head_size: int,
+    is_neox_style: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Normalise every head of queries and keys, then rotate them: ``rotary_embedding(rms_norm)``.
+
+    A composite: it rounds where the composition rounds, so the rotation sees the normalised heads
+    in their dtype.
+
+    Args:
+        x_query, x_key, positions, cos_sin_cache, head_size, is_neox_style: as in
+            ``rotary_embedding``.
+        query_weight, key_weight: ``(head_size,)``, any floating dtype, or None for no scaling.
+        epsilon: added to the mean square of a head.
+
+    Returns:
+        The normalised and rotated queries and keys, in the shapes and dtypes that came in.
+
+    Raises:
+        ValueError: ``r`` exceeds the head size.
+
+    Source: Henry et al., "Query-Key Normalization for Transformers", arXiv:2010.04245, with the
+        norm of ``rms_norm``, as in Qwen3.
+    """
+    query = rms_norm(_heads(x_query, positions, head_size), query_weight, epsilon)
+    key = rms_norm(_heads(x_key, positions, head_size), key_weight, epsilon)
+    rotated: tuple[Tensor, Tensor] = rotary_embedding(
+        query.reshape(x_query.shape),
+        key.reshape(x_key.shape),
+        positions,
+        cos_sin_cache,
+        head_size,
+        is_neox_style,
+    )
+    return rotated
+
+
 def _heads(x: Tensor, positions: Tensor, head_size: int) -> Tensor:
     """Return *x* as ``(tokens, heads, head_size)``."""
     heads = math.prod(x.shape[positions.ndim :]) // head_size
@@ -137,7 +183,28 @@ def _rotary_embedding_inputs(
     return query, key, torch.randint(64, (num_tokens,), device=device), cache, head_size, True
 
 
+@qk_norm_rope.register_input_generator
+def _qk_norm_rope_inputs(
+    num_tokens: int = 8,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, bool]:
+    query, key, positions, cache, _, is_neox = _rotary_embedding_inputs(
+        num_tokens, num_heads, num_kv_heads, head_size, dtype, device
+    )
+    weights = (1 + 0.1 * torch.randn(2, head_size, device=device)).to(dtype)
+    return query, key, positions, cache, weights[0], weights[1], 1e-6, head_size, is_neox
+
+
 for _op in (apply_rotary_emb, rotary_embedding):
     # A kernel may keep the products in float32 where native rounds each to the dtype.
     _op.override_tolerance(torch.bfloat16, atol=2e-2, rtol=1.6e-2)
     _op.override_tolerance(torch.float16, atol=4e-3, rtol=2e-3)
+
+# One step of rounding in the norm, then as above.
+qk_norm_rope.override_tolerance(torch.float32, atol=1e-5, rtol=1e-5)
+qk_norm_rope.override_tolerance(torch.bfloat16, atol=4e-2, rtol=1.6e-2)
+qk_norm_rope.override_tolerance(torch.float16, atol=1e-2, rtol=2e-3)

@@ -1,8 +1,7 @@
 """``torch.nn.functional.scaled_dot_product_attention`` for attention.
 
 Not marked differentiable: the packed form reads sequence lengths on the host, which cannot be
-    traced, so
-gradients go through native.
+traced, so gradients go through native.
 """
 
 from __future__ import annotations

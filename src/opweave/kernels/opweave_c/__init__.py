@@ -3,6 +3,30 @@
 Importing this package loads the native module and registers its implementations.
 """
 
-from opweave.kernels.opweave_c import norm
+from opweave.kernels.opweave_c import (
+    activation,
+    advance_step,
+    fused_quant,
+    gated_norm,
+    kv_cache,
+    layer_norm,
+    norm,
+    paged_attention,
+    pointwise,
+    quant,
+    rotary,
+)
 
-__all__ = ["norm"]
+__all__ = [
+    "activation",
+    "advance_step",
+    "fused_quant",
+    "gated_norm",
+    "kv_cache",
+    "layer_norm",
+    "norm",
+    "paged_attention",
+    "pointwise",
+    "quant",
+    "rotary",
+]

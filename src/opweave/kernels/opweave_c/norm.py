@@ -25,7 +25,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def _direct(name: str) -> Callable[..., Any]:
     """Return op *name*'s cheapest door that is open in eager mode."""
     if _STATUS.fast_door:
-        function: Callable[..., Any] = getattr(native.load(), name, _unavailable)
+        function: Callable[..., Any] = getattr(native.module(), name, _unavailable)
         return function
     return _dispatched(name)
 
@@ -103,7 +103,7 @@ def rms_norm(
     & _COMMON
     & rules.custom(_separate, "x and x_residual are not separate memory"),
     inplace=True,
-    traits={"alias_safe", "batch_invariant"},
+    traits={"batch_invariant"},
 )
 def fused_add_rms_norm(
     x: Tensor,

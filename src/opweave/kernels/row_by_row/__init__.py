@@ -1,8 +1,7 @@
 """Provider ``row_by_row``: the native definition applied to each row alone.
 
 The slow way to batch invariance, for ops whose fast implementations cannot promise it: a row's bits
-    cannot
-depend on the rest of the batch if the rest is not there. Used where ``batch_invariant`` is
+cannot depend on the rest of the batch if the rest is not there. Used where ``batch_invariant`` is
 required.
 """
 

@@ -1,0 +1,165 @@
+// How the values of a call become the parameters of a C++ function, and back.
+//
+//   schema    parameter              schema    result
+//   Tensor    const View&            ()        void
+//   Tensor?   const View*            int       int64_t
+//   int       int64_t                float     double
+//   float     double                 bool      bool
+//   bool      bool                   (a, b)    std::tuple<A, B>
+//   int[]     IntList
+//   T?        std::optional<T>       for T of int, float, bool and int[]
+#pragma once
+
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "int_list.h"
+#include "schema.h"
+#include "view.h"
+
+namespace opweave {
+
+union Scalar {
+  int64_t integer;
+  double number;
+  bool flag;
+};
+
+// One argument of a call; which member holds it follows from the schema. Deliberately without
+// initialisers: a call builds kMaxArguments of these on its stack and fills the ones it uses.
+struct Value {
+  Value() {}
+  union {
+    View view;
+    Scalar scalar;
+    IntList list;
+  };
+  bool present;  // false: None was passed for an optional argument
+};
+
+// What a parameter or result of type T is in a schema. Only the specialisations below exist.
+template <class T>
+struct Binding {
+  static constexpr bool kKnown = false;
+  // So that the one message a wrong type gets is that of Caller or Returns.
+  static constexpr Type kType{Kind::kTensor, false};
+  static T get(const Value& value);
+};
+
+struct KnownBinding {
+  static constexpr bool kKnown = true;
+};
+
+template <>
+struct Binding<const View&> : KnownBinding {
+  static constexpr Type kType{Kind::kTensor, false};
+  static const View& get(const Value& value) { return value.view; }
+};
+
+template <>
+struct Binding<const View*> : KnownBinding {
+  static constexpr Type kType{Kind::kTensor, true};
+  static const View* get(const Value& value) { return value.present ? &value.view : nullptr; }
+};
+
+template <>
+struct Binding<int64_t> : KnownBinding {
+  static constexpr Type kType{Kind::kInteger, false};
+  static int64_t get(const Value& value) { return value.scalar.integer; }
+  static Scalar put(int64_t result) { return Scalar{result}; }
+};
+
+template <>
+struct Binding<double> : KnownBinding {
+  static constexpr Type kType{Kind::kNumber, false};
+  static double get(const Value& value) { return value.scalar.number; }
+  static Scalar put(double result) {
+    Scalar scalar;
+    scalar.number = result;
+    return scalar;
+  }
+};
+
+template <>
+struct Binding<bool> : KnownBinding {
+  static constexpr Type kType{Kind::kFlag, false};
+  static bool get(const Value& value) { return value.scalar.flag; }
+  static Scalar put(bool result) {
+    Scalar scalar;
+    scalar.flag = result;
+    return scalar;
+  }
+};
+
+template <>
+struct Binding<IntList> : KnownBinding {
+  static constexpr Type kType{Kind::kIntegerList, false};
+  static IntList get(const Value& value) { return value.list; }
+};
+
+template <class T>
+struct Binding<std::optional<T>> : KnownBinding {
+  static constexpr Type kType{Binding<T>::kType.kind, true};
+  static std::optional<T> get(const Value& value) {
+    return value.present ? std::optional<T>(Binding<T>::get(value)) : std::nullopt;
+  }
+};
+
+// What a function returns: nothing, one number, or several.
+template <class Result>
+struct Returns {
+  static_assert(Binding<Result>::kKnown,
+                "an op returns void, int64_t, double, bool, or a std::tuple of these");
+  static std::vector<Kind> kinds() { return {Binding<Result>::kType.kind}; }
+  static void put(Result result, Scalar* slots) { slots[0] = Binding<Result>::put(result); }
+};
+
+template <>
+struct Returns<void> {
+  static std::vector<Kind> kinds() { return {}; }
+};
+
+template <class... Results>
+struct Returns<std::tuple<Results...>> {
+  static_assert((Binding<Results>::kKnown && ...),
+                "an op returns void, int64_t, double, bool, or a std::tuple of these");
+  static std::vector<Kind> kinds() { return {Binding<Results>::kType.kind...}; }
+  static void put(const std::tuple<Results...>& results, Scalar* slots) {
+    put_each(results, slots, std::index_sequence_for<Results...>{});
+  }
+
+ private:
+  template <size_t... I>
+  static void put_each(const std::tuple<Results...>& results, Scalar* slots,
+                       std::index_sequence<I...>) {
+    ((slots[I] = Binding<Results>::put(std::get<I>(results))), ...);
+  }
+};
+
+// Calls a function with the values of one call.
+template <class Result, class... Parameters>
+struct Caller {
+  static_assert((Binding<Parameters>::kKnown && ...),
+                "a parameter is const View&, const View*, int64_t, double, bool, IntList, or a "
+                "std::optional of one of the last four");
+
+  static void call(Result (*function)(Parameters...), const Value* values, Scalar* results) {
+    call(function, values, results, std::index_sequence_for<Parameters...>{});
+  }
+
+ private:
+  template <size_t... I>
+  static void call(Result (*function)(Parameters...), [[maybe_unused]] const Value* values,
+                   [[maybe_unused]] Scalar* results, std::index_sequence<I...>) {
+    if constexpr (std::is_void_v<Result>) {
+      function(Binding<Parameters>::get(values[I])...);
+    } else {
+      Returns<Result>::put(function(Binding<Parameters>::get(values[I])...), results);
+    }
+  }
+};
+
+}  // namespace opweave

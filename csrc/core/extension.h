@@ -1,0 +1,11 @@
+// What the integration file of a native module includes: registration, views, checks, and the
+// parallel loop. Needs neither Python nor torch.
+#pragma once
+
+#include "check.h"
+#include "cuda.h"
+#include "int_list.h"
+#include "parallel.h"
+#include "registry.h"
+#include "rows.h"
+#include "view.h"

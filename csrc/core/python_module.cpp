@@ -1,0 +1,52 @@
+#include "python_module.h"
+
+#include <string>
+#include <vector>
+
+#include "dispatcher_door.h"
+#include "dlpack_door.h"
+
+namespace opweave {
+namespace {
+
+const char* torch_namespace = nullptr;
+
+// _open(Tensor, Parameter) -> (fast door is open, why torch.ops has no ops or None)
+PyObject* open_doors(PyObject*, PyObject* args) {
+  PyObject* tensor = nullptr;
+  PyObject* parameter = nullptr;
+  if (!PyArg_ParseTuple(args, "OO", &tensor, &parameter)) return nullptr;
+  const bool is_fast = open_dlpack_door(tensor, parameter);
+  const std::string problem = open_dispatcher_door(torch_namespace);
+  return Py_BuildValue("(Oz)", is_fast ? Py_True : Py_False,
+                       problem.empty() ? nullptr : problem.c_str());
+}
+
+std::vector<PyMethodDef> collect_methods(const PyMethodDef* extra) {
+  std::vector<PyMethodDef> methods = dlpack_methods();
+  methods.push_back({"_open", open_doors, METH_VARARGS, nullptr});
+  for (; extra != nullptr && extra->ml_name != nullptr; ++extra) methods.push_back(*extra);
+  methods.push_back({nullptr, nullptr, 0, nullptr});
+  return methods;
+}
+
+}  // namespace
+
+PyObject* create_python_module(const char* name, const char* space, const PyMethodDef* extra) {
+  // Python keeps pointers into both for as long as the process lives.
+  static std::vector<PyMethodDef> methods;
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, nullptr, nullptr, -1, nullptr, nullptr,
+                                   nullptr, nullptr, nullptr};
+  try {
+    methods = collect_methods(extra);
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_ImportError, e.what());
+    return nullptr;
+  }
+  torch_namespace = space;
+  definition.m_name = name;
+  definition.m_methods = methods.data();
+  return PyModule_Create(&definition);
+}
+
+}  // namespace opweave

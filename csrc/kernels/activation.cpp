@@ -1,0 +1,251 @@
+// Activations, compiled once per instruction set.
+//
+// Everything computes in float32; Lanes<T>::round stands wherever the op's definition rounds to the
+// type of x. The definitions are in src/opweave/ir/ops/activation.py.
+#include "kernels/activation.h"
+
+#include "kernels/kernels.h"
+#include "kernels/load_pairs.h"
+#include "kernels/row_cursor.h"
+#include "kernels/row_sum.h"
+#include "kernels/vec_math.h"
+
+namespace {
+
+// sqrt(2 / pi), and the same cut to ten digits, as in the definition of gelu_fast.
+constexpr float kSqrt2OverPi = 0.7978845608028654f;
+constexpr float kTenDigits = 0.7978845608f;
+constexpr float kCubic = 0.044715f;
+
+inline Vec keep_positive(Vec x) { return max(splat(0), x); }  // NaN stays
+
+template <class T>
+struct Silu {
+  explicit Silu(const OpweaveActivation&) {}
+  Vec operator()(Vec x) const { return mul(x, MathFor<T>::sigmoid(x)); }
+};
+
+template <class T>
+struct Gelu {
+  explicit Gelu(const OpweaveActivation&) {}
+  Vec operator()(Vec x) const { return mul(x, MathFor<T>::normal(x)); }
+};
+
+template <class T>
+struct GeluTanh {
+  explicit GeluTanh(const OpweaveActivation&) {}
+  Vec operator()(Vec x) const {
+    // (1 + tanh(a)) / 2 = sigmoid(2 * a), which keeps the digits of small results.
+    const Vec cubic = fma(mul(splat(kCubic), mul(x, x)), x, x);
+    return mul(x, MathFor<T>::sigmoid(mul(splat(2 * kSqrt2OverPi), cubic)));
+  }
+};
+
+template <class T>
+struct Fatrelu {
+  explicit Fatrelu(const OpweaveActivation& call) : threshold(splat(call.parameters[0])) {}
+  Vec operator()(Vec x) const { return select(at_most(x, threshold), splat(0), x); }
+  Vec threshold;
+};
+
+template <class T>
+struct GeluNew {
+  explicit GeluNew(const OpweaveActivation&) {}
+  Vec operator()(Vec x) const {
+    const Vec cube = round(mul(round(mul(x, x)), x));
+    const Vec inner = round(add(x, round(mul(splat(kCubic), cube))));
+    const Vec t = round(MathFor<T>::tanh(round(mul(splat(kSqrt2OverPi), inner))));
+    return mul(round(mul(splat(0.5f), x)), round(add(splat(1), t)));
+  }
+  static Vec round(Vec v) { return Lanes<T>::round(v); }
+};
+
+template <class T>
+struct GeluFast {
+  explicit GeluFast(const OpweaveActivation&) {}
+  Vec operator()(Vec x) const {
+    const Vec square = round(mul(round(mul(splat(kCubic), x)), x));
+    const Vec inner = mul(round(mul(x, splat(kTenDigits))), round(add(splat(1), square)));
+    const Vec t = round(MathFor<T>::tanh(round(inner)));
+    return mul(round(mul(splat(0.5f), x)), round(add(splat(1), t)));
+  }
+  static Vec round(Vec v) { return Lanes<T>::round(v); }
+};
+
+template <class T>
+struct QuickGelu {
+  explicit QuickGelu(const OpweaveActivation&) {}
+  Vec operator()(Vec x) const {
+    const Vec scaled = Lanes<T>::round(mul(splat(1.702f), x));
+    return mul(x, Lanes<T>::round(MathFor<T>::sigmoid(scaled)));
+  }
+};
+
+template <class T>
+struct Relu2 {
+  explicit Relu2(const OpweaveActivation&) {}
+  Vec operator()(Vec x) const {
+    const Vec positive = keep_positive(x);
+    return mul(positive, positive);
+  }
+};
+
+template <class T>
+struct Xielu {
+  explicit Xielu(const OpweaveActivation& call)
+      : beta(splat(call.parameters[0])),
+        eps(Lanes<T>::round(splat(call.parameters[1]))),
+        alpha_p(splat(softplus(call.alpha_p))),
+        alpha_n(Lanes<T>::round(add(beta, splat(softplus(call.alpha_n))))) {}
+
+  Vec operator()(Vec x) const {
+    const Vec linear = round(mul(beta, x));
+    const Vec positive = round(mul(round(mul(alpha_p, x)), x));
+    const Vec curve = round(expm1(min(eps, x)));
+    const Vec negative = round(mul(round(sub(curve, x)), alpha_n));
+    return add(select(less(splat(0), x), positive, negative), linear);
+  }
+
+  static Vec round(Vec v) { return Lanes<T>::round(v); }
+
+  // Of one learned number, rounded to its type.
+  static float softplus(const void* number) {
+    const float a = sum(Lanes<T>::load(static_cast<const T*>(number), Tail{1}));
+    const float value = a > 20 ? a : __builtin_log1pf(__builtin_expf(a));
+    return sum(keep(Lanes<T>::round(splat(value)), Tail{1}));
+  }
+
+  Vec beta;
+  Vec eps;
+  Vec alpha_p;
+  Vec alpha_n;
+};
+
+// Calls body(out, x) for every row.
+template <class T, class Body>
+inline void for_each_row(int64_t begin, int64_t end, const OpweaveActivation& call, Body body) {
+  RowCursor row(call.rows, begin);
+  for (int64_t r = begin; r < end; ++r, row.advance()) {
+    body(reinterpret_cast<T*>(row.in(static_cast<char*>(call.out), 0)),
+         reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1)));
+  }
+}
+
+template <template <class> class Activation>
+struct Elementwise {
+  template <class T>
+  static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
+    const Activation<T> activation(call);
+    for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
+      for_each_vec(call.width, [=](int64_t i, auto part) {
+        Lanes<T>::store(out + i, activation(Lanes<T>::load(x + i, part)), part);
+      });
+    });
+  }
+};
+
+// One half of a row is activated and multiplies the other.
+template <template <class> class Activation, bool kSecondHalf = false>
+struct Gated {
+  template <class T>
+  static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
+    const Activation<T> activation(call);
+    for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
+      const T* gate = x + (kSecondHalf ? call.width : 0);
+      const T* other = x + (kSecondHalf ? 0 : call.width);
+      for_each_vec(call.width, [=](int64_t i, auto part) {
+        const Vec activated = Lanes<T>::round(activation(Lanes<T>::load(gate + i, part)));
+        Lanes<T>::store(out + i, mul(activated, Lanes<T>::load(other + i, part)), part);
+      });
+    });
+  }
+};
+
+// What is `std_multiplier` standard deviations above the mean passes, less that bound.
+template <template <class> class Activation>
+struct SparseGated {
+  template <class T>
+  static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
+    const Activation<T> activation(call);
+    for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
+      const T* other = x + call.width;
+      const Vec bound = cutoff(x, call.width, call.parameters[0]);
+      for_each_vec(call.width, [=](int64_t i, auto part) {
+        const Vec above = keep_positive(Lanes<T>::round(sub(Lanes<T>::load(x + i, part), bound)));
+        const Vec activated = Lanes<T>::round(activation(above));
+        Lanes<T>::store(out + i, mul(activated, Lanes<T>::load(other + i, part)), part);
+      });
+    });
+  }
+
+  template <class T>
+  static Vec cutoff(const T* gate, int64_t width, float std_multiplier) {
+    const float count = static_cast<float>(width);
+    const float mean = sum_of_values(width, [=](int64_t i, auto part) {
+                         return Lanes<T>::load(gate + i, part);
+                       }) / count;
+    const Vec means = splat(mean);
+    const float squares = sum_of_values(width, [=](int64_t i, auto part) {
+      const Vec centred = keep(sub(Lanes<T>::load(gate + i, part), means), part);
+      return mul(centred, centred);
+    });
+    const Vec deviation = Lanes<T>::round(splat(__builtin_sqrtf(squares / count)));
+    const Vec distance = Lanes<T>::round(mul(deviation, splat(std_multiplier)));
+    return Lanes<T>::round(add(Lanes<T>::round(means), distance));
+  }
+};
+
+struct Swigluoai {
+  template <class T>
+  static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
+    const Vec alpha = splat(call.parameters[0]);
+    const Vec limit = Lanes<T>::round(splat(call.parameters[1]));
+    const Vec lower = sub(splat(0), limit);
+    const auto round = [](Vec v) { return Lanes<T>::round(v); };
+    for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
+      for_each_vec(call.width, [=](int64_t i, auto part) {
+        const Pairs pairs = load_pairs(x + 2 * i, part);
+        const Vec gate = min(limit, pairs.first);  // the order keeps NaN
+        const Vec up = max(lower, min(limit, pairs.second));
+        const Vec glu = round(mul(gate, round(MathFor<T>::sigmoid(round(mul(gate, alpha))))));
+        Lanes<T>::store(out + i, mul(round(add(up, splat(1))), glu), part);
+      });
+    });
+  }
+};
+
+template <class Rows>
+void run(int64_t begin, int64_t end, void* erased) {
+  const auto& call = *static_cast<const OpweaveActivation*>(erased);
+  switch (call.dtype) {
+    case OPWEAVE_FLOAT32: return Rows::template run<float>(begin, end, call);
+    case OPWEAVE_BFLOAT16: return Rows::template run<BFloat16>(begin, end, call);
+    case OPWEAVE_FLOAT16: return Rows::template run<Float16>(begin, end, call);
+    default: return;  // the callers admit no other type
+  }
+}
+
+}  // namespace
+
+#define OPWEAVE_JOIN_(a, b) a##b
+#define OPWEAVE_JOIN(a, b) OPWEAVE_JOIN_(a, b)
+#define OPWEAVE_TABLE OPWEAVE_JOIN(opweave_activation_kernels_, OPWEAVE_ISA)
+
+extern "C" {
+extern const OpweaveActivationKernels OPWEAVE_TABLE;
+const OpweaveActivationKernels OPWEAVE_TABLE = {
+    run<Gated<Silu>>,
+    run<Gated<Silu, true>>,
+    run<Gated<Gelu>>,
+    run<Gated<GeluTanh>>,
+    run<SparseGated<Gelu>>,
+    run<SparseGated<GeluTanh>>,
+    run<Gated<Fatrelu>>,
+    run<Swigluoai>,
+    run<Elementwise<GeluNew>>,
+    run<Elementwise<GeluFast>>,
+    run<Elementwise<QuickGelu>>,
+    run<Elementwise<Relu2>>,
+    run<Elementwise<Xielu>>,
+};
+}

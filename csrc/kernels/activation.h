@@ -1,0 +1,42 @@
+// The plain C interface of the activations; see kernels.h for the rules.
+#pragma once
+
+#include "core/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Operand 0 of `rows` is out, operand 1 is x. A row of out has `width` elements; one of x has as
+// many, or twice as many where the op multiplies halves or pairs. out may be x if they are equal in
+// width.
+struct OpweaveActivation {
+  void* out;
+  const void* x;
+  const void* alpha_p;  // xielu's learned numbers, in the dtype of x
+  const void* alpha_n;
+  struct OpweaveRows rows;
+  int64_t width;
+  float parameters[2];  // what the kernel's line below says
+  enum OpweaveDtype dtype;
+};
+
+struct OpweaveActivationKernels {  // call: OpweaveActivation*
+  OpweaveRangeKernel silu_and_mul;
+  OpweaveRangeKernel mul_and_silu;
+  OpweaveRangeKernel gelu_and_mul;
+  OpweaveRangeKernel gelu_tanh_and_mul;
+  OpweaveRangeKernel gelu_and_mul_sparse;       // std_multiplier
+  OpweaveRangeKernel gelu_tanh_and_mul_sparse;  // std_multiplier
+  OpweaveRangeKernel fatrelu_and_mul;           // threshold
+  OpweaveRangeKernel swigluoai_and_mul;         // alpha, limit
+  OpweaveRangeKernel gelu_new;
+  OpweaveRangeKernel gelu_fast;
+  OpweaveRangeKernel quick_gelu;
+  OpweaveRangeKernel relu2;
+  OpweaveRangeKernel xielu;  // beta, eps
+};
+
+#ifdef __cplusplus
+}
+#endif

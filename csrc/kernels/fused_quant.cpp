@@ -1,0 +1,143 @@
+// A norm or an activation and the quantisation of its result, compiled once per instruction set.
+//
+// What is quantised is the result as it would have been stored: rounded to the type of x.
+#include "kernels/fused_quant.h"
+
+#include "kernels/quant_row.h"
+#include "kernels/rms.h"
+#include "kernels/row_cursor.h"
+#include "kernels/vec_math.h"
+
+namespace {
+
+// The elements of a normalised row.
+template <class T, class W>
+struct Normalised {
+  template <class Part>
+  Vec operator()(int64_t i, Part part) const {
+    const Vec scaled = mul(Lanes<T>::load(x + i, part), scale);
+    return Lanes<T>::round(weight.apply(scaled, i, part));
+  }
+
+  const T* x;
+  W weight;
+  Vec scale;
+};
+
+// What happens to the values of a row: one of these per kind of scale.
+struct StaticScale {
+  template <class Q, class T, class Call, class Value>
+  static void write(const Call& call, int64_t, typename Q::Storage* out, Value value) {
+    quantise<Q>(out, call.width, *call.scales, value);
+  }
+};
+
+struct ScalePerToken {
+  template <class Q, class T, class Call, class Value>
+  static void write(const Call& call, int64_t row, typename Q::Storage* out, Value value) {
+    call.scales[row] = quantise_dynamic<Q, T>(out, call.width, call.upper_bound, value);
+  }
+};
+
+struct ScalePerGroup {
+  template <class Q, class T, class Call, class Value>
+  static void write(const Call& call, int64_t row, uint8_t* out, Value value) {
+    const int64_t groups = (call.width + call.group_size - 1) / call.group_size;
+    quantise_groups<T>(out, call.scales + row * groups, call.width, call.group_size,
+                       call.power_of_two != 0, value);
+  }
+};
+
+template <class Scale>
+struct RmsNormRows {
+  template <class T, class Q>
+  static void run(int64_t begin, int64_t end, const OpweaveRmsNormQuant& call) {
+    if (call.weight == nullptr) {
+      run_weighted<T, Q, NoWeight>(begin, end, call);
+    } else if (call.weight_dtype == OPWEAVE_FLOAT32) {
+      run_weighted<T, Q, Weight<float>>(begin, end, call);
+    } else {
+      run_weighted<T, Q, Weight<T>>(begin, end, call);
+    }
+  }
+
+  template <class T, class Q, class W>
+  static void run_weighted(int64_t begin, int64_t end, const OpweaveRmsNormQuant& call) {
+    const W weight(call.weight);
+    RowCursor row(call.rows, begin);
+    RowCursor residual_row(call.residual_rows, begin);
+    for (int64_t r = begin; r < end; ++r, row.advance(), residual_row.advance()) {
+      auto* out =
+          reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
+      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+      float squares;
+      if (call.residual == nullptr) {
+        squares = sum_of_squares(
+            call.width, [=](int64_t i, auto part) { return Lanes<T>::load(x + i, part); });
+      } else {
+        T* sum = reinterpret_cast<T*>(residual_row.in(static_cast<char*>(call.residual_out), 0));
+        const T* residual = reinterpret_cast<const T*>(
+            residual_row.in(static_cast<const char*>(call.residual), 1));
+        squares = sum_of_squares(call.width, [=](int64_t i, auto part) {
+          const Vec exact = add(Lanes<T>::load(x + i, part), Lanes<T>::load(residual + i, part));
+          const Vec stored = Lanes<T>::round(exact);  // the norm sees the sum as it is stored
+          Lanes<T>::store(sum + i, stored, part);
+          return stored;
+        });
+        x = sum;
+      }
+      const Vec scale = splat(inverse_rms(squares, call.width, call.epsilon));
+      Scale::template write<Q, T>(call, r, out, Normalised<T, W>{x, weight, scale});
+    }
+  }
+};
+
+// silu(first) is rounded before it is multiplied.
+template <class T>
+struct SiluAndMul {
+  template <class Part>
+  Vec operator()(int64_t i, Part part) const {
+    const Vec gate = Lanes<T>::load(first + i, part);
+    const Vec activated = Lanes<T>::round(mul(gate, MathFor<T>::sigmoid(gate)));
+    return Lanes<T>::round(mul(activated, Lanes<T>::load(second + i, part)));
+  }
+
+  const T* first;
+  const T* second;
+};
+
+template <class Scale>
+struct SiluAndMulRows {
+  template <class T, class Q>
+  static void run(int64_t begin, int64_t end, const OpweaveSiluAndMulQuant& call) {
+    RowCursor row(call.rows, begin);
+    for (int64_t r = begin; r < end; ++r, row.advance()) {
+      auto* out =
+          reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
+      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+      Scale::template write<Q, T>(call, r, out, SiluAndMul<T>{x, x + call.width});
+    }
+  }
+
+  template <class T>
+  static void run(int64_t begin, int64_t end, const OpweaveSiluAndMulQuant& call) {
+    run<T, Fp8>(begin, end, call);
+  }
+};
+
+}  // namespace
+
+#define OPWEAVE_JOIN_(a, b) a##b
+#define OPWEAVE_JOIN(a, b) OPWEAVE_JOIN_(a, b)
+#define OPWEAVE_TABLE OPWEAVE_JOIN(opweave_fused_quant_kernels_, OPWEAVE_ISA)
+
+extern "C" {
+extern const OpweaveFusedQuantKernels OPWEAVE_TABLE;
+const OpweaveFusedQuantKernels OPWEAVE_TABLE = {
+    run_for_types<RmsNormRows<StaticScale>, OpweaveRmsNormQuant>,
+    run_for_types<RmsNormRows<ScalePerToken>, OpweaveRmsNormQuant>,
+    run_for_types<SiluAndMulRows<StaticScale>, OpweaveSiluAndMulQuant>,
+    run_for_types<SiluAndMulRows<ScalePerToken>, OpweaveSiluAndMulQuant>,
+    run_for_type<SiluAndMulRows<ScalePerGroup>, OpweaveSiluAndMulQuant>,
+};
+}

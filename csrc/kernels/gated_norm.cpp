@@ -1,0 +1,149 @@
+// Gated RMS normalisation, compiled once per instruction set. In float32, rounded once at the end.
+#include "kernels/gated_norm.h"
+
+#include "kernels/kernels.h"
+#include "kernels/rms.h"
+#include "kernels/row_cursor.h"
+#include "kernels/vec_math.h"
+
+namespace {
+
+constexpr int64_t kBuffered = 4096;  // floats on the stack, half of a small first-level cache
+
+// One group of a row.
+template <class T, class W>
+struct Group {
+  T* out;
+  const T* x;
+  const T* gate;
+  const W* weight;
+  int64_t size;
+
+  template <class Part>
+  Vec weighted(Vec v, int64_t i, Part part) const {
+    return weight != nullptr ? mul(v, Lanes<W>::load(weight + i, part)) : v;
+  }
+};
+
+template <bool kSigmoid, class T>
+inline Vec activate(Vec gate) {
+  const Vec s = MathFor<T>::sigmoid(gate);
+  return kSigmoid ? s : mul(gate, s);
+}
+
+template <class T, class W>
+inline float scale_of(const Group<T, W>& group, float epsilon) {
+  const T* x = group.x;
+  const float squares = sum_of_squares(
+      group.size, [=](int64_t i, auto part) { return Lanes<T>::load(x + i, part); });
+  return inverse_rms(squares, group.size, epsilon);
+}
+
+template <class T, class W>
+inline void plain(const Group<T, W> group, float epsilon) {
+  const Vec scale = splat(scale_of(group, epsilon));
+  for_each_vec(group.size, [=](int64_t i, auto part) {
+    const Vec normalised = mul(Lanes<T>::load(group.x + i, part), scale);
+    Lanes<T>::store(group.out + i, group.weighted(normalised, i, part), part);
+  });
+}
+
+template <bool kSigmoid, class T, class W>
+inline void norm_then_gate(const Group<T, W> group, float epsilon) {
+  const Vec scale = splat(scale_of(group, epsilon));
+  for_each_vec(group.size, [=](int64_t i, auto part) {
+    const Vec normalised = mul(Lanes<T>::load(group.x + i, part), scale);
+    const Vec gate = activate<kSigmoid, T>(Lanes<T>::load(group.gate + i, part));
+    Lanes<T>::store(group.out + i, mul(group.weighted(normalised, i, part), gate), part);
+  });
+}
+
+// Norms product(i, part); the first pass over it may remember what the second one reads.
+template <class T, class W, class First, class Second>
+inline void norm_of(const Group<T, W> group, float epsilon, First first, Second second) {
+  const float squares = sum_of_squares(group.size, first);
+  const Vec scale = splat(inverse_rms(squares, group.size, epsilon));
+  for_each_vec(group.size, [=](int64_t i, auto part) {
+    const Vec normalised = mul(second(i, part), scale);
+    Lanes<T>::store(group.out + i, group.weighted(normalised, i, part), part);
+  });
+}
+
+template <bool kSigmoid, class T, class W>
+inline void gate_then_norm(const Group<T, W> group, float epsilon) {
+  const auto product = [=](int64_t i, auto part) {
+    return mul(Lanes<T>::load(group.x + i, part),
+               activate<kSigmoid, T>(Lanes<T>::load(group.gate + i, part)));
+  };
+  if (group.size > kBuffered) return norm_of(group, epsilon, product, product);
+  float buffer[kBuffered];
+  float* memory = buffer;
+  const auto remember = [=](int64_t i, auto part) {
+    const Vec v = product(i, part);
+    Lanes<float>::store(memory + i, v, part);
+    return v;
+  };
+  const auto recall = [=](int64_t i, auto part) { return Lanes<float>::load(memory + i, part); };
+  norm_of(group, epsilon, remember, recall);
+}
+
+template <class T, class W, class Norm>
+inline void for_each_group(int64_t begin, int64_t end, const OpweaveGatedNorm& call, Norm norm) {
+  RowCursor rows(call.rows, begin);
+  RowCursor gates(call.gate_rows, begin);
+  const char* gate_base = static_cast<const char*>(call.gate != nullptr ? call.gate : call.x);
+  for (int64_t r = begin; r < end; ++r, rows.advance(), gates.advance()) {
+    T* out = reinterpret_cast<T*>(rows.in(static_cast<char*>(call.out), 0));
+    const T* x = reinterpret_cast<const T*>(rows.in(static_cast<const char*>(call.x), 1));
+    const T* gate = reinterpret_cast<const T*>(gates.in(gate_base, 0));
+    const W* weight = static_cast<const W*>(call.weight);
+    for (int64_t i = 0; i < call.width; i += call.group_size) {
+      norm(Group<T, W>{out + i, x + i, gate + i, weight != nullptr ? weight + i : nullptr,
+                       call.group_size},
+           call.epsilon);
+    }
+  }
+}
+
+template <class T, class W>
+void rms_norm_gated_rows(int64_t begin, int64_t end, const OpweaveGatedNorm& call) {
+  const auto run = [&](auto norm) { for_each_group<T, W>(begin, end, call, norm); };
+  if (call.gate == nullptr) {
+    run([](auto group, float epsilon) { plain(group, epsilon); });
+  } else if (call.norm_before_gate && call.is_sigmoid) {
+    run([](auto group, float epsilon) { norm_then_gate<true>(group, epsilon); });
+  } else if (call.norm_before_gate) {
+    run([](auto group, float epsilon) { norm_then_gate<false>(group, epsilon); });
+  } else if (call.is_sigmoid) {
+    run([](auto group, float epsilon) { gate_then_norm<true>(group, epsilon); });
+  } else {
+    run([](auto group, float epsilon) { gate_then_norm<false>(group, epsilon); });
+  }
+}
+
+template <class T>
+void run_for_weight(int64_t begin, int64_t end, const OpweaveGatedNorm& call) {
+  if (call.weight_dtype == OPWEAVE_FLOAT32) return rms_norm_gated_rows<T, float>(begin, end, call);
+  rms_norm_gated_rows<T, T>(begin, end, call);
+}
+
+void rms_norm_gated(int64_t begin, int64_t end, void* erased) {
+  const auto& call = *static_cast<const OpweaveGatedNorm*>(erased);
+  switch (call.dtype) {
+    case OPWEAVE_FLOAT32: return run_for_weight<float>(begin, end, call);
+    case OPWEAVE_BFLOAT16: return run_for_weight<BFloat16>(begin, end, call);
+    case OPWEAVE_FLOAT16: return run_for_weight<Float16>(begin, end, call);
+    default: return;  // the callers admit no other type
+  }
+}
+
+}  // namespace
+
+#define OPWEAVE_JOIN_(a, b) a##b
+#define OPWEAVE_JOIN(a, b) OPWEAVE_JOIN_(a, b)
+#define OPWEAVE_TABLE OPWEAVE_JOIN(opweave_gated_norm_kernels_, OPWEAVE_ISA)
+
+extern "C" {
+extern const OpweaveGatedNormKernels OPWEAVE_TABLE;
+const OpweaveGatedNormKernels OPWEAVE_TABLE = {rms_norm_gated};
+}

@@ -1,0 +1,34 @@
+// The plain C interface of reshape_and_cache; see kernels.h for the rules.
+#pragma once
+
+#include "core/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Copies rows of tokens into a paged cache [blocks, heads, block_size, head_size]. Strides are in
+// bytes; a row is the head_size elements of one head, contiguous on both sides.
+struct OpweaveCacheWrite {
+  char* cache;
+  const char* tokens;
+  int64_t block_stride;
+  int64_t token_stride;
+  int64_t head_stride;  // of tokens; in the cache, heads of a block lie side by side
+  int64_t row_bytes;
+};
+
+struct OpweaveReshapeAndCache {
+  struct OpweaveCacheWrite key;
+  struct OpweaveCacheWrite value;
+  const int64_t* slots;  // below blocks * block_size; a negative one is skipped
+  int64_t heads;
+  int64_t block_size;
+};
+
+// call: OpweaveReshapeAndCache*; rows are tokens. Two tokens of one slot must not run at once.
+void opweave_reshape_and_cache(int64_t begin, int64_t end, void* call);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,111 @@
+// Quantisation to 8 bits, compiled once per instruction set.
+//
+// The arithmetic is the ops' definition, operation by operation in float32, so results are equal to
+// native's bit by bit.
+#include "kernels/quant.h"
+#include "kernels/quant_row.h"
+#include "kernels/row_cursor.h"
+
+namespace {
+
+// 16-bit magnitudes have the order of their bits, too: the compiler vectorises this loop with twice
+// as many lanes as float32 has.
+template <class T>
+float largest_of_row(const T* x, int64_t width) {
+  uint16_t most = 0;
+  for (int64_t i = 0; i < width; ++i) {
+    const uint16_t magnitude = x[i].bits & 0x7fff;
+    most = magnitude > most ? magnitude : most;
+  }
+  const T value{most};
+  return largest(Lanes<T>::load(&value, Tail{1}));
+}
+
+inline float largest_of_row(const float* x, int64_t width) {
+  return largest_magnitude(width, Loaded<float>{x});
+}
+
+struct StaticQuantRows {
+  template <class T, class Q>
+  static void run(int64_t begin, int64_t end, const OpweaveStaticQuant& call) {
+    RowCursor row(call.rows, begin);
+    for (int64_t r = begin; r < end; ++r, row.advance()) {
+      auto* out =
+          reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
+      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+      const float* scales = call.scales + r / call.block_rows * call.row_blocks;
+      if (call.block_columns == 1) {
+        quantise_columns<Q>(out, call.width, scales, Loaded<T>{x});
+        continue;
+      }
+      for (int64_t i = 0; i < call.width; i += call.block_columns) {
+        quantise<Q>(out + i, call.block_columns, *scales++, Loaded<T>{x + i});
+      }
+    }
+  }
+
+  template <class Q, class Value>
+  static void quantise_columns(typename Q::Storage* out, int64_t n, const float* scales,
+                               Value value) {
+    for_each_vec(n, [=](int64_t i, auto part) {
+      const Vec inverse = div(splat(1), Lanes<float>::load(scales + i, part));
+      Q::store(out + i, mul(value(i, part), inverse), part);
+    });
+  }
+};
+
+struct PerTokenQuantRows {
+  template <class T, class Q>
+  static void run(int64_t begin, int64_t end, const OpweavePerTokenQuant& call) {
+    RowCursor row(call.rows, begin);
+    for (int64_t r = begin; r < end; ++r, row.advance()) {
+      auto* out =
+          reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
+      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+      const float largest = bounded(largest_of_row(x, call.width), call.upper_bound);
+      call.scales[r] = scale_for<Q>(largest);
+      quantise<Q>(out, call.width, call.scales[r], Loaded<T>{x});
+    }
+  }
+};
+
+struct GroupQuantRows {
+  template <class T>
+  static void run(int64_t begin, int64_t end, const OpweaveGroupQuant& call) {
+    const int64_t groups = (call.width + call.group_size - 1) / call.group_size;
+    RowCursor row(call.rows, begin);
+    for (int64_t r = begin; r < end; ++r, row.advance()) {
+      auto* out = reinterpret_cast<uint8_t*>(row.in(static_cast<char*>(call.out), 0));
+      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+      quantise_groups<T>(out, call.scales + r * groups, call.width, call.group_size,
+                         call.power_of_two != 0, Loaded<T>{x});
+    }
+  }
+};
+
+struct LargestRows {
+  template <class T>
+  static void run(int64_t begin, int64_t end, const OpweaveLargest& call) {
+    RowCursor row(call.rows, begin);
+    for (int64_t r = begin; r < end; ++r, row.advance()) {
+      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 0));
+      call.largest[r] = largest_of_row(x, call.width);
+    }
+  }
+};
+
+}  // namespace
+
+#define OPWEAVE_JOIN_(a, b) a##b
+#define OPWEAVE_JOIN(a, b) OPWEAVE_JOIN_(a, b)
+#define OPWEAVE_TABLE OPWEAVE_JOIN(opweave_quant_kernels_, OPWEAVE_ISA)
+
+extern "C" {
+extern const OpweaveQuantKernels OPWEAVE_TABLE;
+const OpweaveQuantKernels OPWEAVE_TABLE = {
+    run_for_types<StaticQuantRows, OpweaveStaticQuant>,
+    run_for_types<PerTokenQuantRows, OpweavePerTokenQuant>,
+    run_for_type<GroupQuantRows, OpweaveGroupQuant>,
+    run_for_type<LargestRows, OpweaveLargest>,
+};
+}

@@ -1,0 +1,67 @@
+// The plain C interface of quantisation to 8 bits; see kernels.h for the rules.
+#pragma once
+
+#include "core/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// out = cast(clamp(x * (1 / scale))): operand 0 of `rows` is out, operand 1 is x. Every block of
+// block_rows x block_columns elements has one scale; a row of blocks has `row_blocks` of them.
+struct OpweaveStaticQuant {
+  void* out;
+  const void* x;
+  const float* scales;
+  struct OpweaveRows rows;
+  int64_t width;
+  int64_t block_rows;
+  int64_t block_columns;
+  int64_t row_blocks;
+  enum OpweaveDtype dtype;
+  enum OpweaveDtype out_dtype;  // OPWEAVE_FLOAT8_E4M3FN or OPWEAVE_INT8
+};
+
+// The same with one scale per row, which is computed and written to scales[row].
+struct OpweavePerTokenQuant {
+  void* out;
+  const void* x;
+  float* scales;
+  struct OpweaveRows rows;
+  int64_t width;
+  float upper_bound;  // the largest magnitude that counts; infinity for no bound
+  enum OpweaveDtype dtype;
+  enum OpweaveDtype out_dtype;
+};
+
+// To float8_e4m3fn with one scale per `group_size` neighbours: x / scale, not x * (1 / scale).
+struct OpweaveGroupQuant {
+  void* out;
+  const void* x;
+  float* scales;
+  struct OpweaveRows rows;
+  int64_t width;
+  int64_t group_size;
+  int32_t power_of_two;  // round scales up to powers of two
+  enum OpweaveDtype dtype;
+};
+
+// largest[row] = the largest magnitude in a row of x, NaN if there is one. Operand 0 and 1 are x.
+struct OpweaveLargest {
+  float* largest;
+  const void* x;
+  struct OpweaveRows rows;
+  int64_t width;
+  enum OpweaveDtype dtype;
+};
+
+struct OpweaveQuantKernels {
+  OpweaveRangeKernel static_quant;     // call: OpweaveStaticQuant*
+  OpweaveRangeKernel per_token_quant;  // call: OpweavePerTokenQuant*
+  OpweaveRangeKernel group_quant;      // call: OpweaveGroupQuant*
+  OpweaveRangeKernel largest;          // call: OpweaveLargest*
+};
+
+#ifdef __cplusplus
+}
+#endif

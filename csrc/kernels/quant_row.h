@@ -1,0 +1,201 @@
+// Rows to 8 bits: what the kernels that quantise share.
+//
+// A row is given as value(i, part), the vector of float32 values at element i, so that a fused
+// kernel quantises what it computes without storing it first.
+#pragma once
+
+#include "kernels/kernels.h"
+#include "kernels/vec_quant.h"
+
+namespace {
+
+struct Fp8 {
+  using Storage = uint8_t;
+  static constexpr float kMax = kFp8Max;
+  static constexpr float kMinScale = 1.0f / (kFp8Max * 512.0f);
+
+  template <class Part>
+  static void store(Storage* p, Vec v, Part part) {
+    store_fp8(p, v, part);
+  }
+};
+
+struct Int8 {
+  using Storage = int8_t;
+  static constexpr float kMax = 127.0f;
+  static constexpr float kMinScale = 0x1p-23f;  // float32's epsilon
+
+  template <class Part>
+  static void store(Storage* p, Vec v, Part part) {
+    store_int8(p, v, part);
+  }
+};
+
+// A row that lies in memory.
+template <class T>
+struct Loaded {
+  template <class Part>
+  Vec operator()(int64_t i, Part part) const {
+    return Lanes<T>::load(values + i, part);
+  }
+
+  const T* values;
+};
+
+// The scale for a largest magnitude; NaN for NaN.
+template <class Q>
+inline float scale_for(float largest) {
+  const float scale = largest / Q::kMax;
+  return scale < Q::kMinScale ? Q::kMinScale : scale;
+}
+
+inline float bounded(float largest, float upper_bound) {
+  return largest > upper_bound || upper_bound != upper_bound ? upper_bound : largest;
+}
+
+template <class Q, class Value>
+inline void quantise(typename Q::Storage* out, int64_t n, float scale, Value value) {
+  const Vec inverse = splat(1.0f / scale);
+  for_each_vec(n, [=](int64_t i, auto part) {
+    Q::store(out + i, mul(value(i, part), inverse), part);
+  });
+}
+
+// The largest magnitude among n values; NaN if one is.
+template <class Value>
+inline float largest_magnitude(int64_t n, Value value) {
+  Vec most[2] = {splat(0), splat(0)};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    for (int k = 0; k < 2; ++k) {
+      most[k] = larger_magnitude(most[k], value(i + k * kLanes, Full{}));
+    }
+  }
+  for (; i + kLanes <= n; i += kLanes) most[0] = larger_magnitude(most[0], value(i, Full{}));
+  if (i < n) {
+    const Tail rest{n - i};
+    most[1] = larger_magnitude(most[1], keep(value(i, rest), rest));
+  }
+  return largest(larger_magnitude(most[0], most[1]));
+}
+
+// Quantise a row by the scale of its largest magnitude, which is returned. value is computed once
+// per element where the row fits the buffer, which stays in the L1 cache; T holds it exactly.
+template <class Q, class T, class Value>
+inline float quantise_dynamic(typename Q::Storage* out, int64_t n, float upper_bound, Value value) {
+  constexpr int64_t kKept = 8192;
+  T kept[kKept];
+  if (n <= kKept) {
+    T* target = kept;
+    const float largest = largest_magnitude(n, [=](int64_t i, auto part) {
+      const Vec v = value(i, part);
+      Lanes<T>::store(target + i, v, part);
+      return v;
+    });
+    const float scale = scale_for<Q>(bounded(largest, upper_bound));
+    quantise<Q>(out, n, scale, Loaded<T>{kept});
+    return scale;
+  }
+  const float scale = scale_for<Q>(bounded(largest_magnitude(n, value), upper_bound));
+  quantise<Q>(out, n, scale, value);
+  return scale;
+}
+
+// Any float, rounded up to a power of two: a mantissa other than 0 carries into the exponent.
+inline float rounded_up_to_power_of_two(float scale) {
+  if (scale != scale) return scale;
+  uint32_t bits;
+  memcpy(&bits, &scale, sizeof(bits));
+  bits = (bits + 0x7fffff) & 0x7f800000;
+  memcpy(&scale, &bits, sizeof(bits));
+  return scale;
+}
+
+// One group: one scale, which is returned, and a quotient instead of a product with the reciprocal.
+template <class Value>
+inline float quantise_group(uint8_t* out, int64_t n, bool power_of_two, float largest,
+                            Value value) {
+  float scale = scale_for<Fp8>(largest);
+  if (power_of_two) scale = rounded_up_to_power_of_two(scale);
+  const Vec divisor = splat(scale);
+  if (scale < __builtin_inff()) {
+    const Vec inverse = splat(1.0f / scale);
+    for_each_vec(n, [=](int64_t i, auto part) {
+      Fp8::store(out + i, quotient(value(i, part), divisor, inverse), part);
+    });
+  } else {  // infinite or NaN
+    for_each_vec(n, [=](int64_t i, auto part) {
+      Fp8::store(out + i, div(value(i, part), divisor), part);
+    });
+  }
+  return scale;
+}
+
+// A row by groups of neighbours. As in quantise_dynamic, value is computed once per element where a
+// group fits the buffer.
+template <class T, class Value>
+inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
+                            bool power_of_two, Value value) {
+  constexpr int64_t kKept = 1024;
+  T kept[kKept];
+  for (int64_t first = 0; first < width; first += group_size, out += group_size) {
+    const int64_t n = width - first < group_size ? width - first : group_size;
+    const auto in_group = [=](int64_t i, auto part) { return value(first + i, part); };
+    if (n <= kKept) {
+      T* target = kept;
+      const float largest = largest_magnitude(n, [=](int64_t i, auto part) {
+        const Vec v = in_group(i, part);
+        Lanes<T>::store(target + i, v, part);
+        return v;
+      });
+      *scales++ = quantise_group(out, n, power_of_two, largest, Loaded<T>{kept});
+    } else {
+      *scales++ = quantise_group(out, n, power_of_two, largest_magnitude(n, in_group), in_group);
+    }
+  }
+}
+
+template <class T>
+inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
+                            bool power_of_two, Loaded<T> row) {
+  for (int64_t first = 0; first < width; first += group_size) {
+    const int64_t n = width - first < group_size ? width - first : group_size;
+    const Loaded<T> group{row.values + first};
+    *scales++ = quantise_group(out + first, n, power_of_two, largest_magnitude(n, group), group);
+  }
+}
+
+// Call visit with a value of the storage type.
+template <class Visit>
+inline void with_storage(OpweaveDtype dtype, Visit visit) {
+  switch (dtype) {
+    case OPWEAVE_FLOAT32: return visit(float{});
+    case OPWEAVE_BFLOAT16: return visit(BFloat16{});
+    case OPWEAVE_FLOAT16: return visit(Float16{});
+    default: return;  // the callers admit no other type
+  }
+}
+
+// Rows::run<T>(begin, end, call) for the call's storage type.
+template <class Rows, class Call>
+void run_for_type(int64_t begin, int64_t end, void* erased) {
+  const Call& call = *static_cast<const Call*>(erased);
+  with_storage(call.dtype, [&](auto storage) {
+    Rows::template run<decltype(storage)>(begin, end, call);
+  });
+}
+
+// Rows::run<T, Q>(begin, end, call) for the call's storage type and output.
+template <class Rows, class Call>
+void run_for_types(int64_t begin, int64_t end, void* erased) {
+  const Call& call = *static_cast<const Call*>(erased);
+  with_storage(call.dtype, [&](auto storage) {
+    if (call.out_dtype == OPWEAVE_INT8) {
+      Rows::template run<decltype(storage), Int8>(begin, end, call);
+    } else {
+      Rows::template run<decltype(storage), Fp8>(begin, end, call);
+    }
+  });
+}
+
+}  // namespace

@@ -1,0 +1,185 @@
+// Rotary position embedding, alone or after RMS normalisation, compiled once per instruction set.
+//
+// The rounding is part of the op's definition: angles, products and sums are each rounded to x's
+// type.
+#include "kernels/rotary.h"
+
+#include "kernels/kernels.h"
+#include "kernels/rms.h"
+#include "kernels/row_cursor.h"
+#include "kernels/vec.h"
+#include "kernels/vec_pairs.h"
+
+namespace {
+
+// Cosines and sines of one token, rounded to T and laid out as the vectors of a head need them.
+// Past their end is room for one vector, so that they are always read in full.
+template <class T>
+class Angles {
+ public:
+  explicit Angles(const OpweaveRotary& call) : call_(call), half_(call.rotary_size / 2) {}
+
+  void load(int64_t token) {
+    int64_t position = call_.positions_dtype == OPWEAVE_INT64
+                           ? static_cast<const int64_t*>(call_.positions)[token]
+                           : static_cast<const int32_t*>(call_.positions)[token];
+    if (position < 0) position += call_.cache_rows;
+    const int64_t row = position * call_.cache_stride;
+    if (call_.cache_dtype == OPWEAVE_FLOAT32) {
+      load_row(static_cast<const float*>(call_.cache) + row);
+    } else {
+      load_row(static_cast<const T*>(call_.cache) + row);
+    }
+    if (!call_.is_neox) interleave();
+  }
+
+  // out may be x.
+  void rotate(T* out, const T* x) const {
+    if (call_.is_neox) {
+      rotate_halves(out, x);
+    } else {
+      rotate_pairs(out, x);
+    }
+    if (out != x) {
+      const int64_t rest = call_.head_size - call_.rotary_size;
+      memcpy(out + call_.rotary_size, x + call_.rotary_size, static_cast<size_t>(rest) * sizeof(T));
+    }
+  }
+
+ private:
+  template <class C>
+  void load_row(const C* row) {
+    for_each_vec(half_, [&](int64_t i, auto part) {
+      const Vec sines = Lanes<T>::round(Lanes<C>::load(row + half_ + i, part));
+      Lanes<float>::store(cos_ + i, Lanes<T>::round(Lanes<C>::load(row + i, part)), part);
+      Lanes<float>::store(sin_ + i, sines, part);
+      Lanes<float>::store(minus_sin_ + i, mul(sines, splat(-1)), part);
+    });
+  }
+
+  // Both lanes of a pair get its cosine; the first one gets minus its sine, the second one the
+  // sine.
+  void interleave() {
+    for (int64_t i = half_ - 1; i >= 0; --i) {  // from the end: the values move up
+      cos_[2 * i] = cos_[2 * i + 1] = cos_[i];
+      sin_[2 * i + 1] = sin_[i];
+      sin_[2 * i] = minus_sin_[i];
+    }
+  }
+
+  static Vec angle(const float* values) { return Lanes<float>::load(values, Full{}); }
+
+  // Minus a rounded product is the rounded product by minus a factor, so a sum does for both.
+  static Vec combine(Vec x, Vec cosines, Vec partner, Vec sines) {
+    return add(Lanes<T>::round(mul(x, cosines)), Lanes<T>::round(mul(partner, sines)));
+  }
+
+  void rotate_halves(T* out, const T* x) const {
+    for_each_vec(half_, [&](int64_t i, auto part) {
+      const Vec first = Lanes<T>::load(x + i, part);
+      const Vec second = Lanes<T>::load(x + half_ + i, part);
+      const Vec cosines = angle(cos_ + i);
+      Lanes<T>::store(out + i, combine(first, cosines, second, angle(minus_sin_ + i)), part);
+      Lanes<T>::store(out + half_ + i, combine(second, cosines, first, angle(sin_ + i)), part);
+    });
+  }
+
+  void rotate_pairs(T* out, const T* x) const {
+    for_each_vec(2 * half_, [&](int64_t i, auto part) {
+      const Vec values = Lanes<T>::load(x + i, part);
+      const Vec rotated = combine(values, angle(cos_ + i), swap_pairs(values), angle(sin_ + i));
+      Lanes<T>::store(out + i, rotated, part);
+    });
+  }
+
+  static constexpr int64_t kCapacity = OPWEAVE_MAX_ROTARY_SIZE + kLanes;
+
+  const OpweaveRotary& call_;
+  int64_t half_;
+  alignas(64) float cos_[kCapacity];
+  alignas(64) float sin_[kCapacity];
+  alignas(64) float minus_sin_[kCapacity];
+};
+
+// Calls visit(out, x) for every head of the token under the cursor.
+template <class T, class Visit>
+inline void for_each_head(const OpweaveHeads& heads, const RowCursor& token, Visit visit) {
+  char* out = token.in(static_cast<char*>(heads.out), 0);
+  const char* x = token.in(static_cast<const char*>(heads.x), 1);
+  for (int64_t h = 0; h < heads.count; ++h, out += heads.out_stride, x += heads.x_stride) {
+    visit(reinterpret_cast<T*>(out), reinterpret_cast<const T*>(x));
+  }
+}
+
+struct Rotate {
+  template <class T>
+  static void run(const OpweaveRotary&, const OpweaveHeads& heads, const RowCursor& token,
+                  const Angles<T>& angles) {
+    for_each_head<T>(heads, token, [&](T* out, const T* x) { angles.rotate(out, x); });
+  }
+};
+
+struct NormaliseAndRotate {
+  template <class T>
+  static void run(const OpweaveRotary& call, const OpweaveHeads& heads, const RowCursor& token,
+                  const Angles<T>& angles) {
+    if (heads.weight == nullptr) {
+      run_with<T, NoWeight>(call, heads, token, angles);
+    } else if (call.weight_dtype == OPWEAVE_FLOAT32) {
+      run_with<T, Weight<float>>(call, heads, token, angles);
+    } else {
+      run_with<T, Weight<T>>(call, heads, token, angles);
+    }
+  }
+
+ private:
+  template <class T, class W>
+  static void run_with(const OpweaveRotary& call, const OpweaveHeads& heads,
+                       const RowCursor& token, const Angles<T>& angles) {
+    const W weight(heads.weight);
+    const int64_t width = call.head_size;
+    for_each_head<T>(heads, token, [&](T* out, const T* x) {
+      const float squares = sum_of_squares(
+          width, [=](int64_t i, auto part) { return Lanes<T>::load(x + i, part); });
+      write_normalised(out, x, weight, inverse_rms(squares, width, call.epsilon), width);
+      angles.rotate(out, out);
+    });
+  }
+};
+
+template <class T, class Heads>
+void run_tokens(int64_t begin, int64_t end, const OpweaveRotary& call) {
+  Angles<T> angles(call);
+  RowCursor query(call.query.tokens, begin);
+  RowCursor key(call.key.tokens, begin);
+  for (int64_t token = begin; token < end; ++token, query.advance(), key.advance()) {
+    angles.load(token);
+    Heads::run(call, call.query, query, angles);
+    Heads::run(call, call.key, key, angles);
+  }
+}
+
+template <class Heads>
+void run(int64_t begin, int64_t end, void* erased) {
+  const OpweaveRotary& call = *static_cast<const OpweaveRotary*>(erased);
+  switch (call.dtype) {
+    case OPWEAVE_FLOAT32: return run_tokens<float, Heads>(begin, end, call);
+    case OPWEAVE_BFLOAT16: return run_tokens<BFloat16, Heads>(begin, end, call);
+    case OPWEAVE_FLOAT16: return run_tokens<Float16, Heads>(begin, end, call);
+    default: return;  // the callers admit no other type
+  }
+}
+
+}  // namespace
+
+#define OPWEAVE_JOIN_(a, b) a##b
+#define OPWEAVE_JOIN(a, b) OPWEAVE_JOIN_(a, b)
+#define OPWEAVE_TABLE OPWEAVE_JOIN(opweave_rotary_kernels_, OPWEAVE_ISA)
+
+extern "C" {
+extern const OpweaveRotaryKernels OPWEAVE_TABLE;
+const OpweaveRotaryKernels OPWEAVE_TABLE = {
+    run<Rotate>,
+    run<NormaliseAndRotate>,
+};
+}

@@ -1,0 +1,142 @@
+// Elementary functions of a vector, each one polynomial without branches.
+//
+// Largest errors over all arguments that are named, in units in the last place of the exact result;
+// tests/native/test_vec_math.py measures them.
+//
+//   exp      1.1    0 and infinity where float32 ends; denormal results too
+//   expm1    1.7    of x <= 88.7; loses the sign of -0
+//   sigmoid  2.7    denormal results too
+//   tanh     2.2    odd
+//   erf      2.5    odd
+//
+// For results that are rounded to 16 bits, in fewer steps (errors relative to the result):
+//
+//   rough_exp2     2^-17  of |x| <= 32; above, 2^-22 * |x|
+//   rough_sigmoid  2^-17  of |x| <= 22; above, 2^-22 * 1.45 |x|
+//   rough_tanh     2^-19, absolute: near zero it has few digits, for 1 + tanh enough
+//   rough_normal   2^-16  of |x| <= 4: the distribution function of the normal distribution
+//
+// NaN gives NaN. The polynomials are minimax fits: exp's and tanh's are within 2^-28 of the
+// function, erf's within 2^-29, and the rough ones within 2^-18.
+#pragma once
+
+#include "kernels/vec.h"
+
+namespace {
+
+// c0 + x * (c1 + x * (...))
+inline Vec polynomial(Vec, float c0) { return splat(c0); }
+
+template <class... Rest>
+inline Vec polynomial(Vec x, float c0, Rest... rest) {
+  return fma(polynomial(x, rest...), x, splat(c0));
+}
+
+// exp(x) = 2^n * (1 + m), with |x - n * ln(2)| <= ln(2) / 2, for |x| < 2^22.
+struct Exponential {
+  explicit Exponential(Vec x) {
+    const Vec magic = splat(0x1.8p23f);  // adding it rounds to an integer
+    n = sub(fma(x, splat(1.44269504f), magic), magic);
+    // ln(2) in two parts, the first with so few bits that its product with n is exact.
+    Vec r = fma(n, splat(-0.693359375f), x);
+    r = fma(n, splat(2.12194440e-4f), r);
+    const Vec q = polynomial(r, 4.9999994e-01f, 1.666652e-01f, 4.1668408e-02f, 8.3689215e-03f,
+                             1.3814175e-03f);
+    m = fma(mul(q, r), r, r);
+  }
+
+  Vec n;
+  Vec m;
+};
+
+// exp(x) for -104 <= x <= 89.
+inline Vec exp_in_range(Vec x) {
+  const Exponential e(x);
+  return scale_by_power(add(e.m, splat(1)), e.n);
+}
+
+inline Vec exp(Vec x) { return exp_in_range(min(splat(89), max(splat(-104), x))); }
+
+inline Vec expm1(Vec x) {
+  const Exponential e(min(splat(88.7f), max(splat(-30), x)));
+  const Vec half = scale_by_power(splat(0.5f), e.n);  // 2^n may exceed float32 where exp does not
+  const Vec halved = fma(half, e.m, sub(half, splat(0.5f)));
+  return add(halved, halved);
+}
+
+inline Vec sigmoid(Vec x) {
+  // From exp(-|x|), which cannot overflow, so that every step is finite.
+  const Vec e = exp_in_range(max(splat(-104), negative_abs(x)));
+  const Vec numerator = select(less(x, splat(0)), e, splat(1));
+  return mul(numerator, reciprocal(add(e, splat(1))));
+}
+
+inline Vec tanh(Vec x) {
+  const Vec negative = negative_abs(x);
+  const Vec e = exp_in_range(max(splat(-30), add(negative, negative)));
+  const Vec large = sub(splat(1), mul(add(e, e), reciprocal(add(e, splat(1)))));
+  // Near zero that difference has no digits left.
+  const Vec square = mul(x, x);
+  const Vec p = polynomial(square, -3.33333e-01f, 1.3331959e-01f, -5.3786684e-02f, 2.0805385e-02f,
+                           -5.905869e-03f);
+  const Vec small = fma(mul(p, square), x, x);
+  return with_sign(select(less(negative, splat(-0.6f)), large, small), x);
+}
+
+inline Vec erf(Vec x) {
+  const Vec negative = negative_abs(x);
+  // Above 0.9, -ln(1 - erf) is smooth; at 4, erf rounds to 1.
+  const Vec t = min(splat(4), sub(splat(0), negative));
+  const Vec log = polynomial(t, -1.6645201e-04f, -1.1277972e+00f, -6.369761e-01f, -1.04113646e-01f,
+                             2.2315199e-02f, -3.0654867e-03f, 1.9821926e-04f);
+  const Vec large = sub(splat(1), exp_in_range(log));
+  const Vec square = mul(x, x);
+  const Vec p = polynomial(square, 1.1283792e+00f, -3.7612635e-01f, 1.1283715e-01f,
+                           -2.6860509e-02f, 5.2038594e-03f, -8.1756397e-04f, 8.513105e-05f);
+  return select(less(negative, splat(-0.9f)), with_sign(large, x), mul(p, x));
+}
+
+inline Vec rough_exp2(Vec x) {
+  const Vec bounded = bounded_exponent(x);
+  const Vec f = fraction(bounded);
+  const Vec p = polynomial(f, 9.999993e-01f, 6.931218e-01f, 2.4024744e-01f, 5.591786e-02f,
+                           9.570102e-03f);
+  return scale_by_power(p, sub(bounded, f));
+}
+
+inline Vec rough_sigmoid(Vec x) {
+  return reciprocal(add(rough_exp2(mul(x, splat(-1.44269504f))), splat(1)));
+}
+
+inline Vec rough_tanh(Vec x) {
+  const Vec s = rough_sigmoid(add(x, x));
+  return sub(add(s, s), splat(1));
+}
+
+inline Vec rough_normal(Vec x) {
+  // The logarithm of the lower tail is smooth; beyond the fit it falls to minus infinity.
+  const Vec log = polynomial(negative_abs(x), -9.999958e-01f, 1.1512374e+00f, -4.5851728e-01f,
+                             5.3886298e-02f, 8.4604565e-03f, 9.1528567e-04f, 5.9225848e-05f,
+                             1.69259e-06f);
+  const Vec tail = rough_exp2(log);
+  return select(less(x, splat(0)), tail, sub(splat(1), tail));
+}
+
+// The functions to use for results that are rounded to T.
+template <class T>
+struct MathFor {
+  static Vec sigmoid(Vec x) { return rough_sigmoid(x); }
+  static Vec tanh(Vec x) { return rough_tanh(x); }
+  static Vec normal(Vec x) { return rough_normal(x); }
+};
+
+template <>
+struct MathFor<float> {
+  static Vec sigmoid(Vec x) { return ::sigmoid(x); }
+  static Vec tanh(Vec x) { return ::tanh(x); }
+  static Vec normal(Vec x) {
+    return mul(splat(0.5f), add(erf(mul(x, splat(0.70710678f))), splat(1)));
+  }
+};
+
+}  // namespace

@@ -1,0 +1,60 @@
+// Reductions over lanes:
+//   sums     lane i is the sum over the lanes of v[i], added in one order for every i
+//   largest  the largest lane; of several NaN and numbers, which one is unspecified
+#pragma once
+
+#include "kernels/vec.h"
+
+namespace {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+
+inline Vec sums(const Vec (&v)[kLanes]) {
+  Vec quads[4];  // in each quarter of the lanes: four vectors' sums over that quarter
+  for (int i = 0; i < 4; ++i) {
+    const Vec* a = v + 4 * i;
+    const Vec low = add(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    const Vec high = add(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    quads[i] = add(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+  }
+  const auto fold = [](Vec a, Vec b) {  // quarters 0 + 1 and 2 + 3 of a, then of b
+    return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  return fold(fold(quads[0], quads[1]), fold(quads[2], quads[3]));
+}
+
+inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
+
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+inline Vec sums(const Vec (&v)[kLanes]) {
+  const auto quad = [](const Vec* a) {
+    return _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
+  };
+  const Vec low = quad(v);
+  const Vec high = quad(v + 4);
+  return add(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+}
+
+inline float largest(Vec v) {
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  m = _mm_max_ss(m, _mm_shuffle_ps(m, m, 1));
+  return _mm_cvtss_f32(m);
+}
+
+#else
+
+inline Vec sums(const Vec (&v)[kLanes]) {
+  return Vec{sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])};
+}
+
+inline float largest(Vec v) {
+  const float a = v[0] > v[1] ? v[0] : v[1];
+  const float b = v[2] > v[3] ? v[2] : v[3];
+  return a > b ? a : b;
+}
+
+#endif
+
+}  // namespace

@@ -1,0 +1,240 @@
+// paged_attention: argument checks, the division of the work, then the kernel.
+#include "kernels/paged_attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "module/module.h"
+
+namespace opweave {
+namespace {
+
+// Rows (queries times heads) of a part: their state of float32 fits the second-level cache.
+constexpr int64_t kPartRows = 64;
+// With fewer parts, heads are spread over more of them, so that there is work for threads.
+constexpr int64_t kEnoughParts = 8;
+
+[[noreturn]] void fail_shape(const View& view, const std::string& expected) {
+  throw CheckFailed(std::string(view.name) + " must have shape " + expected + ", found " +
+                    describe(view));
+}
+
+void check_cache(const View& cache, const View& query) {
+  check_same_dtype(cache, query);
+  if (cache.rank != 4) fail_shape(cache, "[blocks, kv_heads, block_size, size]");
+  if (cache.element_count() == 0) return;
+  View block = cache;  // blocks may lie apart, as in a tensor that holds keys and values
+  block.rank = 3;
+  block.sizes = cache.sizes + 1;
+  block.strides = cache.strides + 1;
+  check_contiguous(block);
+}
+
+void check_layout(const View& out, const View& query, const View& key_cache,
+                  const View& value_cache) {
+  check_dtype(query, {OPWEAVE_FLOAT32, OPWEAVE_BFLOAT16, OPWEAVE_FLOAT16});
+  if (query.rank != 3) fail_shape(query, "[tokens, heads, head_size]");
+  check_unit_stride(query);
+  check_cache(key_cache, query);
+  check_cache(value_cache, query);
+  const int64_t* keys = key_cache.sizes;
+  const int64_t* values = value_cache.sizes;
+  if (keys[3] != query.sizes[2] || keys[3] == 0) {
+    fail_shape(key_cache, "[blocks, kv_heads, block_size, " + std::to_string(query.sizes[2]) +
+                              "], a positive head size, as query has it");
+  }
+  if (!std::equal(keys, keys + 3, values)) {
+    fail_shape(value_cache, "[" + std::to_string(keys[0]) + ", " + std::to_string(keys[1]) + ", " +
+                                std::to_string(keys[2]) + ", value_size], as key_cache has it");
+  }
+  if (keys[1] == 0 || query.sizes[1] % keys[1] != 0) {
+    fail_shape(query, "[tokens, a multiple of " + std::to_string(keys[1]) +
+                          " heads, head_size], because key_cache has that many");
+  }
+  if (keys[2] == 0 || keys[2] % OPWEAVE_PAGED_STEP != 0) {
+    fail_shape(key_cache, "[blocks, kv_heads, a multiple of " +
+                              std::to_string(OPWEAVE_PAGED_STEP) + ", head_size]");
+  }
+  check_same_dtype(out, query);
+  if (out.rank != 3 || out.sizes[0] != query.sizes[0] || out.sizes[1] != query.sizes[1] ||
+      out.sizes[2] != values[3]) {
+    fail_shape(out, "[" + std::to_string(query.sizes[0]) + ", " + std::to_string(query.sizes[1]) +
+                        ", " + std::to_string(values[3]) + "]");
+  }
+  check_contiguous(out);
+}
+
+void check_vector(const View& view, int64_t count) {
+  check_dtype(view, {OPWEAVE_INT32});
+  if (view.rank != 1 || view.sizes[0] != count) {
+    fail_shape(view, "[" + std::to_string(count) + "]");
+  }
+  check_contiguous(view);
+}
+
+std::string of_sequence(int64_t i) { return "sequence " + std::to_string(i) + ": "; }
+
+// Every length, block and query range is usable, so that the kernel may trust them.
+void check_sequences(const View& block_tables, const OpweavePagedAttention& call, int64_t blocks,
+                     int64_t tokens) {
+  const int64_t sequences = block_tables.sizes[0];
+  const int32_t* starts = call.cu_seqlens_q;
+  if (starts[0] != 0 || starts[sequences] > tokens) {
+    throw CheckFailed("cu_seqlens_q must go from 0 to at most " + std::to_string(tokens) +
+                      ", the number of queries, found " + std::to_string(starts[0]) + " to " +
+                      std::to_string(starts[sequences]));
+  }
+  for (int64_t i = 0; i < sequences; ++i) {
+    if (starts[i + 1] < starts[i]) {
+      throw CheckFailed(of_sequence(i) + "its queries go from " + std::to_string(starts[i]) +
+                        " to " + std::to_string(starts[i + 1]) + " in cu_seqlens_q");
+    }
+    const int64_t length = call.seq_lens[i];
+    if (length < 0 || length > block_tables.sizes[1] * call.block_size) {
+      throw CheckFailed(of_sequence(i) + "its length is " + std::to_string(length) +
+                        ", but its table has " + std::to_string(block_tables.sizes[1]) +
+                        " blocks of " + std::to_string(call.block_size) + " positions");
+    }
+    const int32_t* table = call.block_tables + i * call.block_table_stride;
+    for (int64_t j = 0; j * call.block_size < length; ++j) {
+      if (table[j] >= 0 && table[j] < blocks) continue;
+      throw CheckFailed(of_sequence(i) + "block_tables[" + std::to_string(i) + ", " +
+                        std::to_string(j) + "] is " + std::to_string(table[j]) +
+                        ", but the cache has " + std::to_string(blocks) + " blocks");
+    }
+  }
+}
+
+// The parts of a call, and the largest of them. How the work is cut changes no bit of the results.
+struct Plan {
+  std::vector<OpweavePagedPart> parts;
+  int64_t tokens = 1;  // per part, at most
+  int64_t heads = 1;
+  int64_t keys = 0;  // that all parts read, for each kv head
+};
+
+Plan plan_of(const OpweavePagedAttention& call, int64_t sequences) {
+  Plan plan;
+  const int64_t most_tokens = std::max<int64_t>(1, kPartRows / call.group);
+  int64_t cuts = 0;
+  for (int64_t i = 0; i < sequences; ++i) {
+    const int64_t queries = call.cu_seqlens_q[i + 1] - call.cu_seqlens_q[i];
+    cuts += (queries + most_tokens - 1) / most_tokens;
+    plan.tokens = std::max(plan.tokens, std::min(queries, most_tokens));
+  }
+  const int64_t fitting = std::max<int64_t>(1, kPartRows / (plan.tokens * call.group));
+  const int64_t spread = std::max<int64_t>(1, call.kv_heads * cuts / kEnoughParts);
+  plan.heads = std::min({fitting, spread, call.kv_heads});
+  plan.parts.reserve(static_cast<size_t>(cuts * ((call.kv_heads - 1) / plan.heads + 1)));
+  for (int64_t i = 0; i < sequences; ++i) {
+    const int64_t queries = call.cu_seqlens_q[i + 1] - call.cu_seqlens_q[i];
+    for (int64_t token = 0; token < queries; token += plan.tokens) {
+      plan.keys += call.seq_lens[i];
+      for (int64_t head = 0; head < call.kv_heads; head += plan.heads) {
+        plan.parts.push_back({i, token, std::min(plan.tokens, queries - token), head,
+                              std::min(plan.heads, call.kv_heads - head)});
+      }
+    }
+  }
+  return plan;
+}
+
+// Memory of a thread for the parts it runs, kept between calls: fresh memory would fault page by
+// page.
+float* scratch_of(int64_t floats) {
+  constexpr size_t kAlignment = 64;
+  thread_local std::unique_ptr<float[]> memory;
+  thread_local int64_t capacity = 0;
+  const int64_t wanted = floats + static_cast<int64_t>(kAlignment / sizeof(float));
+  if (capacity < wanted) {
+    memory.reset(new float[static_cast<size_t>(wanted)]);
+    capacity = wanted;
+  }
+  const auto address = reinterpret_cast<uintptr_t>(memory.get());
+  return reinterpret_cast<float*>((address + kAlignment - 1) / kAlignment * kAlignment);
+}
+
+void run_parts(const OpweavePagedAttention& call, const Plan& plan) {
+  const OpweavePagedAttentionKernels& kernels = *active_kernels().paged_attention;
+  const int64_t floats = kernels.scratch_size(&call, plan.tokens, plan.heads);
+  const int64_t count = static_cast<int64_t>(plan.parts.size());
+  const int64_t elements =
+      plan.keys * call.kv_heads * call.group * (call.head_size + call.value_size) / count;
+  // Parts differ in size: a thread takes the next one when it is done with its last.
+  std::atomic<int64_t> next{0};
+  for_rows(count, elements + 1, [&](int64_t, int64_t) {
+    float* scratch = scratch_of(floats);
+    for (int64_t i = next++; i < count; i = next++) {
+      kernels.run(&call, &plan.parts[static_cast<size_t>(i)], scratch);
+    }
+  });
+}
+
+// out[token] = attention of the token's query over the keys of its sequence in the cache.
+void paged_attention(const View& out, const View& query, const View& key_cache,
+                     const View& value_cache, const View& block_tables, const View& seq_lens,
+                     const View& cu_seqlens_q, double scale, bool causal,
+                     std::optional<int64_t> window, std::optional<double> soft_cap) {
+  check_layout(out, query, key_cache, value_cache);
+  check_dtype(block_tables, {OPWEAVE_INT32});
+  if (block_tables.rank != 2) fail_shape(block_tables, "[sequences, blocks]");
+  check_unit_stride(block_tables);
+  check_vector(seq_lens, block_tables.sizes[0]);
+  check_vector(cu_seqlens_q, block_tables.sizes[0] + 1);
+  if (window.has_value() && (*window < 1 || !causal)) {
+    throw CheckFailed("window must be None or, with causal, positive, found " +
+                      std::to_string(*window) + (causal ? "" : " without causal"));
+  }
+  if (soft_cap.has_value() && !(*soft_cap > 0)) {
+    throw CheckFailed("soft_cap must be None or positive, found " + std::to_string(*soft_cap));
+  }
+  for (const View* other :
+       {&query, &key_cache, &value_cache, &block_tables, &seq_lens, &cu_seqlens_q}) {
+    check_disjoint(out, *other);
+  }
+  OpweavePagedAttention call;
+  call.out = out.data;
+  call.query = query.data;
+  call.key_cache = key_cache.data;
+  call.value_cache = value_cache.data;
+  call.block_tables = reinterpret_cast<const int32_t*>(block_tables.data);
+  call.seq_lens = reinterpret_cast<const int32_t*>(seq_lens.data);
+  call.cu_seqlens_q = reinterpret_cast<const int32_t*>(cu_seqlens_q.data);
+  call.block_table_stride = block_tables.strides[0];
+  call.query_token_stride = query.strides[0];
+  call.query_head_stride = query.strides[1];
+  call.key_block_stride = key_cache.strides[0];
+  call.value_block_stride = value_cache.strides[0];
+  call.kv_heads = key_cache.sizes[1];
+  call.group = query.sizes[1] / key_cache.sizes[1];
+  call.head_size = query.sizes[2];
+  call.value_size = value_cache.sizes[3];
+  call.block_size = key_cache.sizes[2];
+  call.window = window.value_or(0);
+  call.is_causal = causal ? 1 : 0;
+  call.scale = static_cast<float>(scale);
+  call.soft_cap = static_cast<float>(soft_cap.value_or(0));
+  call.dtype = query.dtype;
+  check_sequences(block_tables, call, key_cache.sizes[0], query.sizes[0]);
+  const int64_t row_bytes = query.sizes[1] * call.value_size * out.element_size();
+  const int64_t used = call.cu_seqlens_q[block_tables.sizes[0]];
+  if (out.element_count() == 0) return;
+  std::memset(out.data + used * row_bytes, 0,
+              static_cast<size_t>((query.sizes[0] - used) * row_bytes));
+  const Plan plan = plan_of(call, block_tables.sizes[0]);
+  if (!plan.parts.empty()) run_parts(call, plan);
+}
+
+}  // namespace
+}  // namespace opweave
+
+OPWEAVE_EXTENSION_MODULE(m) {
+  m.def(
+      "paged_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, "
+      "Tensor block_tables, Tensor seq_lens, Tensor cu_seqlens_q, float scale, bool causal, "
+      "int? window, float? soft_cap) -> ()",
+      opweave::paged_attention);
+}

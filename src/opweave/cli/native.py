@@ -1,0 +1,78 @@
+"""``opweave native new | build``: start a package with a native op, and build it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from rich.markup import escape
+
+from opweave.cli.output import fail, out, print_json
+from opweave.native import NativeBuildError, project, scaffold
+
+native = App(name="native", help="Start and build packages with native operators.")
+
+JsonOption = Annotated[bool, Parameter(negative=())]
+
+
+@native.command
+def new(name: str, /, *, json: JsonOption = False) -> None:
+    """Write a package with a native op that works into a new folder.
+
+    Parameters
+    ----------
+    name
+        The package's name, also that of the folder and of its torch ops.
+    json
+        Print JSON.
+    """
+    try:
+        files = scaffold.new(name, Path.cwd())
+    except NativeBuildError as error:
+        _fail(error)
+    if json:
+        print_json({"name": name, "files": [str(path) for path in files]})
+        return
+    for path in files:
+        out.print(escape(str(path.relative_to(Path.cwd()))))
+    out.print(f"\nNow: opweave native build {name} && pytest {name}")
+
+
+@native.command
+def build(
+    directory: Path,
+    /,
+    *,
+    verbose: Annotated[bool, Parameter(negative=())] = False,
+    json: JsonOption = False,
+) -> None:
+    """Build a package's native module in place, so that the package can be imported.
+
+    Parameters
+    ----------
+    directory
+        The folder with the package's pyproject.toml.
+    verbose
+        Show the compiler's commands and messages.
+    json
+        Print JSON.
+    """
+    try:
+        built = project.build(directory, verbose=verbose)
+    except NativeBuildError as error:
+        _fail(error)
+    if json:
+        print_json({"path": str(built.path), "cached": built.cached})
+    else:
+        how = "from the cache" if built.cached else "built"
+        out.print(f"{escape(str(built.path))} ({how})")
+
+
+def _fail(error: NativeBuildError) -> None:
+    """Exit with 2 after one line for the user, and then the compiler's words."""
+    try:
+        fail(error.summary)
+    finally:
+        sys.stderr.write(error.log)

@@ -1,0 +1,217 @@
+"""The step between two decode steps: what the next one reads is computed where it is used."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from opweave.ir import compat
+from opweave.ir.codegen import PLAIN_TYPES
+from opweave.ir.registry import register_op
+from opweave.ir.traits import BATCH_INVARIANT
+
+_INDICES = (torch.int32, torch.int64)
+_PAD_SLOT = -1  # the cache writer skips it
+
+
+@register_op(
+    activations=["input_tokens", "input_positions", "seq_lens", "slot_mapping"],
+    allow_inplace=True,
+    native_traits={BATCH_INVARIANT},
+)
+def advance_step_flashattn(
+    input_tokens: Tensor,
+    sampled_token_ids: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Prepare the next decode step of every sequence from the tokens that were just sampled.
+
+    A sequence of length ``p`` gets its sampled token as input, position ``p``, length ``p + 1`` and
+    slot ``block_table[p // block_size] * block_size + p % block_size``. With ``q`` sampled tokens
+    for ``n`` sequences, the last ``n - q`` rows are padding: token 0, position 0, slot -1, length
+    unchanged.
+
+    Values are checked on plain CPU tensors in eager mode, before anything is computed. Elsewhere
+    (under tracers and on other devices) reading them would cost a graph break or a
+    synchronisation; torch's own bounds checks remain.
+
+    Args:
+        input_tokens, input_positions, slot_mapping: ``(n,)``, int64. What they hold is not read:
+            they are the memory that ``maybe_inplace`` donates.
+        sampled_token_ids: ``(q,)`` or ``(q, 1)`` with ``q <= n``, int64.
+        seq_lens: ``(n,)``, int32 or int64: lengths before the step.
+        block_tables: ``(n, blocks)``, int32 or int64: the cache blocks of each sequence.
+        block_size: positions per block.
+
+    Returns:
+        The new ``input_tokens``, ``input_positions``, ``seq_lens`` and ``slot_mapping``, with the
+        shapes and dtypes that came in.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, ``block_size`` is not positive, or a sequence
+            cannot advance: its length is negative or the largest of its dtype, or its table has no
+            block for the position.
+    """
+    queries = _check_layout(
+        input_tokens,
+        sampled_token_ids,
+        input_positions,
+        seq_lens,
+        slot_mapping,
+        block_tables,
+        block_size,
+    )
+    if _is_readable(seq_lens) and _is_readable(block_tables):
+        _check_values(seq_lens[:queries], block_tables[:queries], block_size)
+    positions = seq_lens[:queries].to(torch.int64)
+    columns = torch.div(positions, block_size, rounding_mode="floor")
+    blocks = block_tables[:queries].gather(1, columns.unsqueeze(1)).squeeze(1).to(torch.int64)
+    slots = blocks * block_size + positions % block_size
+    padding = (0, seq_lens.shape[0] - queries)
+    return (
+        pad(sampled_token_ids.reshape(queries), padding),
+        pad(positions, padding),
+        torch.cat((seq_lens[:queries] + 1, seq_lens[queries:])),
+        pad(slots, padding, value=_PAD_SLOT),
+    )
+
+
+@advance_step_flashattn.register_fake
+def _fake(
+    input_tokens: Tensor,
+    sampled_token_ids: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    outputs = (input_tokens, input_positions, seq_lens, slot_mapping)
+    tokens, positions, lengths, slots = (t.new_empty(t.shape) for t in outputs)
+    return tokens, positions, lengths, slots
+
+
+def _check_layout(
+    input_tokens: Tensor,
+    sampled_token_ids: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> int:
+    """Check everything but values; return the number of queries."""
+    int64, count = (torch.int64,), seq_lens.numel()
+    _check_vector("seq_lens", seq_lens, _INDICES, count)
+    _check_vector("input_tokens", input_tokens, int64, count)
+    _check_vector("input_positions", input_positions, int64, count)
+    _check_vector("slot_mapping", slot_mapping, int64, count)
+    is_column = sampled_token_ids.ndim == 2 and sampled_token_ids.shape[1] == 1
+    queries = sampled_token_ids.shape[0] if sampled_token_ids.ndim == 1 or is_column else -1
+    if sampled_token_ids.dtype != torch.int64 or not 0 <= queries <= count:
+        wanted = f"int64, (q,) or (q, 1) with q <= {count}"
+        raise _misfit("sampled_token_ids", sampled_token_ids, wanted)
+    if block_tables.dtype not in _INDICES or block_tables.shape[:-1] != (count,):
+        raise _misfit("block_tables", block_tables, f"int32 or int64, ({count}, blocks)")
+    if block_size < 1:
+        raise ValueError(f"advance_step_flashattn: block_size={block_size} is not positive.")
+    return queries
+
+
+def _check_vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: int) -> None:
+    if tensor.dtype not in dtypes or tensor.shape != (count,):
+        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise _misfit(name, tensor, f"{wanted}, ({count},)")
+
+
+def _misfit(name: str, tensor: Tensor, wanted: str) -> ValueError:
+    found = f"{str(tensor.dtype).removeprefix('torch.')}, {tuple(tensor.shape)}"
+    return ValueError(f"advance_step_flashattn: {name} must be {wanted}; found {found}.")
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether the values are there to be read, at no cost: eager mode, in host memory."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) in PLAIN_TYPES
+        and tensor.is_cpu
+        and compat.dispatch_mode_count() == 0
+        and compat.functorch_interpreter() is None
+        and compat.jit_tracing_state() is None
+    )
+
+
+def _check_values(seq_lens: Tensor, block_tables: Tensor, block_size: int) -> None:
+    """Raise ValueError for the first sequence that cannot advance."""
+    limit = min(block_tables.shape[1] * block_size, torch.iinfo(seq_lens.dtype).max)
+    positions = seq_lens.to(torch.int64)
+    if bool(((positions >= 0) & (positions < limit)).all()):
+        columns = torch.div(positions, block_size, rounding_mode="floor")
+        blocks = block_tables.gather(1, columns.unsqueeze(1)).to(torch.int64)
+        if bool(((blocks >= 0) & (blocks <= _last_block(block_size))).all()):
+            return
+    for sequence, position in enumerate(seq_lens.tolist()):
+        problem = _problem(sequence, position, seq_lens.dtype, block_tables[sequence], block_size)
+        if problem:
+            raise ValueError(f"advance_step_flashattn: sequence {sequence}: {problem}")
+
+
+def _problem(
+    sequence: int, position: int, dtype: torch.dtype, table: Tensor, block_size: int
+) -> str | None:
+    """Return why a sequence cannot advance, or None if it can."""
+    if position < 0:
+        return f"its length is {position}, and it is negative"
+    if position == torch.iinfo(dtype).max:
+        return f"its length is {position}, and seq_lens cannot count further; use int64"
+    column = position // block_size
+    if column >= len(table):
+        return (
+            f"position {position} needs block {column} of its table, which has {len(table)} blocks "
+            f"of {block_size} positions; allocate the block before the step"
+        )
+    block = int(table[column])
+    if not 0 <= block <= _last_block(block_size):
+        return (
+            f"block_tables[{sequence}, {column}] is {block}, which is no block for position "
+            f"{position}"
+        )
+    return None
+
+
+def _last_block(block_size: int) -> int:
+    """Return the largest block whose slots fit into 64 bits."""
+    return int((torch.iinfo(torch.int64).max - (block_size - 1)) // block_size)
+
+
+@advance_step_flashattn.register_input_generator
+def _inputs(
+    num_tokens: int = 8,
+    num_blocks: int = 4,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.int32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+    # Lengths and tables have the dtype if it is an integer one that they can have.
+    dtype = dtype if dtype in _INDICES else torch.int32
+    tokens = torch.randint(1000, (num_tokens,), device=device)
+    lengths = torch.randint(num_blocks * block_size, (num_tokens,), device=device).to(dtype)
+    tables = torch.randperm(num_tokens * num_blocks, device=device).to(dtype)
+    return (
+        tokens,
+        torch.randint(1000, (num_tokens - num_tokens // 4, 1), device=device),
+        torch.zeros_like(tokens),
+        lengths,
+        torch.zeros_like(tokens),
+        tables.view(num_tokens, num_blocks),
+        block_size,
+    )
+
+
+for _dtype in _INDICES:
+    advance_step_flashattn.override_tolerance(_dtype, atol=0, rtol=0)

@@ -1,0 +1,282 @@
+"""A norm or an activation, and the quantisation of its result: composites.
+
+Each rounds where its composition rounds: the result is rounded to the dtype of ``x`` before it is
+quantised. One op per scheme; a scheme is one of :mod:`opweave.ir.ops.quant`. Where batch invariance
+is required, it holds because it is required of the ops that they are written in, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opweave.ir.op import IrOp
+from opweave.ir.ops.activation import silu_and_mul
+from opweave.ir.ops.norm import fused_add_rms_norm, rms_norm
+from opweave.ir.ops.quant import (
+    dynamic_per_token_quant_fp8,
+    dynamic_per_token_quant_int8,
+    per_token_group_quant_fp8,
+    static_quant_fp8,
+)
+from opweave.ir.registry import register_op
+from opweave.ir.traits import BATCH_INVARIANT
+
+
+@register_op(composite=True, native_traits={BATCH_INVARIANT})
+def rms_norm_static_quant_fp8(
+    x: Tensor, weight: Tensor | None, epsilon: float, scale: Tensor
+) -> Tensor:
+    """``static_quant_fp8(rms_norm(x, weight, epsilon), scale)``.
+
+    Args:
+        x: ``(..., n)``, floating point.
+        weight, epsilon: as in ``rms_norm``.
+        scale: as in ``static_quant_fp8``.
+
+    Returns:
+        float8_e4m3fn in the shape of ``x``.
+
+    Raises:
+        ValueError: ``scale`` has another shape.
+    """
+    quantised: Tensor = static_quant_fp8(rms_norm(x, weight, epsilon), scale)
+    return quantised
+
+
+@register_op(composite=True, native_traits={BATCH_INVARIANT})
+def rms_norm_dynamic_per_token_quant_fp8(
+    x: Tensor, weight: Tensor | None, epsilon: float, scale_ub: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``dynamic_per_token_quant_fp8(rms_norm(x, weight, epsilon), scale_ub)``.
+
+    Args:
+        x: ``(..., n)``, floating point.
+        weight, epsilon: as in ``rms_norm``.
+        scale_ub: as in ``dynamic_per_token_quant_fp8``.
+
+    Returns:
+        float8_e4m3fn in the shape of ``x``, and the scales: float32 ``(..., 1)``.
+    """
+    quantised, scale = dynamic_per_token_quant_fp8(rms_norm(x, weight, epsilon), scale_ub)
+    return quantised, scale
+
+
+@register_op(composite=True, native_traits={BATCH_INVARIANT})
+def rms_norm_dynamic_per_token_quant_int8(
+    x: Tensor, weight: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """``dynamic_per_token_quant_int8(rms_norm(x, weight, epsilon))``.
+
+    Args:
+        x: ``(..., n)``, floating point.
+        weight, epsilon: as in ``rms_norm``.
+
+    Returns:
+        int8 in the shape of ``x``, and the scales: float32 ``(..., 1)``.
+    """
+    quantised, scale = dynamic_per_token_quant_int8(rms_norm(x, weight, epsilon))
+    return quantised, scale
+
+
+@register_op(composite=True, native_traits={BATCH_INVARIANT})
+def fused_add_rms_norm_static_quant_fp8(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``s = x + x_residual``; ``(static_quant_fp8(rms_norm(s, weight, epsilon), scale), s)``.
+
+    Args:
+        x: ``(..., n)``, floating point.
+        x_residual: the shape and dtype of ``x``.
+        weight, epsilon: as in ``rms_norm``.
+        scale: as in ``static_quant_fp8``.
+
+    Returns:
+        float8_e4m3fn in the shape of ``x``, and the sum in the dtype of ``x``.
+
+    Raises:
+        ValueError: ``scale`` has another shape.
+    """
+    y, residual = fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return static_quant_fp8(y, scale), residual
+
+
+@register_op(composite=True, native_traits={BATCH_INVARIANT})
+def fused_add_rms_norm_dynamic_per_token_quant_fp8(
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    scale_ub: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``s = x + x_residual``; ``(*dynamic_per_token_quant_fp8(rms_norm(s, ...), scale_ub), s)``.
+
+    Args:
+        x: ``(..., n)``, floating point.
+        x_residual: the shape and dtype of ``x``.
+        weight, epsilon: as in ``rms_norm``.
+        scale_ub: as in ``dynamic_per_token_quant_fp8``.
+
+    Returns:
+        float8_e4m3fn in the shape of ``x``, the scales: float32 ``(..., 1)``, and the sum in the
+        dtype of ``x``.
+    """
+    y, residual = fused_add_rms_norm(x, x_residual, weight, epsilon)
+    quantised, scale = dynamic_per_token_quant_fp8(y, scale_ub)
+    return quantised, scale, residual
+
+
+@register_op(composite=True, native_traits={BATCH_INVARIANT})
+def fused_add_rms_norm_dynamic_per_token_quant_int8(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``s = x + x_residual``; ``(*dynamic_per_token_quant_int8(rms_norm(s, ...)), s)``.
+
+    Args:
+        x: ``(..., n)``, floating point.
+        x_residual: the shape and dtype of ``x``.
+        weight, epsilon: as in ``rms_norm``.
+
+    Returns:
+        int8 in the shape of ``x``, the scales: float32 ``(..., 1)``, and the sum in the dtype of
+        ``x``.
+    """
+    y, residual = fused_add_rms_norm(x, x_residual, weight, epsilon)
+    quantised, scale = dynamic_per_token_quant_int8(y)
+    return quantised, scale, residual
+
+
+@register_op(composite=True, native_traits={BATCH_INVARIANT})
+def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """``static_quant_fp8(silu_and_mul(x), scale)``.
+
+    Args:
+        x: ``(..., 2 * d)``, floating point.
+        scale: as in ``static_quant_fp8`` for ``(..., d)``.
+
+    Returns:
+        float8_e4m3fn ``(..., d)``.
+
+    Raises:
+        ValueError: the last dimension is odd, or ``scale`` has another shape.
+    """
+    quantised: Tensor = static_quant_fp8(silu_and_mul(x), scale)
+    return quantised
+
+
+@register_op(composite=True, native_traits={BATCH_INVARIANT})
+def silu_and_mul_dynamic_per_token_quant_fp8(
+    x: Tensor, scale_ub: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``dynamic_per_token_quant_fp8(silu_and_mul(x), scale_ub)``.
+
+    Args:
+        x: ``(..., 2 * d)``, floating point.
+        scale_ub: as in ``dynamic_per_token_quant_fp8``.
+
+    Returns:
+        float8_e4m3fn ``(..., d)``, and the scales: float32 ``(..., 1)``.
+
+    Raises:
+        ValueError: the last dimension is odd.
+    """
+    quantised, scale = dynamic_per_token_quant_fp8(silu_and_mul(x), scale_ub)
+    return quantised, scale
+
+
+@register_op(composite=True, native_traits={BATCH_INVARIANT})
+def silu_and_mul_dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``dynamic_per_token_quant_int8(silu_and_mul(x))``.
+
+    Args:
+        x: ``(..., 2 * d)``, floating point.
+
+    Returns:
+        int8 ``(..., d)``, and the scales: float32 ``(..., 1)``.
+
+    Raises:
+        ValueError: the last dimension is odd.
+    """
+    quantised, scale = dynamic_per_token_quant_int8(silu_and_mul(x))
+    return quantised, scale
+
+
+@register_op(composite=True, native_traits={BATCH_INVARIANT})
+def silu_and_mul_per_token_group_quant_fp8(
+    x: Tensor, group_size: int, use_ue8m0: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``per_token_group_quant_fp8(silu_and_mul(x), group_size, use_ue8m0)``.
+
+    Args:
+        x: ``(..., 2 * d)``, floating point.
+        group_size, use_ue8m0: as in ``per_token_group_quant_fp8``.
+
+    Returns:
+        float8_e4m3fn ``(..., d)``, and the scales: float32 ``(..., ceil(d / group_size))``; both
+        contiguous.
+
+    Raises:
+        ValueError: the last dimension is odd, or ``group_size`` is less than 1.
+    """
+    quantised, scale = per_token_group_quant_fp8(silu_and_mul(x), group_size, use_ue8m0)
+    return quantised, scale
+
+
+def _register_inputs(op: IrOp, *rest: Callable[[str], Any]) -> None:
+    """Give *op* inputs: its activations, a weight if it has one, then what *rest* makes."""
+    is_gated = op.name.startswith("silu")
+    has_weight = "weight" in op.schema.names
+
+    def inputs(
+        num_tokens: int = 8,
+        hidden_size: int = 64,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> tuple[Any, ...]:
+        width = 2 * hidden_size if is_gated else hidden_size
+        shape = (num_tokens, width)
+        found: list[Any] = [torch.randn(shape, device=device).to(dtype) for _ in op.activations]
+        if has_weight:
+            found += [torch.randn(width, device=device).to(dtype), 1e-6]
+        return (*found, *(make(device) for make in rest))
+
+    op.register_input_generator(inputs)
+
+
+def _static_scale(device: str) -> Tensor:
+    return torch.full((1,), 0.02, device=device)
+
+
+def _bound(device: str) -> Tensor:
+    return torch.full((1,), 3.0, device=device)
+
+
+_register_inputs(rms_norm_static_quant_fp8, _static_scale)
+_register_inputs(rms_norm_dynamic_per_token_quant_fp8, _bound)
+_register_inputs(rms_norm_dynamic_per_token_quant_int8)
+_register_inputs(fused_add_rms_norm_static_quant_fp8, _static_scale)
+_register_inputs(fused_add_rms_norm_dynamic_per_token_quant_fp8, _bound)
+_register_inputs(fused_add_rms_norm_dynamic_per_token_quant_int8)
+_register_inputs(silu_and_mul_static_quant_fp8, _static_scale)
+_register_inputs(silu_and_mul_dynamic_per_token_quant_fp8, _bound)
+_register_inputs(silu_and_mul_dynamic_per_token_quant_int8)
+_register_inputs(silu_and_mul_per_token_group_quant_fp8, lambda _: 24, lambda _: False)
+
+for _op in (
+    rms_norm_static_quant_fp8,
+    rms_norm_dynamic_per_token_quant_fp8,
+    rms_norm_dynamic_per_token_quant_int8,
+    fused_add_rms_norm_static_quant_fp8,
+    fused_add_rms_norm_dynamic_per_token_quant_fp8,
+    fused_add_rms_norm_dynamic_per_token_quant_int8,
+    silu_and_mul_static_quant_fp8,
+    silu_and_mul_dynamic_per_token_quant_fp8,
+    silu_and_mul_dynamic_per_token_quant_int8,
+    silu_and_mul_per_token_group_quant_fp8,
+):
+    # What is quantised may be one unit of float16 or bfloat16 away, which now and then is the next
+    # code, up to 1/8 of the value (or 2**-9) away. Scales move with the largest value of a row.
+    _op.override_tolerance(torch.float8_e4m3fn, atol=2**-9, rtol=0.125)

@@ -1,0 +1,106 @@
+"""The paged cache of keys and values.
+
+A cache is ``(blocks, kv_heads, block_size, head_size)``: a block holds ``block_size`` positions of
+one sequence, head by head, so that attention reads each head's keys in one stretch. Slot ``s`` is
+position ``s % block_size`` of block ``s // block_size``.
+
+Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention", arXiv:2309.06180.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opweave.ir.registry import register_op
+from opweave.ir.traits import BATCH_INVARIANT
+
+
+@register_op(
+    activations=["key_cache", "value_cache"],
+    allow_inplace=True,
+    native_traits={BATCH_INVARIANT},
+)
+def reshape_and_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write the keys and values of new tokens into their slots of a paged cache.
+
+    ``cache[slot // block_size, :, slot % block_size] = key[token]`` for every token whose slot is
+    not -1. Which of several tokens with one slot is kept is undefined.
+
+    Args:
+        key: ``(tokens, kv_heads, head_size)``.
+        value: ``(tokens, kv_heads, value_size)``.
+        key_cache: ``(blocks, kv_heads, block_size, head_size)`` in the dtype of the keys.
+        value_cache: ``(blocks, kv_heads, block_size, value_size)`` in the dtype of the values.
+        slot_mapping: ``(tokens,)``, int64; -1 for a token that is not kept.
+
+    Returns:
+        The new ``key_cache`` and ``value_cache``. With ``maybe_inplace``, the caches are what is
+        donated: nothing but the slots is written then.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        IndexError: a slot is not in the cache, and not -1 (RuntimeError from native kernels).
+    """
+    _check_layout(key, value, key_cache, value_cache, slot_mapping)
+    return _scatter(key, key_cache, slot_mapping), _scatter(value, value_cache, slot_mapping)
+
+
+def _scatter(x: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+    blocks, heads, block_size, size = cache.shape
+    count = blocks * block_size
+    rows = cache.transpose(1, 2).reshape(count, heads, size)
+    # One row more takes the tokens that are not kept; what is out of bounds stays so.
+    rows = torch.cat((rows, rows.new_zeros(1, heads, size)))
+    index = torch.where((slots >= -1) & (slots < count), slots % (count + 1), count + 1)
+    rows = rows.index_copy(0, index, x)[:count]
+    return rows.reshape(blocks, block_size, heads, size).transpose(1, 2).contiguous()
+
+
+def _check_layout(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    if slot_mapping.ndim != 1 or slot_mapping.dtype != torch.int64:
+        raise _misfit("slot_mapping", slot_mapping, "int64, (tokens,)")
+    if key_cache.ndim != 4:
+        raise _misfit("key_cache", key_cache, "(blocks, kv_heads, block_size, head_size)")
+    blocks, heads, block_size, _ = key_cache.shape
+    for name, x, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        fits = cache.ndim == 4 and cache.shape[:3] == (blocks, heads, block_size)
+        if not fits or cache.dtype != x.dtype:
+            dtype = str(x.dtype).removeprefix("torch.")
+            wanted = f"{dtype}, ({blocks}, {heads}, {block_size}, {name}'s head size)"
+            raise _misfit(f"{name}_cache", cache, wanted)
+        if x.shape != (slot_mapping.shape[0], heads, cache.shape[3]):
+            wanted = f"({slot_mapping.shape[0]}, {heads}, {cache.shape[3]})"
+            raise _misfit(name, x, wanted)
+
+
+def _misfit(name: str, tensor: Tensor, wanted: str) -> ValueError:
+    found = f"{str(tensor.dtype).removeprefix('torch.')}, {tuple(tensor.shape)}"
+    return ValueError(f"reshape_and_cache: {name} must be {wanted}; found {found}.")
+
+
+@reshape_and_cache.register_input_generator
+def _inputs(
+    num_tokens: int = 8,
+    num_kv_heads: int = 2,
+    head_size: int = 16,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    blocks = num_tokens // block_size + 3
+    key, value = torch.randn(2, num_tokens, num_kv_heads, head_size, device=device).to(dtype)
+    shape = (2, blocks, num_kv_heads, block_size, head_size)
+    key_cache, value_cache = torch.randn(shape, device=device).to(dtype)
+    slots = torch.randperm(blocks * block_size, device=device)[:num_tokens]
+    slots[: num_tokens // 4] = -1
+    return key, value, key_cache, value_cache, slots
+
+
+for _dtype in (torch.float32, torch.bfloat16, torch.float16):
+    reshape_and_cache.override_tolerance(_dtype, atol=0, rtol=0)  # copies

@@ -1,0 +1,44 @@
+"""Layer normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from opweave.ir.registry import register_op
+
+
+@register_op
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+    """``(x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias`` over the last dimension.
+
+    Everything is in float32 (float64 stays), rounded once at the end; the variance is that of the
+    population.
+
+    Args:
+        x: ``(..., hidden)``, floating point.
+        weight, bias: ``(hidden,)``, any floating dtype, or None for one and zero.
+        epsilon: added to the variance.
+
+    Returns:
+        Shape and dtype of ``x``, contiguous.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450.
+    """
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    factor = None if weight is None else weight.to(y.dtype)
+    shift = None if bias is None else bias.to(y.dtype)
+    return functional.layer_norm(y, y.shape[-1:], factor, shift, epsilon).to(x.dtype)
+
+
+@layer_norm.register_input_generator
+def _inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    x = 1 + torch.randn(num_tokens, hidden_size, device=device)
+    weight, bias = torch.randn(2, hidden_size, device=device)
+    return x.to(dtype), weight.to(dtype), bias.to(dtype), 1e-5

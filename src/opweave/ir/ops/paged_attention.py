@@ -1,0 +1,155 @@
+"""Softmax attention over the paged cache of keys and values.
+
+Source: Kwon et al., arXiv:2309.06180; the softmax is that of :mod:`opweave.ir.ops.attention`, the
+cache that of :mod:`opweave.ir.ops.kv_cache`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opweave.ir.ops.attention import _attend, _locate, _visible, check_attention
+from opweave.ir.registry import register_op
+
+
+@register_op
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Attention of packed queries over cached keys: decode, prefill, or both in one call.
+
+    Sequence ``i`` has queries ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and ``seq_lens[i]`` keys, the
+    last of which belong to its queries; position ``p`` is at ``p % block_size`` of block
+    ``block_tables[i, p // block_size]``. What else is in the cache or the tables is not used.
+    Queries after the last sequence, and queries without a key, give zeros.
+
+    Args:
+        query: ``(tokens, query_heads, head_size)``.
+        key_cache: ``(blocks, kv_heads, block_size, head_size)`` in the dtype of the queries;
+            ``kv_heads`` divides ``query_heads``, and each key head serves a group of consecutive
+            query heads.
+        value_cache: ``(blocks, kv_heads, block_size, value_size)``.
+        block_tables: ``(sequences, max_blocks)``, int32.
+        seq_lens: ``(sequences,)``, int32: the keys of each sequence, new ones included.
+        cu_seqlens_q: ``(sequences + 1,)``, int32, non-decreasing, from 0.
+        scale: factor on the scores; by default ``head_size ** -0.5``.
+        causal: a query sees no later key; the last query of a sequence sits at its last key.
+        window: attend to this many positions at most, the query's own included; needs ``causal``.
+        soft_cap: replace a score ``s`` by ``soft_cap * tanh(s / soft_cap)``.
+
+    Returns:
+        ``(tokens, query_heads, value_size)`` in the dtype of the query, contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, ``window`` is not positive, or comes without
+            ``causal``.
+        IndexError: a block that is used is not in the cache (RuntimeError from native kernels,
+            which also check lengths).
+    """
+    _check_layout(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q)
+    keys_of_heads, values_of_heads = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
+    check_attention(query, keys_of_heads, values_of_heads, causal, window, "paged_attention")
+    num_seqs, block_size = seq_lens.shape[0], key_cache.shape[2]
+    k_pos = torch.arange(block_tables.shape[1] * block_size, device=query.device)
+    used = k_pos < seq_lens[:, None]  # (sequences, positions)
+    tables = torch.where(used[:, ::block_size], block_tables, 0)
+    keys, values = (_gather(cache, tables, used) for cache in (key_cache, value_cache))
+    q_seq, q_pos = _locate(query.shape[0], cu_seqlens_q)
+    cached = (seq_lens - cu_seqlens_q.diff())[q_seq.clamp(max=num_seqs - 1)]
+    visible = _visible(q_pos + cached, k_pos, causal, window)  # (queries, positions)
+    own = q_seq[:, None] == torch.arange(num_seqs, device=query.device)  # (queries, sequences)
+    visible = (visible[:, None] & own[..., None] & used).flatten(1)
+    return _attend(query[None], keys[None], values[None], visible, scale, soft_cap)[0]
+
+
+def _gather(cache: Tensor, tables: Tensor, used: Tensor) -> Tensor:
+    """Return the positions of all sequences, ``(sequences * positions, heads, size)``."""
+    found = cache[tables].transpose(2, 3).flatten(1, 2)  # (sequences, positions, heads, size)
+    return torch.where(used[..., None, None], found, 0).flatten(0, 1)
+
+
+def _check_layout(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+) -> None:
+    if query.ndim != 3:
+        raise _misfit("query", query, "(tokens, query_heads, head_size)")
+    if key_cache.ndim != 4 or key_cache.shape[3] != query.shape[2]:
+        wanted = f"(blocks, kv_heads, block_size, {query.shape[2]})"
+        raise _misfit("key_cache", key_cache, wanted)
+    if value_cache.ndim != 4 or value_cache.shape[:3] != key_cache.shape[:3]:
+        wanted = f"({', '.join(map(str, key_cache.shape[:3]))}, value_size)"
+        raise _misfit("value_cache", value_cache, wanted)
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dtype != query.dtype:
+            raise _misfit(name, cache, f"{_plain(query.dtype)}, as query is")
+    if block_tables.ndim != 2 or block_tables.dtype != torch.int32:
+        raise _misfit("block_tables", block_tables, "int32, (sequences, max_blocks)")
+    sequences = block_tables.shape[0]
+    for name, vector, count in (
+        ("seq_lens", seq_lens, sequences),
+        ("cu_seqlens_q", cu_seqlens_q, sequences + 1),
+    ):
+        if vector.dtype != torch.int32 or vector.shape != (count,):
+            raise _misfit(name, vector, f"int32, ({count},)")
+
+
+def _misfit(name: str, tensor: Tensor, wanted: str) -> ValueError:
+    found = f"{_plain(tensor.dtype)}, {tuple(tensor.shape)}"
+    return ValueError(f"paged_attention: {name} must be {wanted}; found {found}.")
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@paged_attention.register_input_generator
+def _inputs(
+    num_tokens: int = 8,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 16,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, None, bool, None, None]:
+    """A sequence that is decoded and one whose prompt continues, with cached keys before both."""
+    queries = [min(num_tokens, 1), max(num_tokens - 1, 0)]
+    lengths = [queries[0] + 2 * block_size, queries[1] + 5]
+    width = max(-(-length // block_size) for length in lengths)
+    shape = (2, 2 * width + 1, num_kv_heads, block_size, head_size)
+    key_cache, value_cache = torch.randn(shape, device=device).to(dtype)
+    tables = torch.randperm(2 * width + 1, device=device)[: 2 * width].view(2, width)
+    return (
+        torch.randn(num_tokens, num_heads, head_size, device=device).to(dtype),
+        key_cache,
+        value_cache,
+        tables.to(torch.int32),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+        torch.tensor([0, queries[0], num_tokens], dtype=torch.int32, device=device),
+        None,
+        True,
+        None,
+        None,
+    )
+
+
+# Sums of the same terms in another order, and an exponential of another make; averages over keys
+# have magnitude about one. In 16 bits the result's own rounding comes on top.
+paged_attention.override_tolerance(torch.float32, atol=2e-5, rtol=1e-4)
+paged_attention.override_tolerance(torch.bfloat16, atol=1e-2, rtol=1.6e-2)
+paged_attention.override_tolerance(torch.float16, atol=2e-3, rtol=2e-3)

@@ -1,0 +1,297 @@
+"""Quantisation of activations to 8 bits: float8_e4m3fn and int8.
+
+One convention for all: ``x ~ q * scale``, the scale is float32, and everything is computed in
+float32. A value is clamped before it is cast, so that it saturates on every device; the cast rounds
+to nearest even.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from opweave.ir.registry import register_op
+from opweave.ir.traits import BATCH_INVARIANT
+
+FP8_MAX = 448.0
+"""The largest float8_e4m3fn."""
+
+FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
+"""The smallest scale that is computed, so that a row of zeros has one to divide by."""
+
+INT8_MAX = 127.0
+INT8_MIN_SCALE = torch.finfo(torch.float32).eps
+"""The smallest scale that is computed, as in torch's quantisation observers."""
+
+
+@register_op(native_traits={BATCH_INVARIANT})
+def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """Quantise to float8_e4m3fn by given scales: ``cast(clamp(x * (1 / scale), -448, 448))``.
+
+    Args:
+        x: ``(..., n)``, floating point; the leading dimensions count as one of size ``m``.
+        scale: one element of any shape for all of ``x``; or ``(a, b)`` where ``a`` divides ``m``
+            and ``b`` divides ``n``: each scale covers a block of ``m / a`` rows and ``n / b``
+            columns. So ``(m, 1)`` is one scale per token, ``(1, n)`` one per channel, and
+            ``(m, n / g)`` one per group of ``g`` columns.
+
+    Returns:
+        float8_e4m3fn in the shape of ``x``. NaN stays NaN.
+
+    Raises:
+        ValueError: ``scale`` has another shape.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
+    """
+    return _to_fp8(x.to(torch.float32) * _inverse_scales(x, scale, "static_quant_fp8"))
+
+
+@register_op
+def dynamic_per_tensor_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise to float8_e4m3fn by one scale, ``max(amax(|x|) / 448, FP8_MIN_SCALE)``.
+
+    Args:
+        x: floating point, any shape.
+
+    Returns:
+        ``static_quant_fp8(x, scale)``, and the scale: float32 ``(1,)``.
+
+    Source: arXiv:2209.05433.
+    """
+    largest = x.abs().amax() if x.numel() else x.new_zeros(())
+    scale = _fp8_scale(largest.to(torch.float32)).reshape(1)
+    return static_quant_fp8(x, scale), scale
+
+
+@register_op(native_traits={BATCH_INVARIANT})
+def dynamic_per_token_quant_fp8(x: Tensor, scale_ub: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise every row to float8_e4m3fn by ``max(min(amax(|row|), scale_ub) / 448, floor)``.
+
+    The floor is ``FP8_MIN_SCALE``; then ``cast(clamp(x * (1 / scale), -448, 448))``.
+
+    Args:
+        x: ``(..., n)``, floating point.
+        scale_ub: one float32: no row's largest magnitude counts for more than this.
+
+    Returns:
+        float8_e4m3fn in the shape of ``x``, and the scales: float32 ``(..., 1)``, contiguous.
+
+    Raises:
+        ValueError: ``x`` has no dimension, or ``scale_ub`` more than one element.
+
+    Source: arXiv:2209.05433; the bound is that of FBGEMM's row-wise quantisation.
+    """
+    largest = _largest_of_rows(x, "dynamic_per_token_quant_fp8")
+    if scale_ub is not None:
+        if scale_ub.numel() != 1:
+            raise ValueError(
+                "dynamic_per_token_quant_fp8: scale_ub is one number for all rows; it has shape "
+                f"{tuple(scale_ub.shape)}."
+            )
+        largest = torch.minimum(largest, scale_ub.to(torch.float32).reshape(()))
+    scale = _fp8_scale(largest)
+    return _to_fp8(x.to(torch.float32) * scale.reciprocal()), scale
+
+
+@register_op(native_traits={BATCH_INVARIANT})
+def per_token_group_quant_fp8(
+    x: Tensor, group_size: int, use_ue8m0: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Quantise every group of neighbours in a row to float8_e4m3fn by a scale of its own.
+
+    ``scale = max(amax(|group|) / 448, FP8_MIN_SCALE)``, then ``cast(clamp(x / scale, -448, 448))``.
+
+    Args:
+        x: ``(..., n)``, floating point.
+        group_size: how many neighbours share a scale; the last group of a row may be shorter.
+        use_ue8m0: round the scale up to a power of two, which an exponent of 8 bits can hold.
+
+    Returns:
+        float8_e4m3fn in the shape of ``x``, and the scales: float32
+        ``(..., ceil(n / group_size))``; both contiguous.
+
+    Raises:
+        ValueError: ``x`` has no dimension, or ``group_size`` is less than 1.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 3.3; OCP Microscaling Formats (MX) for E8M0.
+    """
+    if group_size < 1 or x.ndim == 0:
+        raise ValueError(
+            "per_token_group_quant_fp8: needs rows and a group_size of at least 1; x has shape "
+            f"{tuple(x.shape)}, group_size={group_size}."
+        )
+    width = x.shape[-1]
+    groups = -(-width // group_size)
+    padded = torch.nn.functional.pad(x.to(torch.float32), (0, groups * group_size - width))
+    blocks = padded.reshape(*x.shape[:-1], groups, group_size)
+    scale = _fp8_scale(blocks.abs().amax(dim=-1))
+    if use_ue8m0:
+        scale = _rounded_up_to_power_of_two(scale)
+    quantised = _to_fp8(blocks / scale.unsqueeze(-1)).reshape(padded.shape)
+    return quantised[..., :width].clone(memory_format=torch.contiguous_format), scale
+
+
+@register_op(native_traits={BATCH_INVARIANT})
+def static_quant_int8(x: Tensor, scale: Tensor) -> Tensor:
+    """Quantise to int8 by given scales: ``cast(clamp(round(x * (1 / scale)), -128, 127))``.
+
+    Symmetric: zero is zero. Rounds half to even; NaN becomes 0.
+
+    Args:
+        x: ``(..., n)``, floating point.
+        scale: as in :func:`static_quant_fp8`.
+
+    Returns:
+        int8 in the shape of ``x``.
+
+    Raises:
+        ValueError: ``scale`` has another shape.
+
+    Source: Jacob et al., arXiv:1712.05877, with a zero point of 0; torch's
+        ``quantize_per_tensor``, which multiplies by the reciprocal too.
+    """
+    return _to_int8(x.to(torch.float32) * _inverse_scales(x, scale, "static_quant_int8"))
+
+
+@register_op(native_traits={BATCH_INVARIANT})
+def dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise every row to int8 by ``max(amax(|row|) / 127, INT8_MIN_SCALE)``.
+
+    Symmetric, as :func:`static_quant_int8`; a row with a NaN becomes zeros with the scale NaN.
+
+    Args:
+        x: ``(..., n)``, floating point.
+
+    Returns:
+        int8 in the shape of ``x``, and the scales: float32 ``(..., 1)``, contiguous.
+
+    Raises:
+        ValueError: ``x`` has no dimension.
+
+    Source: arXiv:1712.05877; LLM.int8(), arXiv:2208.07339, for one scale per row.
+    """
+    largest = _largest_of_rows(x, "dynamic_per_token_quant_int8")
+    scale = (largest / INT8_MAX).clamp(min=INT8_MIN_SCALE)
+    return _to_int8(x.to(torch.float32) * scale.reciprocal()), scale
+
+
+def scale_covers(scale: Tensor, x: Tensor) -> bool:
+    """Whether *scale* is one scale for *x*, or one for each of equal blocks of it."""
+    if scale.numel() == 1:
+        return True
+    if scale.ndim != 2 or x.ndim == 0:
+        return False
+    rows, columns = scale.shape
+    return _divides(rows, math.prod(x.shape[:-1])) and _divides(columns, x.shape[-1])
+
+
+def _divides(part: int, whole: int) -> bool:
+    return whole % part == 0 if part else whole == 0
+
+
+def _to_fp8(values: Tensor) -> Tensor:
+    return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def _to_int8(values: Tensor) -> Tensor:
+    # Casting a NaN to an integer means something else on every device.
+    return values.round().clamp(-INT8_MAX - 1, INT8_MAX).nan_to_num(nan=0.0).to(torch.int8)
+
+
+def _fp8_scale(largest: Tensor) -> Tensor:
+    return (largest / FP8_MAX).clamp(min=FP8_MIN_SCALE)
+
+
+def _largest_of_rows(x: Tensor, name: str) -> Tensor:
+    """Return the largest magnitude of every row as float32 ``(..., 1)``, 0 for an empty row."""
+    if x.ndim == 0:
+        raise ValueError(f"{name}: x needs a last dimension, the row that shares a scale.")
+    if x.shape[-1] == 0:
+        return x.new_zeros((*x.shape[:-1], 1), dtype=torch.float32)
+    return x.abs().amax(dim=-1, keepdim=True).to(torch.float32).contiguous()
+
+
+def _rounded_up_to_power_of_two(scale: Tensor) -> Tensor:
+    # Exact, on the bits: any mantissa but 0 carries into the exponent. Through log2, a scale one
+    # unit above a power of two would be rounded down.
+    bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
+    return torch.where(scale.isnan(), scale, bits.view(torch.float32))
+
+
+def _inverse_scales(x: Tensor, scale: Tensor, name: str) -> Tensor:
+    """Return ``1 / scale`` in a shape that multiplies *x*."""
+    inverse = scale.to(torch.float32).reciprocal()
+    if scale.numel() == 1:
+        return inverse.reshape(())
+    if not scale_covers(scale, x):
+        raise ValueError(
+            f"{name}: scale must have one element, or shape (a, b) where a divides the rows of x "
+            "and b its last dimension ((tokens, 1) is one scale per token, (1, n) one per "
+            f"channel); x has shape {tuple(x.shape)}, scale {tuple(scale.shape)}."
+        )
+    rows = math.prod(x.shape[:-1])
+    for dim, size in enumerate((rows, x.shape[-1])):
+        if scale.shape[dim] not in (1, size):
+            inverse = inverse.repeat_interleave(size // scale.shape[dim], dim)
+    if inverse.shape[0] == 1:
+        return inverse.reshape(inverse.shape[1])
+    return inverse.reshape(*x.shape[:-1], inverse.shape[1])
+
+
+def _random(num_tokens: int, hidden_size: int, dtype: torch.dtype, device: str) -> Tensor:
+    return torch.randn(num_tokens, hidden_size, device=device).to(dtype)
+
+
+@static_quant_fp8.register_input_generator
+@static_quant_int8.register_input_generator
+def _static_inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor]:
+    return _random(num_tokens, hidden_size, dtype, device), torch.full((1,), 0.02, device=device)
+
+
+@dynamic_per_tensor_quant_fp8.register_input_generator
+@dynamic_per_token_quant_int8.register_input_generator
+def _dynamic_inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor]:
+    return (_random(num_tokens, hidden_size, dtype, device),)
+
+
+@dynamic_per_token_quant_fp8.register_input_generator
+def _dynamic_fp8_inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor]:
+    return _random(num_tokens, hidden_size, dtype, device), torch.full((1,), 3.0, device=device)
+
+
+@per_token_group_quant_fp8.register_input_generator
+def _group_inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, int, bool]:
+    return _random(num_tokens, hidden_size, dtype, device), 24, False
+
+
+for _op in (
+    static_quant_fp8,
+    dynamic_per_tensor_quant_fp8,
+    dynamic_per_token_quant_fp8,
+    per_token_group_quant_fp8,
+):
+    # A kernel may divide where native multiplies by the reciprocal: neighbouring codes are up to
+    # 1/8 of the value, or 2**-9, apart.
+    _op.override_tolerance(torch.float8_e4m3fn, atol=2**-9, rtol=0.125)

@@ -1,0 +1,68 @@
+"""The step between two decode steps by the native module, in place."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from opweave import _custom_ops, native
+from opweave.ir import rules
+from opweave.ir.ops.advance_step import advance_step_flashattn as op
+from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
+
+_STATUS = native.status()
+_UPDATED = ("input_tokens", "input_positions", "seq_lens", "slot_mapping")
+_TENSORS = (*_UPDATED, "sampled_token_ids", "block_tables")
+
+
+def _separate(
+    input_tokens: Tensor,
+    sampled_token_ids: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> bool:
+    updated = (input_tokens, input_positions, seq_lens, slot_mapping)
+    others = (sampled_token_ids, block_tables)
+    return len({*map(id, updated), *map(id, others)}) == len(_TENSORS)
+
+
+@op.register_impl(
+    "opweave_c",
+    supported=_STATUS.available,
+    unsupported_reason=_STATUS.reason_missing,
+    supports_args=rules.cpu(*_TENSORS)
+    & rules.ndim("seq_lens", 1)
+    & rules.ndim("sampled_token_ids", 1, 2)
+    & rules.contiguous(*_UPDATED)
+    & rules.unit_stride("block_tables")
+    & rules.custom(_separate, "one tensor is passed twice"),
+    inplace=True,
+    traits={ALIAS_SAFE, BATCH_INVARIANT},
+)
+def advance_step_flashattn(
+    input_tokens: Tensor,
+    sampled_token_ids: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Advance every sequence, writing into the four tensors that are returned."""
+    try:
+        _custom_ops.advance_step_flashattn(
+            seq_lens.shape[0],
+            sampled_token_ids.shape[0],
+            block_size,
+            input_tokens,
+            sampled_token_ids,
+            input_positions,
+            seq_lens,
+            slot_mapping,
+            block_tables,
+        )
+    except RuntimeError as error:  # the op's own kind of error
+        raise ValueError(str(error)) from error
+    return input_tokens, input_positions, seq_lens, slot_mapping

@@ -1,0 +1,116 @@
+"""Attention over the paged cache by the native module.
+
+A length or a block that the cache does not have is a RuntimeError.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from opweave.ir import rules
+from opweave.ir.ops.paged_attention import paged_attention as op
+from opweave.kernels.opweave_c.doors import STATUS, direct, dispatched
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_BLOCK_STEP = 16
+
+_attend = direct("paged_attention")
+_attend_op = dispatched("paged_attention")
+
+
+def _fits(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> bool:
+    _, heads, block_size, size = key_cache.shape
+    sequences = block_tables.shape[0]
+    return (
+        heads > 0
+        and query.shape[1] % heads == 0
+        and query.shape[2] == size > 0
+        and block_size > 0
+        and block_size % _BLOCK_STEP == 0
+        and value_cache.shape[:3] == key_cache.shape[:3]
+        and _has_whole_blocks(key_cache)
+        and _has_whole_blocks(value_cache)
+        and seq_lens.shape == (sequences,)
+        and cu_seqlens_q.shape == (sequences + 1,)
+        and (window is None or (causal and window > 0))
+        and (soft_cap is None or soft_cap > 0)
+    )
+
+
+def _has_whole_blocks(cache: Tensor) -> bool:
+    _, _, block_size, size = cache.shape
+    return cache.is_contiguous() or cache.stride()[1:] == (block_size * size, size, 1)
+
+
+@op.register_impl(
+    "opweave_c",
+    supported=STATUS.available,
+    unsupported_reason=STATUS.reason_missing,
+    supports_args=rules.cpu(
+        "query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q"
+    )
+    & rules.dtype("query", *_FLOATS)
+    & rules.same_dtype("query", "key_cache", "value_cache")
+    & rules.dtype("block_tables", torch.int32)
+    & rules.same_dtype("block_tables", "seq_lens", "cu_seqlens_q")
+    & rules.ndim("query", 3)
+    & rules.ndim("key_cache", 4)
+    & rules.ndim("value_cache", 4)
+    & rules.ndim("block_tables", 2)
+    & rules.unit_stride("query", "block_tables")
+    & rules.contiguous("seq_lens", "cu_seqlens_q")
+    & rules.custom(
+        _fits,
+        "shapes do not fit, blocks are not contiguous or no multiple of 16, "
+        "or window or soft_cap is not positive",
+    ),
+    traits={"batch_invariant"},
+)
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Attend to the keys of each query's sequence."""
+    out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+    arguments = (
+        out,
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        cu_seqlens_q,
+        query.shape[2] ** -0.5 if scale is None else scale,
+        causal,
+        window,
+        soft_cap,
+    )
+    if is_dynamo_compiling():
+        _attend_op(*arguments)
+        return out
+    try:
+        _attend(*arguments)
+    except TypeError:
+        _attend_op(*arguments)
+    return out

@@ -1,0 +1,156 @@
+"""Compiles and links a native module."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from opweave.native import kit, toolchain
+from opweave.native.errors import NativeBuildError
+from opweave.native.extension import CUDA_SUFFIX, Extension
+
+_COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
+_KIT_FLAGS = (*_COMMON, "-O2", "-DPy_LIMITED_API=0x030a0000")
+_USER_FLAGS = (*_COMMON, "-O3", "-Wall")
+_CUDA_FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One call of a compiler: *command* makes *output* from *source*."""
+
+    source: Path
+    output: Path
+    command: tuple[str, ...]
+
+
+def flags(extension: Extension) -> list[str]:
+    """Return every flag that *extension* is built with, paths of this machine aside."""
+    found = [*_KIT_FLAGS, *_USER_FLAGS, *extension.cflags, *_link_flags(), *extension.ldflags]
+    if extension.has_cuda:
+        found += [*_CUDA_FLAGS, *_architecture(), *extension.cuda_cflags]
+    return found
+
+
+def kit_flags() -> list[str]:
+    """Return the flags that the kit itself is built with."""
+    return list(_KIT_FLAGS)
+
+
+def compile_kit(folder: Path, *, verbose: bool = False) -> None:
+    """Compile what every module shares into objects in *folder*."""
+    _run_all([_kit_job(source, folder) for source in kit.core_sources()], verbose=verbose)
+
+
+def build(extension: Extension, kit_objects: Path, folder: Path, *, verbose: bool = False) -> Path:
+    """Build *extension* in *folder* and return the module's file.
+
+    Raises:
+        NativeBuildError: a compiler is missing, or refuses.
+    """
+    jobs = [_user_job(i, source, extension, folder) for i, source in enumerate(extension.sources)]
+    init = kit.include_dir() / "opweave" / kit.MODULE_INIT
+    names = (
+        f"-DOPWEAVE_MODULE_NAME={extension.module}",
+        f"-DOPWEAVE_NAMESPACE={extension.namespace}",
+    )
+    jobs.append(_kit_job(init, folder, names))
+    _run_all(jobs, verbose=verbose)
+    objects = [*(job.output for job in jobs), *sorted(kit_objects.glob("*.o"))]
+    output = folder / extension.filename
+    _run_all([Job(Path("the objects"), output, _link(extension, objects, output))], verbose=verbose)
+    return output
+
+
+def _kit_job(source: Path, folder: Path, extra: Sequence[str] = ()) -> Job:
+    output = folder / f"kit_{source.stem}.o"
+    include = f"-I{toolchain.python_include()}"
+    command = (*toolchain.cxx().command, *_KIT_FLAGS, *extra, include)
+    return Job(source, output, (*command, "-c", str(source), "-o", str(output)))
+
+
+def _user_job(number: int, source: Path, extension: Extension, folder: Path) -> Job:
+    output = folder / f"{number}_{source.stem}.o"
+    includes = [f"-I{path}" for path in (*extension.include_dirs, kit.include_dir())]
+    if source.suffix == CUDA_SUFFIX:
+        host = ("-ccbin", toolchain.cxx().command[0])
+        command = (*toolchain.nvcc().command, *host, *_CUDA_FLAGS, *_architecture(), *includes)
+        command = (*command, *extension.cuda_cflags)
+    else:
+        command = (*toolchain.cxx().command, *_USER_FLAGS, *includes, *extension.cflags)
+    return Job(source, output, (*command, "-c", str(source), "-o", str(output)))
+
+
+def _architecture() -> tuple[str, ...]:
+    """Return the flag for this machine's GPU; without one, nvcc's default runs on any newer GPU."""
+    if not torch.cuda.is_available():
+        return ()
+    major, minor = torch.cuda.get_device_capability()
+    return (f"-gencode=arch=compute_{major}{minor},code=sm_{major}{minor}",)
+
+
+def _link(extension: Extension, objects: Iterable[Path], output: Path) -> tuple[str, ...]:
+    files = (*map(str, objects), "-o", str(output))
+    if not extension.has_cuda:
+        return (*toolchain.cxx().command, *_link_flags(), *files, *extension.ldflags, "-ldl")
+    # nvcc knows where CUDA's run-time library is.
+    host = ("-ccbin", toolchain.cxx().command[0])
+    passed_on = _through_nvcc((*_link_flags(), *extension.ldflags))
+    return (*toolchain.nvcc().command, *host, *files, *passed_on, "-ldl")
+
+
+def _through_nvcc(link_flags: Iterable[str]) -> Iterator[str]:
+    """Rewrite flags of a C++ compiler that links into those of nvcc."""
+    for flag in link_flags:
+        if flag.startswith("-Wl,"):
+            for part in flag.removeprefix("-Wl,").split(","):
+                yield from ("-Xlinker", part)
+        elif flag.startswith("-static-"):
+            yield from ("-Xcompiler", flag)
+        else:
+            yield flag
+
+
+def _link_flags() -> tuple[str, ...]:
+    """Return flags that give the module a C++ run time of its own, whatever torch came with."""
+    if sys.platform == "darwin":
+        return ("-shared", "-undefined", "dynamic_lookup")
+    return ("-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs=ALL")
+
+
+def _run_all(jobs: Sequence[Job], *, verbose: bool) -> None:
+    with ThreadPoolExecutor(max_workers=_processors()) as pool:
+        results = list(pool.map(lambda job: _run(job, verbose=verbose), jobs))
+    failed = [(job, log) for job, log in zip(jobs, results, strict=True) if log is not None]
+    if not failed:
+        return
+    names = ", ".join(job.source.name for job, _ in failed)
+    verb = "do" if len(failed) > 1 or names.startswith("the ") else "does"
+    what = "link" if names.startswith("the ") else "compile"
+    raise NativeBuildError(
+        f"{names} {verb} not {what}; the compiler's message follows.",
+        "\n".join(f"{shlex.join(job.command)}\n{log}" for job, log in failed),
+    )
+
+
+def _processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _run(job: Job, *, verbose: bool) -> str | None:
+    """Return what the compiler said if it failed."""
+    done = subprocess.run(job.command, capture_output=True, text=True, check=False)
+    log = done.stdout + done.stderr
+    if verbose:
+        print(shlex.join(job.command), log, sep="\n", end="", file=sys.stderr)
+    return log if done.returncode != 0 else None

@@ -1,0 +1,141 @@
+"""Opens the two doors of a native module, and makes one function of them for each op."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.compiler import is_dynamo_compiling
+
+from opweave.ir.errors import did_you_mean
+from opweave.native.errors import NativeImportError
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Which ways into a module's ops are open; *problem* is why torch.ops has none of them."""
+
+    direct: bool
+    problem: str | None
+
+
+class _Interface(Protocol):
+    def _open(self, tensor: type, parameter: type) -> tuple[bool, str | None]: ...
+
+
+class NativeModule(ModuleType):
+    """The ops of a native module: one function each.
+
+    A function goes straight to C++ where it may, and through ``torch.ops.<namespace>.<op>`` under
+    ``torch.compile``, in grad mode, under a dispatch mode, or for tensors that only torch
+    understands. Arguments are positional. Its attribute ``direct`` is the C++ function alone, for
+    callers who know which of these they are in.
+    """
+
+    def __init__(self, name: str, namespace: str, raw: ModuleType) -> None:
+        super().__init__(name, f"Native ops, also torch.ops.{namespace}.")
+        self.__file__ = raw.__file__
+        doors = open_doors(raw, namespace)
+        for op in op_names(raw):
+            setattr(self, op, _function(op, raw, namespace, doors))
+
+    def __getattr__(self, name: str) -> Any:
+        ops = [op for op in self.__dict__ if not op.startswith("_")]
+        raise AttributeError(
+            f"The native module {self.__name__!r} has no op {name!r}. {did_you_mean(name, ops)}"
+        )
+
+
+def import_module(name: str) -> NativeModule:
+    """Import the native module *name*, such as ``demo._C_ops``, that was built ahead of time.
+
+    Its torch ops are ``torch.ops.<namespace>``, the namespace being the package's name.
+
+    Raises:
+        NativeImportError: it is not built, or does not load.
+    """
+    namespace, _, last = name.rpartition(".")
+    namespace = namespace.replace(".", "_") or last
+    try:
+        raw = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise NativeImportError(
+            f"{name} is not built; build it with: opweave native build FOLDER"
+        ) from error
+    except ImportError as error:
+        raise NativeImportError(f"{name} does not load: {error}") from error
+    return NativeModule(name, namespace, raw)
+
+
+def open_doors(raw: ModuleType, namespace: str) -> Doors:
+    """Open both doors of *raw*, and teach torch what its ops return for fake tensors."""
+    direct, problem = cast(_Interface, raw)._open(torch.Tensor, torch.nn.Parameter)
+    if problem is None:
+        for op in op_names(raw):
+            torch.library.register_fake(f"{namespace}::{op}", _fake(raw, op, namespace))
+    return Doors(direct, problem)
+
+
+def op_names(raw: ModuleType) -> list[str]:
+    """Return the names of the ops of *raw*."""
+    return [name for name in dir(raw) if not name.startswith("_")]
+
+
+def _fake(raw: ModuleType, op: str, namespace: str) -> Function:
+    schema: str = getattr(raw, op).__doc__
+    if schema.rpartition("->")[2].strip() == "()":
+        return _returns_nothing
+
+    def returns_numbers(*arguments: object) -> None:
+        # Known only when the op has run, which breaks the graph, as Tensor.item() does.
+        raise DataDependentOutputException(getattr(getattr(torch.ops, namespace), op).default)
+
+    return returns_numbers
+
+
+def _returns_nothing(*arguments: object) -> None:
+    """The op writes into its arguments, so shapes follow from them."""
+
+
+def _function(op: str, raw: ModuleType, namespace: str, doors: Doors) -> Function:
+    direct: Function = getattr(raw, op)
+    dispatched = _dispatched(op, namespace, doors)
+    if not doors.direct:
+        return dispatched
+
+    def call(*arguments: Any) -> Any:
+        if (
+            is_dynamo_compiling()
+            or torch.is_grad_enabled()
+            or torch._C._len_torch_dispatch_stack() > 0
+        ):
+            return dispatched(*arguments)
+        try:
+            return direct(*arguments)
+        except TypeError:  # not plain tensors: torch's dispatcher knows what they are
+            return dispatched(*arguments)
+
+    call.__name__ = call.__qualname__ = op
+    call.__doc__ = direct.__doc__
+    call.direct = direct  # type: ignore[attr-defined]
+    return call
+
+
+def _dispatched(op: str, namespace: str, doors: Doors) -> Function:
+    if doors.problem is None:
+        found: Function = getattr(getattr(torch.ops, namespace), op).default
+        return found
+
+    def unavailable(*arguments: object) -> None:
+        raise RuntimeError(f"torch.ops.{namespace}.{op} is not available: {doors.problem}.")
+
+    return unavailable

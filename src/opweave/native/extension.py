@@ -1,0 +1,78 @@
+"""A native module to be built: its name, its sources, its flags."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from opweave.ir.errors import did_you_mean
+from opweave.native.errors import NativeBuildError
+
+CUDA_SUFFIX = ".cu"
+_SUFFIXES = (".cpp", ".cc", ".cxx", CUDA_SUFFIX)
+_TAKEN = frozenset({"aten", "opweave", "opweave_c", "prim", "prims", "torch"})
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What to build.
+
+    ``module`` is the Python module's name without its package, ``namespace`` that of its torch ops.
+    """
+
+    module: str
+    namespace: str
+    sources: tuple[Path, ...]
+    include_dirs: tuple[Path, ...] = ()
+    cflags: tuple[str, ...] = ()
+    cuda_cflags: tuple[str, ...] = ()
+    ldflags: tuple[str, ...] = ()
+
+    @property
+    def filename(self) -> str:
+        """The name of the file that Python imports."""
+        return f"{self.module}.abi3.so"
+
+    @property
+    def has_cuda(self) -> bool:
+        """Whether nvcc is needed."""
+        return any(source.suffix == CUDA_SUFFIX for source in self.sources)
+
+
+def check_name(name: str) -> str:
+    """Return *name* if it can name a native module and a torch namespace.
+
+    Raises:
+        NativeBuildError: it cannot.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise NativeBuildError(
+            f"{name!r} is not a name for a native module; use lowercase letters, digits and "
+            "underscores, starting with a letter, and no Python keyword."
+        )
+    if name in _TAKEN:
+        raise NativeBuildError(f"The name {name!r} is taken; choose another one.")
+    return name
+
+
+def check_sources(sources: Iterable[str | Path]) -> tuple[Path, ...]:
+    """Return *sources* as absolute paths.
+
+    Raises:
+        NativeBuildError: there is none, one does not exist, or one is not C++ or CUDA.
+    """
+    found = tuple(Path(source).absolute() for source in sources)
+    if not found:
+        raise NativeBuildError("There are no sources to build.")
+    for path in found:
+        if path.suffix not in _SUFFIXES:
+            raise NativeBuildError(f"{path} is not a source file ({', '.join(_SUFFIXES)}).")
+        if not path.is_file():
+            nearby = [p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES]
+            raise NativeBuildError(
+                f"There is no source file {path}. {did_you_mean(path.name, nearby)}"
+            )
+    return found

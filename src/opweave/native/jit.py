@@ -1,0 +1,74 @@
+"""Builds native modules on the fly."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+
+from opweave.native import cache
+from opweave.native.doors import NativeModule
+from opweave.native.errors import NativeBuildError
+from opweave.native.extension import Extension, check_name, check_sources
+
+_lock = threading.Lock()
+_loaded: dict[str, tuple[str, NativeModule]] = {}
+
+
+def load(
+    name: str,
+    sources: Iterable[str | Path],
+    *,
+    extra_cflags: Sequence[str] = (),
+    extra_cuda_cflags: Sequence[str] = (),
+    extra_ldflags: Sequence[str] = (),
+    include_dirs: Iterable[str | Path] = (),
+    verbose: bool = False,
+) -> NativeModule:
+    """Build the native module *name* from *sources*, unless the cache has it, and load it.
+
+    The sources register ops with ``OPWEAVE_EXTENSION_MODULE`` from ``<opweave/extension.h>``. Each
+    op is a function of the result, and ``torch.ops.<name>.<op>``. Files that end in ``.cu`` are
+    compiled by nvcc. *verbose* prints the compiler's commands and messages.
+
+    The cache is a folder (``OPWEAVE_CACHE_DIR``, by default ``~/.cache/opweave``); what is in it
+    was built from the same sources, headers, flags, compiler and opweave.
+
+    Raises:
+        NativeBuildError: the compiler is missing or refuses, a source is missing, a schema is
+            wrong, or *name* was loaded from other sources already in this process.
+    """
+    extension = Extension(
+        module=check_name(name),
+        namespace=name,
+        sources=check_sources(sources),
+        include_dirs=tuple(Path(folder).absolute() for folder in include_dirs),
+        cflags=tuple(extra_cflags),
+        cuda_cflags=tuple(extra_cuda_cflags),
+        ldflags=tuple(extra_ldflags),
+    )
+    built = cache.build(extension, verbose=verbose)
+    with _lock:
+        if name not in _loaded:
+            _loaded[name] = built.key, _load(name, built.path)
+        key, module = _loaded[name]
+    if key != built.key:
+        raise NativeBuildError(
+            f"A native module {name!r} is loaded in this process already, from other sources or "
+            "flags, and Python cannot unload it; give this one another name, or start anew."
+        )
+    return module
+
+
+def _load(name: str, path: Path) -> NativeModule:
+    loader = ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None, path
+    try:
+        raw = importlib.util.module_from_spec(spec)
+        loader.exec_module(raw)
+    except ImportError as error:
+        raise NativeBuildError(f"{name} is built but does not load: {error}.") from error
+    return NativeModule(name, name, raw)

@@ -1,0 +1,46 @@
+"""The kit's headers and sources, which come with the package."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+import opweave
+from opweave.native.errors import NativeBuildError
+
+MODULE_INIT = "module_init.cpp"
+"""Compiled once for each module, because it holds the module's name."""
+
+_UNUSED = "plain_call.cpp"  # opweave's own
+
+
+def include_dir() -> Path:
+    """Return the folder that holds ``opweave/extension.h``, for ``-I``.
+
+    Raises:
+        NativeBuildError: the headers are not installed.
+    """
+    # In an editable install, files that CMake installs lie elsewhere than the Python files.
+    for folder in opweave.__path__:
+        if (Path(folder) / "include" / "opweave" / "extension.h").is_file():
+            return Path(folder) / "include"
+    raise NativeBuildError(
+        f"opweave/extension.h is in none of {', '.join(opweave.__path__)}; reinstall opweave."
+    )
+
+
+def core_sources() -> list[Path]:
+    """Return the kit's sources that are the same for every module."""
+    found = sorted((include_dir() / "opweave").glob("*.cpp"))
+    return [path for path in found if path.name not in (MODULE_INIT, _UNUSED)]
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Return a hash of every file of the kit."""
+    digest = hashlib.sha256()
+    for path in sorted((include_dir() / "opweave").iterdir()):
+        if path.suffix in (".h", ".cpp"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,119 @@
+"""Builds the native module of a package ahead of time, as its pyproject.toml says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from opweave.ir.errors import did_you_mean
+from opweave.native import cache
+from opweave.native.cache import Built
+from opweave.native.errors import NativeBuildError
+from opweave.native.extension import Extension, check_name, check_sources
+
+_TABLE = "[tool.opweave-native]"
+_LISTS = ("sources", "include-dirs", "cflags", "cuda-cflags", "ldflags")
+
+
+def build(folder: str | Path, *, verbose: bool = False) -> Built:
+    """Build the native module of the package in *folder* and put it beside the package's files.
+
+    ``[tool.opweave-native]`` in its ``pyproject.toml`` says what to build: ``module`` (such as
+    ``demo._C_ops``), ``sources`` (patterns), and if need be ``include-dirs``, ``cflags``,
+    ``cuda-cflags`` and ``ldflags``. Nothing is compiled if the cache has it.
+
+    Raises:
+        NativeBuildError: the table is missing or wrong, or the build fails.
+    """
+    folder = Path(folder).absolute()
+    table = _read(folder / "pyproject.toml")
+    package, _, module = table["module"].rpartition(".")
+    target = _package_folder(folder, package)
+    extension = Extension(
+        module=module,
+        namespace=check_name(package.replace(".", "_")),
+        sources=check_sources(_expand(folder, table["sources"])),
+        include_dirs=tuple(folder / path for path in table["include-dirs"]),
+        cflags=tuple(table["cflags"]),
+        cuda_cflags=tuple(table["cuda-cflags"]),
+        ldflags=tuple(table["ldflags"]),
+    )
+    built = cache.build(extension, verbose=verbose)
+    return Built(_place(built.path, target), built.key, built.cached)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise NativeBuildError(
+            f"There is no {path}; `opweave native new NAME` writes a package to start from."
+        ) from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise NativeBuildError(f"Cannot read {path}: {error}.") from error
+    table = content.get("tool", {}).get("opweave-native")
+    if table is None:
+        raise NativeBuildError(f"{path} has no table {_TABLE}, which says what to build.")
+    return _checked(table, path)
+
+
+def _checked(table: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    for key in table:
+        if key not in ("module", *_LISTS):
+            raise NativeBuildError(
+                f"{path}: {_TABLE} has an unknown key {key!r}. "
+                f"{did_you_mean(key, ('module', *_LISTS))}"
+            )
+    module = table.get("module")
+    if not isinstance(module, str) or not all(map(str.isidentifier, module.split("."))):
+        raise NativeBuildError(
+            f"{path}: {_TABLE} needs module = 'package._C_ops', found {module!r}."
+        )
+    if "." not in module:
+        raise NativeBuildError(
+            f"{path}: module = {module!r} names no package; try '{module}._C_ops'."
+        )
+    lists = {key: table.get(key, []) for key in _LISTS}
+    for key, value in lists.items():
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise NativeBuildError(f"{path}: {key} must be a list of strings, found {value!r}.")
+    return {"module": module, **lists}
+
+
+def _expand(folder: Path, patterns: list[str]) -> list[Path]:
+    sources: dict[Path, None] = {}
+    for pattern in patterns:
+        found = sorted(folder.glob(pattern))
+        if not found:
+            raise NativeBuildError(f"No file in {folder} matches the source {pattern!r}.")
+        sources.update(dict.fromkeys(found))
+    return list(sources)
+
+
+def _package_folder(folder: Path, package: str) -> Path:
+    candidates = [folder / "src", folder]
+    for root in candidates:
+        path = root.joinpath(*package.split("."))
+        if path.is_dir():
+            return path
+    raise NativeBuildError(
+        f"The package {package!r} is in none of {', '.join(map(str, candidates))}."
+    )
+
+
+def _place(built: Path, folder: Path) -> Path:
+    """Copy *built* into *folder* in one step: a process that has it open keeps the old file."""
+    target = folder / built.name
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as scratch:
+            shutil.copyfile(built, scratch.name)
+        shutil.copymode(built, scratch.name)
+        os.replace(scratch.name, target)
+    except OSError as error:
+        raise NativeBuildError(f"Cannot write {target}: {error.strerror}.") from error
+    return target

@@ -1,0 +1,77 @@
+"""The compilers of this machine."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from opweave.native.errors import NativeBuildError
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A compiler's command and what it says about itself."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+def cxx() -> Compiler:
+    """Return the C++ compiler: ``$CXX``, or else the first of c++, g++ and clang++.
+
+    Raises:
+        NativeBuildError: there is none.
+    """
+    return _compiler(_command("CXX", ("c++", "g++", "clang++"), "a C++17 compiler"))
+
+
+def nvcc() -> Compiler:
+    """Return the CUDA compiler: ``$CUDACXX``, nvcc on the path, or that of ``$CUDA_HOME``.
+
+    Raises:
+        NativeBuildError: there is none.
+    """
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return _compiler(_command("CUDACXX", ("nvcc", f"{home}/bin/nvcc"), "nvcc, the CUDA compiler"))
+
+
+def python_include() -> Path:
+    """Return the folder of Python.h.
+
+    Raises:
+        NativeBuildError: Python's headers are not installed.
+    """
+    folder = Path(sysconfig.get_path("include"))
+    if not (folder / "Python.h").is_file():
+        raise NativeBuildError(
+            f"Python.h is not in {folder}; install Python's headers (Debian: python3-dev)."
+        )
+    return folder
+
+
+def _command(variable: str, names: tuple[str, ...], what: str) -> tuple[str, ...]:
+    chosen = shlex.split(os.environ.get(variable, ""))
+    for name in chosen[:1] or names:
+        path = shutil.which(name)
+        if path:
+            return (path, *chosen[1:])
+    if chosen:
+        raise NativeBuildError(f"{variable}={shlex.join(chosen)}: there is no program {chosen[0]}.")
+    raise NativeBuildError(
+        f"Building needs {what}, and found none of {', '.join(names)}; install one, or name it in "
+        f"{variable}."
+    )
+
+
+@functools.cache
+def _compiler(command: tuple[str, ...]) -> Compiler:
+    asked = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    if asked.returncode != 0:
+        raise NativeBuildError(f"{shlex.join(command)} --version fails.", asked.stderr)
+    return Compiler(command, asked.stdout.strip())

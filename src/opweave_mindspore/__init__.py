@@ -1,0 +1,1 @@
+"""opweave's native operators for MindSpore, PyNative mode. Needs no torch."""

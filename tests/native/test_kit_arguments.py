@@ -1,0 +1,171 @@
+"""Every kind of argument and result, the same through both doors."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opweave.native import NativeModule
+
+from .kit_module import DOORS, NAME, SOURCE, door
+
+LONG = list(range(-50, 200))
+BIG = 2**63 - 1
+
+# x, i, f, b, list, oi, of, ob, ol
+CALLS: list[tuple[Any, ...]] = [
+    (None, 0, 0.0, False, [], None, None, None, None),
+    (torch.ones(2, 3), -7, 1.5, True, [1, 2, 3], 5, 2.5, True, [7]),
+    (torch.ones(0), 2**40, -0.0, True, (4,), 0, 0.0, False, []),
+    (torch.nn.Parameter(torch.ones(3)), 1, 3, False, LONG, -1, 4, None, tuple(LONG)),
+    (torch.tensor(1.0), 1, float("inf"), False, torch.Size([2, 3]), None, 1e300, True, None),
+]
+
+
+def expected(x: Tensor | None, i: int, f: float, b: bool, values: Any, *rest: Any) -> list[float]:
+    oi, of, ob, ol = rest
+    optional = [-1000 if value is None else value for value in (oi, of, ob)]
+    count = -1000 if x is None else x.numel()
+    tail = -1000 if ol is None else sum(ol) + len(ol)
+    return [float(v) for v in (count, i, f, b, len(values), sum(values), *optional, tail)]
+
+
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("arguments", CALLS, ids=range(len(CALLS)))
+def test_arguments(kit: NativeModule, name: str, arguments: tuple[Any, ...]) -> None:
+    out = torch.zeros(10, dtype=torch.float64)
+    assert door(kit, name, "write_all")(out, *arguments) is None
+    assert out.tolist() == expected(*arguments)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_results(kit: NativeModule, name: str) -> None:
+    x = torch.ones(2, 3)
+    for value in (0, -1, BIG, -BIG - 1):
+        assert door(kit, name, "give_int")(x, value) == value
+    for number in (0.0, -1.0, 1e-300, float("inf")):
+        assert door(kit, name, "give_float")(x, number) == number
+    for flag in (True, False):
+        assert door(kit, name, "give_bool")(x, flag) is flag
+    result = door(kit, name, "give_several")(x, [1, 2], None)
+    assert result == (6, 3.5, False)
+    assert [type(part) for part in result] == [int, float, bool]
+    assert door(kit, name, "give_several")(x, (), 2) == (6, 2.0, True)
+
+
+WRONG: list[tuple[str, tuple[Any, ...], str]] = [
+    ("give_int", (1.5,), "i must be an int, found float"),
+    ("give_int", (None,), "i must be an int, found NoneType"),
+    ("give_float", ("1",), "f must be a float or an int, found str"),
+    ("give_bool", ("yes",), "b must be a bool, found str"),
+    ("give_several", ("12", None), "list must be a list or tuple of ints, found str"),
+    ("give_several", (None, None), "list must be a list or tuple of ints, found NoneType"),
+    ("give_several", ([1, "2"], None), "list[1] must be an int, found str"),
+    ("give_several", ([1.5], None), "list[0] must be an int, found float"),
+    ("give_several", ([1], "x"), "f must be a float or an int, or None, found str"),
+    ("fail", ([1], 1.5), "kind must be an int, or None, found float"),
+]
+
+
+@pytest.mark.parametrize(("op", "arguments", "message"), WRONG, ids=[w[2] for w in WRONG])
+def test_wrong_types(kit: NativeModule, op: str, arguments: tuple[Any, ...], message: str) -> None:
+    x = torch.ones(3)
+    with pytest.raises(TypeError) as error:
+        door(kit, "direct", op)(x, *arguments)
+    assert str(error.value) == f"{op}: {message}"
+    for name in ("torch_ops", "module"):
+        with pytest.raises((TypeError, RuntimeError)):
+            door(kit, name, op)(x, *arguments)
+
+
+def test_too_big_for_an_int(kit: NativeModule) -> None:
+    for name in DOORS:
+        with pytest.raises((OverflowError, RuntimeError)):
+            door(kit, name, "give_int")(torch.ones(3), BIG + 1)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_what_a_function_throws(kit: NativeModule, name: str) -> None:
+    fail, x = door(kit, name, "fail"), torch.ones(3)
+    assert fail(x, [0], None) is None
+    with pytest.raises(RuntimeError, match="fail: list must not be empty"):
+        fail(x, [], None)
+    with pytest.raises(RuntimeError, match="fail: std::bad_alloc"):
+        fail(x, [0], 1)
+    with pytest.raises(RuntimeError, match="fail: its function threw something other than a std"):
+        fail(x, [0], 2)
+
+
+SCHEMAS = SOURCE.read_text(encoding="utf-8").partition("kBadSchemas[] = {")[2].partition("};")[0]
+BAD = [line.strip().strip(",").strip('"') for line in SCHEMAS.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("i", "schema"), list(enumerate(BAD)), ids=BAD)
+def test_bad_schemas(kit: NativeModule, i: int, schema: str) -> None:
+    with pytest.raises(RuntimeError) as error:
+        kit.try_schema(torch.ones(1), i)
+    assert str(error.value).startswith(f"try_schema: schema '{schema}': ")
+
+
+def test_unknown_op(kit: NativeModule) -> None:
+    with pytest.raises(AttributeError, match=r"has no op 'give_itn'\. Did you mean 'give_int'\?"):
+        _ = kit.give_itn
+
+
+def test_in_a_graph(kit: NativeModule) -> None:
+    def step(x: Tensor) -> Tensor:
+        out = x.new_zeros(10)
+        kit.write_all(out, x * 2, 3, 0.5, True, [1, 2], None, 1.5, None, [3])
+        return out + 1
+
+    x = torch.ones(4, dtype=torch.float64)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), step(x))
+    torch.library.opcheck(
+        getattr(torch.ops, NAME).write_all.default,
+        (x.new_zeros(10), x, 3, 0.5, True, [1, 2], None, 1.5, None, [3]),
+    )
+
+
+def test_a_number_breaks_the_graph(kit: NativeModule) -> None:
+    def step(x: Tensor) -> Tensor:
+        number: int = kit.give_int(x, 3)
+        return (x + 1) * number
+
+    x = torch.ones(4)
+    assert torch.equal(torch.compile(step, backend="aot_eager")(x), step(x))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"[Dd]ata.dependent"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(x)
+
+
+def resident_kib() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize() // 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", DOORS)
+def test_nothing_is_leaked(kit: NativeModule, name: str) -> None:
+    """One leaked list or cell of an optional argument in each call would be 320 kB or more."""
+    x, out = torch.ones(3), torch.zeros(10, dtype=torch.float64)
+    write, several, fail = (door(kit, name, op) for op in ("write_all", "give_several", "fail"))
+
+    def call(times: int) -> None:
+        for _ in range(times):
+            write(out, x, 1, 0.5, True, LONG[:40], 3, 2.5, True, [1] * 20)
+            several(x, [5] * 40, 1.5)
+            with suppress(RuntimeError):
+                fail(x, [], 3)
+
+    call(3000)
+    before = resident_kib()
+    call(10_000)
+    assert resident_kib() - before < 250

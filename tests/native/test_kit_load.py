@@ -1,0 +1,193 @@
+"""Building on the fly: what is built again and what is not, by whom, and what errors say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from opweave import native
+from opweave.ir.errors import OpweaveError
+from opweave.native import NativeBuildError, cache
+from opweave.native.extension import Extension
+
+from .kit_module import add_source, compiler_calls
+
+LOAD = """
+import sys, torch
+from opweave import native
+module = native.load(sys.argv[1], sys.argv[2:])
+x = torch.zeros(3)
+module.add(x)
+print(x.tolist(), module.__file__)
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, "-c", LOAD, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    return out
+
+
+def test_two_processes_build_once(native_cache: Path, tmp_path: Path) -> None:
+    source = add_source(tmp_path, "2")
+    processes = [start("kit_twice", str(source)) for _ in range(2)]
+    outputs = [finish(process) for process in processes]
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith("[2.0, 2.0, 2.0] ")
+    commands = compiler_calls()
+    assert sum(f" {source} " in command for command in commands) == 1
+    assert not list(native_cache.rglob("tmp*"))
+
+    # A third one, later, asks the compiler for its version only.
+    assert finish(start("kit_twice", str(source))) == outputs[0]
+    assert compiler_calls()[len(commands) :] == ["--version"]
+
+
+def test_once_in_a_process(native_cache: Path, tmp_path: Path) -> None:
+    source = add_source(tmp_path, "1")
+    module = native.load("kit_once", [source])
+    assert native.load("kit_once", [str(source)]) is module
+    x = torch.zeros(2)
+    module.add(x)
+    torch.ops.kit_once.add(x)
+    assert x.tolist() == [2, 2]
+    add_source(tmp_path, "5")
+    with pytest.raises(NativeBuildError, match="'kit_once' is loaded in this process already, fr"):
+        native.load("kit_once", [source])
+    module = native.load("kit_once_more", [source])  # the same op name in another namespace
+    module.add(x)
+    assert x.tolist() == [7, 7]
+
+
+def test_what_the_key_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "include").mkdir()
+    source, far = tmp_path / "a.cpp", tmp_path / "include" / "far.h"
+    source.write_text('#include "near.h"\n#include <vector>\n', encoding="utf-8")
+    (tmp_path / "near.h").write_text(" #  include <far.h>\n", encoding="utf-8")
+    far.write_text("1", encoding="utf-8")
+
+    def key(**changed: object) -> str:
+        given: dict[str, object] = {
+            "module": "a",
+            "namespace": "a",
+            "sources": (source,),
+            "include_dirs": (tmp_path / "include",),
+        }
+        return cache.content_key(Extension(**{**given, **changed}))  # type: ignore[arg-type]
+
+    first = key()
+    assert key() == first
+    keys = {first}
+    keys.add(key(namespace="b"))
+    keys.add(key(cflags=("-DX",)))
+    keys.add(key(ldflags=("-lm",)))
+    far.write_text("2", encoding="utf-8")
+    keys.add(key())
+    assert key(include_dirs=(), cflags=(f"-I{tmp_path / 'include'}",)) not in keys
+    source.write_text("3", encoding="utf-8")
+    keys.add(key())
+    monkeypatch.setattr("opweave.native.kit.fingerprint", lambda: "newer")
+    keys.add(key())
+    assert len(keys) == 7
+    clang = tmp_path / "clang"
+    clang.write_text("#!/bin/sh\necho another compiler\n", encoding="utf-8")
+    clang.chmod(0o755)
+    monkeypatch.setenv("CXX", str(clang))
+    assert key() not in keys
+
+
+def refusal(name: str, *sources: Path, **options: object) -> NativeBuildError:
+    with pytest.raises(NativeBuildError) as error:
+        native.load(name, sources, **options)  # type: ignore[arg-type]
+    assert isinstance(error.value, OpweaveError)
+    assert "\n" not in error.value.summary
+    return error.value
+
+
+def test_syntax_error(native_cache: Path, tmp_path: Path) -> None:
+    source = add_source(tmp_path, "nonsense")
+    error = refusal("kit_syntax", source)
+    assert error.summary == "add.cpp does not compile; the compiler's message follows."
+    assert "nonsense" in error.log
+    assert "error" in error.log
+    assert error.log in str(error)
+    add_source(tmp_path, "1")
+    native.load("kit_syntax", [source])
+
+
+def test_wrong_parameter_type(native_cache: Path, tmp_path: Path) -> None:
+    source = tmp_path / "f.cpp"
+    source.write_text(
+        "#include <opweave/extension.h>\n"
+        "static void f(const opweave::View&, float) {}\n"
+        'OPWEAVE_EXTENSION_MODULE(m) { m.def("f(Tensor x, float y) -> ()", f); }\n',
+        encoding="utf-8",
+    )
+    assert "a parameter is const View&, const View*, int64_t" in refusal("kit_float", source).log
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ("add(Tensor(a!) x, str s) -> ()", "argument type 'str' is not one of Tensor, int"),
+        ("add(Tensor(a!) x, int i) -> ()", "has 2 arguments, its function has 1 parameters"),
+        ("add(Tensor(a!) x) -> int", "returns int, its function returns ()"),
+    ],
+)
+def test_bad_schema(native_cache: Path, tmp_path: Path, schema: str, message: str) -> None:
+    error = refusal("kit_schema", add_source(tmp_path, "1", schema=schema))
+    assert error.summary.startswith("kit_schema is built but does not load: schema 'add(Tensor(a!)")
+    assert message in error.summary
+
+
+def test_duplicate_op(native_cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    sources = add_source(tmp_path, "1"), add_source(tmp_path / "other", "2")
+    assert "op 'add' is registered twice for CPU" in refusal("kit_duplicate", *sources).summary
+
+
+def test_bad_input(native_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = add_source(tmp_path, "1")
+    for name in ("Bad", "a-b", "class", "", "_x", "é"):
+        assert "is not a name for a native module" in refusal(name, source).summary
+    assert "'aten' is taken" in refusal("aten", source).summary
+    assert "no sources" in refusal("kit_none").summary
+    assert "Did you mean 'add.cpp'?" in refusal("kit_gone", tmp_path / "ad.cpp").summary
+    assert "is not a source file (.cpp," in refusal("kit_header", tmp_path / "a.h").summary
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("OPWEAVE_CACHE_DIR", str(blocked))
+    assert "set OPWEAVE_CACHE_DIR" in refusal("kit_cache", source).summary
+
+
+def test_missing_compilers(
+    native_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = add_source(tmp_path, "1")
+    cuda = source.with_suffix(".cu")
+    cuda.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setenv("CUDACXX", "no-such-nvcc")
+    assert "CUDACXX=no-such-nvcc: there is no" in refusal("kit_no_nvcc", cuda).summary
+    monkeypatch.setenv("CXX", "no-such-compiler -m64")
+    assert "CXX=no-such-compiler -m64: there is no" in refusal("kit_no_cxx", source).summary
+    monkeypatch.delenv("CXX")
+    monkeypatch.delenv("CUDACXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert "needs a C++17 compiler, and found none" in refusal("kit_no_path", source).summary

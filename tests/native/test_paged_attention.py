@@ -1,0 +1,457 @@
+"""Paged attention is attention: over any layout, batch and instruction set, reading no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from opweave.ir.ops.paged_attention import paged_attention
+from opweave.kernels.opweave_c import paged_attention as provider
+
+from .oracle import DOORS, DTYPES, door
+
+NAN = float("nan")
+
+
+@dataclass
+class Case:
+    """The arguments of a call, and the packed keys and values that the caches hold."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    tables: Tensor
+    lengths: Tensor
+    starts: Tensor
+    scale: float = 0.3
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+
+    def arguments(self) -> tuple[Any, ...]:
+        return tuple(self.__dict__.values())
+
+    def out(self) -> Tensor:
+        tokens, heads, _ = self.query.shape
+        return torch.full((tokens, heads, self.value_cache.shape[3]), 7.0, dtype=self.query.dtype)
+
+
+def case(
+    sequences: list[tuple[int, int]],  # (queries, keys)
+    *,
+    heads: tuple[int, int] = (4, 2),
+    sizes: tuple[int, int] = (64, 64),
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    extra: int = 0,
+    seed: int = 0,
+    **options: Any,
+) -> Case:
+    """Sequences in shuffled blocks; whatever no key or value was written to is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-keys // block_size) for _, keys in sequences]
+    blocks, width = sum(counts) + 2, max([*counts, 0]) + 1
+    caches = [torch.full((blocks, heads[1], block_size, size), NAN, dtype=dtype) for size in sizes]
+    order = torch.randperm(blocks, generator=generator)
+    tables = torch.randint(-(2**31), 2**31, (len(sequences), width), generator=generator).int()
+    used = 0
+    for i, (_, keys) in enumerate(sequences):
+        tables[i, : counts[i]] = order[used : used + counts[i]].int()
+        used += counts[i]
+        for cache in caches:
+            for p in range(keys):
+                row = torch.randn(heads[1], cache.shape[3], generator=generator)
+                cache[tables[i, p // block_size], :, p % block_size] = row.to(dtype)
+    tokens = sum(queries for queries, _ in sequences)
+    query = torch.randn(tokens + extra, heads[0], sizes[0], generator=generator).to(dtype)
+    starts = torch.tensor([0, *(queries for queries, _ in sequences)]).cumsum(0).int()
+    lengths = torch.tensor([keys for _, keys in sequences], dtype=torch.int32)
+    key_cache, value_cache = caches
+    return Case(query, key_cache, value_cache, tables, lengths, starts, **options)
+
+
+def reference(c: Case) -> Tensor:
+    """Attention of each sequence alone, in float64: torch's own, or spelled out for a soft cap."""
+    out = c.out().double().zero_()
+    block_size = c.key_cache.shape[2]
+    for i, length in enumerate(c.lengths.tolist()):
+        start, end = c.starts[i : i + 2].tolist()
+        places = [(int(c.tables[i, p // block_size]), p % block_size) for p in range(length)]
+        if not places or start == end:
+            continue
+        group = c.query.shape[1] // c.key_cache.shape[1]
+        key, value = (
+            torch.stack([cache[b, :, o] for b, o in places], 1).double().repeat_interleave(group, 0)
+            for cache in (c.key_cache, c.value_cache)
+        )
+        query = c.query[start:end].double().transpose(0, 1)
+        position = torch.arange(length - (end - start), length)[:, None]
+        distance = position - torch.arange(length)
+        seen = distance >= 0 if c.causal else torch.ones_like(distance, dtype=torch.bool)
+        if c.window is not None:
+            seen &= distance < c.window
+        if c.soft_cap is None:
+            found = functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=seen, scale=c.scale
+            )
+        else:
+            scores = c.soft_cap * torch.tanh(query @ key.mT * c.scale / c.soft_cap)
+            found = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
+        found = found.masked_fill(~seen.any(-1, keepdim=True), 0)
+        out[start:end] = found.transpose(0, 1)
+    return out
+
+
+def check(run: Callable[..., None], c: Case) -> Tensor:
+    out = c.out()
+    run(out, *c.arguments())
+    tolerance = paged_attention.get_tolerance(out.dtype)
+    wanted = reference(c)
+    torch.testing.assert_close(
+        out.double(), wanted, atol=tolerance.atol, rtol=tolerance.rtol, equal_nan=False
+    )
+    return out
+
+
+DECODE = [(1, 1), (1, 16), (1, 17), (1, 70), (1, 128), (1, 5)]
+PREFILL = [(1, 1), (5, 5), (33, 70), (17, 17), (3, 129)]
+MIXED = [(0, 9), (1, 40), (0, 0), (20, 20), (7, 65)]
+BLIND = [(3, 0), (5, 2), (1, 1)]  # more queries than keys: the first ones see nothing
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("sequences", [DECODE, PREFILL, MIXED, BLIND, []])
+def test_values(
+    module: ModuleType,
+    isa: str,
+    name: str,
+    dtype: torch.dtype,
+    sequences: list[tuple[int, int]],
+) -> None:
+    run = door(module, name, "paged_attention")
+    check(run, case(sequences, dtype=dtype))
+    check(run, case(sequences, dtype=dtype, extra=2, causal=False, block_size=64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 1},
+        {"window": 7},
+        {"window": 64},
+        {"soft_cap": 2.0},
+        {"window": 33, "soft_cap": 5.0},
+    ],
+    ids=str,
+)
+def test_window_and_soft_cap(
+    module: ModuleType, isa: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    for block_size in (16, 80):
+        sequences = [(1, 100), (40, 90), (3, 3)]
+        c = case(sequences, dtype=dtype, block_size=block_size, **options)
+        check(module.paged_attention, c)
+
+
+@pytest.mark.parametrize(
+    "heads", [(1, 1), (2, 2), (3, 1), (6, 2), (7, 1), (8, 1), (71, 1), (32, 8)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads(module: ModuleType, isa: str, dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    check(module.paged_attention, case([(1, 37), (6, 20)], heads=heads, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(128, 128), (80, 80), (72, 40), (1, 1), (7, 300), (256, 256), (65, 17), (192, 128)]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sizes(module: ModuleType, isa: str, dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    check(module.paged_attention, case([(1, 37), (6, 20)], sizes=sizes, dtype=dtype, scale=0.1))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 80, 256])
+def test_block_sizes(module: ModuleType, isa: str, block_size: int) -> None:
+    c = case([(1, 300), (50, 150), (1, block_size)], block_size=block_size, dtype=torch.bfloat16)
+    check(module.paged_attention, c)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_native_is_the_same(dtype: torch.dtype) -> None:
+    for sequences in (DECODE, PREFILL, MIXED, BLIND):
+        for options in ({}, {"window": 9}, {"soft_cap": 3.0}, {"causal": False}):
+            c = case(sequences, dtype=dtype, extra=1, **options)
+            found = paged_attention.native(*c.arguments())
+            tolerance = paged_attention.get_tolerance(dtype)
+            torch.testing.assert_close(
+                found.double(), reference(c), atol=tolerance.atol, rtol=tolerance.rtol
+            )
+
+
+def test_strides(module: ModuleType) -> None:
+    c = case(MIXED, dtype=torch.bfloat16)
+    wanted = check(module.paged_attention, c)
+    tokens, heads, size = c.query.shape
+    wide = torch.full((tokens, heads + 3, size + 5), NAN, dtype=torch.bfloat16)
+    wide[:, 1 : 1 + heads, 2 : 2 + size] = c.query
+    both = torch.stack((c.key_cache, c.value_cache), 1)
+    tables = torch.cat((c.tables, c.tables), 1)[:, : c.tables.shape[1]]
+    strided = replace(
+        c,
+        query=wide[:, 1 : 1 + heads, 2 : 2 + size],
+        key_cache=both[:, 0],
+        value_cache=both[:, 1],
+        tables=tables,
+    )
+    assert torch.equal(check(module.paged_attention, strided), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_query_does_not_depend_on_the_batch(
+    module: ModuleType, isa: str, dtype: torch.dtype
+) -> None:
+    """Not on other sequences, on threads, nor on how many queries of a sequence come at once."""
+    c = case([(40, 150), (1, 33), (9, 9)], heads=(6, 2), dtype=dtype, window=70)
+    whole = check(module.paged_attention, c)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(check(module.paged_attention, c), whole)
+    finally:
+        torch.set_num_threads(threads)
+    for i, (start, end, length) in enumerate([(0, 40, 150), (40, 41, 33), (41, 50, 9)]):
+        for token in (start, (start + end) // 2, end - 1):
+            alone = replace(
+                c,
+                query=c.query[token : token + 1],
+                tables=c.tables[i : i + 1],
+                lengths=torch.tensor([length - (end - 1 - token)], dtype=torch.int32),
+                starts=torch.tensor([0, 1], dtype=torch.int32),
+            )
+            out = alone.out()
+            module.paged_attention(out, *alone.arguments())
+            assert torch.equal(out[0], whole[token])
+
+
+def test_threads_share_long_batches(module: ModuleType) -> None:
+    c = case([(1, 400)] * 7 + [(150, 300)], heads=(8, 2), block_size=64, dtype=torch.bfloat16)
+    alone = check(module.paged_attention, c)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(5):
+            out = c.out()
+            module.paged_attention(out, *c.arguments())
+            assert torch.equal(out, alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_an_unseen_key_reaches_no_query(module: ModuleType, isa: str) -> None:
+    for heads in ((4, 4), (4, 2), (4, 1)):
+        c = case([(12, 40)], heads=heads, window=20)
+        clean = check(module.paged_attention, c)
+        block, offset = int(c.tables[0, 2]), 3  # position 35, the eighth query's
+        c.key_cache[block, :, offset] = NAN
+        c.value_cache[block, :, offset] = NAN
+        c.value_cache[int(c.tables[0, 0]), :, :9] = NAN  # before every window
+        out = c.out()
+        module.paged_attention(out, *c.arguments())
+        assert torch.equal(out[:7], clean[:7])
+        assert out[7:].isnan().all()
+
+
+def test_extreme_scores(module: ModuleType, isa: str) -> None:
+    c = case([(1, 60), (30, 60)], scale=1e4)
+    check(module.paged_attention, c)
+    c.query *= 1e15
+    check(module.paged_attention, c)  # weights are one or zero
+    c.query[0] = float("inf")
+    out = c.out()
+    module.paged_attention(out, *c.arguments())
+    assert out[0].isnan().all()
+    assert out[1:].isfinite().all()
+    zero = case([(1, 60)], scale=0.0)
+    check(module.paged_attention, zero)
+
+
+def changed(**changes: Any) -> Callable[[], tuple[Any, ...]]:
+    def make() -> tuple[Any, ...]:
+        c = case([(1, 20), (3, 3)])
+        out = changes.get("out", c.out())
+        values = {key: value for key, value in changes.items() if key != "out"}
+        made = {key: value(c) if callable(value) else value for key, value in values.items()}
+        return (out(c) if callable(out) else out), *replace(c, **made).arguments()
+
+    return make
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def without(cache: Tensor, value: int) -> Tensor:
+    copy = cache.clone()
+    copy[0, 1] = value
+    return copy
+
+
+REFUSED: list[tuple[Callable[[], tuple[Any, ...]], str]] = [
+    (changed(query=lambda c: c.query.double()), "query must be float32 or bfloat16 or float16"),
+    (changed(query=lambda c: c.query[0]), "query must have shape [tokens, heads, head_size]"),
+    (changed(query=lambda c: c.query[..., ::2]), "query must be contiguous in its last dimension"),
+    (changed(query=lambda c: c.query[:, :3]), "query must have shape [tokens, a multiple of 2 h"),
+    (changed(query=lambda c: c.query[..., :32]),
+     "key_cache must have shape [blocks, kv_heads, block_size, 32]"),
+    (changed(key_cache=lambda c: c.key_cache.half()), "key_cache must have the dtype of query"),
+    (changed(key_cache=lambda c: c.key_cache[0]), "key_cache must have shape [blocks, kv_heads"),
+    (changed(key_cache=lambda c: c.key_cache.transpose(1, 2).contiguous().transpose(1, 2)),
+     "key_cache must be contiguous"),
+    (changed(value_cache=lambda c: c.value_cache[:-1]), "value_cache must have shape [5, 2, 16, "),
+    (changed(key_cache=torch.zeros(5, 2, 8, 64), value_cache=torch.zeros(5, 2, 8, 64)),
+     "key_cache must have shape [blocks, kv_heads, a multiple of 16, head_size]"),
+    (changed(out=torch.zeros(4, 4, 63)), "out must have shape [4, 4, 64]"),
+    (changed(out=torch.zeros(4, 4, 128)[..., ::2]), "out must be contiguous"),
+    (changed(out=lambda c: c.query), ""),
+    (changed(tables=lambda c: c.tables.long()), "block_tables must be int32"),
+    (changed(tables=lambda c: c.tables[0]), "block_tables must have shape [sequences, blocks]"),
+    (changed(lengths=ints(20)), "seq_lens must have shape [2]"),
+    (changed(starts=ints(0, 4)), "cu_seqlens_q must have shape [3]"),
+    (changed(starts=ints(0, 1, 5)), "cu_seqlens_q must go from 0 to at most 4, the number of q"),
+    (changed(starts=ints(1, 1, 4)), "cu_seqlens_q must go from 0"),
+    (changed(starts=ints(0, 4, 2)), "sequence 1: its queries go from 4 to 2 in cu_seqlens_q"),
+    (changed(lengths=ints(49, 3)),
+     "sequence 0: its length is 49, but its table has 3 blocks of 16 positions"),
+    (changed(lengths=ints(20, -1)), "sequence 1: its length is -1"),
+    (changed(tables=lambda c: without(c.tables, 5)),
+     "sequence 0: block_tables[0, 1] is 5, but the cache has 5 blocks"),
+    (changed(tables=lambda c: without(c.tables, -1)), "sequence 0: block_tables[0, 1] is -1"),
+    (changed(window=0), "window must be None or, with causal, positive, found 0"),
+    (changed(window=3, causal=False), "window must be None or, with causal, positive, found 3 wit"),
+    (changed(soft_cap=0.0), "soft_cap must be None or positive, found 0"),
+    (changed(soft_cap=NAN), "soft_cap must be None or positive, found "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "expected"), REFUSED, ids=[c[1][:50] for c in REFUSED])
+def test_refusals(module: ModuleType, make: Callable[[], tuple[Any, ...]], expected: str) -> None:
+    expected = expected or "out is written and must not share memory with query"
+    for name in DOORS:
+        arguments = make()
+        before = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
+        with pytest.raises(RuntimeError) as error:
+            door(module, name, "paged_attention")(*arguments)
+        assert str(error.value).startswith(f"paged_attention: {expected}")
+        for argument, copy in zip(arguments, before, strict=True):
+            if isinstance(copy, Tensor):
+                torch.testing.assert_close(argument, copy, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": lambda c: c.query[0]}, "query must be"),
+        ({"query": lambda c: c.query[:, :3]}, "3 query heads, 2 key heads"),
+        ({"query": lambda c: c.query.half()}, "key_cache must be float16, as query is"),
+        ({"key_cache": lambda c: c.key_cache[..., 1:]}, "key_cache must be"),
+        ({"value_cache": lambda c: c.value_cache[1:]}, "value_cache must be"),
+        ({"tables": lambda c: c.tables.long()}, "block_tables must be int32"),
+        ({"lengths": ints(20)}, r"seq_lens must be int32, \(2,\)"),
+        ({"starts": ints(0, 4)}, r"cu_seqlens_q must be int32, \(3,\)"),
+        ({"window": 0}, "window=0 is not positive"),
+        ({"window": 3, "causal": False}, "window needs causal=True"),
+    ],
+)
+def test_errors_of_the_definition(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        paged_attention.native(*changed(**changes)()[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_provider(module: ModuleType, dtype: torch.dtype) -> None:
+    arguments = paged_attention.generate_inputs(num_tokens=9, dtype=dtype)
+    wanted = paged_attention.native(*arguments)
+    with paged_attention.set_priority(["opweave_c!"]):
+        got = paged_attention(*arguments)
+    tolerance = paged_attention.get_tolerance(dtype)
+    torch.testing.assert_close(got, wanted, atol=tolerance.atol, rtol=tolerance.rtol)
+    assert got.stride() == wanted.stride()
+
+
+def test_selection(module: ModuleType) -> None:
+    def chosen(**changes: Any) -> str:
+        with paged_attention.set_priority(["opweave_c"]):
+            return paged_attention.dispatch(*changed(**changes)()[1:]).provider
+
+    assert chosen() == "opweave_c"
+    assert chosen(window=3, soft_cap=1.0) == "opweave_c"
+    assert chosen(key_cache=lambda c: torch.stack((c.key_cache,) * 2, 1)[:, 1]) == "opweave_c"
+    assert chosen(key_cache=torch.zeros(5, 2, 8, 64), value_cache=torch.zeros(5, 2, 8, 64)) == (
+        "native"
+    )
+    assert chosen(query=lambda c: c.query.double()) == "native"
+    assert chosen(query=lambda c: c.query[:, :3]) == "native"
+    assert chosen(tables=lambda c: c.tables.long()) == "native"
+    assert chosen(soft_cap=-1.0) == "native"
+    assert chosen(window=0) == "native"
+
+
+def test_opcheck_and_graph(module: ModuleType) -> None:
+    c = case([(1, 20), (3, 3)])
+    torch.library.opcheck(torch.ops.opweave_c.paged_attention.default, (c.out(), *c.arguments()))
+
+    def attend(query: Tensor) -> Tensor:
+        found: Tensor = provider.paged_attention(query + 0, *c.arguments()[1:])
+        return found
+
+    got = torch.compile(attend, fullgraph=True, backend="aot_eager")(c.query)
+    assert torch.equal(got, attend(c.query))
+    native = torch.compile(paged_attention.native, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(native(*c.arguments()), got, atol=2e-5, rtol=1e-4)
+
+
+def fuzz(module: ModuleType, cases: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    try:
+        for number in range(cases):
+            isas = module._available_isas()
+            module._select_isa(isas[draw(0, len(isas) - 1)])
+            sequences = [(draw(0, 12), draw(0, 50)) for _ in range(draw(0, 3))]
+            kv_heads, causal = draw(1, 3), draw(0, 3) > 0
+            c = case(
+                sequences,
+                heads=(kv_heads * draw(1, 5), kv_heads),
+                sizes=(draw(1, 70), draw(1, 70)),
+                block_size=16 * draw(1, 3),
+                dtype=DTYPES[draw(0, 2)],
+                extra=draw(0, 1),
+                seed=number,
+                scale=draw(0, 20) / 20,
+                causal=causal,
+                window=draw(1, 40) if causal and draw(0, 1) else None,
+                soft_cap=draw(1, 50) / 10 if draw(0, 1) else None,
+            )
+            check(door(module, DOORS[draw(0, 1)], "paged_attention"), c)
+    finally:
+        module._select_isa(None)
+
+
+def test_fuzz(module: ModuleType) -> None:
+    fuzz(module, 250, seed=0)
+
+
+@pytest.mark.slow
+def test_fuzz_at_length(module: ModuleType) -> None:
+    fuzz(module, 10_000, seed=1)

@@ -1,0 +1,272 @@
+"""Quantisation computes its definition, bit by bit as native does."""
+
+from __future__ import annotations
+
+import random as python_random
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from opweave.ir.ops import quant as ops
+
+from . import quant_oracle as oracle
+from .oracle import DOORS, DTYPES, door, random
+from .quant_oracle import FP8, INT8, OPS, assert_codes, check, native, ours, same_bits
+
+SHAPES = [(1, 64), (7, 769), (3, 5, 517), (64,), (0, 32), (4, 0), (3, 1), (2, 3, 2, 17), (2, 5125)]
+
+
+def rows_of(x: Tensor) -> Tensor:
+    return x.reshape(int(np.prod(x.shape[:-1])), x.shape[-1])
+
+
+# Conversion
+
+
+def hard_values() -> Tensor:
+    """Floats around every rounding decision: midpoints, limits, denormals, infinity, NaN."""
+    points = np.concatenate([oracle.VALUES, oracle.MIDPOINTS, [464, 480, 1e4, 3e38, 1e-40]])
+    exact = torch.tensor(points, dtype=torch.float32)
+    above = torch.nextafter(exact, torch.tensor(torch.inf))
+    below = torch.nextafter(exact, torch.tensor(-torch.inf))
+    halves = torch.arange(-300, 300) / 2
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0])
+    positive = torch.cat([exact, above, below])
+    return torch.cat([positive, -positive, halves, halves.nextafter(special[:1]), special])
+
+
+def every_float(step: int) -> Tensor:
+    bits = torch.arange(-(2**31), 2**31, step, dtype=torch.int64).to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def check_conversion(module: ModuleType, x: Tensor) -> None:
+    for dtype in (FP8, INT8):
+        out = torch.empty(x.shape, dtype=dtype)
+        module.static_quant(out, x, torch.ones(1))
+        wanted = oracle.codes_for(dtype, x.double().numpy())
+        found = out.view(torch.uint8).numpy() if dtype == FP8 else out.numpy()
+        if dtype == FP8:
+            found = np.where(found & 0x7F == 0x7F, 0x7F, found)
+        assert np.array_equal(found, wanted)
+    q = ops.static_quant_fp8.impls["native"].impl_fn(x, torch.ones(1))
+    out = torch.empty(x.shape, dtype=FP8)
+    module.static_quant(out, x, torch.ones(1))
+    assert same_bits(out, q)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_value(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+    codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    check_conversion(module, codes.view(dtype).view(256, 256))
+
+
+def test_hard_values(module: ModuleType, isa: str) -> None:
+    check_conversion(module, hard_values())
+    check_conversion(module, every_float(30011))
+
+
+@pytest.mark.slow
+def test_many_floats(module: ModuleType, isa: str) -> None:
+    check_conversion(module, every_float(251))
+
+
+# Values
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("out_dtype", [FP8, INT8], ids=str)
+@pytest.mark.parametrize("door_name", DOORS)
+def test_per_token(
+    module: ModuleType, isa: str, door_name: str, out_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    op = {FP8: ops.dynamic_per_token_quant_fp8, INT8: ops.dynamic_per_token_quant_int8}[out_dtype]
+    for shape in SHAPES:
+        x = random(*shape, dtype=dtype) * 3
+        out = torch.zeros(shape, dtype=out_dtype)
+        scale = torch.full((*shape[:-1], 1), 7.0)
+        door(module, door_name, "dynamic_per_token_quant")(out, scale, x, None)
+        wanted, wanted_scale = native(op, x)
+        assert same_bits(out, wanted)
+        assert torch.equal(scale, wanted_scale)
+        for row, q, s in zip(rows_of(x.double()), rows_of(out), scale.flatten(), strict=True):
+            expected = oracle.scale_of(out_dtype, row.abs().max().item() if row.numel() else 0)
+            assert s.item() == expected
+            assert_codes(q, oracle.codes_for(out_dtype, oracle.product(row, 1 / expected)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("door_name", DOORS)
+def test_per_tensor(module: ModuleType, isa: str, door_name: str, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        x = random(*shape, dtype=dtype) * 3
+        out, scale = torch.zeros(shape, dtype=FP8), torch.full((1,), 7.0)
+        door(module, door_name, "dynamic_per_tensor_quant_fp8")(out, scale, x)
+        wanted, wanted_scale = native(ops.dynamic_per_tensor_quant_fp8, x)
+        assert same_bits(out, wanted)
+        assert torch.equal(scale, wanted_scale)
+        assert scale.item() == oracle.scale_of(
+            FP8, x.double().abs().max().item() if x.numel() else 0
+        )
+        assert_codes(out, oracle.fp8_codes(oracle.product(x.double(), 1 / scale.item())))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("door_name", DOORS)
+def test_groups(
+    module: ModuleType, isa: str, door_name: str, dtype: torch.dtype, power_of_two: bool
+) -> None:
+    for shape, size in [((3, 512), 128), ((8, 513), 64), ((2, 3, 50), 7), ((5, 9), 100), ((4,), 1)]:
+        x = random(*shape, dtype=dtype) * 3
+        groups = -(-shape[-1] // size)
+        out, scale = torch.zeros(shape, dtype=FP8), torch.zeros(*shape[:-1], groups)
+        door(module, door_name, "per_token_group_quant_fp8")(out, scale, x, size, power_of_two)
+        wanted = native(ops.per_token_group_quant_fp8, x, size, power_of_two)
+        assert same_bits(out, wanted[0])
+        assert torch.equal(scale, wanted[1])
+        for row, q, s in zip(rows_of(x.double()), rows_of(out), rows_of(scale), strict=True):
+            for g in range(groups):
+                part = slice(g * size, (g + 1) * size)
+                largest = row[part].abs().max().item()
+                assert s[g].item() == oracle.scale_of(FP8, largest, power_of_two)
+                quotient = (row[part].numpy() / s[g].item()).astype(np.float32).astype(np.float64)
+                assert_codes(q[part], oracle.fp8_codes(quotient))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("out_dtype", [FP8, INT8], ids=str)
+@pytest.mark.parametrize("door_name", DOORS)
+def test_static(
+    module: ModuleType, isa: str, door_name: str, out_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    op = {FP8: ops.static_quant_fp8, INT8: ops.static_quant_int8}[out_dtype]
+    x = random(6, 8, 96, dtype=dtype)
+    for blocks in [(), (1,), (1, 1), (48, 1), (1, 96), (48, 96), (48, 3), (4, 2), (1, 32), (24, 1)]:
+        scale = 0.01 + 0.05 * torch.rand(blocks, generator=torch.Generator().manual_seed(1))
+        out = torch.zeros(x.shape, dtype=out_dtype)
+        door(module, door_name, "static_quant")(out, x, scale)
+        assert same_bits(out, native(op, x, scale)[0]), blocks
+        a, b = blocks if len(blocks) == 2 else (1, 1)
+        wide = (
+            scale.reshape(a, b).double().repeat_interleave(48 // a, 0).repeat_interleave(96 // b, 1)
+        )
+        wanted = oracle.codes_for(out_dtype, oracle.product(rows_of(x.double()), 1 / wide))
+        assert_codes(out.reshape(48, 96), wanted)
+
+
+def test_the_round_trip_is_near(module: ModuleType) -> None:
+    x = random(40, 300, dtype=torch.float32) * torch.logspace(-6, 3, 300)
+    q, s = ours(ops.dynamic_per_token_quant_fp8, x)
+    error = (x.double() - q.double() * s.double()).abs()
+    bound = torch.maximum(x.double().abs() * 2**-4, s.double() * 2**-10)
+    assert (error <= bound * (1 + 1e-6)).all()
+
+
+def test_scale_ub(module: ModuleType, isa: str) -> None:
+    x = random(5, 33, dtype=torch.float32) * torch.tensor([[0.01], [1], [5], [50], [500]])
+    for bound in (0.0, 2.0, 1e9, -1.0, torch.inf, torch.nan):
+        for shape in ((), (1,), (1, 1)):
+            q, s = check(ops.dynamic_per_token_quant_fp8, x, torch.full(shape, bound))
+            assert q.shape == x.shape
+    q, s = ours(ops.dynamic_per_token_quant_fp8, x, torch.tensor(2.0))
+    assert (s <= 2.0 / 448 * (1 + 1e-7)).all()
+    assert (q[4].float().abs() == 448).any()
+
+
+def test_powers_of_two_are_exact(module: ModuleType, isa: str) -> None:
+    exact = 2.0 ** torch.arange(-17, 100, dtype=torch.float32)
+    largest = torch.cat([(exact * 448), (exact * 448).nextafter(torch.tensor(torch.inf))])
+    x = torch.zeros(len(largest), 8)
+    x[:, 3] = -largest
+    _, scale = check(ops.per_token_group_quant_fp8, x, 8, True)
+    mantissa, _ = torch.frexp(scale)
+    assert (mantissa == 0.5).all()
+    assert torch.equal(scale[: len(exact), 0], exact)
+    assert torch.equal(scale[len(exact) :, 0], exact * 2)
+    _, zero = ours(ops.per_token_group_quant_fp8, torch.zeros(2, 9), 4, True)
+    assert (zero == 2**-17).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_values(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+    x = random(9, 37, dtype=dtype)
+    x[1, 36] = torch.nan
+    x[2, 3] = torch.inf
+    x[3, 0] = -torch.inf
+    x[4] = 0.0
+    x[5] = -0.0
+    x[6] = torch.finfo(dtype).max
+    x[7] = torch.finfo(dtype).tiny / 4
+    x[8, ::2] *= 1e-4
+    for op in (ops.dynamic_per_token_quant_fp8, ops.dynamic_per_token_quant_int8):
+        q, s = check(op, x)
+        assert s[1].isnan()
+        assert (s[[0, 4, 5, 6, 7, 8]] > 0).all()
+        assert (q[[4, 5]].float() == 0).all()
+    for size in (5, 16, 64):
+        for power_of_two in (False, True):
+            check(ops.per_token_group_quant_fp8, x, size, power_of_two)
+    check(ops.dynamic_per_tensor_quant_fp8, x)
+    check(ops.dynamic_per_tensor_quant_fp8, x[3:])
+    assert check(ops.dynamic_per_tensor_quant_fp8, x[4:6])[1] > 0
+    for scale in (0.0, -1.0, 1e-45, torch.inf, torch.nan, 1e38):
+        for op in (ops.static_quant_fp8, ops.static_quant_int8):
+            check(op, x, torch.tensor(scale))
+
+
+# Anything
+
+
+def check_case(module: ModuleType, seed: int) -> None:
+    pick = python_random.Random(seed)
+    torch.manual_seed(seed)
+    module._select_isa(pick.choice(module._available_isas()))
+    dtype, op = pick.choice(DTYPES), pick.choice(OPS)
+    leading = [pick.randint(0, 4) for _ in range(pick.randint(0, 3))]
+    width = pick.choice([pick.randint(1, 70), pick.randint(1, 400)])
+    order = pick.sample(range(len(leading)), len(leading))
+    whole = torch.randn(*(leading[d] for d in order), width + pick.choice([0, 3]))
+    whole *= 10.0 ** pick.uniform(-8, 8)
+    if pick.random() < 0.3:
+        whole *= torch.pow(10, torch.randn_like(whole) * 3)
+    if pick.random() < 0.2 and whole.numel():
+        whole.view(-1)[pick.randrange(whole.numel())] = pick.choice(
+            [torch.nan, torch.inf, -torch.inf]
+        )
+    inverse = [order.index(d) for d in range(len(leading))]
+    x = whole.to(dtype).permute(*inverse, len(leading))[..., :width]
+    rest: tuple[object, ...] = ()
+    if op in (ops.static_quant_fp8, ops.static_quant_int8):
+        rows = int(np.prod(leading))
+        a = pick.choice([n for n in range(1, rows + 1) if rows % n == 0] or [1])
+        b = pick.choice([n for n in range(1, width + 1) if width % n == 0])
+        rest = (
+            torch.rand(pick.choice([(1,), (a, b)])) * x.float().abs().nan_to_num(1, 1).amax() / 300
+            if x.numel()
+            else torch.ones(1),
+        )
+    elif op is ops.per_token_group_quant_fp8:
+        rest = (pick.randint(1, width + 3), pick.random() < 0.5)
+    elif op is ops.dynamic_per_token_quant_fp8 and pick.random() < 0.5:
+        rest = (torch.rand(1) * 10.0 ** pick.uniform(-8, 8),)
+    try:
+        check(op, x, *rest)
+    finally:
+        module._select_isa(None)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_anything(module: ModuleType, block: int) -> None:
+    for seed in range(block * 100, (block + 1) * 100):
+        check_case(module, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(10))
+def test_anything_more(module: ModuleType, block: int) -> None:
+    for seed in range(1000 + block * 1200, 1000 + (block + 1) * 1200):
+        check_case(module, seed)

@@ -1,0 +1,439 @@
+"""Rotary embedding rounds exactly as its definition, alone and after the norm of every head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotate
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotate
+
+from opweave import ir
+from opweave.ir.ops.rotary import qk_norm_rope, rotary_embedding
+from opweave.kernels.opweave_c import rotary
+
+from .oracle import DOORS, DTYPES, door, random
+
+MAX_POSITION = 64
+SIZES = [(128, 128), (64, 64), (80, 20), (72, 72), (6, 2), (1, 0), (33, 30), (128, 126)]
+HEADS = [(4, 2), (1, 1), (3, 0)]
+
+
+def table(size: int, dtype: torch.dtype, seed: int = 7) -> Tensor:
+    angles = 6.3 * torch.rand(
+        MAX_POSITION, size // 2, generator=torch.Generator().manual_seed(seed)
+    )
+    return torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+
+
+def positions(*shape: int, seed: int = 3, dtype: torch.dtype = torch.int64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-MAX_POSITION, MAX_POSITION, shape, generator=generator).to(dtype)
+
+
+def rotated(x: Tensor, where: Tensor, cache: Tensor, head_size: int, is_neox: bool) -> Tensor:
+    """The rotation as a product of complex numbers, in float64."""
+    size = cache.shape[1]
+    heads = (
+        x.double().reshape(where.numel(), math.prod(x.shape[1:]) // head_size, head_size).clone()
+    )
+    cos, sin = cache[where.flatten()].to(x.dtype).double().chunk(2, -1)
+    turn = torch.complex(cos, sin)[:, None]
+    pairs = torch.unflatten(heads[..., :size], -1, (2, -1) if is_neox else (-1, 2))
+    dim = -2 if is_neox else -1
+    first, second = pairs.unbind(dim)
+    product = torch.complex(first, second) * turn
+    heads[..., :size] = torch.stack((product.real, product.imag), dim).flatten(-2)
+    return heads.reshape(x.shape)
+
+
+def assert_near(got: Tensor, exact: Tensor) -> None:
+    """Within three roundings of values below 8."""
+    torch.testing.assert_close(got.double(), exact, atol=12 * torch.finfo(got.dtype).eps, rtol=0)
+
+
+def assert_same(got: Tensor, wanted: Tensor, isa: str) -> None:
+    if isa == "avx512bf16" and got.dtype == torch.bfloat16:
+        torch.testing.assert_close(got, wanted, atol=2e-38, rtol=0)  # it flushes denormals
+    else:
+        torch.testing.assert_close(got, wanted, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("is_neox", [True, False], ids=["neox", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("door_name", DOORS)
+def test_values(
+    module: ModuleType, isa: str, door_name: str, dtype: torch.dtype, is_neox: bool
+) -> None:
+    run = door(module, door_name, "rotary_embedding")
+    for head_size, size in SIZES:
+        for q_heads, k_heads in HEADS:
+            for tokens in (0, 1, 5):
+                query = random(tokens, q_heads * head_size, dtype=dtype)
+                key = random(tokens, k_heads, head_size, dtype=dtype, seed=1)
+                cache = table(size, torch.float32 if q_heads == 1 else dtype)
+                where = positions(tokens, dtype=torch.int32 if k_heads else torch.int64)
+                wanted = rotary_embedding.native(query, key, where, cache, head_size, is_neox)
+                out_q, out_k = torch.full_like(query, 9), torch.full_like(key, 9)
+                run(out_q, out_k, query, key, where, cache, head_size, is_neox)
+                assert_same(out_q, wanted[0], isa)
+                assert_same(out_k, wanted[1], isa)
+                exact = rotated(query, where, cache, head_size, is_neox)
+                assert_near(out_q, exact)
+                run(query, key, query, key, where, cache, head_size, is_neox)
+                assert torch.equal(query, out_q)
+                assert torch.equal(key, out_k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_llama_and_gptj(module: ModuleType, dtype: torch.dtype) -> None:
+    where, size = positions(9).abs() % MAX_POSITION, 64
+    cos, sin = table(size, dtype)[where].chunk(2, -1)
+    query, key = random(9, 4, size, dtype=dtype), random(9, 2, size, dtype=dtype, seed=2)
+    out = torch.empty_like(query), torch.empty_like(key)
+    module.rotary_embedding(*out, query, key, where, table(size, dtype), size, True)
+    wanted = llama_rotate(query, key, cos.repeat(1, 2), sin.repeat(1, 2), unsqueeze_dim=1)
+    assert torch.equal(out[0], wanted[0])
+    assert torch.equal(out[1], wanted[1])
+    module.rotary_embedding(*out, query, key, where, table(size, dtype), size, False)
+    assert torch.equal(out[0], gptj_rotate(query[None], sin[None], cos[None])[0])
+
+
+def norm_case(dtype: torch.dtype, kind: str, tokens: int = 5, head_size: int = 80) -> list[Any]:
+    weights: list[Tensor | None] = [None, None]
+    if kind != "none":
+        as_dtype = dtype if kind == "same" else torch.float32
+        weights = [random(head_size, dtype=as_dtype, seed=s) for s in (4, 5)]
+    if kind == "one":
+        weights = [None, random(head_size, dtype=dtype)]
+    query = random(tokens, 4, head_size, dtype=dtype)
+    key = random(tokens, 2, head_size, dtype=dtype, seed=1)
+    cache = table(head_size - head_size % 2 - 2 * (head_size > 8), dtype)
+    return [query, key, positions(tokens), cache, *weights, 1e-6, head_size, True]
+
+
+@pytest.mark.parametrize("kind", ["none", "same", "float32", "one"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("door_name", DOORS)
+def test_norm_and_rotation(
+    module: ModuleType, isa: str, door_name: str, dtype: torch.dtype, kind: str
+) -> None:
+    run = door(module, door_name, "qk_norm_rope")
+    for tokens, head_size in ((5, 80), (3, 128), (2, 7), (0, 64), (1, 1)):
+        query, key, *rest = norm_case(dtype, kind, tokens, head_size)
+        wanted = qk_norm_rope.native(query, key, *rest)
+        normed = [torch.empty_like(query), torch.empty_like(key)]
+        module.rms_norm(normed[0], query, rest[2], rest[4])
+        module.rms_norm(normed[1], key, rest[3], rest[4])
+        module.rotary_embedding(*normed, *normed, *rest[:2], *rest[5:])
+        out = torch.full_like(query, 9), torch.full_like(key, 9)
+        run(*out, query, key, *rest)
+        tolerance = qk_norm_rope.get_tolerance(dtype)
+        for mine, native, composed in zip(out, wanted, normed, strict=True):
+            assert torch.equal(mine, composed)
+            torch.testing.assert_close(mine, native, atol=tolerance.atol, rtol=tolerance.rtol)
+        run(query, key, query, key, *rest)
+        assert torch.equal(query, out[0])
+
+
+def slices(dtype: torch.dtype, tokens: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    """A qkv projection of 4, 2 and 2 heads of 16, and its query and key."""
+    qkv = random(tokens, 8 * 16, dtype=dtype)
+    return qkv, qkv[:, :64], qkv[:, 64:96]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "heads"])
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_slices_of_one_projection(
+    module: ModuleType, isa: str, dtype: torch.dtype, flat: bool, tokens: int
+) -> None:
+    qkv, query, key = slices(dtype, tokens)
+    if not flat:
+        query, key = torch.unflatten(query, -1, (-1, 16)), torch.unflatten(key, -1, (-1, 16))
+    value = qkv[:, 96:].clone()
+    where, cache = positions(tokens), table(16, dtype)
+    wanted = rotary_embedding.native(query, key, where, cache, 16, True)
+    module.rotary_embedding(query, key, query, key, where, cache, 16, True)
+    assert torch.equal(query, wanted[0])
+    assert torch.equal(key, wanted[1])
+    assert torch.equal(qkv[:, 96:], value)
+
+
+def test_any_strides_and_leading_dims(module: ModuleType) -> None:
+    base = random(3, 5, 4, 40, dtype=torch.float32)
+    where, cache = positions(3, 5), table(20, torch.float32)
+    for query in (base[..., :32], base.transpose(1, 2)[:, :, :, :32].transpose(1, 2)):
+        key = random(5, 3, 64, dtype=torch.float32).transpose(0, 1)
+        wanted = rotary_embedding.native(query, key, where, cache, 32, False)
+        out = torch.full((3, 5, 6, 50), 9.0)[:, :, 1:5, 3:35], torch.empty(3, 5, 64)
+        module.rotary_embedding(*out, query, key, where, cache, 32, False)
+        assert torch.equal(out[0], wanted[0])
+        assert torch.equal(out[1], wanted[1])
+
+
+def test_extreme_values_round_as_native(module: ModuleType, isa: str) -> None:
+    for dtype in DTYPES:
+        values = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0]
+        info = torch.finfo(dtype)
+        values += [info.max, -info.max, info.tiny, info.smallest_normal / 4, 1.0]
+        heads = torch.tensor(values, dtype=dtype).repeat(13)[:128].view(2, 64)
+        cache = table(64, dtype)
+        cache[0, :3] = torch.tensor([float("nan"), 0.0, float("inf")])
+        where = torch.tensor([0, 5])
+        wanted = rotary_embedding.native(heads, heads, where, cache, 64, True)
+        out = torch.empty_like(heads), torch.empty_like(heads)
+        module.rotary_embedding(*out, heads, heads, where, cache, 64, True)
+        assert_same(out[0], wanted[0], isa)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_value(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+    codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    query = codes.view(512, 128).clone()
+    key = codes.flip(0).roll(31).view(512, 128).clone()
+    where, cache = positions(512), table(128, dtype)
+    wanted = rotary_embedding.native(query, key, where, cache, 128, True)
+    module.rotary_embedding(query, key, query, key, where, cache, 128, True)
+    assert_same(query, wanted[0], isa)
+    assert_same(key, wanted[1], isa)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", ["rotary_embedding", "qk_norm_rope"])
+def test_a_token_does_not_depend_on_the_batch(
+    module: ModuleType, isa: str, dtype: torch.dtype, op: str
+) -> None:
+    query, key = random(300, 32, 64, dtype=dtype), random(300, 8, 64, dtype=dtype)
+    where, cache = positions(300), table(64, dtype)
+    norm = (random(64, dtype=dtype), random(64, dtype=dtype), 1e-6) if op == "qk_norm_rope" else ()
+    whole = torch.empty_like(query), torch.empty_like(key)
+    run = getattr(module, op)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run(*whole, query, key, where, cache, *norm, 64, True)
+    finally:
+        torch.set_num_threads(threads)
+    for i in (0, 1, 150, 299):
+        alone = query[i : i + 1].clone(), key[i : i + 1].clone()
+        run(*alone, *alone, where[i : i + 1], cache, *norm, 64, True)
+        assert torch.equal(alone[0][0], whole[0][i])
+        assert torch.equal(alone[1][0], whole[1][i])
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(*shape, dtype=dtype)
+
+
+def refused(**changes: Any) -> tuple[Any, ...]:
+    arguments: dict[str, Any] = {
+        "out_query": ones(3, 16),
+        "out_key": ones(3, 8),
+        "query": ones(3, 16),
+        "key": ones(3, 8),
+        "positions": torch.zeros(3, dtype=torch.int64),
+        "cache": ones(4, 8),
+        "head_size": 8,
+        "is_neox": True,
+    }
+    same = changes.pop("same", None)
+    arguments.update(changes)
+    if same:
+        arguments["out_query"], arguments["out_key"] = arguments["query"], arguments["key"]
+    return tuple(arguments.values())
+
+
+SHARED = ones(3, 40)
+REFUSED: list[tuple[Callable[[], tuple[Any, ...]], str]] = [
+    (lambda: refused(query=ones(3, 16, dtype=torch.float64)), "query must be float32 or bfloat16"),
+    (lambda: refused(query=ones(4, 16)), "query must have shape [*[3], heads * head_size]"),
+    (lambda: refused(query=ones(3)), "query must have shape [*[3], heads * head_size]"),
+    (lambda: refused(query=ones(3, 17)), "query must have shape [..., heads * 8]"),
+    (lambda: refused(key=ones(3, 2, 4)), "key must have shape [..., heads * 8]"),
+    (lambda: refused(key=ones(16, 3).t()), "key must be contiguous in its last dimension"),
+    (lambda: refused(key=ones(3, 8, dtype=torch.float16)), "key must have the dtype of query"),
+    (lambda: refused(out_key=ones(3, 1, 8)), "out_key must have the shape of key"),
+    (lambda: refused(out_query=ones(1, 16).expand(3, 16)), "out_query must not overlap itself"),
+    (lambda: refused(head_size=0), "head_size must be positive, found 0"),
+    (lambda: refused(cache=ones(4, 10)), "cos_sin_cache must have shape [max_position, r]"),
+    (lambda: refused(cache=ones(4, 7)), "cos_sin_cache must have shape [max_position, r]"),
+    (lambda: refused(cache=ones(8)), "cos_sin_cache must have shape [max_position, r]"),
+    (lambda: refused(cache=ones(4, 8, dtype=torch.bfloat16)), "cos_sin_cache must be float32"),
+    (lambda: refused(positions=ones(3)), "positions must be int64 or int32"),
+    (lambda: refused(positions=torch.zeros(6, dtype=torch.int64)[::2]),
+     "positions must be contiguous"),
+    (lambda: refused(positions=torch.tensor([0, 4, 0]), same=True),
+     "position 4 of token 1 is out of bounds for cos_sin_cache with 4 positions; nothing was"),
+    (lambda: refused(positions=torch.tensor([0, 3, -5], dtype=torch.int32), same=True),
+     "position -5 of token 2 is out of bounds"),
+    (lambda: refused(query=SHARED[:, :16], key=SHARED[:, 8:16], same=True),
+     "out_query is written and must not share memory with out_key"),
+    (lambda: refused(query=SHARED[:, :16], key=SHARED[:, 8:16]), ""),
+    (lambda: refused(query=SHARED[:, :16], out_query=SHARED[:, 8:24]),
+     "out_query is written and must not share memory with query"),
+    (lambda: refused(query=SHARED[:, :16], cache=SHARED[:, 8:16], same=True),
+     "out_query is written and must not share memory with cos_sin_cache"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "expected"), REFUSED, ids=[c[1][:50] for c in REFUSED])
+def test_refusals(module: ModuleType, make: Callable[[], tuple[Any, ...]], expected: str) -> None:
+    for name in DOORS:
+        arguments = make()
+        before = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
+        if not expected:  # inputs may overlap where neither is written
+            door(module, name, "rotary_embedding")(*arguments)
+            continue
+        with pytest.raises(RuntimeError) as error:
+            door(module, name, "rotary_embedding")(*arguments)
+        assert str(error.value).startswith(f"rotary_embedding: {expected}")
+        for argument, copy in zip(arguments, before, strict=True):
+            assert not isinstance(copy, Tensor) or torch.equal(argument, copy)
+
+
+def test_weights_that_do_not_fit(module: ModuleType) -> None:
+    head, where, cache = ones(3, 8), torch.zeros(3, dtype=torch.int64), ones(4, 8)
+    for weights, expected in (
+        ((ones(4), None), r"query_weight must have shape \[8\]"),
+        ((None, ones(8, dtype=torch.bfloat16)), "key_weight must be float32"),
+        ((ones(16)[::2], None), "query_weight must be contiguous"),
+        ((head[0], None), "must not share memory with query_weight"),
+    ):
+        with pytest.raises(RuntimeError, match=expected):
+            module.qk_norm_rope(
+                head, ones(3, 8), head, ones(3, 8), where, cache, *weights, 1e-6, 8, True
+            )
+
+
+def test_opcheck(module: ModuleType) -> None:
+    query, key, *rest = norm_case(torch.float32, "one")
+    out = torch.empty_like(query), torch.empty_like(key)
+    ops = torch.ops.opweave_c
+    torch.library.opcheck(ops.qk_norm_rope.default, (*out, query, key, *rest))
+    arguments = (*out, query, key, *rest[:2], *rest[5:])
+    torch.library.opcheck(ops.rotary_embedding.default, arguments)
+
+
+OPS = [rotary_embedding, qk_norm_rope]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_provider(module: ModuleType, op: ir.IrOp, dtype: torch.dtype) -> None:
+    arguments = op.generate_inputs(num_tokens=5, dtype=dtype)
+    wanted = op.native(*arguments)
+    before = [a.clone() for a in arguments[:2]]
+    tolerance = op.get_tolerance(dtype)
+    with op.set_priority(["opweave_c!"]):
+        got = op(*arguments)
+        assert torch.equal(arguments[0], before[0])
+        assert torch.equal(arguments[1], before[1])
+        donated = op.maybe_inplace(*arguments)
+    for mine, also, native in zip(got, donated, wanted, strict=True):
+        torch.testing.assert_close(mine, native, atol=tolerance.atol, rtol=tolerance.rtol)
+        assert torch.equal(mine, also)
+        assert mine.stride() == native.stride()
+    assert donated[0] is arguments[0]
+    assert donated[1] is arguments[1]
+
+
+def test_provider_on_slices(module: ModuleType) -> None:
+    qkv, query, key = slices(torch.bfloat16)
+    query, key = torch.unflatten(query, -1, (-1, 16)), torch.unflatten(key, -1, (-1, 16))
+    where, cache = positions(6), table(16, torch.bfloat16)
+    wanted = rotary_embedding.native(query, key, where, cache, 16)
+    with rotary_embedding.set_priority(["opweave_c!"]):
+        functional = rotary_embedding(query, key, where, cache, 16)
+        donated = rotary_embedding.maybe_inplace(query, key, where, cache, 16)
+    assert functional[0].stride() == wanted[0].stride()
+    assert torch.equal(functional[0], wanted[0])
+    assert torch.equal(donated[1], wanted[1])
+    assert donated[0].data_ptr() == qkv.data_ptr()
+
+
+def chosen(**changes: Any) -> str:
+    values = refused(**changes)[2:]
+    with rotary_embedding.set_priority(["opweave_c"]):
+        return rotary_embedding.dispatch(*values).provider
+
+
+def test_selection(module: ModuleType) -> None:
+    assert chosen() == "opweave_c"
+    assert chosen(query=ones(3, 20)[:, :16]) == "opweave_c"
+    assert chosen(cache=ones(4, 6)) == "opweave_c"
+    assert chosen(cache=ones(4, 6, dtype=torch.float64)) == "native"
+    assert chosen(query=ones(2, 3, 8).transpose(0, 1)) == "native"  # native's result is contiguous
+    assert chosen(query=ones(3, 1, 8).expand(3, 2, 8)) == "native"
+    assert chosen(query=ones(3, 4, 4)) == "native"
+    assert chosen(positions=torch.zeros(3, dtype=torch.int8)) == "native"
+    shared = ones(3, 16)
+    assert chosen(query=shared, key=shared) == "native"
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_compiles_in_one_graph(module: ModuleType, op: ir.IrOp) -> None:
+    function = op.impls["opweave_c"].impl_fn
+    arguments = op.generate_inputs(num_tokens=5, dtype=torch.bfloat16)
+
+    def step(query: Tensor, key: Tensor) -> Any:
+        return function(query + 0, key + 0, *arguments[2:])
+
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(*arguments[:2])
+    wanted = step(*arguments[:2])
+    assert torch.equal(got[0], wanted[0])
+    assert torch.equal(got[1], wanted[1])
+
+
+def test_fake_tensors_take_the_graph_door(module: ModuleType) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    arguments = rotary_embedding.generate_inputs(num_tokens=5)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+        assert rotary.rotary_embedding(*fakes)[0].shape == arguments[0].shape
+
+
+def fuzz(module: ModuleType, cases: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    try:
+        for case in range(cases):
+            isa = module._available_isas()[draw(0, len(module._available_isas()) - 1)]
+            module._select_isa(isa)
+            dtype, head_size = DTYPES[draw(0, 2)], draw(1, 70)
+            size = 2 * draw(0, head_size // 2)
+            leading = [draw(0, 4) for _ in range(draw(0, 2))]
+            heads, is_neox = (draw(0, 4), draw(0, 3)), bool(draw(0, 1))
+            pad, flat = draw(0, 3), draw(0, 1)
+            tensors = []
+            for i, count in enumerate(heads):
+                whole = random(*leading, count * head_size + pad, dtype=dtype, seed=case + i)
+                x = whole[..., pad:]
+                tensors.append(x if flat else torch.unflatten(x, -1, (count, head_size)))
+            where = positions(*leading, seed=case)
+            cache = table(size, dtype if draw(0, 1) else torch.float32, seed=case)
+            wanted = rotary_embedding.native(*tensors, where, cache, head_size, is_neox)
+            run = door(module, DOORS[draw(0, 1)], "rotary_embedding")
+            run(*tensors, *tensors, where, cache, head_size, is_neox)
+            for got, native in zip(tensors, wanted, strict=True):
+                assert_same(got, native, isa)
+    finally:
+        module._select_isa(None)
+
+
+def test_fuzz(module: ModuleType) -> None:
+    fuzz(module, 300, seed=0)
+
+
+@pytest.mark.slow
+def test_fuzz_at_length(module: ModuleType) -> None:
+    fuzz(module, 12_000, seed=1)

@@ -1,0 +1,189 @@
+"""The errors of vec_math.h against float64, over samples of all float32 numbers.
+
+The functions are compiled here, once per instruction set that this CPU can run, with the flags that
+matter to them in CMakeLists.txt.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from .conftest import ISAS
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).parent / "sources" / "vec_math.cpp"
+FLAGS = ["-std=gnu++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+MARCH = {"base": "x86-64-v2", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
+
+Function = Callable[[Tensor], Tensor]
+COMPILED = [isa for isa in ISAS if isa in MARCH]
+pytestmark = pytest.mark.skipif(
+    not COMPILED or not (ROOT / "csrc").is_dir(), reason="no x86-64 or no sources"
+)
+
+# The largest error in units in the last place, as vec_math.h states it, and the function.
+BOUNDS: dict[str, tuple[float, Function]] = {
+    "exp": (1.1, torch.exp),
+    "expm1": (1.7, torch.expm1),
+    "sigmoid": (2.7, torch.sigmoid),
+    "tanh": (2.2, torch.tanh),
+    "erf": (2.5, torch.special.erf),
+}
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    compiler = os.environ.get("CXX") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    found = {}
+    for isa in COMPILED:
+        path = tmp_path_factory.mktemp("vec_math") / f"{isa}.so"
+        command = [compiler, *FLAGS, f"-march={MARCH[isa]}", f"-I{ROOT / 'csrc'}"]
+        subprocess.run([*command, "-shared", "-fPIC", str(SOURCE), "-o", str(path)], check=True)
+        found[isa] = ctypes.CDLL(str(path))
+    return found
+
+
+def run(library: ctypes.CDLL, name: str, x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    pointers = (ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(x.data_ptr()))
+    getattr(library, f"vec_{name}")(*pointers, ctypes.c_int64(x.numel()))
+    return out
+
+
+def all_floats(first: int, step: int) -> Tensor:
+    codes = torch.arange(-(2**31) + first, 2**31, step, dtype=torch.int64)
+    return codes.to(torch.int32).view(torch.float32)
+
+
+def units_off(got: Tensor, exact: Tensor) -> Tensor:
+    """The error in units in the last place of *exact*, which is float64."""
+    exponent = torch.frexp(exact).exponent.clamp(min=-125).to(torch.float64)
+    return (got.double() - exact).abs() / torch.exp2(exponent - 24)
+
+
+def check(library: ctypes.CDLL, name: str, x: Tensor) -> None:
+    bound, function = BOUNDS[name]
+    if name == "expm1":
+        x = x[~(x > 88.7)]
+    got, exact = run(library, name, x), function(x.double())
+    assert torch.equal(got.isnan(), x.isnan())
+    rounded = exact.float()
+    infinite = rounded.isinf()
+    top = torch.finfo(torch.float32).max
+    assert (got[infinite].abs() >= top).all()
+    compared = ~(x.isnan() | infinite | got.isinf())
+    assert not (got.isinf() & (rounded.abs() < top * (1 - 1e-6))).any()
+    worst = units_off(got[compared], exact[compared]).max().item()
+    assert worst <= bound
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("isa_name", COMPILED)
+def test_errors(libraries: dict[str, ctypes.CDLL], isa_name: str, name: str) -> None:
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45])
+    usual = torch.linspace(-20, 20, 400_001)
+    check(libraries[isa_name], name, torch.cat((special, usual, all_floats(0, 4093))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("isa_name", COMPILED)
+def test_errors_on_many(libraries: dict[str, ctypes.CDLL], isa_name: str, name: str) -> None:
+    for first in range(0, 4096 * 61, 8192 * 3):
+        check(libraries[isa_name], name, all_floats(first, 499))
+
+
+@pytest.mark.parametrize("isa_name", COMPILED)
+def test_every_16_bit_value(libraries: dict[str, ctypes.CDLL], isa_name: str) -> None:
+    codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        for name in BOUNDS:
+            check(libraries[isa_name], name, codes.view(dtype).float())
+
+
+@pytest.mark.parametrize("isa_name", COMPILED)
+def test_special_values(libraries: dict[str, ctypes.CDLL], isa_name: str) -> None:
+    inf = float("inf")
+    x = torch.tensor([-inf, -200.0, -0.0, 0.0, 200.0, inf])
+    library = libraries[isa_name]
+    assert run(library, "exp", x).tolist() == [0, 0, 1, 1, inf, inf]
+    assert run(library, "expm1", x[:4]).tolist() == [-1, -1, 0, 0]
+    assert run(library, "sigmoid", x).tolist() == [0, 0, 0.5, 0.5, 1, 1]
+    for name in ("tanh", "erf"):
+        got = run(library, name, x)
+        assert got.tolist() == [-1, -1, 0, 0, 1, 1]
+        assert got.signbit().tolist() == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("isa_name", COMPILED)
+def test_odd_functions(libraries: dict[str, ctypes.CDLL], isa_name: str) -> None:
+    x = torch.cat((torch.linspace(0, 12, 100_001), all_floats(1, 10007).abs()))
+    x = x[~x.isnan()]
+    for name in ("tanh", "erf"):
+        plus, minus = (run(libraries[isa_name], name, v) for v in (x, -x))
+        assert torch.equal(plus, -minus)
+        assert (plus.abs() <= 1).all()
+
+
+def normal(x: Tensor) -> Tensor:
+    return torch.special.erfc(-x / math.sqrt(2)) / 2
+
+
+# The rough ones: the largest relative error, where it is promised, and the function.
+ROUGH: dict[str, tuple[float, float, Function]] = {
+    "rough_exp2": (2.0**-17, 32, torch.exp2),
+    "rough_sigmoid": (2.0**-17, 22, torch.sigmoid),
+    "rough_normal": (2.0**-16, 4, normal),
+}
+
+
+@pytest.mark.parametrize("name", ROUGH)
+@pytest.mark.parametrize("isa_name", COMPILED)
+def test_rough_errors(libraries: dict[str, ctypes.CDLL], isa_name: str, name: str) -> None:
+    bound, limit, function = ROUGH[name]
+    x = torch.cat((torch.linspace(-limit, limit, 1_000_001), all_floats(0, 4093)))
+    x = x[x.abs() <= limit]
+    exact = function(x.double())
+    got = run(libraries[isa_name], name, x).double()
+    assert ((got - exact).abs() / exact).max() <= bound
+
+
+@pytest.mark.parametrize("isa_name", COMPILED)
+def test_rough_tanh(libraries: dict[str, ctypes.CDLL], isa_name: str) -> None:
+    x = torch.cat((torch.linspace(-20, 20, 1_000_001), all_floats(0, 4093)))
+    x = x[~x.isnan()]
+    got = run(libraries[isa_name], "rough_tanh", x).double()
+    assert (got - torch.tanh(x.double())).abs().max() <= 2.0**-19
+
+
+@pytest.mark.parametrize("isa_name", COMPILED)
+def test_rough_ends(libraries: dict[str, ctypes.CDLL], isa_name: str) -> None:
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([-inf, -3e38, -1000.0, 1000.0, 3e38, inf])
+    library = libraries[isa_name]
+    assert run(library, "rough_exp2", x).tolist() == [0, 0, 0, inf, inf, inf]
+    assert run(library, "rough_sigmoid", x).tolist() == [0, 0, 0, 1, 1, 1]
+    assert run(library, "rough_normal", x).tolist() == [0, 0, 0, 1, 1, 1]
+    assert run(library, "rough_tanh", x).tolist() == [-1, -1, -1, 1, 1, 1]
+    for name in (*ROUGH, "rough_tanh"):
+        assert run(library, name, torch.tensor([nan, -nan])).isnan().all()
+
+
+@pytest.mark.parametrize("isa_name", COMPILED)
+def test_reciprocal(libraries: dict[str, ctypes.CDLL], isa_name: str) -> None:
+    x = torch.cat((torch.linspace(1, 2, 1_000_001), torch.linspace(2, 2.0**24, 1_000_001)))
+    got = run(libraries[isa_name], "reciprocal", x)
+    assert units_off(got, 1 / x.double()).max() <= 1
+    assert run(libraries[isa_name], "reciprocal", torch.tensor([float("inf")])).item() == 0
