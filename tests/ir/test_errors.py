@@ -121,6 +121,7 @@ RAISED: dict[str, tuple[Callable[[ir.IrOp], Any], list[str]]] = {
             "into the priority, or drop the requirement",
         ],
     ),
+    "InvalidArgumentError": (lambda op: op("x"), ["my_norm", "x must be a Tensor", "str"]),
     "DonationError": (
         lambda op: op.maybe_inplace,
         ["my_norm", HERE, "allow_inplace=True", "Call the op itself"],

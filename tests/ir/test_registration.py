@@ -308,6 +308,6 @@ def test_every_op_comes_with_inputs_a_docstring_and_tolerances() -> None:
         assert op.name == name
         assert inspect.getdoc(op.native)
         values = op.generate_inputs()
-        assert op.bind(*values) == values or len(values) == len(op.schema.names)
+        assert len(op.bind(*values)) == len(op.schema.names)
         assert op.generate_inputs(num_tokens=3, dtype=torch.bfloat16) is not None
         op.get_tolerance(torch.float32)

@@ -193,8 +193,9 @@ def _params(function: Callable[..., Any], op_name: str) -> list[Param]:
     hints = _hints(function)
     if not hints and inspect.signature(function).parameters:
         raise InvalidOpError(
-            f"op {op_name!r}: its parameters need type annotations that can be resolved where it "
-            "is declared, such as Tensor, Tensor | None, float, int or str."
+            f"op {op_name!r}: its parameters {list(inspect.signature(function).parameters)} need "
+            "type annotations that can be resolved where it is declared, such as Tensor, "
+            "Tensor | None, float, int or str."
         )
     result = []
     for name, p in inspect.signature(function).parameters.items():
