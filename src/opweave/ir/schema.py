@@ -70,10 +70,11 @@ class Schema:
             InvalidOpError: the signature cannot be an op's.
         """
         _check_function(function, f"op {op_name!r}", InvalidOpError)
-        params = tuple(_params(function, op_name))
+        hints = _hints(function)
+        params = tuple(_params(function, op_name, hints))
         if not any(p.is_tensor or p.is_tensor_list for p in params):
             raise InvalidOpError(f"op {op_name!r} takes no Tensor; an op needs at least one.")
-        count, returns_tuple = _outputs(function, op_name)
+        count, returns_tuple = _outputs(hints.get("return"), op_name)
         try:
             torch_schema = torch.library.infer_schema(function, mutates_args=())
             compat.parse_schema(op_name + torch_schema)
@@ -132,6 +133,8 @@ def check_same(native: Callable[..., Any], other: Callable[..., Any], what: str)
 
     Annotations may be left out of *other*; those that are there must agree.
     """
+    if other is native:
+        return
     _check_function(other, what, SchemaMismatchError)
     expected = inspect.signature(native)
     try:
@@ -189,16 +192,18 @@ def _type_difference(native: Callable[..., Any], other: Callable[..., Any]) -> s
     return None
 
 
-def _params(function: Callable[..., Any], op_name: str) -> list[Param]:
-    hints = _hints(function)
-    if not hints and inspect.signature(function).parameters:
+def _params(
+    function: Callable[..., Any], op_name: str, hints: Mapping[str, Any]
+) -> list[Param]:
+    parameters = inspect.signature(function).parameters
+    if not hints and parameters:
         raise InvalidOpError(
-            f"op {op_name!r}: its parameters {list(inspect.signature(function).parameters)} need "
+            f"op {op_name!r}: its parameters {list(parameters)} need "
             "type annotations that can be resolved where it is declared, such as Tensor, "
             "Tensor | None, float, int or str."
         )
     result = []
-    for name, p in inspect.signature(function).parameters.items():
+    for name, p in parameters.items():
         if p.kind not in _KINDS:
             raise InvalidOpError(
                 f"op {op_name!r}: parameter {name!r} is {p.kind.description}; an op takes named "
@@ -219,8 +224,7 @@ def _params(function: Callable[..., Any], op_name: str) -> list[Param]:
     return result
 
 
-def _outputs(function: Callable[..., Any], op_name: str) -> tuple[int, bool]:
-    returned = _hints(function).get("return")
+def _outputs(returned: Any, op_name: str) -> tuple[int, bool]:
     if returned is Tensor:
         return 1, False
     members = typing.get_args(returned)

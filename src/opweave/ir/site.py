@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+from os.path import dirname
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = dirname(__file__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,4 +33,4 @@ def caller_site() -> Site:
 
 
 def _is_machinery(filename: str) -> bool:
-    return Path(filename).parent == _PACKAGE
+    return dirname(filename) == _PACKAGE
