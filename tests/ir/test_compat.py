@@ -19,6 +19,7 @@ from opweave.ir import compat
 SOURCE = Path(inspect.getfile(ir)).parents[1]
 CHECKED = {
     "is_dynamo_compiling",
+    "trace_instead",
     "dispatch_mode_count",
     "has_torch_function_unary",
     "function_mode_enabled",
@@ -61,6 +62,30 @@ def test_is_dynamo_compiling() -> None:
     torch.compiler.reset()
     seen.append(traced(torch.zeros(1)).item())
     assert seen == [1]
+
+
+def test_trace_instead() -> None:
+    def quick(x: Tensor) -> Tensor:
+        return x + 1
+
+    def traced(x: Tensor) -> Tensor:
+        return x + 2
+
+    class Callee:
+        def __call__(self, x: Tensor) -> Tensor: ...
+
+    setattr(Callee, "__call__", lambda self, x: quick(x))  # noqa: B010
+    compat.trace_instead(Callee.__call__, lambda self, x: traced(x))
+    callee, x = Callee(), torch.zeros(1)
+    assert callee(x).item() == 1
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def calling(x: Tensor) -> Tensor:
+        return callee(x)
+
+    torch.compiler.reset()
+    assert calling(x).item() == 2
+    assert torch.compile(callee, backend="eager", fullgraph=True)(x).item() == 2
 
 
 def test_dispatch_mode_count() -> None:

@@ -3,8 +3,6 @@
 It looks like this (print any with ``op.dispatch_source``)::
 
     def rms_norm(self, x, weight, epsilon, variance_size=_default_variance_size):
-        if _is_dynamo_compiling():
-            return _torch_op(x, weight, epsilon, variance_size)
         _scope = _current_scope()
         if _scope is not None:
             return _scoped(_scope)(self, x, weight, epsilon, variance_size)
@@ -19,7 +17,8 @@ It looks like this (print any with ``op.dispatch_source``)::
             return _run(x, weight, epsilon, variance_size)
         return _slow(x, weight, epsilon, variance_size)
 
-Everything but the parameters starts with an underscore, which parameters of ops may not.
+Everything but the parameters starts with an underscore, which parameters of ops may not. Dynamo
+never sees this function: it traces a call of the torch op instead.
 """
 
 from __future__ import annotations
@@ -92,7 +91,6 @@ class Generator:
             "_current_scope": current_scope,
             "_scoped": path.scoped,
             "_slow": path.slow,
-            "_is_dynamo_compiling": compat.is_dynamo_compiling,
             "_has_torch_function": compat.has_torch_function_unary,
             "_function_mode_enabled": compat.function_mode_enabled,
             "_dispatch_mode_count": compat.dispatch_mode_count,
@@ -135,9 +133,6 @@ class Generator:
     def _lines(self) -> list[str]:
         slow = f"return _slow({self.call})"
         lines = [f"def {self.path.op.name}(self, {self.schema.declaration}):"]
-        if self.path.kind is not Kind.KERNEL and not self.in_scope:
-            self.namespace["_torch_op"] = self.path.torch_op
-            lines += ["    if _is_dynamo_compiling():", f"        return _torch_op({self.call})"]
         if self.found is None or (self.path.donates and self._checks_donation):
             return [*lines, f"    {slow}"]
         if not self.in_scope:

@@ -18,6 +18,12 @@ from torch.library import Library
 # enough: every other tracer shows itself through a mode, a tensor type or functorch.
 is_dynamo_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
+
+def trace_instead(function: Callable[..., Any], traced: Callable[..., Any]) -> None:
+    """Let Dynamo trace *traced* wherever it meets *function*, which then need not ask who calls."""
+    cast("Any", function)._torchdynamo_inline = traced
+
+
 # How many TorchDispatchModes are active (fake tensors, make_fx, user modes).
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 

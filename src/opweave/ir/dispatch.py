@@ -37,6 +37,7 @@ class Callee:
     """
 
     __call__: Function
+    traced: Function  # what Dynamo puts into its graph for a call: the torch op
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         own: Self = object.__new__(type(cls.__name__, (cls,), {}))
@@ -59,6 +60,8 @@ class Path:
         self.prepared = False
         # Scopes come and go; those that say the same share a function.
         self._by_policy: dict[tuple[object, ...], Function] = {}
+        if callee is not None:
+            callee.traced = self.torch_op
         self._install(None)
 
     @property
@@ -84,6 +87,7 @@ class Path:
         else:
             self.source, self.function = Generator(self, found, in_scope=False).compile()
         if self.callee is not None:
+            compat.trace_instead(self.function, _traced)
             setattr(type(self.callee), "__call__", self.function)  # noqa: B010 (not to be typed)
 
     def scoped(self, scope: Scope) -> Function:
@@ -142,14 +146,16 @@ class Path:
 
 def _unprepared(path: Path) -> Function:
     """Return what a path runs until it is first used: generating code for each op takes time."""
-    torch_op = path.torch_op
 
     def call(_callee: object, *args: Any, **kwargs: Any) -> Any:
-        if compat.is_dynamo_compiling():
-            return torch_op(*args, **kwargs)
         return path.slow(*args, **kwargs)
 
     return call
+
+
+def _traced(callee: Callee, *args: Any, **kwargs: Any) -> Any:
+    # No closure: Dynamo would look for it in the function that it traces this one instead of.
+    return callee.traced(*args, **kwargs)
 
 
 def _needs_dispatcher(values: tuple[Any, ...]) -> bool:

@@ -192,9 +192,7 @@ def _type_difference(native: Callable[..., Any], other: Callable[..., Any]) -> s
     return None
 
 
-def _params(
-    function: Callable[..., Any], op_name: str, hints: Mapping[str, Any]
-) -> list[Param]:
+def _params(function: Callable[..., Any], op_name: str, hints: Mapping[str, Any]) -> list[Param]:
     parameters = inspect.signature(function).parameters
     if not hints and parameters:
         raise InvalidOpError(
