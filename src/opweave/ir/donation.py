@@ -29,8 +29,8 @@ def overlapping(op: IrOp, *args: Any, **kwargs: Any) -> bool:
     activations = tensors_in([value for name, value in named if name in op.activations])
     others = tensors_in([value for name, value in named if name not in op.activations])
     pairs = [*combinations(activations, 2), *((a, b) for a in activations for b in others)]
-    return any(map(_overlaps_itself, activations)) or any(
-        compat.share_storage(a, b) and not _apart(a, b) for a, b in pairs
+    return any(map(overlaps_itself, activations)) or any(
+        compat.share_storage(a, b) and not apart(a, b) for a, b in pairs
     )
 
 
@@ -43,7 +43,7 @@ def poison_unused(op: IrOp, values: tuple[Any, ...], result: Any) -> None:
             _poison(tensor)
 
 
-def _overlaps_itself(tensor: Tensor) -> bool:
+def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two indices of a tensor may lead to one element, as in an expanded one."""
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -53,7 +53,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def _apart(a: Tensor, b: Tensor) -> bool:
+def apart(a: Tensor, b: Tensor) -> bool:
     """Whether two views of one storage are rows that do not touch each other."""
     (a_rows, a_width), (b_rows, b_width) = _rows(a), _rows(b)
     if a.numel() == 0 or b.numel() == 0:

@@ -110,7 +110,7 @@ def check_predicate(predicate: Predicate, op: IrOp, what: str) -> None:
     """Raise PredicateSignatureError unless *predicate* takes the op's parameters."""
     if isinstance(predicate, Rule):
         predicate.check(op.schema)
-        for function in _custom_functions(predicate):
+        for function in custom_functions(predicate):
             check_predicate(function, op, what)
         return
     if not callable(predicate):
@@ -136,10 +136,11 @@ def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
     return stand_in
 
 
-def _custom_functions(rule: Rule) -> list[Callable[..., bool]]:
+def custom_functions(rule: Rule) -> list[Callable[..., bool]]:
+    """Return the functions of the user that a rule calls."""
     if isinstance(rule, Custom):
         return [rule.function]
-    return [f for part in getattr(rule, "rules", ()) for f in _custom_functions(part)]
+    return [f for part in getattr(rule, "rules", ()) for f in custom_functions(part)]
 
 
 def _name(function: Any) -> str:

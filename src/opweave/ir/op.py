@@ -307,6 +307,7 @@ class IrOp(Callee):
     def reset(self) -> None:
         """Forget every generated function: registrations or settings have changed."""
         with self.registry.lock:
+            self.registry.version += 1
             for path in self._paths():
                 path.reset()
 

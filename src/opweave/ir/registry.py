@@ -43,6 +43,7 @@ class Registry:
         self._ops: dict[str, IrOp] = {}
         self._hook: Callable[[Registry], None] | None = None
         self._ready, self._preparing = True, False
+        self.version = 0  # counts changes of registrations and settings
 
     def __repr__(self) -> str:
         return f"<Registry {self.namespace!r} of {len(self._ops)} ops>"
@@ -144,6 +145,7 @@ class Registry:
 
     def _reset_ops(self) -> None:
         with self.lock:
+            self.version += 1
             for op in self._ops.values():
                 op.reset()
 

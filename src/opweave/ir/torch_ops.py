@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch.library import Library
@@ -35,11 +36,30 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 
 
+class Target(NamedTuple):
+    """What a torch op in a graph stands for."""
+
+    op: IrOp
+    donates: bool  # it is the maybe_inplace overload
+    annotated: bool  # it says itself what its call site says
+
+
+_targets: WeakValueDictionary[Function, TorchOps] = WeakValueDictionary()
+
+
+def find_target(torch_op: object) -> Target | None:
+    """Return the IR op that *torch_op*, the target of a graph's node, stands for, if any."""
+    found = _targets.get(torch_op) if callable(torch_op) else None
+    if found is None:
+        return None
+    return Target(found.op, torch_op is found.maybe_inplace, torch_op is found.annotated)
+
+
 class TorchOps:
     """Defines and holds the torch ops of one IR op."""
 
     def __init__(self, op: IrOp, library: Library) -> None:
-        self._op = op
+        self.op = op
         schema = op.schema.torch
         self.default = self._define(library, op.name, schema)
         self.maybe_inplace = (
@@ -52,7 +72,7 @@ class TorchOps:
     def for_call(self, using: Sequence[str], *, donates: bool) -> Function:
         """Return the torch op for a call that names providers, donates, or does neither."""
         if using:
-            donate = self._op.activation_indices if donates else []
+            donate = self.op.activation_indices if donates else []
             return partial(self.annotated, using=",".join(using), donate=donate)
         if donates and self.maybe_inplace is not None:
             return self.maybe_inplace
@@ -71,26 +91,27 @@ class TorchOps:
             qualified, plain(self._kernel, reads_using=annotated), "CompositeExplicitAutograd"
         )
         untyped.impl(qualified, partial(self._autograd, torch_op, annotated=annotated), "Autograd")
-        untyped.impl(qualified, plain(self._op.native), "FuncTorchBatched")
+        untyped.impl(qualified, plain(self.op.native), "FuncTorchBatched")
         compat.register_fake(library, qualified, plain(self._fake))
+        _targets[torch_op] = self
         return torch_op
 
     def _kernel(self, *args: Any, using: str = "", **kwargs: Any) -> Any:
-        path = self._op.kernel_path(call_site(using))
-        return path.function(self._op, *args, **kwargs)
+        path = self.op.kernel_path(call_site(using))
+        return path.function(self.op, *args, **kwargs)
 
     def _autograd(self, torch_op: Function, *args: Any, annotated: bool, **kwargs: Any) -> Any:
         own = {k: v for k, v in kwargs.items() if not (annotated and k in ("using", "donate"))}
-        values = self._op.bind(*args, **own)
+        values = self.op.bind(*args, **own)
         if not needs_gradient(values):
             with compat.below_autograd():
                 return torch_op(*args, **kwargs)
         using = kwargs.get("using", "") if annotated else ""
-        policy = policy_for(self._op, call_site(using), differentiable=True)
-        return functional(select(self._op, values, policy).impl)(*args, **own)
+        policy = policy_for(self.op, call_site(using), differentiable=True)
+        return functional(select(self.op, values, policy).impl)(*args, **own)
 
     def _fake(self, *args: Any, **kwargs: Any) -> Any:
-        return self._op.fake(*args, **kwargs)
+        return self.op.fake(*args, **kwargs)
 
 
 def call_site(using: str) -> Entries:

@@ -1,0 +1,31 @@
+"""The compile pipeline: from ops that stay whole in a graph to the kernels that were selected.
+
+``torch.compile(model, backend="opweave")``, or :func:`install` and plain ``torch.compile``.
+"""
+
+from opweave.compile.backend import backend, install, uninstall
+from opweave.compile.compiled import CompiledGraph, report
+from opweave.compile.errors import (
+    CompileError,
+    OptionError,
+    UnloweredOpError,
+    UseAfterDonationError,
+)
+from opweave.compile.lower import lower
+from opweave.compile.options import CompileOptions
+from opweave.compile.report import Report
+
+__all__ = [
+    "CompileError",
+    "CompileOptions",
+    "CompiledGraph",
+    "OptionError",
+    "Report",
+    "UnloweredOpError",
+    "UseAfterDonationError",
+    "backend",
+    "install",
+    "lower",
+    "report",
+    "uninstall",
+]

@@ -1,0 +1,82 @@
+"""Which nodes of a graph share memory, and who reads it when."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from opweave.compile import compat
+from opweave.compile.nodes import tensors_of
+from opweave.ir.donation import apart
+
+
+class Aliases:
+    """The nodes of *graph* by storage, and their order, as they are now.
+
+    Storages are those of the fake tensors that the tracer noted: views of one tensor have one
+    storage. Nodes that are added later must be entered with :meth:`add`.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.order = {node: position for position, node in enumerate(graph.nodes)}
+        self._by_storage: dict[int, list[Node]] = {}
+        self._owned: set[int] = set()
+        for node in graph.nodes:
+            self._enter(node)
+
+    def add(self, node: Node, after: Node) -> None:
+        """Enter a node that now stands where *after* stands."""
+        self.order[node] = self.order[after]
+        self._enter(node)
+
+    def forget(self, node: Node) -> None:
+        """Take a node that is being erased out."""
+        for nodes in self._by_storage.values():
+            if node in nodes:
+                nodes.remove(node)
+
+    def own(self, node: Node) -> None:
+        """Note that the memory of *node* is the graph's own, even if it came from the caller."""
+        self._owned.update(map(_key, tensors_of(node)))
+
+    def owns(self, node: Node) -> bool:
+        """Whether :meth:`own` was told so."""
+        return self._owned.issuperset(map(_key, tensors_of(node)))
+
+    def sharing(self, node: Node) -> list[Node]:
+        """Return the nodes that may share elements with *node*, itself included."""
+        found: dict[Node, None] = {node: None}
+        for tensor in tensors_of(node):
+            for other in self._by_storage.get(_key(tensor), ()):
+                if overlap(node, other):
+                    found[other] = None
+        return list(found)
+
+    def readers_after(self, node: Node, position: Node) -> list[Node]:
+        """Return who uses the memory of *node*, under whatever name, after *position*."""
+        limit = self.order[position]
+        readers = [user for alias in self.sharing(node) for user in alias.users]
+        late = {u: None for u in readers if u is not position and self.order.get(u, -1) > limit}
+        return sorted(late, key=self.order.__getitem__)
+
+    def _enter(self, node: Node) -> None:
+        for tensor in tensors_of(node):
+            nodes = self._by_storage.setdefault(_key(tensor), [])
+            if node not in nodes:
+                nodes.append(node)
+
+
+def overlap(a: Node, b: Node) -> bool:
+    """Whether two nodes may share elements: they have one storage and are not provably apart."""
+    return any(_overlapping(s, t) for s, t in product(tensors_of(a), tensors_of(b)))
+
+
+def _overlapping(a: Tensor, b: Tensor) -> bool:
+    key = compat.storage_key(a)
+    return key is not None and key == compat.storage_key(b) and (a is b or not apart(a, b))
+
+
+def _key(tensor: Tensor) -> int:
+    return compat.storage_key(tensor) or 0

@@ -1,0 +1,88 @@
+"""``torch.compile(model, backend="opweave")``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch.fx import GraphModule
+
+from opweave.compile import compat
+from opweave.compile.compiled import CompiledGraph, compile_with, registries_of
+from opweave.compile.context import Context
+from opweave.compile.lower import run_lowered
+from opweave.compile.nodes import ir_calls, subgraphs
+from opweave.compile.options import CompileOptions
+from opweave.compile.plan import Plan
+
+_undo: list[Callable[[], None]] = []
+
+
+def backend(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph that Dynamo traced; the backend ``"opweave"`` of ``torch.compile``.
+
+    Args:
+        options: see :class:`CompileOptions`; what is not there goes to Inductor.
+        mode: as for ``torch.compile``.
+
+    Raises:
+        OptionError: an option is unknown.
+        UseAfterDonationError: the program reads what it gave to ``maybe_inplace``.
+        IrError: a priority names an unknown op or provider.
+    """
+    parsed = CompileOptions.parse(options, mode)
+    if not parsed.codegen:
+        return CompiledGraph(graph_module, example_inputs, parsed, run_lowered)
+    if not _has_ops(graph_module):
+        return compat.compile_fx(graph_module, example_inputs, parsed.inductor)
+    return CompiledGraph(graph_module, example_inputs, parsed)
+
+
+def install(**options: Any) -> None:
+    """Give plain ``torch.compile`` (its backend ``"inductor"``) the passes of opweave.
+
+    Graphs without ops of the IR are compiled as before. AOTInductor and ``torch.export`` go the
+    same way. A second call replaces the options of the first.
+
+    Args:
+        options: see :class:`CompileOptions`.
+
+    Raises:
+        OptionError: an option is unknown.
+    """
+    CompileOptions.parse(options)
+    uninstall()
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def compile_fx(model: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            if compat.is_inside() or not isinstance(model, GraphModule) or not _has_ops(model):
+                return original(model, inputs, **kwargs)
+            patches = kwargs.pop("config_patches", None) or {}
+            parsed = CompileOptions.parse({**options, **patches})
+            compile_ = partial(compat.compile_fx, **kwargs)
+            if "inner_compile" in kwargs:  # AOTInductor wants an artifact, not a function
+                plan = Plan.capture(registries_of(model), parsed)
+                return compile_with(model, inputs, Context(plan), compile_)
+            return CompiledGraph(model, inputs, parsed, compile_)
+
+        return compile_fx
+
+    _undo.append(compat.replace_compile_fx(make))
+
+
+def uninstall() -> None:
+    """Undo :func:`install`."""
+    while _undo:
+        _undo.pop()()
+
+
+def _has_ops(graph_module: GraphModule) -> bool:
+    modules = [graph_module, *subgraphs(graph_module)]
+    return any(ir_calls(module.graph) for module in modules)

@@ -1,0 +1,163 @@
+"""The private parts of torch that opweave.compile touches, in one place.
+
+The counterpart of :mod:`opweave.ir.compat` for Dynamo, AOTAutograd and Inductor, which take long to
+import. ``tests/compile/test_compat.py`` has a canary for each name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+__all__ = ["CustomGraphPass", "FakeTensorMode", "cache_directory", "compile_fx", "fake_mode_of"]
+
+InductorConfig = Mapping[str, Any]
+
+
+def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:
+    """Return the mode that the fake tensors among *values* belong to."""
+    mode: FakeTensorMode | None = cast("Any", detect_fake_mode)(list(values))
+    return mode
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """Return what two tensors, real or fake, have in common if they are views of one storage."""
+    if tensor.layout is not torch.strided:
+        return None
+    return cast("int", cast("Any", tensor.untyped_storage())._cdata)
+
+
+def trace(function: Callable[..., Any], inputs: Sequence[object]) -> GraphModule:
+    """Trace *function* of fake tensors and symbolic integers into aten, as Inductor would have it.
+
+    The decompositions are those of Inductor, so that code inlined from here and code that went
+    through AOTAutograd come out the same.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.traceback import preserve_node_meta
+
+    mode = fake_mode_of(inputs) or FakeTensorMode()
+    with torch.no_grad(), mode, preserve_node_meta():
+        return make_fx(function, decomposition_table=select_decomp_table())(*inputs)
+
+
+def is_mutable(target: object) -> bool:
+    """Whether the operator *target* writes to an argument."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+_inside = threading.local()  # .count: how deep this thread is in Inductor's own entry point
+
+
+def is_inside() -> bool:
+    """Whether this thread is in :func:`compile_fx`: Inductor calls its own entry point again."""
+    return getattr(_inside, "count", 0) > 0
+
+
+def compile_fx(
+    graph_module: GraphModule, example_inputs: Sequence[Any], config: InductorConfig, **more: Any
+) -> Callable[..., Any]:
+    """Compile with Inductor. Takes *graph_module* over, and may change it."""
+    from torch._inductor import compile_fx as module
+
+    _inside.count = getattr(_inside, "count", 0) + 1
+    try:
+        compiled = module.compile_fx(
+            graph_module, example_inputs, config_patches=dict(config), **more
+        )
+    finally:
+        _inside.count -= 1
+    return cast("Callable[..., Any]", compiled)
+
+
+def replace_compile_fx(
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Callable[[], None]:
+    """Put ``make(original)`` in place of Inductor's entry point; return what undoes it."""
+    from torch._inductor import compile_fx as module
+
+    original = module.compile_fx
+    module.compile_fx = cast("Any", make(original))
+
+    def undo() -> None:
+        module.compile_fx = original
+
+    return undo
+
+
+def compile_aot(
+    graph_module: GraphModule, example_inputs: Sequence[Any], change: Callable[[Graph], None]
+) -> Callable[..., Any]:
+    """Compile with AOTAutograd only: *change* its graphs, then run them op by op."""
+    from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        change(module.graph)
+        module.recompile()
+        return cast("Callable[..., Any]", cast("Any", make_boxed_func)(module.forward))
+
+    compiled = cast("Any", aot_module_simplified)(
+        graph_module,
+        example_inputs,
+        fw_compiler=compiler,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+    return cast("Callable[..., Any]", compiled)
+
+
+def propagate_fakes(graph_module: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Note fake values in a graph whose tracer left none."""
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    FakeTensorProp(graph_module).propagate(*example_inputs)
+
+
+def configured_passes(name: str) -> list[Any]:
+    """Return the custom passes that Inductor's configuration holds under *name*."""
+    from torch._inductor import config
+
+    found = getattr(config, name)
+    if found is None:
+        return []
+    return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Return the Inductor options that ``torch.compile(mode=...)`` stands for."""
+    if mode is None or mode == "default":
+        return {}
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def inductor_option_names() -> set[str]:
+    """Return the options that Inductor knows."""
+    from torch._inductor import list_options
+
+    return {name.replace("-", "_") for name in list_options()}
+
+
+def cache_directory() -> str:
+    """Return the folder of Inductor's caches."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def sort_topologically(graph: Graph) -> None:
+    """Order the nodes so that each comes after its inputs, as little changed as possible."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)

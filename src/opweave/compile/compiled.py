@@ -1,0 +1,236 @@
+"""A graph that Dynamo traced, compiled for the priorities that hold when it is called."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from opweave.compile import compat, pipeline, store
+from opweave.compile.context import Context
+from opweave.compile.inductor import hooks
+from opweave.compile.log import logger
+from opweave.compile.nodes import ir_calls, subgraphs
+from opweave.compile.options import CompileOptions
+from opweave.compile.passes.donation import donated_inputs
+from opweave.compile.pipeline import Stage
+from opweave.compile.plan import Plan
+from opweave.compile.report import Report
+from opweave.ir import Registry, current_registry
+from opweave.ir.donation import apart
+from opweave.ir.scope import Scope, current_scope
+
+Runner = Callable[..., Any]
+Compile = Callable[[GraphModule, Sequence[Any], dict[str, Any]], Runner]
+Moment = tuple[Scope | None, tuple[int, ...], int | None]
+
+
+class CompiledGraph:
+    """What the backend returns: a callable that never runs a selection that is out of date.
+
+    The graph is compiled at once for what holds now. A call under other priorities or required
+    traits (a scope, a changed default, a new implementation), or with a size in another compile
+    range, runs the graph compiled for those, which is compiled when it is first needed.
+
+    Args:
+        graph_module: the graph; kept as it is.
+        example_inputs: what Dynamo gave: fake or real tensors, symbolic or real numbers.
+        options: of the backend.
+        compile: Inductor.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        example_inputs: Sequence[Any],
+        options: CompileOptions,
+        compile: Compile = compat.compile_fx,
+    ) -> None:
+        self.options, self._compile = options, compile
+        self._registries = registries_of(graph_module)
+        self._pristine = copy_module(graph_module)
+        self._size_at = varying_size(example_inputs) if options.compile_ranges else None
+        self._donated = donated_inputs(graph_module.graph)
+        self._lock = threading.RLock()
+        self._variants: dict[str, tuple[Runner, Report]] = {}  # by digest of the plan
+        self._plans: dict[Any, str] = {}  # digests, by what holds
+        plan = Plan.capture(self._registries, options, self._size(example_inputs))
+        self._variants[plan.digest] = self._first(graph_module, example_inputs, plan)
+        self._run, self._report = self._variants[plan.digest]
+        self._now = self._moment(example_inputs)
+        _latest.append(self)
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self._donated:
+            inputs = self._separated(inputs)
+        if not self._is_now(inputs):
+            return self._variant_for(inputs)(*inputs)
+        return self._run(*inputs)
+
+    @property
+    def report(self) -> Report:
+        """The report of the graph that ran last."""
+        return self._report
+
+    @property
+    def reports(self) -> list[Report]:
+        """The reports of all graphs, in the order in which they were compiled."""
+        return [report for _, report in self._variants.values()]
+
+    def _is_now(self, inputs: Sequence[Any]) -> bool:
+        scope, versions, size = self._now
+        return (
+            current_scope() is scope
+            and self._registries[0].version == versions[0]
+            and (len(versions) == 1 or tuple(r.version for r in self._registries) == versions)
+            and (self._size_at is None or self._in_range(size, inputs))
+        )
+
+    def _moment(self, inputs: Sequence[Any]) -> Moment:
+        versions = tuple(registry.version for registry in self._registries)
+        return current_scope(), versions, self._size(inputs)
+
+    def _variant_for(self, inputs: Sequence[Any]) -> Runner:
+        moment = self._moment(inputs)
+        with self._lock:
+            key = (_content(moment[0]), moment[1], self._range(moment[2]))
+            digest = self._plans.get(key)
+            if digest is None:
+                plan = Plan.capture(self._registries, self.options, moment[2])
+                digest = self._plans[key] = plan.digest
+                if digest not in self._variants:
+                    logger.debug("recompiling: priorities, traits or sizes have changed")
+                    self._variants[digest] = self._another(plan, inputs)
+            run, self._report = self._variants[digest]
+            if moment[0] is None:  # scopes come and go
+                self._run, self._now = run, moment
+            return run
+
+    def _first(
+        self, graph_module: GraphModule, inputs: Sequence[Any], plan: Plan
+    ) -> tuple[Runner, Report]:
+        context = Context(plan)
+        return compile_with(graph_module, inputs, context, self._compile), context.report
+
+    def _another(self, plan: Plan, inputs: Sequence[Any]) -> tuple[Runner, Report]:
+        """Compile the same graph for another plan: through Dynamo, which guards its shapes."""
+        reports: list[Report] = []
+
+        def inner(graph_module: GraphModule, examples: Sequence[Any]) -> Runner:
+            context = Context(plan)
+            reports.append(context.report)
+            return compile_with(graph_module, examples, context, self._compile)
+
+        again = torch.compile(copy_module(self._pristine), backend=inner)
+        again(*[i.clone() if isinstance(i, Tensor) else i for i in inputs])
+        return again, reports[0] if reports else Report()
+
+    def _separated(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Copy donated inputs that overlap others: an in-place kernel would change those too."""
+        found = list(inputs)
+        for position in self._donated:
+            given = inputs[position]
+            for other, value in enumerate(inputs):
+                if other != position and isinstance(value, Tensor) and _overlap(given, value):
+                    found[position] = given.clone()
+        return tuple(found)
+
+    def _size(self, inputs: Sequence[Any]) -> int | None:
+        if self._size_at is None:
+            return None
+        position, dimension = self._size_at
+        value = inputs[position]
+        return int(value.shape[dimension] if isinstance(value, Tensor) else value)
+
+    def _range(self, size: int | None) -> int | None:
+        """Return the compile range that *size* is in, by position."""
+        if size is None:
+            return None
+        ranges = enumerate(self.options.ranges)
+        return next((i for i, (low, high) in ranges if low <= size <= high), None)
+
+    def _in_range(self, size: int | None, inputs: Sequence[Any]) -> bool:
+        return self._range(size) == self._range(self._size(inputs))
+
+
+def compile_with(
+    graph_module: GraphModule, inputs: Sequence[Any], context: Context, compile: Compile
+) -> Runner:
+    """Run the passes on a graph that Dynamo traced, and compile it. Takes *graph_module* over."""
+    for module in [graph_module, *subgraphs(graph_module)]:
+        pipeline.run(Stage.DYNAMO, module.graph, context)
+    graph_module.recompile()
+    key = store.key_of(graph_module, inputs, context.plan)
+    context.report.key = key
+    config = {**context.plan.options.inductor, **hooks(context)}
+    runner = compile(graph_module, inputs, config)
+    store.settle(context.report)
+    return runner
+
+
+def copy_module(graph_module: GraphModule) -> GraphModule:
+    """Copy a graph module; parameters and submodules are shared."""
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    copied = GraphModule(graph_module, graph)
+    copied.meta = dict(graph_module.meta)
+    return copied
+
+
+def varying_size(example_inputs: Sequence[Any]) -> tuple[int, int] | None:
+    """Return which dimension of which input is the number of tokens: the first size that varies.
+
+    Where none does, it is the first dimension of the first input.
+    """
+    tensors = [(i, t) for i, t in enumerate(example_inputs) if isinstance(t, Tensor) and t.ndim]
+    for position, tensor in tensors:
+        for dimension, size in enumerate(tensor.shape):
+            if isinstance(size, torch.SymInt):
+                return position, dimension
+    return (tensors[0][0], 0) if tensors else None
+
+
+def report(function: Any = None) -> Report:
+    """Return the report of what *function* (made by ``torch.compile``) last compiled.
+
+    Args:
+        function: a compiled function or module; None: the latest graph in this process.
+
+    Raises:
+        LookupError: nothing was compiled with the passes of opweave yet.
+    """
+    if not _latest:
+        raise LookupError(
+            "nothing was compiled by opweave yet. Call the compiled function once, with "
+            "torch.compile(..., backend='opweave') or after opweave.compile.install()."
+        )
+    return _latest[-1].report
+
+
+_latest: list[CompiledGraph] = []
+
+
+def registries_of(graph_module: GraphModule) -> list[Registry]:
+    found = dict.fromkeys([current_registry()])
+    for module in [graph_module, *subgraphs(graph_module)]:
+        found |= dict.fromkeys(call.op.registry for call in ir_calls(module.graph))
+    return list(found)
+
+
+def _content(scope: Scope | None) -> Any:
+    """Return what a scope says; two scopes that say the same share a graph."""
+    if scope is None:
+        return None
+    lists = tuple(
+        (op, tuple(map(tuple, entries))) for op, entries in scope.priorities.items() if entries
+    )
+    return lists, tuple(sorted(scope.required.items()))
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    key = compat.storage_key(a)
+    return key is not None and key == compat.storage_key(b) and not apart(a, b)

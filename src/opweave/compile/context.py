@@ -1,0 +1,38 @@
+"""What the passes of one compilation share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from opweave.compile.nodes import IrCall, source_line
+from opweave.compile.plan import Plan
+from opweave.compile.report import NodeReport, Refusal, Report
+from opweave.compile.tracing import Tracer
+from opweave.ir import Selection
+from opweave.ir.explain import explained
+
+
+@dataclass
+class Context:
+    """The plan, the report and the traces of one compilation."""
+
+    plan: Plan
+    report: Report = field(default_factory=Report)
+    tracer: Tracer = field(default_factory=Tracer)
+    fused_from: dict[str, list[str]] = field(default_factory=dict)  # node -> what it replaced
+    notes: list[str] = field(default_factory=list)  # of the pass that is running
+
+    def describe(self, call: IrCall, selection: Selection, stage: str) -> NodeReport:
+        """Enter what was selected for *call* into the report."""
+        described = NodeReport(
+            node=call.node.name,
+            op=call.op.name,
+            source=source_line(call.node),
+            call=explained(selection, call.fakes).call,
+            chosen=selection.provider,
+            rejected=[Refusal(r.provider, r.reason, r.origin) for r in selection.rejected],
+            stage=stage,
+            fused_from=self.fused_from.get(call.node.name, []),
+        )
+        self.report.nodes.append(described)
+        return described

@@ -1,0 +1,71 @@
+"""Lowering without Inductor: for other compilers, for export, and to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import Graph, GraphModule
+
+from opweave.compile import compat, pipeline
+from opweave.compile.compiled import copy_module, registries_of
+from opweave.compile.context import Context
+from opweave.compile.errors import CompileError
+from opweave.compile.nodes import has_fakes
+from opweave.compile.options import CompileOptions
+from opweave.compile.pipeline import Stage
+from opweave.compile.plan import Plan
+from opweave.compile.report import Report
+
+
+def lower(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    report: Report | None = None,
+) -> GraphModule:
+    """Return a copy of a graph with every op replaced by its selected implementation.
+
+    For compilers other than Inductor: call it where the graph is about to be compiled, or not at
+    all, if the compiler has kernels for the ops themselves.
+
+    Args:
+        graph_module: a graph from Dynamo, AOTAutograd or ``torch.export``, with inference only.
+        example_inputs: tensors and numbers for its inputs; needed where the tracer left no fake
+            values in the graph.
+        options: see :class:`CompileOptions`.
+        report: is filled with what was decided.
+
+    Raises:
+        CompileError: the graph has no fake values, and there are no example inputs.
+        IrError: whatever the backend would raise.
+    """
+    lowered = copy_module(graph_module)
+    if not has_fakes(lowered.graph):
+        if example_inputs is None:
+            raise CompileError(
+                "the graph says nothing of its inputs: pass example_inputs=[...] to lower()."
+            )
+        compat.propagate_fakes(lowered, example_inputs)
+    plan = Plan.capture(registries_of(lowered), CompileOptions.parse(options))
+    context = Context(plan, report if report is not None else Report())
+    for stage in Stage:
+        pipeline.run(stage, lowered.graph, context)
+    lowered.recompile()
+    return lowered
+
+
+def run_lowered(
+    graph_module: GraphModule, example_inputs: Sequence[Any], config: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compile without generating code: what is left after the passes runs op by op.
+
+    Takes the place of Inductor for the option ``codegen=False``; *config* holds the passes.
+    """
+
+    def lowered(graph: Graph) -> None:
+        for name in ("joint_custom_pre_pass", "post_grad_custom_post_pass"):
+            config[name](graph)
+
+    return compat.compile_aot(graph_module, example_inputs, lowered)

@@ -1,0 +1,113 @@
+"""Calls of IR ops as nodes of an FX graph."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import dirname
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node, map_arg
+
+from opweave import ir
+from opweave.ir import IrOp
+from opweave.ir.priority import Entries
+from opweave.ir.torch_ops import call_site, find_target
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n +([^\n]*))?')
+_MACHINERY = dirname(ir.__file__)
+
+
+@dataclass(frozen=True)
+class IrCall:
+    """A node that calls an IR op, and what the call says.
+
+    Attributes:
+        node: the node.
+        op: the op.
+        values: one value per parameter of the op, nodes where the graph computes them.
+        call_site: the priority that ``op.using(...)`` named.
+        donate: the positions of the parameters that the caller gives up.
+    """
+
+    node: Node
+    op: IrOp
+    values: tuple[Any, ...]
+    call_site: Entries
+    donate: tuple[int, ...]
+
+    @property
+    def fakes(self) -> tuple[Any, ...]:
+        """The values with fake tensors and symbolic integers in place of nodes."""
+        return tuple(map_arg(list(self.values), fake_of))
+
+    def argument(self, name: str) -> Any:
+        """Return the value of parameter *name*."""
+        return self.values[self.op.schema.names.index(name)]
+
+
+def ir_call(node: Node) -> IrCall | None:
+    """Return the IR call that *node* is, or None if it is something else."""
+    target = find_target(node.target) if node.op == "call_function" else None
+    if target is None:
+        return None
+    kwargs = dict(node.kwargs)
+    using, donate = "", tuple(target.op.activation_indices if target.donates else ())
+    if target.annotated:
+        using, donate = str(kwargs.pop("using", "")), _integers(kwargs.pop("donate", ()))
+    values = target.op.bind(*node.args, **kwargs)
+    return IrCall(node, target.op, values, call_site(using), donate)
+
+
+def ir_calls(graph: Graph) -> list[IrCall]:
+    """Return every IR call of *graph* in order, those in control-flow subgraphs left out."""
+    return [call for node in graph.nodes if (call := ir_call(node))]
+
+
+def fake_of(node: Node) -> Any:
+    """Return the fake value that the tracer noted for *node*.
+
+    Raises:
+        KeyError: there is none; see :func:`has_fakes`.
+    """
+    meta = node.meta
+    return meta["val"] if "val" in meta else meta["example_value"]
+
+
+def has_fakes(graph: Graph) -> bool:
+    """Whether the tracer noted fake values."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return all("val" in node.meta or "example_value" in node.meta for node in inputs)
+
+
+def subgraphs(graph_module: GraphModule) -> list[GraphModule]:
+    """Return the graphs that control flow in *graph_module* runs (cond, while_loop, ...)."""
+    names = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}
+    found = [getattr(graph_module, str(name), None) for name in sorted(map(str, names))]
+    return [sub for sub in found if isinstance(sub, GraphModule)]
+
+
+def source_line(node: Node) -> str:
+    """Return the innermost line of the user's source that made *node*: ``file:line: code``."""
+    frames = _FRAME.findall(node.stack_trace or "")
+    own = [frame for frame in frames if not frame[0].startswith(_MACHINERY)]
+    if not own:
+        return f"node {node.name} (no source line is known)"
+    file, number, code = own[-1]
+    return f"{file}:{number}: {code.strip()}" if code else f"{file}:{number}"
+
+
+def tensors_of(node: Node) -> list[torch.Tensor]:
+    """Return the fake tensors that *node* stands for: none, one or several."""
+    try:
+        value = fake_of(node)
+    except KeyError:
+        return []
+    items: Sequence[Any] = value if isinstance(value, (list, tuple)) else (value,)
+    return [item for item in items if isinstance(item, torch.Tensor)]
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    return tuple(int(item) for item in value)

@@ -1,0 +1,69 @@
+"""Lowering A: ops whose implementation is functional become what the implementation computes.
+
+It runs before Inductor's own passes, which then see plain aten, as if the user had written the
+implementation in place of the op.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import cast
+
+from torch.fx import Graph, Node
+
+from opweave.compile.context import Context
+from opweave.compile.nodes import IrCall, ir_call, ir_calls
+from opweave.compile.tracing import arguments, inline
+from opweave.ir import Selection
+
+STAGE = "lower functional"
+KEPT = "opweave_kept"
+
+
+def lower_functional(graph: Graph, context: Context) -> None:
+    """Inline every functional implementation, and those inside of it."""
+    later: set[Node] = set()
+    while nodes := [call.node for call in ir_calls(graph) if call.node not in later]:
+        for node in nodes:
+            call = ir_call(node)  # anew: its arguments may have been replaced since
+            if call and not _lower(graph, call, context):
+                later.add(node)
+
+
+def _lower(graph: Graph, call: IrCall, context: Context) -> bool:
+    selection = context.plan.select(call)
+    if selection.impl.inplace:
+        return False
+    trace = context.tracer.trace(selection.impl, call.fakes)
+    if trace.failure or trace.mutates:
+        return False
+    context.describe(call, selection, STAGE)
+    replace(call, inline(graph, trace, call.node, arguments(call)))
+    return True
+
+
+def replace(call: IrCall, outputs: Sequence[Node]) -> None:
+    """Let the users of *call* use *outputs* instead, and erase it."""
+    if not call.op.schema.returns_tuple:
+        call.node.replace_all_uses_with(outputs[0])
+    for user in list(call.node.users):
+        if user.target is not operator.getitem:
+            raise ValueError(f"{user.name} uses the tuple {call.node.name} as a whole")
+        user.replace_all_uses_with(outputs[cast("int", user.args[1])])
+        user.graph.erase_node(user)
+    call.node.graph.erase_node(call.node)
+
+
+def keep_as_call(call: IrCall, selection: Selection) -> None:
+    """Leave *call* to the op's own kernel, which is told to run what was selected."""
+    args, kwargs = call.op.schema.split(call.values)
+    call.node.target = call.op.torch_ops.annotated
+    call.node.args = args
+    call.node.kwargs = {**kwargs, "using": f"{selection.provider}!", "donate": []}
+    call.node.meta[KEPT] = True
+
+
+def is_kept(call: IrCall) -> bool:
+    """Whether :func:`keep_as_call` was here."""
+    return KEPT in call.node.meta

@@ -1,0 +1,179 @@
+"""Lowering B: kernels that write to memory, and whose memory they may have.
+
+It runs last, when the graph need not be functional any more. An in-place kernel gets an
+activation's own memory where nothing can tell; otherwise it gets a copy. Each decision has a
+reason.
+
+========================  ========================================================================
+an activation is copied…  because
+========================  ========================================================================
+overlaps itself           two of its elements are one (expanded tensors)
+overlaps another argument the kernel would read what it has written
+is a constant             the next call of the graph would find it changed
+is an input of the graph  and the caller did not donate it
+is used later             under its own name or as a view, by a node or as an output of the graph
+has another layout        than the op promises for the output that would take its place
+========================  ========================================================================
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace as with_changes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from opweave.compile.aliases import Aliases, overlap
+from opweave.compile.context import Context
+from opweave.compile.nodes import IrCall, fake_of, ir_call, ir_calls
+from opweave.compile.passes.lowering import is_kept, keep_as_call, replace
+from opweave.compile.report import Reuse
+from opweave.compile.tracing import Trace, arguments, inline
+from opweave.ir.donation import overlaps_itself
+from opweave.ir.selection import Selection
+
+STAGE = "lower in place"
+
+
+def lower_inplace(graph: Graph, context: Context) -> None:
+    """Replace every op that is left by its kernel, reusing memory where that is sound."""
+    aliases = Aliases(graph)
+    for node in [call.node for call in ir_calls(graph)]:
+        call = ir_call(node)  # anew: its arguments may have been replaced since
+        if call and not is_kept(call):
+            _lower(graph, call, aliases, context)
+
+
+def _lower(graph: Graph, call: IrCall, aliases: Aliases, context: Context) -> None:
+    selection = context.plan.select(call)
+    described = context.describe(call, selection, STAGE)
+    trace = context.tracer.trace(selection.impl, call.fakes)
+    if selection.impl.inplace and not trace.failure:
+        layouts_differ = not _keeps_promise(call, trace)
+        refusals = _refusals(call, aliases, context, layouts_differ=layouts_differ)
+        described.reuse += [Reuse(name, not why, why) for name, why in refusals.items()]
+        call = _with_copies(graph, call, refusals, aliases, contiguous=layouts_differ)
+        trace = context.tracer.trace(selection.impl, call.fakes)
+    obstacle = trace.failure or _obstacle(call, selection, trace)
+    if obstacle:
+        described.stage = f"kept as a call: {obstacle}"
+        keep_as_call(call, selection)
+        return
+    _own_donated(call, described.reuse, aliases)
+    _insert(graph, call, trace, aliases)
+
+
+def _refusals(
+    call: IrCall, aliases: Aliases, context: Context, *, layouts_differ: bool
+) -> dict[str, str]:
+    """Return for every activation why it must be copied, or an empty reason."""
+    reasons = {}
+    for position, name in enumerate(call.op.schema.names):
+        value = call.values[position]
+        if name not in call.op.activations or not isinstance(value, Node):
+            continue
+        if not context.plan.options.inplace:
+            reasons[name] = "the option inplace is off"
+        elif layouts_differ and not fake_of(value).is_contiguous():
+            reasons[name] = "has another layout than the op promises for its output"
+        else:
+            reasons[name] = refusal(call, position, aliases)
+    return reasons
+
+
+def refusal(call: IrCall, position: int, aliases: Aliases) -> str:
+    """Return why the activation at *position* must be copied, or nothing if it may be reused."""
+    node = call.values[position]
+    if any(overlaps_itself(t) for t in _tensors(fake_of(node))):
+        return "its elements overlap"
+    for other in _nodes([v for i, v in enumerate(call.values) if i != position]):
+        if overlap(node, other):
+            return f"shares memory with another argument, {other.name}"
+    for alias in aliases.sharing(node):
+        if alias.op == "get_attr":
+            return f"is a constant of the graph, {alias.target}"
+        if alias.op == "placeholder" and position not in call.donate and not aliases.owns(alias):
+            return f"is an input of the graph, {alias.name}, that the caller did not donate"
+    late = aliases.readers_after(node, call.node)
+    if late:
+        user = "the graph returns it" if late[0].op == "output" else f"{late[0].name} reads it"
+        return f"{user} afterwards"
+    return ""
+
+
+def _with_copies(
+    graph: Graph, call: IrCall, refusals: dict[str, str], aliases: Aliases, *, contiguous: bool
+) -> IrCall:
+    values = list(call.values)
+    for position, name in enumerate(call.op.schema.names):
+        if refusals.get(name):
+            layout = torch.contiguous_format if contiguous else torch.preserve_format
+            values[position] = _copy(graph, call.node, values[position], layout)
+            aliases.add(values[position], call.node)
+    return with_changes(call, values=tuple(values))
+
+
+def _copy(graph: Graph, before: Node, node: Node, layout: torch.memory_format) -> Node:
+    target, fake = torch.ops.aten.clone.default, fake_of(node)
+    with graph.inserting_before(before):
+        new = graph.call_function(target, (node,), {"memory_format": layout})
+    with fake.fake_mode:
+        new.meta["val"] = target(fake, memory_format=layout)
+    new.meta["stack_trace"] = before.stack_trace
+    return new
+
+
+def _own_donated(call: IrCall, decisions: list[Reuse], aliases: Aliases) -> None:
+    """Note that the memory of donated inputs belongs to the graph from here on."""
+    for decision in decisions:
+        if decision.reused:
+            aliases.own(call.argument(decision.activation))
+
+
+def _insert(graph: Graph, call: IrCall, trace: Trace, aliases: Aliases) -> None:
+    last = call.node.prev
+    outputs = inline(graph, trace, call.node, arguments(call))
+    while last.next is not call.node:
+        last = last.next
+        aliases.add(last, call.node)
+    for node in (call.node, *call.node.users):
+        if node is call.node or node.target is operator.getitem:
+            aliases.forget(node)
+    replace(call, outputs)
+
+
+def _obstacle(call: IrCall, selection: Selection, trace: Trace) -> str:
+    if not _keeps_promise(call, trace):
+        return "the layout of its output is not what the op promises"
+    if selection.impl.inplace and selection.impl.rejection(call.fakes) is not None:
+        return "the kernel does not take the copies"
+    return ""
+
+
+def _keeps_promise(call: IrCall, trace: Trace) -> bool:
+    """Whether every output of the kernel has the shape, strides and dtype that the op promises."""
+    promised = _tensors(fake_of(call.node))
+    made = [fake_of(node) for node in _outputs(trace)]
+    return all(
+        p.shape == m.shape and p.stride() == m.stride() and p.dtype == m.dtype
+        for p, m in zip(promised, made, strict=True)
+    )
+
+
+def _outputs(trace: Trace) -> list[Node]:
+    outputs: Any = next(node for node in trace.graph.nodes if node.op == "output").args[0]
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+
+
+def _nodes(values: Sequence[Any]) -> list[Node]:
+    flat = [i for v in values for i in (v if isinstance(v, (list, tuple)) else (v,))]
+    return [item for item in flat if isinstance(item, Node)]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    items = value if isinstance(value, (list, tuple)) else (value,)
+    return [item for item in items if isinstance(item, Tensor)]

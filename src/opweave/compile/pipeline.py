@@ -1,0 +1,89 @@
+"""The passes in order, and how they are run: timed, recorded, only where there is an op."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
+
+from torch.fx import Graph
+
+from opweave.compile.context import Context
+from opweave.compile.errors import UnloweredOpError
+from opweave.compile.log import logger
+from opweave.compile.nodes import ir_calls
+from opweave.compile.options import CompileOptions
+from opweave.compile.passes.cleanup import clean_up
+from opweave.compile.passes.donation import carry_donations
+from opweave.compile.passes.lowering import is_kept, lower_functional
+from opweave.compile.passes.reuse import lower_inplace
+from opweave.compile.report import PassReport
+
+
+class Stage(Enum):
+    """Where in the compilation a pass runs."""
+
+    DYNAMO = "dynamo"  # on what Dynamo traced
+    JOINT = "joint"  # after AOTAutograd, before Inductor's first pass
+    POST_GRAD = "post grad"  # after Inductor's last pass
+
+
+class Pass(NamedTuple):
+    """A pass, the stage it belongs to, and the option that turns it off."""
+
+    name: str
+    stage: Stage
+    run: Callable[[Graph, Context], None]
+    enabled: Callable[[CompileOptions], bool] = lambda options: True
+
+
+PASSES = (
+    Pass("carry donations", Stage.DYNAMO, carry_donations),
+    Pass("lower functional", Stage.JOINT, lower_functional),
+    Pass("clean up", Stage.JOINT, clean_up),
+    Pass("lower in place", Stage.POST_GRAD, lower_inplace),
+    Pass("clean up", Stage.POST_GRAD, clean_up),
+)
+
+
+def run(stage: Stage, graph: Graph, context: Context) -> None:
+    """Run the passes of *stage* on *graph*, which they change.
+
+    Raises:
+        UseAfterDonationError: see :mod:`opweave.compile.passes.donation`.
+        UnloweredOpError: an op is left after the last stage.
+    """
+    context.report.complete = stage is not Stage.DYNAMO
+    if not ir_calls(graph):
+        return
+    text = graph_text(graph)
+    for step in (p for p in PASSES if p.stage is stage and p.enabled(context.plan.options)):
+        start = time.perf_counter()
+        step.run(graph, context)
+        seconds = time.perf_counter() - start
+        before, text = text, graph_text(graph)
+        record = PassReport(step.name, stage.value, seconds, notes=context.notes)
+        if text != before:
+            record.before, record.after = before, text
+        context.report.passes.append(record)
+        context.report.seconds += seconds
+        context.notes = []
+        logger.debug("%s: %.1f ms, %s", step.name, seconds * 1e3, record.notes)
+    context.report.traces = len(context.tracer.traces)
+    if stage is Stage.POST_GRAD:
+        _check_lowered(graph)
+
+
+def graph_text(graph: Graph) -> str:
+    """Return *graph* as Python source."""
+    return graph.python_code("self").src
+
+
+def _check_lowered(graph: Graph) -> None:
+    left = [call for call in ir_calls(graph) if not is_kept(call)]
+    if left:
+        raise UnloweredOpError(
+            f"{', '.join(sorted({call.op.name for call in left}))} would have reached code "
+            "generation. This is a defect of opweave: please report it with the program."
+        )

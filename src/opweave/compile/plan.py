@@ -1,0 +1,97 @@
+"""What was decided before a graph is compiled: for every op, the policy that selects for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from opweave import ir
+from opweave.compile import fingerprint
+from opweave.compile.nodes import IrCall
+from opweave.compile.options import CompileOptions, Priorities
+from opweave.ir import IrOp, Policy, Registry, Selection
+from opweave.ir.errors import UnknownOpError, did_you_mean
+from opweave.ir.priority import NATIVE, Entries, merge, parse
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The policies and options of one compilation, taken when it began.
+
+    Nothing that happens during the compilation changes them, so that the graph is what its key in
+    the caches says.
+    """
+
+    policies: Mapping[IrOp, Policy]
+    options: CompileOptions
+
+    @classmethod
+    def capture(
+        cls,
+        registries: Sequence[Registry],
+        options: CompileOptions,
+        size: int | None = None,
+    ) -> Plan:
+        """Take what holds here and now.
+
+        Args:
+            registries: whose ops.
+            options: of the backend; their priorities and traits come before the scope's.
+            size: the number of tokens, which decides between compile ranges.
+
+        Raises:
+            IrError: a priority or a trait names something unknown.
+        """
+        lists = [
+            (f"option compile_ranges[{text!r}]", options.compile_ranges[text])
+            for text, (low, high) in zip(options.compile_ranges, options.ranges, strict=True)
+            if size is not None and low <= size <= high
+        ]
+        named = _named(registries, [*lists, ("option priorities", options.priorities)])
+        policies: dict[IrOp, Policy] = {}
+        with ir.require(*options.required_traits):
+            for registry in registries:
+                registry.ensure_ready()
+                for op in registry.ops.values():
+                    policies[op] = ir.policy_for(op, named.get(op.name, ()))
+        return cls(policies, options)
+
+    def policy(self, op: IrOp, call_site: Entries = ()) -> Policy:
+        """Return the policy for a call of *op* that names *call_site*."""
+        base = self.policies.get(op) or ir.policy_for(op)
+        op.check_providers(call_site)
+        return Policy(merge([call_site, base.priority]), base.required) if call_site else base
+
+    def select(self, call: IrCall) -> Selection:
+        """Choose the implementation for a call in a graph."""
+        return ir.select(call.op, call.fakes, self.policy(call.op, call.call_site))
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells this plan from any that could compile a graph differently."""
+        parts = [fingerprint.of_libraries(), fingerprint.of_contributions(), repr(self.options)]
+        for op, policy in sorted(self.policies.items(), key=lambda item: item[0].name):
+            entries = [str(entry) for entry in policy.priority]
+            parts += [op.registry.namespace, repr(entries), repr(sorted(policy.required))]
+            parts.append(fingerprint.of_op(op))
+        return fingerprint.digest_of(parts)
+
+
+def _named(
+    registries: Sequence[Registry], lists: Iterable[tuple[str, Priorities]]
+) -> dict[str, Entries]:
+    """Parse priority lists by op, stronger first, and check that every op exists."""
+    found: dict[str, list[Entries]] = {}
+    known = {name for registry in registries for name in registry.ops}
+    for origin, given in lists:
+        for name, providers in given.items():
+            if name not in known:
+                raise UnknownOpError(f"{origin}: unknown op {name!r}. {did_you_mean(name, known)}")
+            found.setdefault(name, []).append(parse(providers, f"{origin}[{name!r}]"))
+    return {name: _without_native_last(merge(entries)) for name, entries in found.items()}
+
+
+def _without_native_last(entries: Entries) -> Entries:
+    """Take the native that :func:`merge` added away: the weaker lists come in between."""
+    return tuple(e for e in entries if not (e.provider == NATIVE and e.origin == "always last"))

@@ -1,0 +1,152 @@
+"""What happened to a graph while it was compiled, as plain data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+
+@dataclass
+class Refusal:
+    """A provider that was passed over, and why."""
+
+    provider: str
+    reason: str
+    origin: str
+
+
+@dataclass
+class Reuse:
+    """Whether an in-place kernel got an activation's own memory, and if not, why."""
+
+    activation: str
+    reused: bool
+    reason: str
+
+
+@dataclass
+class NodeReport:
+    """One call of an op.
+
+    Attributes:
+        node: its name in the graph.
+        op: the op.
+        source: the line of the user's source.
+        call: the arguments: dtypes, shapes, values.
+        chosen: the provider that was selected.
+        rejected: those in front of it, and why not.
+        stage: which pass lowered it.
+        fused_from: the nodes that it replaced, if it is a composite that fusion formed.
+        reuse: what became of the activations of an in-place kernel.
+    """
+
+    node: str
+    op: str
+    source: str
+    call: str
+    chosen: str
+    rejected: list[Refusal]
+    stage: str
+    fused_from: list[str] = field(default_factory=list)
+    reuse: list[Reuse] = field(default_factory=list)
+
+
+@dataclass
+class FusionReport:
+    """One place where a composite was found, or nearly."""
+
+    composite: str
+    node: str
+    outcome: str  # "fused" or "rejected"
+    reason: str
+
+
+@dataclass
+class PassReport:
+    """One run of one pass; the graphs are runnable Python, empty if nothing changed."""
+
+    name: str
+    stage: str
+    seconds: float
+    before: str = ""
+    after: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def changed(self) -> bool:
+        return self.before != self.after
+
+
+@dataclass
+class Report:
+    """Everything that was decided about one graph.
+
+    Attributes:
+        key: what the report is filed under, next to the compiled artifact.
+        from_cache: the artifact was compiled earlier, and so was this report.
+        complete: the passes have run, or their report was found.
+    """
+
+    key: str = ""
+    from_cache: bool = False
+    complete: bool = False
+    seconds: float = 0.0
+    traces: int = 0
+    nodes: list[NodeReport] = field(default_factory=list)
+    fusions: list[FusionReport] = field(default_factory=list)
+    passes: list[PassReport] = field(default_factory=list)
+    collectives: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def selected_impls(self) -> dict[str, dict[str, str]]:
+        """The provider of each node by op: ``{"rms_norm": {"rms_norm_default": "native"}}``."""
+        result: dict[str, dict[str, str]] = {}
+        for node in self.nodes:
+            result.setdefault(node.op, {})[node.node] = node.chosen
+        return result
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, ready for JSON."""
+        return {**asdict(self), "selected_impls": self.selected_impls}
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote (ValueError, KeyError, TypeError if it is not that)."""
+        data = json.loads(text)
+        nodes = [
+            NodeReport(
+                **{
+                    **node,
+                    "rejected": [Refusal(**r) for r in node["rejected"]],
+                    "reuse": [Reuse(**r) for r in node["reuse"]],
+                }
+            )
+            for node in data.pop("nodes")
+        ]
+        fusions = [FusionReport(**fusion) for fusion in data.pop("fusions")]
+        passes = [PassReport(**record) for record in data.pop("passes")]
+        return cls(nodes=nodes, fusions=fusions, passes=passes, **data)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        where = "from the cache" if self.from_cache else f"{self.seconds * 1e3:.0f} ms in passes"
+        yield f"{len(self.nodes)} calls of ops, {self.traces} traces, {where}"
+        for node in self.nodes:
+            fused = f"  (fused from {', '.join(node.fused_from)})" if node.fused_from else ""
+            yield f"{node.op} [{node.node}] → {node.chosen}{fused}"
+            yield f"    {node.source}"
+            for refusal in node.rejected:
+                yield f"    ✗ {refusal.provider}: {refusal.reason}  [{refusal.origin}]"
+            for reuse in node.reuse:
+                mark = "reuses" if reuse.reused else "copies"
+                yield f"    {mark} {reuse.activation}" + (f": {reuse.reason}" * bool(reuse.reason))
+        for fusion in self.fusions:
+            if fusion.outcome != "fused":
+                yield f"not fused: {fusion.composite} at {fusion.node}: {fusion.reason}"
