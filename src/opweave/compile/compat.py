@@ -7,7 +7,8 @@ import. ``tests/compile/test_compat.py`` has a canary for each name.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -48,6 +49,16 @@ def trace(function: Callable[..., Any], inputs: Sequence[object]) -> GraphModule
     mode = fake_mode_of(inputs) or FakeTensorMode()
     with torch.no_grad(), mode, preserve_node_meta():
         return make_fx(function, decomposition_table=select_decomp_table())(*inputs)
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """Run the block as if nothing was being traced or compiled around it."""
+    from torch._guards import tracing
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with cast("Any", tracing)(None), cast("Any", _disable_current_modes)():
+        yield
 
 
 def is_mutable(target: object) -> bool:
@@ -98,13 +109,20 @@ def compile_aot(
     graph_module: GraphModule, example_inputs: Sequence[Any], change: Callable[[Graph], None]
 ) -> Callable[..., Any]:
     """Compile with AOTAutograd only: *change* its graphs, then run them op by op."""
-    from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+    from torch._functorch.aot_autograd import aot_module_simplified
     from torch._inductor.decomposition import select_decomp_table
 
     def compiler(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         change(module.graph)
         module.recompile()
-        return cast("Callable[..., Any]", cast("Any", make_boxed_func)(module.forward))
+
+        def run(inputs: list[Any]) -> Any:
+            given = list(inputs)
+            inputs.clear()  # so that nobody but the graph holds them
+            return module(*given)
+
+        cast("Any", run)._boxed_call = True
+        return run
 
     compiled = cast("Any", aot_module_simplified)(
         graph_module,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import dirname
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
@@ -64,6 +65,18 @@ def ir_call(node: Node) -> IrCall | None:
 def ir_calls(graph: Graph) -> list[IrCall]:
     """Return every IR call of *graph* in order, those in control-flow subgraphs left out."""
     return [call for node in graph.nodes if (call := ir_call(node))]
+
+
+def replace(call: IrCall, outputs: Sequence[Node]) -> None:
+    """Let the users of *call* use *outputs* instead, and erase it."""
+    if not call.op.schema.returns_tuple:
+        call.node.replace_all_uses_with(outputs[0])
+    for user in list(call.node.users):
+        if user.target is not operator.getitem:
+            raise ValueError(f"{user.name} uses the tuple {call.node.name} as a whole")
+        user.replace_all_uses_with(outputs[cast("int", user.args[1])])
+        user.graph.erase_node(user)
+    call.node.graph.erase_node(call.node)
 
 
 def fake_of(node: Node) -> Any:

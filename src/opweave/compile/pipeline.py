@@ -16,7 +16,9 @@ from opweave.compile.nodes import ir_calls
 from opweave.compile.options import CompileOptions
 from opweave.compile.passes.cleanup import clean_up
 from opweave.compile.passes.donation import carry_donations
+from opweave.compile.passes.fusion import fuse
 from opweave.compile.passes.lowering import is_kept, lower_functional
+from opweave.compile.passes.noop import eliminate_noops
 from opweave.compile.passes.reuse import lower_inplace
 from opweave.compile.report import PassReport
 
@@ -40,6 +42,9 @@ class Pass(NamedTuple):
 
 PASSES = (
     Pass("carry donations", Stage.DYNAMO, carry_donations),
+    Pass("eliminate noops", Stage.JOINT, eliminate_noops, lambda o: o.noop_elimination),
+    Pass("fuse", Stage.JOINT, fuse, lambda o: o.fusion),
+    Pass("clean up", Stage.JOINT, clean_up),
     Pass("lower functional", Stage.JOINT, lower_functional),
     Pass("clean up", Stage.JOINT, clean_up),
     Pass("lower in place", Stage.POST_GRAD, lower_inplace),

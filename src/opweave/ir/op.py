@@ -71,7 +71,7 @@ class IrOp(Callee):
         self.site = caller_site()
         self.fake: Function = native
         self._check_inplace()
-        self._binder: Function = _binder(self.schema, self.name)
+        self._binder: Function = self.schema.binder(self.name)
         self._impls: dict[str, IrOpImpl] = {}
         self._tolerances = dict(tolerance.DEFAULT_TOLERANCES)
         self._input_generator: Callable[..., tuple[Any, ...]] | None = None
@@ -338,8 +338,9 @@ class IrOp(Callee):
     def has_input_generator(self) -> bool:
         return self._input_generator is not None
 
-    def generate_inputs(self, **options: Any) -> tuple[Any, ...]:
-        """Make arguments for the op.
+    @property
+    def input_generator(self) -> Callable[..., tuple[Any, ...]]:
+        """The function that makes arguments.
 
         Raises:
             MissingInputGeneratorError: none is registered.
@@ -349,7 +350,15 @@ class IrOp(Callee):
                 f"No input generator for {self.name}: register one with "
                 f"@ir.ops.{self.name}.register_input_generator."
             )
-        return self._input_generator(**options)
+        return self._input_generator
+
+    def generate_inputs(self, **options: Any) -> tuple[Any, ...]:
+        """Make arguments for the op.
+
+        Raises:
+            MissingInputGeneratorError: none is registered.
+        """
+        return self.input_generator(**options)
 
     def override_tolerance(self, dtype: torch.dtype, *, atol: float, rtol: float) -> None:
         """Set how far implementations may be from native in *dtype*."""
@@ -388,10 +397,3 @@ def _activations(schema: Schema, op_name: str, names: Sequence[str] | None) -> t
                 f"{did_you_mean(name, tensors)}"
             )
     return tuple(name for name in tensors if name in names)
-
-
-def _binder(schema: Schema, name: str) -> Function:
-    names = "".join(f"{name}, " for name in schema.names)
-    function: Function = eval(f"lambda {schema.declaration}: ({names})", dict(schema.defaults))
-    function.__qualname__ = name  # what Python says of a missing argument
-    return function

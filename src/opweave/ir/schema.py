@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -120,6 +120,13 @@ class Schema:
         return ", ".join(
             f"{p.name}={names[p.name]}" if p.keyword_only else names[p.name] for p in self.params
         )
+
+    def binder(self, op_name: str) -> Callable[..., tuple[Any, ...]]:
+        """Return a function of the parameters that returns their values, defaults filled in."""
+        names = "".join(f"{name}, " for name in self.names)
+        function: Any = eval(f"lambda {self.declaration}: ({names})", dict(self.defaults))
+        function.__qualname__ = op_name  # what Python says of a missing argument
+        return cast("Callable[..., tuple[Any, ...]]", function)
 
     def split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Turn values in parameter order into ``(args, kwargs)``."""

@@ -12,9 +12,11 @@ from opweave.ir.errors import UnknownTraitError, did_you_mean
 BATCH_INVARIANT = "batch_invariant"
 DIFFERENTIABLE = "differentiable"
 ALIAS_SAFE = "alias_safe"
+ROWWISE = "rowwise"
 
 TRAITS: dict[str, str] = {
     BATCH_INVARIANT: "a row's bits do not depend on which other rows are in the batch",
+    ROWWISE: "a row of every output is computed from that row of the activations alone",
     ALIAS_SAFE: "activations that overlap other arguments give the right result or an error",
     DIFFERENTIABLE: "autograd through the implementation gives the op's gradient",
 }

@@ -6,14 +6,10 @@ implementation in place of the op.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
-from typing import cast
-
 from torch.fx import Graph, Node
 
 from opweave.compile.context import Context
-from opweave.compile.nodes import IrCall, ir_call, ir_calls
+from opweave.compile.nodes import IrCall, ir_call, ir_calls, replace
 from opweave.compile.tracing import arguments, inline
 from opweave.ir import Selection
 
@@ -41,18 +37,6 @@ def _lower(graph: Graph, call: IrCall, context: Context) -> bool:
     context.describe(call, selection, STAGE)
     replace(call, inline(graph, trace, call.node, arguments(call)))
     return True
-
-
-def replace(call: IrCall, outputs: Sequence[Node]) -> None:
-    """Let the users of *call* use *outputs* instead, and erase it."""
-    if not call.op.schema.returns_tuple:
-        call.node.replace_all_uses_with(outputs[0])
-    for user in list(call.node.users):
-        if user.target is not operator.getitem:
-            raise ValueError(f"{user.name} uses the tuple {call.node.name} as a whole")
-        user.replace_all_uses_with(outputs[cast("int", user.args[1])])
-        user.graph.erase_node(user)
-    call.node.graph.erase_node(call.node)
 
 
 def keep_as_call(call: IrCall, selection: Selection) -> None:

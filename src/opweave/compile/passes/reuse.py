@@ -29,8 +29,8 @@ from torch.fx import Graph, Node
 
 from opweave.compile.aliases import Aliases, overlap
 from opweave.compile.context import Context
-from opweave.compile.nodes import IrCall, fake_of, ir_call, ir_calls
-from opweave.compile.passes.lowering import is_kept, keep_as_call, replace
+from opweave.compile.nodes import IrCall, fake_of, ir_call, ir_calls, replace
+from opweave.compile.passes.lowering import is_kept, keep_as_call
 from opweave.compile.report import Reuse
 from opweave.compile.tracing import Trace, arguments, inline
 from opweave.ir.donation import overlaps_itself

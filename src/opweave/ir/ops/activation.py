@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir.registry import register_op
+from opweave.ir.traits import ROWWISE
 
 
-@register_op
+@register_op(native_traits={ROWWISE})
 def silu_and_mul(x: Tensor) -> Tensor:
     """``silu(x1) * x2`` for the halves ``x1, x2`` of the last dimension.
 
@@ -31,7 +32,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return functional.silu(first) * second
 
 
-@register_op
+@register_op(native_traits={ROWWISE})
 def mul_and_silu(x: Tensor) -> Tensor:
     """``x1 * silu(x2)`` for the halves ``x1, x2`` of the last dimension.
 
@@ -41,7 +42,7 @@ def mul_and_silu(x: Tensor) -> Tensor:
     return first * functional.silu(second)
 
 
-@register_op
+@register_op(native_traits={ROWWISE})
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """``gelu(x1) * x2`` for the halves ``x1, x2`` of the last dimension.
 
@@ -63,7 +64,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     return functional.gelu(first, approximate=approximate) * second
 
 
-@register_op
+@register_op(native_traits={ROWWISE})
 def gelu_and_mul_sparse(x: Tensor, std_multiplier: float, approximate: str = "none") -> Tensor:
     """``gelu(relu(x1 - c)) * x2``, where ``c = mean(x1) + std_multiplier * std(x1)``.
 
@@ -92,7 +93,7 @@ def gelu_and_mul_sparse(x: Tensor, std_multiplier: float, approximate: str = "no
     return functional.gelu(above, approximate=approximate) * second
 
 
-@register_op
+@register_op(native_traits={ROWWISE})
 def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
     """``(x1 if x1 > threshold else 0) * x2`` for the halves ``x1, x2`` of the last dimension.
 
@@ -112,7 +113,7 @@ def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
     return functional.threshold(first, threshold, 0.0) * second
 
 
-@register_op
+@register_op(native_traits={ROWWISE})
 def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     """``(u + 1) * (g * sigmoid(alpha * g))`` for clamped pairs ``g, u`` of the last dimension.
 

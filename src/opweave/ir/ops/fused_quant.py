@@ -23,7 +23,7 @@ from opweave.ir.ops.quant import (
     static_quant_fp8,
 )
 from opweave.ir.registry import register_op
-from opweave.ir.traits import BATCH_INVARIANT
+from opweave.ir.traits import BATCH_INVARIANT, ROWWISE
 
 
 @register_op(composite=True, native_traits={BATCH_INVARIANT})
@@ -47,7 +47,7 @@ def rms_norm_static_quant_fp8(
     return quantised
 
 
-@register_op(composite=True, native_traits={BATCH_INVARIANT})
+@register_op(composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
 def rms_norm_dynamic_per_token_quant_fp8(
     x: Tensor, weight: Tensor | None, epsilon: float, scale_ub: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ def rms_norm_dynamic_per_token_quant_fp8(
     return quantised, scale
 
 
-@register_op(composite=True, native_traits={BATCH_INVARIANT})
+@register_op(composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
 def rms_norm_dynamic_per_token_quant_int8(
     x: Tensor, weight: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def fused_add_rms_norm_static_quant_fp8(
     return static_quant_fp8(y, scale), residual
 
 
-@register_op(composite=True, native_traits={BATCH_INVARIANT})
+@register_op(composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
 def fused_add_rms_norm_dynamic_per_token_quant_fp8(
     x: Tensor,
     x_residual: Tensor,
@@ -129,7 +129,7 @@ def fused_add_rms_norm_dynamic_per_token_quant_fp8(
     return quantised, scale, residual
 
 
-@register_op(composite=True, native_traits={BATCH_INVARIANT})
+@register_op(composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
 def fused_add_rms_norm_dynamic_per_token_quant_int8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +167,7 @@ def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
     return quantised
 
 
-@register_op(composite=True, native_traits={BATCH_INVARIANT})
+@register_op(composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
 def silu_and_mul_dynamic_per_token_quant_fp8(
     x: Tensor, scale_ub: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -187,7 +187,7 @@ def silu_and_mul_dynamic_per_token_quant_fp8(
     return quantised, scale
 
 
-@register_op(composite=True, native_traits={BATCH_INVARIANT})
+@register_op(composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
 def silu_and_mul_dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """``dynamic_per_token_quant_int8(silu_and_mul(x))``.
 
@@ -204,7 +204,7 @@ def silu_and_mul_dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor
     return quantised, scale
 
 
-@register_op(composite=True, native_traits={BATCH_INVARIANT})
+@register_op(composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
 def silu_and_mul_per_token_group_quant_fp8(
     x: Tensor, group_size: int, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:

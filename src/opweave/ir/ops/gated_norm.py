@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir.registry import register_op
+from opweave.ir.traits import ROWWISE
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -17,7 +18,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@register_op
+@register_op(native_traits={ROWWISE})
 def rms_norm_gated(
     x: Tensor,
     weight: Tensor | None,

@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir.registry import register_op
+from opweave.ir.traits import ROWWISE
 
 
-@register_op
+@register_op(native_traits={ROWWISE})
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     """``(x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias`` over the last dimension.
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from opweave.ir.registry import register_op
-from opweave.ir.traits import BATCH_INVARIANT
+from opweave.ir.traits import BATCH_INVARIANT, ROWWISE
 
 
-@register_op
+@register_op(native_traits={ROWWISE})
 def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
@@ -54,7 +54,7 @@ def rms_norm(
     return y.to(x.dtype)
 
 
-@register_op(allow_inplace=True, composite=True, native_traits={BATCH_INVARIANT})
+@register_op(allow_inplace=True, composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
 def fused_add_rms_norm(
     x: Tensor,
     x_residual: Tensor,

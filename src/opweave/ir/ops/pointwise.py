@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir.registry import register_op
+from opweave.ir.traits import ROWWISE
 
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 
 
-@register_op
+@register_op(native_traits={ROWWISE})
 def gelu_new(x: Tensor) -> Tensor:
     """``0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))``: GELU by tanh.
 
@@ -32,7 +33,7 @@ def gelu_new(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(inner))
 
 
-@register_op
+@register_op(native_traits={ROWWISE})
 def gelu_fast(x: Tensor) -> Tensor:
     """``0.5 * x * (1 + tanh(0.7978845608 * x * (1 + 0.044715 * x * x)))``.
 
@@ -51,7 +52,7 @@ def gelu_fast(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(inner))
 
 
-@register_op
+@register_op(native_traits={ROWWISE})
 def quick_gelu(x: Tensor) -> Tensor:
     """``x * sigmoid(1.702 * x)``.
 
@@ -66,7 +67,7 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-@register_op
+@register_op(native_traits={ROWWISE})
 def relu2(x: Tensor) -> Tensor:
     """``relu(x) ** 2``; NaN stays.
 
@@ -81,7 +82,7 @@ def relu2(x: Tensor) -> Tensor:
     return functional.relu(x).square()
 
 
-@register_op
+@register_op(native_traits={ROWWISE})
 def xielu(
     x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6
 ) -> Tensor:

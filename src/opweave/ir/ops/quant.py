@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir.registry import register_op
-from opweave.ir.traits import BATCH_INVARIANT
+from opweave.ir.traits import BATCH_INVARIANT, ROWWISE
 
 FP8_MAX = 448.0
 """The largest float8_e4m3fn."""
@@ -65,7 +65,7 @@ def dynamic_per_tensor_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return static_quant_fp8(x, scale), scale
 
 
-@register_op(native_traits={BATCH_INVARIANT})
+@register_op(native_traits={BATCH_INVARIANT, ROWWISE})
 def dynamic_per_token_quant_fp8(x: Tensor, scale_ub: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantise every row to float8_e4m3fn by ``max(min(amax(|row|), scale_ub) / 448, floor)``.
 
@@ -95,7 +95,7 @@ def dynamic_per_token_quant_fp8(x: Tensor, scale_ub: Tensor | None = None) -> tu
     return _to_fp8(x.to(torch.float32) * scale.reciprocal()), scale
 
 
-@register_op(native_traits={BATCH_INVARIANT})
+@register_op(native_traits={BATCH_INVARIANT, ROWWISE})
 def per_token_group_quant_fp8(
     x: Tensor, group_size: int, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -155,7 +155,7 @@ def static_quant_int8(x: Tensor, scale: Tensor) -> Tensor:
     return _to_int8(x.to(torch.float32) * _inverse_scales(x, scale, "static_quant_int8"))
 
 
-@register_op(native_traits={BATCH_INVARIANT})
+@register_op(native_traits={BATCH_INVARIANT, ROWWISE})
 def dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise every row to int8 by ``max(amax(|row|) / 127, INT8_MIN_SCALE)``.
 

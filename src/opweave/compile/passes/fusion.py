@@ -1,0 +1,168 @@
+"""Fusion: chains of ops that a composite is made of become the composite.
+
+It is formed only where an implementation other than native supports the arguments. Patterns are
+derived from the composites (:mod:`opweave.compile.patterns`); the larger ones are tried first.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from opweave.compile import compat
+from opweave.compile.context import Context
+from opweave.compile.matching import WHOLE, Match, NoMatchError, find, kind
+from opweave.compile.nodes import IrCall, fake_of, ir_call, ir_calls, source_line
+from opweave.compile.passes.donation import donated_nodes
+from opweave.compile.patterns import Derivation, Pattern, derive, is_op
+from opweave.compile.report import FusionReport
+from opweave.ir import IrOp
+from opweave.ir.errors import IrError
+from opweave.ir.priority import NATIVE
+from opweave.ir.selection import candidates
+
+_derived: dict[IrOp, Derivation] = {}
+_lock = threading.Lock()
+
+
+def fuse(graph: Graph, context: Context) -> None:
+    """Replace every chain that a composite with a kernel stands for."""
+    patterns: dict[object, list[Pattern]] = {}
+    for op in _composites(graph, context):
+        for pattern in derivation(op).patterns:
+            patterns.setdefault(kind(pattern.anchor), []).append(pattern)
+    used: set[Node] = set()
+    for anchor in reversed([node for node in graph.nodes if is_op(node)]):
+        misses: dict[str, NoMatchError] = {}
+        for pattern in sorted(patterns.get(kind(anchor), ()), key=lambda p: -p.size):
+            if anchor in used or _try(graph, pattern, anchor, used, misses, context):
+                break
+        else:
+            context.report.fusions += [
+                FusionReport(name, anchor.name, "rejected", miss.reason)
+                for name, miss in misses.items()
+                if miss.matched > 1
+            ]
+
+
+def derivation(op: IrOp) -> Derivation:
+    """Return the patterns of a composite; derived once in a process."""
+    with _lock:
+        found = _derived.get(op)
+        if found is None:
+            with compat.no_modes():
+                found = _derived[op] = derive(op)
+        return found
+
+
+def _composites(graph: Graph, context: Context) -> list[IrOp]:
+    """Return the composites that could be formed: a kernel may be chosen, the parts are there."""
+    present = {call.op for call in ir_calls(graph)}
+    found = []
+    for op in dict.fromkeys(o for p in present for o in p.registry.ops.values() if o.composite):
+        usable = [c for c in candidates(op, context.plan.policy(op)) if c.obstacle is None]
+        if usable and usable[0].impl.provider != NATIVE and _parts_are(present, op):
+            found.append(op)
+            context.notes += derivation(op).failures
+    return found
+
+
+def _parts_are(present: set[IrOp], op: IrOp) -> bool:
+    """Whether the ops that the definition of *op* names are in the graph, or their parts are."""
+    named = set(op.native.__code__.co_names) - {op.name}
+    parts = [op.registry.ops[name] for name in sorted(named & op.registry.ops.keys())]
+    return all(p in present or (p.composite and _parts_are(present, p)) for p in parts)
+
+
+def _try(
+    graph: Graph,
+    pattern: Pattern,
+    anchor: Node,
+    used: set[Node],
+    misses: dict[str, NoMatchError],
+    context: Context,
+) -> bool:
+    op = pattern.op
+    try:
+        match = find(pattern, anchor, context.tracer)
+        if used & set(match.inner):
+            raise NoMatchError("a part of it is in another fusion", 1)
+        _check_kernel(match, context)
+    except NoMatchError as miss:
+        nearest = misses.get(op.name)
+        if nearest is None or miss.matched > nearest.matched:
+            misses[op.name] = miss
+        return False
+    used |= set(match.inner)
+    names = [node.name for node in match.inner]
+    new = _replace(graph, match, anchor)
+    context.fused_from[new.name] = names
+    context.report.fusions.append(FusionReport(op.name, new.name, "fused", ", ".join(names)))
+    context.notes.append(f"{op.name} from {', '.join(names)} ({source_line(new)})")
+    return True
+
+
+def _check_kernel(match: Match, context: Context) -> None:
+    """Raise NoMatchError unless an implementation other than native would run the composite."""
+    op = match.pattern.op
+    call = IrCall(match.inner[-1], op, match.values, (), ())
+    try:
+        selection = context.plan.select(call)
+    except IrError as error:
+        raise NoMatchError(str(error), WHOLE) from error
+    if selection.provider == NATIVE:
+        reasons = "; ".join(f"{r.provider}: {r.reason}" for r in selection.rejected)
+        raise NoMatchError(f"no kernel for it: {reasons or 'native comes first'}", WHOLE)
+
+
+def _replace(graph: Graph, match: Match, anchor: Node) -> Node:
+    op, outputs = match.pattern.op, match.outputs()
+    args, kwargs = op.schema.split(match.values)
+    target: Any = op.torch_op
+    donate = _donations(match)
+    if donate:
+        target, kwargs = op.torch_ops.annotated, {**kwargs, "donate": donate}
+    mode = compat.fake_mode_of([fake_of(v) for v in match.values if isinstance(v, Node)])
+    with graph.inserting_before(anchor), mode or compat.FakeTensorMode(), torch.no_grad():
+        new = graph.call_function(target, args, kwargs)
+        new.meta = {k: v for k, v in anchor.meta.items() if k not in ("val", "tensor_meta")}
+        new.meta["val"] = op.fake(*torch.fx.map_arg(list(args), fake_of), **_fakes(kwargs))
+        for position, output in enumerate(outputs):
+            if output is not None:
+                made = _part(graph, new, position) if op.schema.returns_tuple else new
+                output.replace_all_uses_with(_as(graph, made, fake_of(output).shape))
+    return new
+
+
+def _part(graph: Graph, node: Node, position: int) -> Node:
+    part = graph.call_function(operator.getitem, (node, position))
+    part.meta["val"] = node.meta["val"][position]
+    return part
+
+
+def _as(graph: Graph, node: Node, shape: torch.Size) -> Node:
+    """Return *node* in the shape that its users expect."""
+    fake = fake_of(node)
+    if fake.shape == shape:
+        return node
+    view = graph.call_function(torch.ops.aten.reshape.default, (node, list(shape)))
+    view.meta["val"] = fake.reshape(shape)
+    return view
+
+
+def _donations(match: Match) -> list[int]:
+    """Return the parameters of the composite that its parts were given for good."""
+    given = {
+        donated
+        for call in filter(None, map(ir_call, match.inner))
+        for donated in donated_nodes(call)
+    }
+    return [i for i in match.pattern.op.activation_indices if match.values[i] in given]
+
+
+def _fakes(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {k: torch.fx.map_arg(v, fake_of) for k, v in kwargs.items() if k != "donate"}

@@ -1,0 +1,246 @@
+"""Patterns, derived from composites.
+
+A composite's native function is written in other ops. Traced twice, with different sizes and
+numbers, it gives two graphs that differ only in what depends on its arguments: those constants
+become parameters of the pattern, and everything else must be found as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from opweave.compile import compat
+from opweave.compile.nodes import ir_call, replace
+from opweave.compile.tracing import Trace, Tracer, arguments, inline
+from opweave.ir import IrOp
+from opweave.ir.impl import IrOpImpl
+from opweave.ir.priority import NATIVE
+
+Values = tuple[Any, ...]
+
+aten = torch.ops.aten
+# What gives the same elements in the same order: a match looks through these.
+VIEWS = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.flatten.using_ints,
+    aten.alias.default,
+}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One form in which a composite may stand in a graph.
+
+    Attributes:
+        op: the composite.
+        graph: its definition, in aten and IR ops.
+        values: the arguments it was traced with; None where an optional one was left out.
+        parameters: the positions of the tensors that ``graph`` takes, in its order.
+        anchor: the last op of the chain, where a search begins.
+        wildcards: constants that stand for a parameter: (node, position) -> parameter.
+        outputs: the nodes that the composite returns.
+        size: the number of ops.
+    """
+
+    op: IrOp
+    graph: Graph
+    values: Values
+    parameters: tuple[int, ...]
+    anchor: Node
+    wildcards: dict[tuple[Node, int], int]
+    outputs: tuple[Node, ...]
+    size: int
+
+    @property
+    def variant(self) -> str:
+        """What tells it from the other patterns of the composite."""
+        absent = [n for n, v in zip(self.op.schema.names, self.values, strict=True) if v is None]
+        flags = [
+            f"{n}={v}"
+            for n, v in zip(self.op.schema.names, self.values, strict=True)
+            if isinstance(v, bool)
+        ]
+        return ", ".join([*(f"{n}=None" for n in absent), *flags])
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """The patterns of one composite, and why forms of it have none."""
+
+    op: IrOp
+    patterns: tuple[Pattern, ...]
+    failures: tuple[str, ...]
+
+
+def derive(op: IrOp) -> Derivation:
+    """Derive the patterns of a composite from its definition and its input generator."""
+    if not op.has_input_generator:
+        return Derivation(op, (), (f"{op.name} has no input generator to trace it with",))
+    patterns: list[Pattern] = []
+    failures: list[str] = []
+    tracer = Tracer()
+    for first, second in _variants(op):
+        try:
+            found = [_pattern(op, first, second, tracer, expand=e) for e in (False, True)]
+        except Exception as error:  # a definition may do anything; the table shows what went wrong
+            failures.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            continue
+        patterns += found[: 1 if _same(found[0].graph, found[1].graph) else 2]
+    return Derivation(op, tuple(patterns), tuple(failures))
+
+
+def strip_views(node: Any) -> Any:
+    """Return what *node* is a view of, by :data:`VIEWS` only."""
+    while isinstance(node, Node) and node.op == "call_function" and node.target in VIEWS:
+        node = node.args[0]
+    return node
+
+
+def is_op(node: Node) -> bool:
+    """Whether *node* computes something, in contrast to views and parts of tuples."""
+    skipped = node.op != "call_function" or node.target in VIEWS
+    return not skipped and node.target is not operator.getitem
+
+
+def _variants(op: IrOp) -> Iterator[tuple[Values, Values]]:
+    """Pairs of argument lists of different sizes and numbers, for every None and flag variant."""
+    first, second = _generated(op, scale=1), _generated(op, scale=2)
+    params = op.schema.params
+    optional = [i for i, p in enumerate(params) if p.is_tensor and p.is_optional]
+    flags = [i for i, value in enumerate(first) if isinstance(value, bool)]
+    choices: list[tuple[tuple[int, Any], ...]]
+    choices = [((i, None), (i, first[i])) for i in optional if first[i] is not None]
+    choices += [((i, False), (i, True)) for i in flags]
+    for chosen in product(*choices):
+        a, b = list(first), list(second)
+        for i, value in chosen:
+            if not isinstance(value, Tensor):
+                a[i] = b[i] = value
+        yield tuple(a), tuple(b)
+
+
+def _generated(op: IrOp, scale: int) -> Values:
+    """Make arguments, with every number that is free to be anything made recognisable."""
+    generator = op.input_generator
+    sizes = {
+        name: p.default * scale
+        for name, p in inspect.signature(generator).parameters.items()
+        if isinstance(p.default, int) and not isinstance(p.default, bool)
+    }
+    values = list(op.generate_inputs(**sizes))
+    for i, value in enumerate(values):
+        if isinstance(value, float):
+            values[i] = 0.0123 + 0.001 * i + 0.0004 * scale
+    return tuple(values)
+
+
+def _pattern(op: IrOp, first: Values, second: Values, tracer: Tracer, *, expand: bool) -> Pattern:
+    graphs = [_definition(op, values, tracer, expand=expand) for values in (first, second)]
+    nodes = [[node for node in graph.nodes if is_op(node)] for graph in graphs]
+    if [n.target for n in nodes[0]] != [n.target for n in nodes[1]]:
+        raise ValueError("its ops depend on the sizes of its arguments")
+    scalars = {
+        i: (a, b)
+        for i, (a, b) in enumerate(zip(first, second, strict=True))
+        if isinstance(a, (int, float)) and not isinstance(a, bool)
+    }
+    wildcards: dict[tuple[Node, int], int] = {}
+    for a, b in zip(*nodes, strict=True):
+        for place, (x, y) in enumerate(zip(operands(a), operands(b), strict=True)):
+            if x is None or isinstance(x, (Node, list, tuple)):
+                continue
+            found = [i for i, pair in scalars.items() if pair == (x, y)]
+            if found:
+                wildcards[a, place] = found[0]
+            elif x != y:
+                raise ValueError(f"the constant {x} of {a.target} depends on its arguments")
+    output: Any = next(n for n in graphs[0].nodes if n.op == "output").args[0]
+    outputs = tuple(output) if isinstance(output, (list, tuple)) else (output,)
+    return Pattern(
+        op,
+        graphs[0],
+        first,
+        tuple(i for i, value in enumerate(first) if isinstance(value, Tensor)),
+        _anchor(nodes[0], op),
+        wildcards,
+        outputs,
+        len(nodes[0]),
+    )
+
+
+def operands(node: Node) -> list[Any]:
+    """Return the arguments of a node in the order of its schema, defaults filled in."""
+    call = ir_call(node)
+    if call is not None:
+        return list(call.values)
+    if isinstance(node.target, torch._ops.OpOverload):
+        given = dict(node.kwargs)
+        schema = node.target._schema.arguments
+        return [
+            node.args[i] if i < len(node.args) else given.get(a.name, a.default_value)
+            for i, a in enumerate(schema)
+        ]
+    return list(node.args)
+
+
+def definition(op: IrOp, fakes: Values, tracer: Tracer, *, expand: bool) -> Graph:
+    """Return the definition of *op* for these fake arguments as a graph."""
+    native = op.impls[NATIVE]
+    trace = tracer.trace(native, fakes)
+    if trace.failure:
+        raise ValueError(trace.failure)
+    return _expanded(trace, tracer) if expand else trace.graph
+
+
+def _definition(op: IrOp, values: Values, tracer: Tracer, *, expand: bool) -> Graph:
+    with compat.FakeTensorMode() as mode:
+        fakes = tuple(mode.from_tensor(v) if isinstance(v, Tensor) else v for v in values)
+    return definition(op, fakes, tracer, expand=expand)
+
+
+def _expanded(trace: Trace, tracer: Tracer) -> Graph:
+    """Return a trace with the composites inside of it written out."""
+    graph = Graph(trace.module)
+    graph.output(graph.graph_copy(trace.graph, {}))
+    while inner := [call for call in map(ir_call, graph.nodes) if call and call.op.composite]:
+        call = inner[0]
+        native: IrOpImpl = call.op.impls[NATIVE]
+        outputs = inline(graph, tracer.trace(native, call.fakes), call.node, arguments(call))
+        replace(call, outputs)
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _anchor(nodes: list[Node], op: IrOp) -> Node:
+    """Return the one op that all others lead to."""
+    ends = [n for n in nodes if not any(is_op(user) for user in _users(n))]
+    if len(ends) != 1:
+        names = ", ".join(str(end.target) for end in ends)
+        raise ValueError(f"{op.name} ends in several ops ({names}), not in one")
+    return ends[0]
+
+
+def _users(node: Node) -> list[Node]:
+    """Return who uses *node*, looking through views and parts of tuples."""
+    found: list[Node] = []
+    for user in node.users:
+        found += [user] if is_op(user) or user.op == "output" else _users(user)
+    return found
+
+
+def _same(a: Graph, b: Graph) -> bool:
+    return [n.target for n in a.nodes if is_op(n)] == [n.target for n in b.nodes if is_op(n)]
