@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 MINDSPORE := .venv-mindspore
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# What test-abi installs: the versions whose packages are small where the registry serves CPU builds.
+ABI_TORCH := 2.13.0
 CHECKPOINT := examples/models/tiny-pydoc
 # The editable install is redone when one of these changes.
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -type f)
@@ -12,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-mindspore check fix bench docs clean
+.PHONY: help run test test-all test-abi test-abi-nightly test-sanitizers test-mindspore check fix bench bench-all docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -38,11 +40,24 @@ fix: $(VENV)/dev.stamp ## format, and mend what can be mended
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/dev.stamp ## measure
+bench: $(VENV)/dev.stamp ## measure what a call costs, and a few kernels
 	$(BIN)/python benchmarks/dispatch.py
+	$(BIN)/python benchmarks/kernels.py --quick
+
+bench-all: $(VENV)/dev.stamp ## measure every kernel, and write benchmarks/results/kernels.*
+	$(BIN)/python benchmarks/kernels.py --save
 
 docs: $(VENV)/dev.stamp ## serve the documentation
 	$(BIN)/mkdocs serve
+
+test-abi: ## one wheel, built without torch, tested on ABI_TORCH
+	$(PYTHON) tests/runs/abi.py $(ABI_TORCH)
+
+test-abi-nightly: ABI_TORCH := 2.11.0 2.13.0 2.15.0
+test-abi-nightly: test-abi ## the same on every torch supported (10 GB of CUDA packages)
+
+test-sanitizers: $(VENV)/dev.stamp ## run the tests of the kernels under ASan and UBSan
+	$(BIN)/python tests/runs/sanitizers.py
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) $(MINDSPORE) build dist site

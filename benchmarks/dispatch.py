@@ -12,24 +12,19 @@ impl) over ours, in the same round.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
+from harness import Parser, describe_machine, interleaved, microseconds, print_json, progress
 from opweave import ir
 from opweave.ir import rules
 
@@ -113,33 +108,28 @@ def cases() -> dict[str, tuple[Call, Callable[[], Any]]]:
     }
 
 
-def time_calls(call: Call, x: Tensor, weight: Tensor) -> float:
-    """Return microseconds per call."""
-    start = time.perf_counter_ns()
-    for _ in range(CALLS_PER_ROUND):
-        call(x, weight, 1e-6)
-    return (time.perf_counter_ns() - start) / CALLS_PER_ROUND / 1e3
+def time_calls(call: Call, context: Callable[[], Any], batch: list[tuple[Any, ...]]) -> float:
+    with context():
+        return microseconds(call, batch)
 
 
 def measure(rounds: int, *, quiet: bool) -> dict[str, list[float]]:
     """Return, for each case, the time over the direct call in each round."""
-    x, weight = torch.randn(1, 8), torch.randn(8)
-    over: dict[str, list[float]] = {}
+    batch = [(torch.randn(1, 8), torch.randn(8), 1e-6)] * CALLS_PER_ROUND
     ir.current_registry().ensure_ready()
-    with ir.isolated_registry(), torch.inference_mode():
-        chosen = cases()
-        console = Console(stderr=True, quiet=quiet)
-        for _ in track(range(rounds), "measuring", console=console, transient=True):
-            times = {}
-            for name in random.sample(list(chosen), len(chosen)):
-                call, context = chosen[name]
-                with context():
-                    time_calls(call, x, weight) if not over else None
-                    times[name] = time_calls(call, x, weight)
-            for name, value in times.items():
-                over.setdefault(name, []).append(value - times["direct"])
-            over["direct"][-1] = times["direct"]
-    return over
+    with ir.isolated_registry(), torch.inference_mode(), progress(quiet=quiet) as bar:
+        measures = {
+            name: partial(time_calls, call, context, batch)
+            for name, (call, context) in cases().items()
+        }
+        for warm_up in measures.values():
+            warm_up()
+        times = interleaved(measures, bar.track(range(rounds), description="measuring"))
+    direct = times["direct"]
+    return {
+        name: values if name == "direct" else [t - d for t, d in zip(values, direct, strict=True)]
+        for name, values in times.items()
+    }
 
 
 def rows(over: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -164,19 +154,8 @@ def rows(over: dict[str, list[float]]) -> list[dict[str, Any]]:
     return result
 
 
-def machine() -> dict[str, Any]:
-    return {
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],
-    }
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--rounds", type=int, default=101)
     options = parser.parse_args()
@@ -185,8 +164,7 @@ def main() -> int:
     torch.set_num_threads(1)
     result = rows(measure(options.rounds, quiet=options.json))
     if options.json:
-        json.dump({"machine": machine(), "rows": result}, sys.stdout, indent=2)
-        print()
+        print_json(describe_machine(), result)
         return 0
     table = Table("case", "us over the direct call", "lower quartile", "budget", "vs torch op")
     for row in sorted(result, key=lambda r: r["value"]):

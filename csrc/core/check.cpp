@@ -56,10 +56,10 @@ void fail_device(const View& view, const View& first) {
 }
 
 void check_dtype(const View& view, std::initializer_list<OpweaveDtype> admitted) {
-  std::string names;
   for (OpweaveDtype dtype : admitted) {
     if (view.dtype == dtype) return;
   }
+  std::string names;
   for (OpweaveDtype dtype : admitted) {
     if (!names.empty()) names += " or ";
     names += dtype_name(dtype);

@@ -8,6 +8,7 @@
 #include "registry.h"
 #include "slots.h"
 #include "torch_shim.h"
+#include "torch_tensor.h"
 
 namespace opweave {
 namespace {
@@ -64,40 +65,12 @@ class OwnedArgument {
   StackValue slot_;
 };
 
-Device device_of(TorchTensor tensor, const char* name) {
-  const TorchShim& torch = torch_shim();
-  int32_t device = 0;
-  require(torch.get_device_type(tensor, &device), "read a tensor's device");
-  if (device == torch.device_type_cpu()) return Device::kCpu;
-  if (device == torch.device_type_cuda()) return Device::kCuda;
-  throw std::runtime_error(std::string(name) + " must be on the CPU or a CUDA device");
-}
-
-View view_of(TorchTensor tensor, const char* name) {
-  const TorchShim& torch = torch_shim();
-  int64_t rank = 0;
-  int64_t* sizes = nullptr;
-  int64_t* strides = nullptr;
-  int32_t dtype = 0;
-  int32_t device_index = 0;
-  const void* data = nullptr;
+View view_of(TorchTensor tensor, const Argument& argument) {
   View view;
-  view.name = name;
-  view.device = device_of(tensor, name);
-  if (view.device != Device::kCpu) {
-    require(torch.get_device_index(tensor, &device_index), "read a tensor's device");
+  view.name = argument.name.c_str();
+  if (!read_torch_tensor(tensor, argument.written, &view)) {
+    throw std::runtime_error(argument.name + " must be on the CPU or a CUDA device");
   }
-  require(torch.get_dim(tensor, &rank), "read a tensor's rank");
-  require(torch.get_sizes(tensor, &sizes), "read a tensor's sizes");
-  require(torch.get_strides(tensor, &strides), "read a tensor's strides");
-  require(torch.get_dtype(tensor, &dtype), "read a tensor's dtype");
-  require(torch.get_data(tensor, &data), "read a tensor's address");
-  view.data = static_cast<char*>(const_cast<void*>(data));
-  view.sizes = sizes;
-  view.strides = strides;
-  view.rank = static_cast<int>(rank);
-  view.dtype = dtype_of_torch(dtype);
-  view.device_index = device_index;
   return view;
 }
 
@@ -120,7 +93,7 @@ void read_argument(const OwnedArgument& owned, const Argument& argument, IntStor
   if (!value->present) return;
   const StackValue slot = owned.slot();
   switch (argument.type.kind) {
-    case Kind::kTensor: value->view = view_of(owned.tensor(), argument.name.c_str()); break;
+    case Kind::kTensor: value->view = view_of(owned.tensor(), argument); break;
     case Kind::kInteger: value->scalar.integer = static_cast<int64_t>(slot); break;
     case Kind::kNumber: std::memcpy(&value->scalar.number, &slot, sizeof(double)); break;
     case Kind::kFlag: std::memcpy(&value->scalar.flag, &slot, sizeof(bool)); break;

@@ -6,6 +6,8 @@
 #include "dlpack.h"
 #include "registry.h"
 #include "slots.h"
+#include "tensor_object.h"
+#include "torch_tensor.h"
 
 namespace opweave {
 namespace {
@@ -84,28 +86,29 @@ bool raise_not_plain(const Op& op, const Argument& argument) {
                    " memory; use torch.ops");
 }
 
-bool read_device(const Op& op, const dlpack::Tensor& tensor, View* view) {
-  view->device_index = tensor.device_id;  // 0 for a CPU
-  if (tensor.device_type == dlpack::kCpu) {
-    view->device = Device::kCpu;
-    return op.runs_on(Device::kCpu);
-  }
-  view->device = Device::kCuda;
-  return tensor.device_type == dlpack::kCuda && op.runs_on(Device::kCuda);
-}
-
-bool read_tensor(const Op& op, const Argument& argument, PyObject* object, View* view) {
-  PyTypeObject* type = Py_TYPE(object);
-  if (type != tensor_type && type != parameter_type) return raise_type(op, argument, object);
+bool read_by_exchange(PyObject* object, View* view) {
   dlpack::Tensor tensor;
-  if (exchange->borrow_from_python(object, &tensor) != 0) return raise_not_plain(op, argument);
-  if (!read_device(op, tensor, view)) return raise_not_plain(op, argument);
-  view->name = argument.name.c_str();
+  if (exchange->borrow_from_python(object, &tensor) != 0) return false;
+  const bool is_cpu = tensor.device_type == dlpack::kCpu;
+  if (!is_cpu && tensor.device_type != dlpack::kCuda) return false;
+  view->device = is_cpu ? Device::kCpu : Device::kCuda;
+  view->device_index = tensor.device_id;  // 0 for a CPU
   view->data = static_cast<char*>(tensor.data) + tensor.byte_offset;
   view->sizes = tensor.sizes;
   view->strides = tensor.strides;
   view->rank = tensor.rank;
   view->dtype = dtype_of(tensor);
+  return true;
+}
+
+bool read_tensor(const Op& op, const Argument& argument, PyObject* object, View* view) {
+  PyTypeObject* type = Py_TYPE(object);
+  if (type != tensor_type && type != parameter_type) return raise_type(op, argument, object);
+  const TorchTensor dense = dense_tensor(object);
+  const bool is_read = dense != nullptr ? read_torch_tensor(dense, argument.written, view)
+                                        : read_by_exchange(object, view);
+  if (!is_read || !op.runs_on(view->device)) return raise_not_plain(op, argument);
+  view->name = argument.name.c_str();
   // A tensor of zeros that has no memory (torch makes them for forward derivatives).
   if (view->data == nullptr && view->element_count() > 0) return raise_not_plain(op, argument);
   return true;
@@ -224,13 +227,13 @@ PyObject* call_fast(const Op& op, PyObject* const* objects, Py_ssize_t count) {
               std::to_string(count) + ": " + op.schema.text);
     return nullptr;
   }
-  Value values[kMaxArguments];
-  IntStorage storage;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (!read_argument(op, arguments[i], objects[i], &storage, &values[i])) return nullptr;
-  }
   Scalar results[kMaxResults];
   try {
+    Value values[kMaxArguments];
+    IntStorage storage;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (!read_argument(op, arguments[i], objects[i], &storage, &values[i])) return nullptr;
+    }
     const WithoutGil unlocked(is_large(op, values));
     run(op, values, results);
   } catch (const std::exception& e) {

@@ -5,6 +5,7 @@
 
 #include "dispatcher_door.h"
 #include "dlpack_door.h"
+#include "tensor_object.h"
 
 namespace opweave {
 namespace {
@@ -18,6 +19,7 @@ PyObject* open_doors(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OO", &tensor, &parameter)) return nullptr;
   const bool is_fast = open_dlpack_door(tensor, parameter);
   const std::string problem = open_dispatcher_door(torch_namespace);
+  find_tensor_object_layout(tensor, parameter);
   return Py_BuildValue("(Oz)", is_fast ? Py_True : Py_False,
                        problem.empty() ? nullptr : problem.c_str());
 }

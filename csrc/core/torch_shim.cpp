@@ -63,14 +63,13 @@ void bind_functions(Binder& binder, TorchShim* bound) {
   binder.require("torch_library_impl", &bound->library_impl);
   binder.require("aoti_torch_delete_tensor_object", &bound->delete_tensor);
   binder.require("torch_get_const_data_ptr", &bound->get_data);
+  binder.require("torch_get_mutable_data_ptr", &bound->get_mutable_data);
   binder.require("aoti_torch_get_dim", &bound->get_dim);
   binder.require("aoti_torch_get_sizes", &bound->get_sizes);
   binder.require("aoti_torch_get_strides", &bound->get_strides);
   binder.require("aoti_torch_get_dtype", &bound->get_dtype);
   binder.require("aoti_torch_get_device_type", &bound->get_device_type);
   binder.require("aoti_torch_get_device_index", &bound->get_device_index);
-  binder.require("aoti_torch_device_type_cpu", &bound->device_type_cpu);
-  binder.require("aoti_torch_device_type_cuda", &bound->device_type_cuda);
   binder.require("torch_list_size", &bound->list_size);
   binder.require("torch_list_get_item", &bound->list_get);
   binder.require("torch_delete_list", &bound->delete_list);
@@ -80,12 +79,16 @@ void bind_functions(Binder& binder, TorchShim* bound) {
   binder.find("torch_delete_stable_ivalue", &bound->delete_stack_value);
 }
 
-void bind_dtypes(Binder& binder) {
-  for (DtypeCode& entry : dtype_codes) {
-    int32_t (*getter)() = nullptr;
-    binder.require(entry.getter, &getter);
-    if (getter != nullptr) entry.code = getter();
-  }
+int32_t code_of(Binder& binder, const char* getter_name) {
+  int32_t (*getter)() = nullptr;
+  binder.require(getter_name, &getter);
+  return getter != nullptr ? getter() : -1;
+}
+
+void bind_codes(Binder& binder, TorchShim* bound) {
+  bound->cpu = code_of(binder, "aoti_torch_device_type_cpu");
+  bound->cuda = code_of(binder, "aoti_torch_device_type_cuda");
+  for (DtypeCode& entry : dtype_codes) entry.code = code_of(binder, entry.getter);
 }
 
 }  // namespace
@@ -98,7 +101,7 @@ std::string bind_torch_shim() {
   Binder binder(library);
   TorchShim bound = {};
   bind_functions(binder, &bound);
-  bind_dtypes(binder);
+  bind_codes(binder, &bound);
   if (!binder.missing().empty()) {
     return "this torch has no " + binder.missing() + "; torch 2.11 or newer is needed";
   }

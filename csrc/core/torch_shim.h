@@ -31,6 +31,8 @@ struct TorchShim {
                              uint64_t built_for);
   TorchError (*delete_tensor)(TorchTensor tensor);
   TorchError (*get_data)(TorchTensor tensor, const void** result);
+  // Memory that this tensor shares with a lazy copy of it becomes its own first.
+  TorchError (*get_mutable_data)(TorchTensor tensor, void** result);
   TorchError (*get_dim)(TorchTensor tensor, int64_t* result);
   TorchError (*get_sizes)(TorchTensor tensor, int64_t** result);
   TorchError (*get_strides)(TorchTensor tensor, int64_t** result);
@@ -39,8 +41,6 @@ struct TorchShim {
   TorchError (*get_device_index)(TorchTensor tensor, int32_t* result);
   TorchError (*parallel_for)(int64_t begin, int64_t end, int64_t grain, RangeFunction body,
                              void* context);
-  int32_t (*device_type_cpu)();
-  int32_t (*device_type_cuda)();
   TorchError (*list_size)(TorchList list, size_t* result);
   TorchError (*list_get)(TorchList list, size_t index, StackValue* result);
   TorchError (*delete_list)(TorchList list);
@@ -48,6 +48,9 @@ struct TorchShim {
   // Throws torch's own error, a RuntimeError in Python, unless condition holds.
   void (*check)(bool condition, const char* function, const char* file, uint32_t line,
                 const char* message);
+
+  int32_t cpu;  // codes of device types
+  int32_t cuda;
 
   // Since torch 2.13; null before.
   const char* (*last_error)();

@@ -4,10 +4,11 @@
 // type of x. The definitions are in src/opweave/ir/ops/activation.py.
 #include "kernels/activation.h"
 
-#include "kernels/kernels.h"
 #include "kernels/load_pairs.h"
+#include "kernels/moments.h"
 #include "kernels/row_cursor.h"
-#include "kernels/row_sum.h"
+#include "kernels/storage.h"
+#include "kernels/table.h"
 #include "kernels/vec_math.h"
 
 namespace {
@@ -22,7 +23,7 @@ inline Vec keep_positive(Vec x) { return max(splat(0), x); }  // NaN stays
 template <class T>
 struct Silu {
   explicit Silu(const OpweaveActivation&) {}
-  Vec operator()(Vec x) const { return mul(x, MathFor<T>::sigmoid(x)); }
+  Vec operator()(Vec x) const { return silu<T>(x); }
 };
 
 template <class T>
@@ -180,18 +181,10 @@ struct SparseGated {
 
   template <class T>
   static Vec cutoff(const T* gate, int64_t width, float std_multiplier) {
-    const float count = static_cast<float>(width);
-    const float mean = sum_of_values(width, [=](int64_t i, auto part) {
-                         return Lanes<T>::load(gate + i, part);
-                       }) / count;
-    const Vec means = splat(mean);
-    const float squares = sum_of_values(width, [=](int64_t i, auto part) {
-      const Vec centred = keep(sub(Lanes<T>::load(gate + i, part), means), part);
-      return mul(centred, centred);
-    });
-    const Vec deviation = Lanes<T>::round(splat(__builtin_sqrtf(squares / count)));
+    const float mean = mean_of(gate, width);
+    const Vec deviation = Lanes<T>::round(splat(deviation_of(gate, width, mean)));
     const Vec distance = Lanes<T>::round(mul(deviation, splat(std_multiplier)));
-    return Lanes<T>::round(add(Lanes<T>::round(means), distance));
+    return Lanes<T>::round(add(Lanes<T>::round(splat(mean)), distance));
   }
 };
 
@@ -214,38 +207,20 @@ struct Swigluoai {
   }
 };
 
-template <class Rows>
-void run(int64_t begin, int64_t end, void* erased) {
-  const auto& call = *static_cast<const OpweaveActivation*>(erased);
-  switch (call.dtype) {
-    case OPWEAVE_FLOAT32: return Rows::template run<float>(begin, end, call);
-    case OPWEAVE_BFLOAT16: return Rows::template run<BFloat16>(begin, end, call);
-    case OPWEAVE_FLOAT16: return Rows::template run<Float16>(begin, end, call);
-    default: return;  // the callers admit no other type
-  }
-}
-
 }  // namespace
 
-#define OPWEAVE_JOIN_(a, b) a##b
-#define OPWEAVE_JOIN(a, b) OPWEAVE_JOIN_(a, b)
-#define OPWEAVE_TABLE OPWEAVE_JOIN(opweave_activation_kernels_, OPWEAVE_ISA)
-
-extern "C" {
-extern const OpweaveActivationKernels OPWEAVE_TABLE;
-const OpweaveActivationKernels OPWEAVE_TABLE = {
-    run<Gated<Silu>>,
-    run<Gated<Silu, true>>,
-    run<Gated<Gelu>>,
-    run<Gated<GeluTanh>>,
-    run<SparseGated<Gelu>>,
-    run<SparseGated<GeluTanh>>,
-    run<Gated<Fatrelu>>,
-    run<Swigluoai>,
-    run<Elementwise<GeluNew>>,
-    run<Elementwise<GeluFast>>,
-    run<Elementwise<QuickGelu>>,
-    run<Elementwise<Relu2>>,
-    run<Elementwise<Xielu>>,
+OPWEAVE_KERNEL_TABLE(OpweaveActivationKernels, activation) = {
+    run_for_type<Gated<Silu>, OpweaveActivation>,
+    run_for_type<Gated<Silu, true>, OpweaveActivation>,
+    run_for_type<Gated<Gelu>, OpweaveActivation>,
+    run_for_type<Gated<GeluTanh>, OpweaveActivation>,
+    run_for_type<SparseGated<Gelu>, OpweaveActivation>,
+    run_for_type<SparseGated<GeluTanh>, OpweaveActivation>,
+    run_for_type<Gated<Fatrelu>, OpweaveActivation>,
+    run_for_type<Swigluoai, OpweaveActivation>,
+    run_for_type<Elementwise<GeluNew>, OpweaveActivation>,
+    run_for_type<Elementwise<GeluFast>, OpweaveActivation>,
+    run_for_type<Elementwise<QuickGelu>, OpweaveActivation>,
+    run_for_type<Elementwise<Relu2>, OpweaveActivation>,
+    run_for_type<Elementwise<Xielu>, OpweaveActivation>,
 };
-}

@@ -5,40 +5,17 @@
 
 #include "kernels/kernels.h"
 
-// One line per kernel family in each, in the order of OpweaveKernels.
-#define OPWEAVE_DECLARE_ISA(isa) \
-  extern const OpweaveNormKernels opweave_norm_kernels_##isa; \
-  extern const struct OpweaveRotaryKernels opweave_rotary_kernels_##isa; \
-  extern const struct OpweaveQuantKernels opweave_quant_kernels_##isa; \
-  extern const struct OpweaveActivationKernels opweave_activation_kernels_##isa; \
-  extern const struct OpweaveFusedQuantKernels opweave_fused_quant_kernels_##isa; \
-  extern const struct OpweavePagedAttentionKernels opweave_paged_attention_kernels_##isa; \
-  extern const struct OpweaveLayerNormKernels opweave_layer_norm_kernels_##isa; \
-  extern const struct OpweaveGatedNormKernels opweave_gated_norm_kernels_##isa;
-#define OPWEAVE_KERNELS(isa)         \
-  {                                  \
-    #isa,                            \
-        &opweave_norm_kernels_##isa, \
-        &opweave_rotary_kernels_##isa,\
-        &opweave_quant_kernels_##isa, \
-        &opweave_activation_kernels_##isa, \
-        &opweave_fused_quant_kernels_##isa, \
-        &opweave_paged_attention_kernels_##isa,\
-        &opweave_layer_norm_kernels_##isa, \
-        &opweave_gated_norm_kernels_##isa, \
-  }
-
 extern "C" {
-OPWEAVE_DECLARE_ISA(base)
-OPWEAVE_DECLARE_ISA(avx2)
-OPWEAVE_DECLARE_ISA(avx512)
-OPWEAVE_DECLARE_ISA(avx512bf16)
+extern const OpweaveKernels opweave_all_kernels_base;
+extern const OpweaveKernels opweave_all_kernels_avx2;
+extern const OpweaveKernels opweave_all_kernels_avx512;
+extern const OpweaveKernels opweave_all_kernels_avx512bf16;
 }
 
 namespace {
 
 struct Isa {
-  OpweaveKernels kernels;
+  const OpweaveKernels& kernels;
   bool (*is_supported)();
 };
 
@@ -60,18 +37,18 @@ bool cpu_has_avx512bf16() {
 // Best first.
 const Isa kIsas[] = {
 #if defined(OPWEAVE_HAVE_AVX512BF16)
-    {OPWEAVE_KERNELS(avx512bf16), cpu_has_avx512bf16},
+    {opweave_all_kernels_avx512bf16, cpu_has_avx512bf16},
 #endif
 #if defined(OPWEAVE_HAVE_AVX512)
-    {OPWEAVE_KERNELS(avx512), cpu_has_avx512},
+    {opweave_all_kernels_avx512, cpu_has_avx512},
 #endif
 #if defined(OPWEAVE_HAVE_AVX2)
-    {OPWEAVE_KERNELS(avx2), cpu_has_avx2},
+    {opweave_all_kernels_avx2, cpu_has_avx2},
 #endif
 #if defined(__x86_64__)
-    {OPWEAVE_KERNELS(base), cpu_has_v2},
+    {opweave_all_kernels_base, cpu_has_v2},
 #else
-    {OPWEAVE_KERNELS(base), [] { return true; }},
+    {opweave_all_kernels_base, [] { return true; }},
 #endif
 };
 

@@ -6,6 +6,7 @@
 #include "kernels/quant_row.h"
 #include "kernels/rms.h"
 #include "kernels/row_cursor.h"
+#include "kernels/table.h"
 #include "kernels/vec_math.h"
 
 namespace {
@@ -52,18 +53,12 @@ template <class Scale>
 struct RmsNormRows {
   template <class T, class Q>
   static void run(int64_t begin, int64_t end, const OpweaveRmsNormQuant& call) {
-    if (call.weight == nullptr) {
-      run_weighted<T, Q, NoWeight>(begin, end, call);
-    } else if (call.weight_dtype == OPWEAVE_FLOAT32) {
-      run_weighted<T, Q, Weight<float>>(begin, end, call);
-    } else {
-      run_weighted<T, Q, Weight<T>>(begin, end, call);
-    }
+    with_weight<T>(call.weight, call.weight_dtype,
+                   [&](auto weight) { run_weighted<T, Q>(begin, end, call, weight); });
   }
 
   template <class T, class Q, class W>
-  static void run_weighted(int64_t begin, int64_t end, const OpweaveRmsNormQuant& call) {
-    const W weight(call.weight);
+  static void run_weighted(int64_t begin, int64_t end, const OpweaveRmsNormQuant& call, W weight) {
     RowCursor row(call.rows, begin);
     RowCursor residual_row(call.residual_rows, begin);
     for (int64_t r = begin; r < end; ++r, row.advance(), residual_row.advance()) {
@@ -72,18 +67,12 @@ struct RmsNormRows {
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
       float squares;
       if (call.residual == nullptr) {
-        squares = sum_of_squares(
-            call.width, [=](int64_t i, auto part) { return Lanes<T>::load(x + i, part); });
+        squares = sum_of_squares(x, call.width);
       } else {
         T* sum = reinterpret_cast<T*>(residual_row.in(static_cast<char*>(call.residual_out), 0));
         const T* residual = reinterpret_cast<const T*>(
             residual_row.in(static_cast<const char*>(call.residual), 1));
-        squares = sum_of_squares(call.width, [=](int64_t i, auto part) {
-          const Vec exact = add(Lanes<T>::load(x + i, part), Lanes<T>::load(residual + i, part));
-          const Vec stored = Lanes<T>::round(exact);  // the norm sees the sum as it is stored
-          Lanes<T>::store(sum + i, stored, part);
-          return stored;
-        });
+        squares = add_and_sum_squares(sum, x, residual, call.width);
         x = sum;
       }
       const Vec scale = splat(inverse_rms(squares, call.width, call.epsilon));
@@ -97,8 +86,7 @@ template <class T>
 struct SiluAndMul {
   template <class Part>
   Vec operator()(int64_t i, Part part) const {
-    const Vec gate = Lanes<T>::load(first + i, part);
-    const Vec activated = Lanes<T>::round(mul(gate, MathFor<T>::sigmoid(gate)));
+    const Vec activated = Lanes<T>::round(silu<T>(Lanes<T>::load(first + i, part)));
     return Lanes<T>::round(mul(activated, Lanes<T>::load(second + i, part)));
   }
 
@@ -127,17 +115,10 @@ struct SiluAndMulRows {
 
 }  // namespace
 
-#define OPWEAVE_JOIN_(a, b) a##b
-#define OPWEAVE_JOIN(a, b) OPWEAVE_JOIN_(a, b)
-#define OPWEAVE_TABLE OPWEAVE_JOIN(opweave_fused_quant_kernels_, OPWEAVE_ISA)
-
-extern "C" {
-extern const OpweaveFusedQuantKernels OPWEAVE_TABLE;
-const OpweaveFusedQuantKernels OPWEAVE_TABLE = {
+OPWEAVE_KERNEL_TABLE(OpweaveFusedQuantKernels, fused_quant) = {
     run_for_types<RmsNormRows<StaticScale>, OpweaveRmsNormQuant>,
     run_for_types<RmsNormRows<ScalePerToken>, OpweaveRmsNormQuant>,
     run_for_types<SiluAndMulRows<StaticScale>, OpweaveSiluAndMulQuant>,
     run_for_types<SiluAndMulRows<ScalePerToken>, OpweaveSiluAndMulQuant>,
     run_for_type<SiluAndMulRows<ScalePerGroup>, OpweaveSiluAndMulQuant>,
 };
-}

@@ -1,9 +1,10 @@
 // Gated RMS normalisation, compiled once per instruction set. In float32, rounded once at the end.
 #include "kernels/gated_norm.h"
 
-#include "kernels/kernels.h"
 #include "kernels/rms.h"
 #include "kernels/row_cursor.h"
+#include "kernels/storage.h"
+#include "kernels/table.h"
 #include "kernels/vec_math.h"
 
 namespace {
@@ -27,16 +28,12 @@ struct Group {
 
 template <bool kSigmoid, class T>
 inline Vec activate(Vec gate) {
-  const Vec s = MathFor<T>::sigmoid(gate);
-  return kSigmoid ? s : mul(gate, s);
+  return kSigmoid ? MathFor<T>::sigmoid(gate) : silu<T>(gate);
 }
 
 template <class T, class W>
 inline float scale_of(const Group<T, W>& group, float epsilon) {
-  const T* x = group.x;
-  const float squares = sum_of_squares(
-      group.size, [=](int64_t i, auto part) { return Lanes<T>::load(x + i, part); });
-  return inverse_rms(squares, group.size, epsilon);
+  return inverse_rms(sum_of_squares(group.x, group.size), group.size, epsilon);
 }
 
 template <class T, class W>
@@ -105,45 +102,26 @@ inline void for_each_group(int64_t begin, int64_t end, const OpweaveGatedNorm& c
   }
 }
 
-template <class T, class W>
-void rms_norm_gated_rows(int64_t begin, int64_t end, const OpweaveGatedNorm& call) {
-  const auto run = [&](auto norm) { for_each_group<T, W>(begin, end, call, norm); };
-  if (call.gate == nullptr) {
-    run([](auto group, float epsilon) { plain(group, epsilon); });
-  } else if (call.norm_before_gate && call.is_sigmoid) {
-    run([](auto group, float epsilon) { norm_then_gate<true>(group, epsilon); });
-  } else if (call.norm_before_gate) {
-    run([](auto group, float epsilon) { norm_then_gate<false>(group, epsilon); });
-  } else if (call.is_sigmoid) {
-    run([](auto group, float epsilon) { gate_then_norm<true>(group, epsilon); });
-  } else {
-    run([](auto group, float epsilon) { gate_then_norm<false>(group, epsilon); });
+struct GatedNormRows {
+  template <class T, class W>
+  static void run(int64_t begin, int64_t end, const OpweaveGatedNorm& call) {
+    const auto run_with = [&](auto norm) { for_each_group<T, W>(begin, end, call, norm); };
+    if (call.gate == nullptr) {
+      run_with([](auto group, float epsilon) { plain(group, epsilon); });
+    } else if (call.norm_before_gate && call.is_sigmoid) {
+      run_with([](auto group, float epsilon) { norm_then_gate<true>(group, epsilon); });
+    } else if (call.norm_before_gate) {
+      run_with([](auto group, float epsilon) { norm_then_gate<false>(group, epsilon); });
+    } else if (call.is_sigmoid) {
+      run_with([](auto group, float epsilon) { gate_then_norm<true>(group, epsilon); });
+    } else {
+      run_with([](auto group, float epsilon) { gate_then_norm<false>(group, epsilon); });
+    }
   }
-}
-
-template <class T>
-void run_for_weight(int64_t begin, int64_t end, const OpweaveGatedNorm& call) {
-  if (call.weight_dtype == OPWEAVE_FLOAT32) return rms_norm_gated_rows<T, float>(begin, end, call);
-  rms_norm_gated_rows<T, T>(begin, end, call);
-}
-
-void rms_norm_gated(int64_t begin, int64_t end, void* erased) {
-  const auto& call = *static_cast<const OpweaveGatedNorm*>(erased);
-  switch (call.dtype) {
-    case OPWEAVE_FLOAT32: return run_for_weight<float>(begin, end, call);
-    case OPWEAVE_BFLOAT16: return run_for_weight<BFloat16>(begin, end, call);
-    case OPWEAVE_FLOAT16: return run_for_weight<Float16>(begin, end, call);
-    default: return;  // the callers admit no other type
-  }
-}
+};
 
 }  // namespace
 
-#define OPWEAVE_JOIN_(a, b) a##b
-#define OPWEAVE_JOIN(a, b) OPWEAVE_JOIN_(a, b)
-#define OPWEAVE_TABLE OPWEAVE_JOIN(opweave_gated_norm_kernels_, OPWEAVE_ISA)
-
-extern "C" {
-extern const OpweaveGatedNormKernels OPWEAVE_TABLE;
-const OpweaveGatedNormKernels OPWEAVE_TABLE = {rms_norm_gated};
-}
+OPWEAVE_KERNEL_TABLE(OpweaveGatedNormKernels, gated_norm) = {
+    run_for_weight_type<GatedNormRows, OpweaveGatedNorm>,
+};

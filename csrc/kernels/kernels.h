@@ -13,46 +13,11 @@
 extern "C" {
 #endif
 
-// out = rms_norm(x): operand 0 of `rows` is out, operand 1 is x. `weight` may be null.
-struct OpweaveRmsNorm {
-  void* out;
-  const void* x;
-  const void* weight;
-  struct OpweaveRows rows;
-  int64_t width;
-  float epsilon;
-  enum OpweaveDtype dtype;
-  enum OpweaveDtype weight_dtype;
-};
-
-// residual += x; x = rms_norm(residual): operand 0 of `rows` is x, operand 1 is residual.
-struct OpweaveFusedAddRmsNorm {
-  void* x;
-  void* residual;
-  const void* weight;
-  struct OpweaveRows rows;
-  int64_t width;
-  float epsilon;
-  enum OpweaveDtype dtype;
-  enum OpweaveDtype weight_dtype;
-};
-
-struct OpweaveNormKernels {
-  OpweaveRangeKernel rms_norm;            // call: OpweaveRmsNorm*
-  OpweaveRangeKernel fused_add_rms_norm;  // call: OpweaveFusedAddRmsNorm*
-};
-
 // Every kernel family, compiled for one instruction set.
 struct OpweaveKernels {
   const char* isa;
-  const struct OpweaveNormKernels* norm;
-  const struct OpweaveRotaryKernels* rotary;
-  const struct OpweaveQuantKernels* quant;
-  const struct OpweaveActivationKernels* activation;
-  const struct OpweaveFusedQuantKernels* fused_quant;
-  const struct OpweavePagedAttentionKernels* paged_attention;
-  const struct OpweaveLayerNormKernels* layer_norm;
-  const struct OpweaveGatedNormKernels* gated_norm;
+#define OPWEAVE_FAMILY(name, Table) const struct Table* name;
+#include "kernels/families.inc"
 };
 
 // The kernels in use, or null if the instruction set asked for cannot be used.

@@ -8,8 +8,8 @@
 // Blocks are the outer loop and kv heads the inner one, which walks memory in order.
 #include "kernels/paged_attention.h"
 
-#include "kernels/kernels.h"
-#include "kernels/vec.h"
+#include "kernels/storage.h"
+#include "kernels/table.h"
 #include "kernels/vec_math.h"
 #include "kernels/vec_reduce.h"
 
@@ -378,12 +378,8 @@ class Part {
 };
 
 void run(const OpweavePagedAttention* call, const OpweavePagedPart* part, float* scratch) {
-  switch (call->dtype) {
-    case OPWEAVE_FLOAT32: return Part<float>(*call, *part, scratch).run();
-    case OPWEAVE_BFLOAT16: return Part<BFloat16>(*call, *part, scratch).run();
-    case OPWEAVE_FLOAT16: return Part<Float16>(*call, *part, scratch).run();
-    default: return;  // the callers admit no other type
-  }
+  with_storage(call->dtype,
+               [=](auto storage) { Part<decltype(storage)>(*call, *part, scratch).run(); });
 }
 
 int64_t scratch_size(const OpweavePagedAttention* call, int64_t tokens, int64_t heads) {
@@ -392,14 +388,7 @@ int64_t scratch_size(const OpweavePagedAttention* call, int64_t tokens, int64_t 
 
 }  // namespace
 
-#define OPWEAVE_JOIN_(a, b) a##b
-#define OPWEAVE_JOIN(a, b) OPWEAVE_JOIN_(a, b)
-#define OPWEAVE_TABLE OPWEAVE_JOIN(opweave_paged_attention_kernels_, OPWEAVE_ISA)
-
-extern "C" {
-extern const OpweavePagedAttentionKernels OPWEAVE_TABLE;
-const OpweavePagedAttentionKernels OPWEAVE_TABLE = {
+OPWEAVE_KERNEL_TABLE(OpweavePagedAttentionKernels, paged_attention) = {
     scratch_size,
     run,
 };
-}

@@ -3,8 +3,10 @@
 // The arithmetic is the ops' definition, operation by operation in float32, so results are equal to
 // native's bit by bit.
 #include "kernels/quant.h"
+
 #include "kernels/quant_row.h"
 #include "kernels/row_cursor.h"
+#include "kernels/table.h"
 
 namespace {
 
@@ -96,16 +98,9 @@ struct LargestRows {
 
 }  // namespace
 
-#define OPWEAVE_JOIN_(a, b) a##b
-#define OPWEAVE_JOIN(a, b) OPWEAVE_JOIN_(a, b)
-#define OPWEAVE_TABLE OPWEAVE_JOIN(opweave_quant_kernels_, OPWEAVE_ISA)
-
-extern "C" {
-extern const OpweaveQuantKernels OPWEAVE_TABLE;
-const OpweaveQuantKernels OPWEAVE_TABLE = {
+OPWEAVE_KERNEL_TABLE(OpweaveQuantKernels, quant) = {
     run_for_types<StaticQuantRows, OpweaveStaticQuant>,
     run_for_types<PerTokenQuantRows, OpweavePerTokenQuant>,
     run_for_type<GroupQuantRows, OpweaveGroupQuant>,
     run_for_type<LargestRows, OpweaveLargest>,
 };
-}

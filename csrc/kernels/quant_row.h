@@ -4,7 +4,7 @@
 // kernel quantises what it computes without storing it first.
 #pragma once
 
-#include "kernels/kernels.h"
+#include "kernels/storage.h"
 #include "kernels/vec_quant.h"
 
 namespace {
@@ -163,26 +163,6 @@ inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t 
     const Loaded<T> group{row.values + first};
     *scales++ = quantise_group(out + first, n, power_of_two, largest_magnitude(n, group), group);
   }
-}
-
-// Call visit with a value of the storage type.
-template <class Visit>
-inline void with_storage(OpweaveDtype dtype, Visit visit) {
-  switch (dtype) {
-    case OPWEAVE_FLOAT32: return visit(float{});
-    case OPWEAVE_BFLOAT16: return visit(BFloat16{});
-    case OPWEAVE_FLOAT16: return visit(Float16{});
-    default: return;  // the callers admit no other type
-  }
-}
-
-// Rows::run<T>(begin, end, call) for the call's storage type.
-template <class Rows, class Call>
-void run_for_type(int64_t begin, int64_t end, void* erased) {
-  const Call& call = *static_cast<const Call*>(erased);
-  with_storage(call.dtype, [&](auto storage) {
-    Rows::template run<decltype(storage)>(begin, end, call);
-  });
 }
 
 // Rows::run<T, Q>(begin, end, call) for the call's storage type and output.

@@ -4,32 +4,26 @@
 // multiply, round to the weight's type, round to x's type.
 #pragma once
 
-#include "kernels/vec.h"
+#include "kernels/kernels.h"
+#include "kernels/row_sum.h"
 
 namespace {
 
-// The sum of squares of n values; value(i, part) gives the vector at element i. Four accumulators
-// hide the latency of the addition, and their fixed order makes a row's result independent of
-// everything but the row.
-template <class Value>
-inline float sum_of_squares(int64_t n, Value value) {
-  Vec sums[4] = {splat(0), splat(0), splat(0), splat(0)};
-  int64_t i = 0;
-  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-    for (int k = 0; k < 4; ++k) {
-      const Vec v = value(i + k * kLanes, Full{});
-      sums[k] = fma(v, v, sums[k]);
-    }
-  }
-  for (; i + kLanes <= n; i += kLanes) {
-    const Vec v = value(i, Full{});
-    sums[0] = fma(v, v, sums[0]);
-  }
-  if (i < n) {
-    const Vec v = value(i, Tail{n - i});
-    sums[1] = fma(v, v, sums[1]);
-  }
-  return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+template <class T>
+inline float sum_of_squares(const T* x, int64_t width) {
+  return sum_of_squares(width, [=](int64_t i, auto part) { return Lanes<T>::load(x + i, part); });
+}
+
+// sum = x + residual; returns the sum of its squares. The norm sees the sum as it is stored. sum
+// may be x or residual.
+template <class T>
+inline float add_and_sum_squares(T* sum, const T* x, const T* residual, int64_t width) {
+  return sum_of_squares(width, [=](int64_t i, auto part) {
+    const Vec exact = add(Lanes<T>::load(x + i, part), Lanes<T>::load(residual + i, part));
+    const Vec stored = Lanes<T>::round(exact);
+    Lanes<T>::store(sum + i, stored, part);
+    return stored;
+  });
 }
 
 inline float inverse_rms(float squares, int64_t width, float epsilon) {
@@ -37,8 +31,6 @@ inline float inverse_rms(float squares, int64_t width, float epsilon) {
 }
 
 struct NoWeight {
-  explicit NoWeight(const void*) {}
-
   template <class Part>
   Vec apply(Vec normalised, int64_t, Part) const {
     return normalised;
@@ -57,6 +49,14 @@ struct Weight {
 
   const W* values;
 };
+
+// Call visit with the weight of rows of T, which is null, of type T or of float32.
+template <class T, class Visit>
+inline void with_weight(const void* weight, OpweaveDtype dtype, Visit visit) {
+  if (weight == nullptr) return visit(NoWeight{});
+  if (dtype == OPWEAVE_FLOAT32) return visit(Weight<float>(weight));
+  visit(Weight<T>(weight));
+}
 
 template <class T, class W>
 inline void write_normalised(T* out, const T* x, W weight, float scale, int64_t width) {

@@ -4,10 +4,10 @@
 // type.
 #include "kernels/rotary.h"
 
-#include "kernels/kernels.h"
 #include "kernels/rms.h"
 #include "kernels/row_cursor.h"
-#include "kernels/vec.h"
+#include "kernels/storage.h"
+#include "kernels/table.h"
 #include "kernels/vec_pairs.h"
 
 namespace {
@@ -123,63 +123,35 @@ struct NormaliseAndRotate {
   template <class T>
   static void run(const OpweaveRotary& call, const OpweaveHeads& heads, const RowCursor& token,
                   const Angles<T>& angles) {
-    if (heads.weight == nullptr) {
-      run_with<T, NoWeight>(call, heads, token, angles);
-    } else if (call.weight_dtype == OPWEAVE_FLOAT32) {
-      run_with<T, Weight<float>>(call, heads, token, angles);
-    } else {
-      run_with<T, Weight<T>>(call, heads, token, angles);
-    }
-  }
-
- private:
-  template <class T, class W>
-  static void run_with(const OpweaveRotary& call, const OpweaveHeads& heads,
-                       const RowCursor& token, const Angles<T>& angles) {
-    const W weight(heads.weight);
     const int64_t width = call.head_size;
-    for_each_head<T>(heads, token, [&](T* out, const T* x) {
-      const float squares = sum_of_squares(
-          width, [=](int64_t i, auto part) { return Lanes<T>::load(x + i, part); });
-      write_normalised(out, x, weight, inverse_rms(squares, width, call.epsilon), width);
-      angles.rotate(out, out);
+    with_weight<T>(heads.weight, call.weight_dtype, [&](auto weight) {
+      for_each_head<T>(heads, token, [&](T* out, const T* x) {
+        const float scale = inverse_rms(sum_of_squares(x, width), width, call.epsilon);
+        write_normalised(out, x, weight, scale, width);
+        angles.rotate(out, out);
+      });
     });
   }
 };
 
-template <class T, class Heads>
-void run_tokens(int64_t begin, int64_t end, const OpweaveRotary& call) {
-  Angles<T> angles(call);
-  RowCursor query(call.query.tokens, begin);
-  RowCursor key(call.key.tokens, begin);
-  for (int64_t token = begin; token < end; ++token, query.advance(), key.advance()) {
-    angles.load(token);
-    Heads::run(call, call.query, query, angles);
-    Heads::run(call, call.key, key, angles);
-  }
-}
-
 template <class Heads>
-void run(int64_t begin, int64_t end, void* erased) {
-  const OpweaveRotary& call = *static_cast<const OpweaveRotary*>(erased);
-  switch (call.dtype) {
-    case OPWEAVE_FLOAT32: return run_tokens<float, Heads>(begin, end, call);
-    case OPWEAVE_BFLOAT16: return run_tokens<BFloat16, Heads>(begin, end, call);
-    case OPWEAVE_FLOAT16: return run_tokens<Float16, Heads>(begin, end, call);
-    default: return;  // the callers admit no other type
+struct TokenRows {
+  template <class T>
+  static void run(int64_t begin, int64_t end, const OpweaveRotary& call) {
+    Angles<T> angles(call);
+    RowCursor query(call.query.tokens, begin);
+    RowCursor key(call.key.tokens, begin);
+    for (int64_t token = begin; token < end; ++token, query.advance(), key.advance()) {
+      angles.load(token);
+      Heads::run(call, call.query, query, angles);
+      Heads::run(call, call.key, key, angles);
+    }
   }
-}
+};
 
 }  // namespace
 
-#define OPWEAVE_JOIN_(a, b) a##b
-#define OPWEAVE_JOIN(a, b) OPWEAVE_JOIN_(a, b)
-#define OPWEAVE_TABLE OPWEAVE_JOIN(opweave_rotary_kernels_, OPWEAVE_ISA)
-
-extern "C" {
-extern const OpweaveRotaryKernels OPWEAVE_TABLE;
-const OpweaveRotaryKernels OPWEAVE_TABLE = {
-    run<Rotate>,
-    run<NormaliseAndRotate>,
+OPWEAVE_KERNEL_TABLE(OpweaveRotaryKernels, rotary) = {
+    run_for_type<TokenRows<Rotate>, OpweaveRotary>,
+    run_for_type<TokenRows<NormaliseAndRotate>, OpweaveRotary>,
 };
-}

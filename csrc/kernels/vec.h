@@ -41,6 +41,17 @@ struct Tail {
   int64_t count;
 };
 
+// Call this before a masked instruction accesses memory: the sanitizer looks into ordinary
+// accesses only, so there have to be some.
+template <class T>
+inline void touch([[maybe_unused]] const T* p, [[maybe_unused]] Tail tail) {
+#if defined(__SANITIZE_ADDRESS__)
+  const volatile char* byte = reinterpret_cast<const volatile char*>(p);
+  (void)byte[0];
+  (void)byte[static_cast<size_t>(tail.count) * sizeof(T) - 1];
+#endif
+}
+
 }  // namespace
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)

@@ -114,9 +114,15 @@ struct Lanes {  // a 16-bit storage type; AVX2 has no masked access for those, s
 template <>
 struct Lanes<float> {
   static Vec load(const float* p, Full) { return _mm256_loadu_ps(p); }
-  static Vec load(const float* p, Tail tail) { return _mm256_maskload_ps(p, mask_of(tail)); }
+  static Vec load(const float* p, Tail tail) {
+    touch(p, tail);
+    return _mm256_maskload_ps(p, mask_of(tail));
+  }
   static void store(float* p, Vec v, Full) { _mm256_storeu_ps(p, v); }
-  static void store(float* p, Vec v, Tail tail) { _mm256_maskstore_ps(p, mask_of(tail), v); }
+  static void store(float* p, Vec v, Tail tail) {
+    touch(p, tail);
+    _mm256_maskstore_ps(p, mask_of(tail), v);
+  }
   static Vec round(Vec v) { return v; }
 };
 

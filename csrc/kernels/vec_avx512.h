@@ -92,12 +92,14 @@ struct Lanes {  // a 16-bit storage type
     return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), T{});
   }
   static Vec load(const T* p, Tail tail) {
+    touch(p, tail);
     return widen(_mm256_maskz_loadu_epi16(mask_of(tail), p), T{});
   }
   static void store(T* p, Vec v, Full) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v, T{}));
   }
   static void store(T* p, Vec v, Tail tail) {
+    touch(p, tail);
     _mm256_mask_storeu_epi16(p, mask_of(tail), narrow(v, T{}));
   }
   static Vec round(Vec v) { return round_to(v, T{}); }
@@ -106,9 +108,15 @@ struct Lanes {  // a 16-bit storage type
 template <>
 struct Lanes<float> {
   static Vec load(const float* p, Full) { return _mm512_loadu_ps(p); }
-  static Vec load(const float* p, Tail tail) { return _mm512_maskz_loadu_ps(mask_of(tail), p); }
+  static Vec load(const float* p, Tail tail) {
+    touch(p, tail);
+    return _mm512_maskz_loadu_ps(mask_of(tail), p);
+  }
   static void store(float* p, Vec v, Full) { _mm512_storeu_ps(p, v); }
-  static void store(float* p, Vec v, Tail tail) { _mm512_mask_storeu_ps(p, mask_of(tail), v); }
+  static void store(float* p, Vec v, Tail tail) {
+    touch(p, tail);
+    _mm512_mask_storeu_ps(p, mask_of(tail), v);
+  }
   static Vec round(Vec v) { return v; }
 };
 

@@ -139,4 +139,10 @@ struct MathFor<float> {
   }
 };
 
+// x * sigmoid(x), for results that are rounded to T.
+template <class T>
+inline Vec silu(Vec x) {
+  return mul(x, MathFor<T>::sigmoid(x));
+}
+
 }  // namespace

@@ -68,6 +68,7 @@ inline void store_bytes(void* p, __m128i bytes, Full) {
 }
 
 inline void store_bytes(void* p, __m128i bytes, Tail tail) {
+  touch(static_cast<const char*>(p), tail);
   _mm_mask_storeu_epi8(p, mask_of(tail), bytes);
 }
 

@@ -2,6 +2,7 @@
 #include "kernels/activation.h"
 
 #include "module/module.h"
+#include "module/row_checks.h"
 
 namespace opweave {
 namespace {
@@ -10,23 +11,6 @@ using Kernel = OpweaveRangeKernel OpweaveActivationKernels::*;
 
 // An exponential takes about as long as a norm takes for this many elements.
 constexpr int64_t kWork = 4;
-
-void check_activation(const View& out, const View& x) {
-  check_dtype(x, {OPWEAVE_FLOAT32, OPWEAVE_BFLOAT16, OPWEAVE_FLOAT16});
-  check_unit_stride(x);
-  check_same_dtype(out, x);
-  check_unit_stride(out);
-}
-
-void check_half_of(const View& out, const View& x) {
-  const int last = x.rank - 1;
-  bool fits = out.rank == x.rank && 2 * out.sizes[last] == x.sizes[last];
-  for (int d = 0; fits && d < last; ++d) fits = out.sizes[d] == x.sizes[d];
-  if (fits) return;
-  throw CheckFailed("out must have the shape of x with half of its last dimension, found " +
-                    describe(out) + " for x of shape " + to_string(x.sizes, x.rank) +
-                    "; the last dimension of x must be even");
-}
 
 void run(const View& out, const View& x, Kernel kernel, OpweaveActivation& call) {
   call.out = out.data;
@@ -40,8 +24,10 @@ void run(const View& out, const View& x, Kernel kernel, OpweaveActivation& call)
 
 // out (..., d) from x (..., 2 * d).
 void run_gated(const View& out, const View& x, Kernel kernel, double first = 0, double second = 0) {
-  check_activation(out, x);
+  check_activation(x);
   check_half_of(out, x);
+  check_same_dtype(out, x);
+  check_unit_stride(out);
   check_disjoint(out, x);
   OpweaveActivation call;
   call.parameters[0] = static_cast<float>(first);
@@ -51,9 +37,8 @@ void run_gated(const View& out, const View& x, Kernel kernel, double first = 0, 
 
 // out from x, of one shape; out may be x itself.
 void run_elementwise(const View& out, const View& x, Kernel kernel) {
-  check_activation(out, x);
-  check_same_sizes(out, x);
-  check_disjoint_or_same(out, x);
+  check_activation(x);
+  check_rows_like(out, x);
   OpweaveActivation call;
   run(out, x, kernel, call);
 }
@@ -114,9 +99,8 @@ void check_number(const View& number, const View& out, const View& x) {
 
 void xielu(const View& out, const View& x, const View& alpha_p, const View& alpha_n, double beta,
            double eps) {
-  check_activation(out, x);
-  check_same_sizes(out, x);
-  check_disjoint_or_same(out, x);
+  check_activation(x);
+  check_rows_like(out, x);
   check_number(alpha_p, out, x);
   check_number(alpha_n, out, x);
   OpweaveActivation call;

@@ -2,14 +2,10 @@
 #include "kernels/adv_step_flash.h"
 
 #include "module/module.h"
+#include "module/shapes.h"
 
 namespace opweave {
 namespace {
-
-[[noreturn]] void fail_shape(const View& view, const std::string& expected) {
-  throw CheckFailed(std::string(view.name) + " must have shape " + expected + ", found " +
-                    describe(view));
-}
 
 void check_counts(int64_t num_seqs, int64_t num_queries, int64_t block_size) {
   if (num_queries < 0 || num_queries > num_seqs) {
@@ -23,7 +19,7 @@ void check_counts(int64_t num_seqs, int64_t num_queries, int64_t block_size) {
 
 void check_per_sequence(const View& view, int64_t num_seqs) {
   if (view.rank != 1 || view.sizes[0] != num_seqs) {
-    fail_shape(view, "[" + std::to_string(num_seqs) + "], one element for each sequence");
+    refuse_shape(view, "[" + std::to_string(num_seqs) + "], one element for each sequence");
   }
   check_unit_stride(view);
 }
@@ -33,14 +29,14 @@ void check_sampled(const View& view, int64_t num_queries) {
   const bool is_column = view.rank == 2 && view.sizes[1] == 1;
   if ((view.rank != 1 && !is_column) || view.sizes[0] != num_queries) {
     const std::string count = std::to_string(num_queries);
-    fail_shape(view, "[" + count + "] or [" + count + ", 1], one token for each query");
+    refuse_shape(view, "[" + count + "] or [" + count + ", 1], one token for each query");
   }
 }
 
 void check_block_tables(const View& view, int64_t num_seqs) {
   check_dtype(view, {OPWEAVE_INT32, OPWEAVE_INT64});
   if (view.rank != 2 || view.sizes[0] != num_seqs) {
-    fail_shape(view, "[" + std::to_string(num_seqs) + ", blocks], one row for each sequence");
+    refuse_shape(view, "[" + std::to_string(num_seqs) + ", blocks], one row for each sequence");
   }
   check_unit_stride(view);
 }

@@ -7,13 +7,6 @@
 namespace opweave {
 namespace {
 
-void check_one_scale(const View& scale) {
-  check_dtype(scale, {OPWEAVE_FLOAT32});
-  if (scale.element_count() != 1) {
-    throw CheckFailed("scale must have one element, found " + describe(scale));
-  }
-}
-
 OpweaveRmsNormQuant rms_norm_call(const View& out, const View& x, const View* weight,
                                   const View& scale, double epsilon) {
   check_activation(x);
@@ -22,7 +15,7 @@ OpweaveRmsNormQuant rms_norm_call(const View& out, const View& x, const View* we
   check_disjoint(out, x);
   check_disjoint(out, scale);
   if (weight != nullptr) {
-    check_weight(*weight, x);
+    check_per_column(*weight, x);
     check_disjoint(out, *weight);
   }
   OpweaveRmsNormQuant call;
@@ -114,13 +107,7 @@ void fused_add_rms_norm_per_token_quant(const View& out, const View& scale,
 OpweaveSiluAndMulQuant silu_and_mul_call(const View& out, const View& x, const View& scale) {
   check_activation(x);
   check_quantised(out);
-  const int last = x.rank - 1;
-  bool fits = out.rank == x.rank && x.sizes[last] == 2 * out.sizes[last];
-  for (int d = 0; fits && d < last; ++d) fits = out.sizes[d] == x.sizes[d];
-  if (!fits) {
-    throw CheckFailed("out must have the shape of x with half its last dimension, found " +
-                      describe(out) + " for " + describe(x));
-  }
+  check_half_of(out, x);
   check_disjoint(out, x);
   check_disjoint(out, scale);
   OpweaveSiluAndMulQuant call;
@@ -128,7 +115,7 @@ OpweaveSiluAndMulQuant silu_and_mul_call(const View& out, const View& x, const V
   call.x = x.data;
   call.scales = reinterpret_cast<float*>(scale.data);
   call.rows = rows_of(out, x);
-  call.width = out.sizes[last];
+  call.width = out.sizes[out.rank - 1];
   call.group_size = 1;
   call.power_of_two = 0;
   call.upper_bound = 0;

@@ -2,7 +2,7 @@
 #include "kernels/gated_norm.h"
 
 #include "module/module.h"
-#include "module/per_column.h"
+#include "module/row_checks.h"
 
 namespace opweave {
 namespace {
@@ -20,14 +20,13 @@ void check_group_size(int64_t group_size, const View& x) {
 // out may be x or the gate itself.
 void rms_norm_gated(const View& out, const View& x, const View* weight, const View* gate,
                     double epsilon, int64_t group_size, bool norm_before_gate, bool sigmoid) {
-  check_dtype(x, {OPWEAVE_FLOAT32, OPWEAVE_BFLOAT16, OPWEAVE_FLOAT16});
-  check_unit_stride(x);
-  check_same_sizes(out, x);
-  check_same_dtype(out, x);
-  check_unit_stride(out);
-  check_disjoint_or_same(out, x);
+  check_activation(x);
+  check_rows_like(out, x);
   check_group_size(group_size, x);
-  if (weight != nullptr) check_per_column(*weight, x, out);
+  if (weight != nullptr) {
+    check_per_column(*weight, x);
+    check_disjoint(out, *weight);
+  }
   if (gate != nullptr) {
     check_same_sizes(*gate, x);
     check_same_dtype(*gate, x);

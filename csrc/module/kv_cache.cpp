@@ -2,20 +2,16 @@
 #include "kernels/kv_cache.h"
 
 #include "module/module.h"
+#include "module/shapes.h"
 
 namespace opweave {
 namespace {
 
-[[noreturn]] void fail_shape(const View& view, const std::string& expected) {
-  throw CheckFailed(std::string(view.name) + " must have shape " + expected + ", found " +
-                    describe(view));
-}
-
 void check_tokens(const View& x, const View& slots) {
   check_dtype(x, {OPWEAVE_FLOAT32, OPWEAVE_BFLOAT16, OPWEAVE_FLOAT16});
   if (x.rank != 3 || x.sizes[0] != slots.sizes[0]) {
-    fail_shape(x, "[" + std::to_string(slots.sizes[0]) + ", kv_heads, head_size], one token for "
-                  "each slot");
+    refuse_shape(x, "[" + std::to_string(slots.sizes[0]) +
+                        ", kv_heads, head_size], one token for each slot");
   }
   check_unit_stride(x);
 }
@@ -23,15 +19,10 @@ void check_tokens(const View& x, const View& slots) {
 void check_cache(const View& cache, const View& x) {
   check_same_dtype(cache, x);
   if (cache.rank != 4 || cache.sizes[1] != x.sizes[1] || cache.sizes[3] != x.sizes[2]) {
-    fail_shape(cache, "[blocks, " + std::to_string(x.sizes[1]) + ", block_size, " +
-                          std::to_string(x.sizes[2]) + "]");
+    refuse_shape(cache, "[blocks, " + std::to_string(x.sizes[1]) + ", block_size, " +
+                            std::to_string(x.sizes[2]) + "]");
   }
-  if (cache.element_count() == 0) return;
-  View block = cache;  // blocks may lie apart, as in a tensor that holds keys and values
-  block.rank = 3;
-  block.sizes = cache.sizes + 1;
-  block.strides = cache.strides + 1;
-  check_contiguous(block);
+  check_contiguous_blocks(cache);
 }
 
 void check_slots(const View& slots, const View& cache) {
@@ -73,7 +64,7 @@ bool alternate(const View& a, const View& b) {
 void reshape_and_cache(const View& key, const View& value, const View& key_cache,
                        const View& value_cache, const View& slot_mapping) {
   check_dtype(slot_mapping, {OPWEAVE_INT64});
-  if (slot_mapping.rank != 1) fail_shape(slot_mapping, "[tokens]");
+  if (slot_mapping.rank != 1) refuse_shape(slot_mapping, "[tokens]");
   check_contiguous(slot_mapping);
   check_tokens(key, slot_mapping);
   check_tokens(value, slot_mapping);
@@ -82,10 +73,10 @@ void reshape_and_cache(const View& key, const View& value, const View& key_cache
   check_cache(value_cache, value);
   if (value.sizes[1] != key.sizes[1] || value_cache.sizes[0] != key_cache.sizes[0] ||
       value_cache.sizes[2] != key_cache.sizes[2]) {
-    fail_shape(value_cache, "[" + std::to_string(key_cache.sizes[0]) + ", " +
-                                std::to_string(key_cache.sizes[1]) + ", " +
-                                std::to_string(key_cache.sizes[2]) +
-                                ", head_size], as key_cache has it");
+    refuse_shape(value_cache, "[" + std::to_string(key_cache.sizes[0]) + ", " +
+                                  std::to_string(key_cache.sizes[1]) + ", " +
+                                  std::to_string(key_cache.sizes[2]) +
+                                  ", head_size], as key_cache has it");
   }
   if (!alternate(key_cache, value_cache)) check_disjoint(key_cache, value_cache);
   for (const View* cache : {&key_cache, &value_cache}) {

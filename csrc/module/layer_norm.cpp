@@ -2,7 +2,7 @@
 #include "kernels/layer_norm.h"
 
 #include "module/module.h"
-#include "module/per_column.h"
+#include "module/row_checks.h"
 
 namespace opweave {
 namespace {
@@ -10,14 +10,13 @@ namespace {
 // out may be x itself.
 void layer_norm(const View& out, const View& x, const View* weight, const View* bias,
                 double epsilon) {
-  check_dtype(x, {OPWEAVE_FLOAT32, OPWEAVE_BFLOAT16, OPWEAVE_FLOAT16});
-  check_unit_stride(x);
-  check_same_sizes(out, x);
-  check_same_dtype(out, x);
-  check_unit_stride(out);
-  check_disjoint_or_same(out, x);
-  if (weight != nullptr) check_per_column(*weight, x, out);
-  if (bias != nullptr) check_per_column(*bias, x, out);
+  check_activation(x);
+  check_rows_like(out, x);
+  for (const View* vector : {weight, bias}) {
+    if (vector == nullptr) continue;
+    check_per_column(*vector, x);
+    check_disjoint(out, *vector);
+  }
   if (weight != nullptr && bias != nullptr) check_same_dtype(*bias, *weight);
   const View* vector = weight != nullptr ? weight : bias;
   OpweaveLayerNorm call;

@@ -1,4 +1,6 @@
 // rms_norm and fused_add_rms_norm: argument checks, then the kernels.
+#include "kernels/norm.h"
+
 #include "module/module.h"
 #include "module/row_checks.h"
 
@@ -8,12 +10,9 @@ namespace {
 // out[..., h] = rms_norm(x)[..., h]; out may be x itself.
 void rms_norm(const View& out, const View& x, const View* weight, double epsilon) {
   check_activation(x);
-  check_same_sizes(out, x);
-  check_same_dtype(out, x);
-  check_unit_stride(out);
-  check_disjoint_or_same(out, x);
+  check_rows_like(out, x);
   if (weight != nullptr) {
-    check_weight(*weight, x);
+    check_per_column(*weight, x);
     check_disjoint(out, *weight);
   }
   OpweaveRmsNorm call;
@@ -36,7 +35,7 @@ void fused_add_rms_norm(const View& x, const View& residual, const View* weight,
   check_unit_stride(residual);
   check_disjoint(x, residual);
   if (weight != nullptr) {
-    check_weight(*weight, x);
+    check_per_column(*weight, x);
     check_disjoint(x, *weight);
     check_disjoint(residual, *weight);
   }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "module/module.h"
+#include "module/shapes.h"
 
 namespace opweave {
 namespace {
@@ -17,52 +18,43 @@ constexpr int64_t kPartRows = 64;
 // With fewer parts, heads are spread over more of them, so that there is work for threads.
 constexpr int64_t kEnoughParts = 8;
 
-[[noreturn]] void fail_shape(const View& view, const std::string& expected) {
-  throw CheckFailed(std::string(view.name) + " must have shape " + expected + ", found " +
-                    describe(view));
-}
-
 void check_cache(const View& cache, const View& query) {
   check_same_dtype(cache, query);
-  if (cache.rank != 4) fail_shape(cache, "[blocks, kv_heads, block_size, size]");
-  if (cache.element_count() == 0) return;
-  View block = cache;  // blocks may lie apart, as in a tensor that holds keys and values
-  block.rank = 3;
-  block.sizes = cache.sizes + 1;
-  block.strides = cache.strides + 1;
-  check_contiguous(block);
+  if (cache.rank != 4) refuse_shape(cache, "[blocks, kv_heads, block_size, size]");
+  check_contiguous_blocks(cache);
 }
 
 void check_layout(const View& out, const View& query, const View& key_cache,
                   const View& value_cache) {
   check_dtype(query, {OPWEAVE_FLOAT32, OPWEAVE_BFLOAT16, OPWEAVE_FLOAT16});
-  if (query.rank != 3) fail_shape(query, "[tokens, heads, head_size]");
+  if (query.rank != 3) refuse_shape(query, "[tokens, heads, head_size]");
   check_unit_stride(query);
   check_cache(key_cache, query);
   check_cache(value_cache, query);
   const int64_t* keys = key_cache.sizes;
   const int64_t* values = value_cache.sizes;
   if (keys[3] != query.sizes[2] || keys[3] == 0) {
-    fail_shape(key_cache, "[blocks, kv_heads, block_size, " + std::to_string(query.sizes[2]) +
-                              "], a positive head size, as query has it");
+    refuse_shape(key_cache, "[blocks, kv_heads, block_size, " + std::to_string(query.sizes[2]) +
+                                "], a positive head size, as query has it");
   }
   if (!std::equal(keys, keys + 3, values)) {
-    fail_shape(value_cache, "[" + std::to_string(keys[0]) + ", " + std::to_string(keys[1]) + ", " +
-                                std::to_string(keys[2]) + ", value_size], as key_cache has it");
+    refuse_shape(value_cache, "[" + std::to_string(keys[0]) + ", " + std::to_string(keys[1]) +
+                                  ", " + std::to_string(keys[2]) +
+                                  ", value_size], as key_cache has it");
   }
   if (keys[1] == 0 || query.sizes[1] % keys[1] != 0) {
-    fail_shape(query, "[tokens, a multiple of " + std::to_string(keys[1]) +
-                          " heads, head_size], because key_cache has that many");
+    refuse_shape(query, "[tokens, a multiple of " + std::to_string(keys[1]) +
+                            " heads, head_size], because key_cache has that many");
   }
   if (keys[2] == 0 || keys[2] % OPWEAVE_PAGED_STEP != 0) {
-    fail_shape(key_cache, "[blocks, kv_heads, a multiple of " +
-                              std::to_string(OPWEAVE_PAGED_STEP) + ", head_size]");
+    refuse_shape(key_cache, "[blocks, kv_heads, a multiple of " +
+                                std::to_string(OPWEAVE_PAGED_STEP) + ", head_size]");
   }
   check_same_dtype(out, query);
   if (out.rank != 3 || out.sizes[0] != query.sizes[0] || out.sizes[1] != query.sizes[1] ||
       out.sizes[2] != values[3]) {
-    fail_shape(out, "[" + std::to_string(query.sizes[0]) + ", " + std::to_string(query.sizes[1]) +
-                        ", " + std::to_string(values[3]) + "]");
+    refuse_shape(out, "[" + std::to_string(query.sizes[0]) + ", " + std::to_string(query.sizes[1]) +
+                          ", " + std::to_string(values[3]) + "]");
   }
   check_contiguous(out);
 }
@@ -70,7 +62,7 @@ void check_layout(const View& out, const View& query, const View& key_cache,
 void check_vector(const View& view, int64_t count) {
   check_dtype(view, {OPWEAVE_INT32});
   if (view.rank != 1 || view.sizes[0] != count) {
-    fail_shape(view, "[" + std::to_string(count) + "]");
+    refuse_shape(view, "[" + std::to_string(count) + "]");
   }
   check_contiguous(view);
 }
@@ -180,7 +172,7 @@ void paged_attention(const View& out, const View& query, const View& key_cache,
                      std::optional<int64_t> window, std::optional<double> soft_cap) {
   check_layout(out, query, key_cache, value_cache);
   check_dtype(block_tables, {OPWEAVE_INT32});
-  if (block_tables.rank != 2) fail_shape(block_tables, "[sequences, blocks]");
+  if (block_tables.rank != 2) refuse_shape(block_tables, "[sequences, blocks]");
   check_unit_stride(block_tables);
   check_vector(seq_lens, block_tables.sizes[0]);
   check_vector(cu_seqlens_q, block_tables.sizes[0] + 1);

@@ -124,10 +124,7 @@ void dynamic_per_tensor_quant_fp8(const View& out, const View& scale, const View
   check_activation(x);
   check_dtype(out, {OPWEAVE_FLOAT8_E4M3FN});
   check_output(out, x);
-  check_dtype(scale, {OPWEAVE_FLOAT32});
-  if (scale.element_count() != 1) {
-    throw CheckFailed("scale must have one element, found " + describe(scale));
-  }
+  check_one_scale(scale);
   check_disjoint(scale, x);
   check_disjoint(scale, out);
   OpweaveLargest call;

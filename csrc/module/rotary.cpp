@@ -2,14 +2,10 @@
 #include "kernels/rotary.h"
 
 #include "module/module.h"
+#include "module/shapes.h"
 
 namespace opweave {
 namespace {
-
-[[noreturn]] void fail_shape(const View& view, const std::string& expected) {
-  throw CheckFailed(std::string(view.name) + " must have shape " + expected + ", found " +
-                    describe(view));
-}
 
 // Whether the heads of x are a dimension of their own: [tokens..., heads, head_size].
 bool has_heads_dim(const View& x, const View& positions) { return x.rank == positions.rank + 2; }
@@ -29,14 +25,14 @@ void check_heads(const View& x, const View& positions, int64_t head_size) {
     same_tokens = x.sizes[d] == positions.sizes[d];
   }
   if (!same_tokens) {
-    fail_shape(x, "[*" + to_string(positions.sizes, positions.rank) +
-                      ", heads * head_size] or [*" + to_string(positions.sizes, positions.rank) +
-                      ", heads, head_size]");
+    refuse_shape(x, "[*" + to_string(positions.sizes, positions.rank) +
+                        ", heads * head_size] or [*" + to_string(positions.sizes, positions.rank) +
+                        ", heads, head_size]");
   }
   const int64_t last = x.sizes[x.rank - 1];
   if (has_heads_dim(x, positions) ? last != head_size : last % head_size != 0) {
-    fail_shape(x, "[..., heads * " + std::to_string(head_size) + "] or [..., heads, " +
-                      std::to_string(head_size) + "]");
+    refuse_shape(x, "[..., heads * " + std::to_string(head_size) + "] or [..., heads, " +
+                        std::to_string(head_size) + "]");
   }
   check_unit_stride(x);
 }
@@ -52,12 +48,12 @@ void check_cache(const View& cache, const View& x, int64_t head_size) {
   if (cache.dtype != x.dtype) check_dtype(cache, {x.dtype, OPWEAVE_FLOAT32});
   const int64_t size = cache.rank == 2 ? cache.sizes[1] : -1;
   if (size < 0 || size % 2 != 0 || size > head_size) {
-    fail_shape(cache, "[max_position, r] with an even r of at most head_size, " +
-                          std::to_string(head_size));
+    refuse_shape(cache, "[max_position, r] with an even r of at most head_size, " +
+                            std::to_string(head_size));
   }
   if (size > OPWEAVE_MAX_ROTARY_SIZE) {
-    fail_shape(cache, "[max_position, r] with r of at most " +
-                          std::to_string(OPWEAVE_MAX_ROTARY_SIZE));
+    refuse_shape(cache,
+                 "[max_position, r] with r of at most " + std::to_string(OPWEAVE_MAX_ROTARY_SIZE));
   }
   check_unit_stride(cache);
 }
@@ -87,7 +83,7 @@ void check_positions(const View& positions, int64_t rows) {
 void check_weight(const View& weight, const View& x, int64_t head_size) {
   if (weight.dtype != x.dtype) check_dtype(weight, {x.dtype, OPWEAVE_FLOAT32});
   if (weight.rank != 1 || weight.sizes[0] != head_size) {
-    fail_shape(weight, "[" + std::to_string(head_size) + "], one element for each in a head");
+    refuse_shape(weight, "[" + std::to_string(head_size) + "], one element for each in a head");
   }
   check_unit_stride(weight);
 }

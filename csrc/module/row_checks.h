@@ -1,4 +1,4 @@
-// What the ops that normalise or quantise rows ask of their arguments.
+// What ops that work on rows ask of their arguments.
 #pragma once
 
 #include <limits>
@@ -14,21 +14,47 @@ inline void check_activation(const View& x) {
   check_unit_stride(x);
 }
 
-// One element per position in the last dimension of x.
-inline void check_weight(const View& weight, const View& x) {
-  if (weight.dtype != x.dtype) check_dtype(weight, {x.dtype, OPWEAVE_FLOAT32});
+// Rows of the type and the shape of x; out may be x itself.
+inline void check_rows_like(const View& out, const View& x) {
+  check_same_sizes(out, x);
+  check_same_dtype(out, x);
+  check_unit_stride(out);
+  check_disjoint_or_same(out, x);
+}
+
+// Rows with half as many elements as those of x have.
+inline void check_half_of(const View& out, const View& x) {
+  const int last = x.rank - 1;
+  bool fits = out.rank == x.rank && 2 * out.sizes[last] == x.sizes[last];
+  for (int d = 0; fits && d < last; ++d) fits = out.sizes[d] == x.sizes[d];
+  if (fits) return;
+  throw CheckFailed("out must have the shape of x with half of its last dimension, found " +
+                    describe(out) + " for x of shape " + to_string(x.sizes, x.rank) +
+                    "; the last dimension of x must be even");
+}
+
+// A weight or a bias: one element per position in the last dimension of x, in x's type or float32.
+inline void check_per_column(const View& vector, const View& x) {
+  if (vector.dtype != x.dtype) check_dtype(vector, {x.dtype, OPWEAVE_FLOAT32});
   const int64_t width = x.sizes[x.rank - 1];
-  if (weight.rank != 1 || weight.sizes[0] != width) {
-    throw CheckFailed("weight must be None or have shape [" + std::to_string(width) +
-                      "], the last dimension of " + x.name + ", found " + describe(weight));
+  if (vector.rank != 1 || vector.sizes[0] != width) {
+    throw CheckFailed(std::string(vector.name) + " must be None or have shape [" +
+                      std::to_string(width) + "], the last dimension of " + x.name + ", found " +
+                      describe(vector));
   }
-  check_unit_stride(weight);
+  check_unit_stride(vector);
 }
 
 // Rows of 8 bits.
 inline void check_quantised(const View& out) {
   check_dtype(out, {OPWEAVE_FLOAT8_E4M3FN, OPWEAVE_INT8});
   check_unit_stride(out);
+}
+
+inline void check_one_scale(const View& scale) {
+  check_dtype(scale, {OPWEAVE_FLOAT32});
+  if (scale.element_count() == 1) return;
+  throw CheckFailed("scale must have one element, found " + describe(scale));
 }
 
 // scale has the sizes of x but for the last one, which is `last`.

@@ -161,17 +161,6 @@ GATED = [case for case in CASES if case.factor == 2]
 POINTWISE = [case for case in CASES if case.factor == 1]
 
 
-def assert_op_close(op: IrOp, got: Tensor, wanted: Tensor, *, share: float = 0.99) -> None:
-    """Within the op's tolerance; in 16 bits, at least this share of the elements is equal."""
-    tolerance = op.get_tolerance(wanted.dtype)
-    torch.testing.assert_close(
-        got, wanted, atol=tolerance.atol, rtol=tolerance.rtol, equal_nan=True
-    )
-    if wanted.dtype != torch.float32 and wanted.numel() >= 1000:
-        same = (got == wanted) | (got.isnan() & wanted.isnan())
-        assert same.double().mean() >= share
-
-
 def native_share(case: Case) -> float:
     """The share of equal elements between the kernel and native.
 

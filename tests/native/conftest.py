@@ -39,6 +39,13 @@ def isa(request: pytest.FixtureRequest, module: ModuleType) -> Iterator[str]:
     module._select_isa(before)
 
 
+@pytest.fixture
+def isas(module: ModuleType) -> Iterator[tuple[str, ...]]:
+    """The instruction sets of this CPU, for a test that selects them by itself."""
+    yield module._available_isas()
+    module._select_isa(None)
+
+
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
     with torch.no_grad():

@@ -1,13 +1,16 @@
-"""The definition of the norms, in float64 and row by row, and how near a kernel must come."""
+"""The definition of the norms, in float64 and row by row, arguments, and how near to come."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from random import Random
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from opweave.ir import IrOp
 
 Door = Callable[..., None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,3 +70,30 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=rtol, atol=1e-6)
     if wanted.dtype != torch.float32 and wanted.numel() >= 1000:
         assert (got == wanted).double().mean() > 0.99
+
+
+def with_extremes(x: Tensor, draw: Random, *, largest: float = math.inf) -> Tensor:
+    """Return *x*, or, once in four times, a copy in which some elements are extreme.
+
+    Those are NaN, infinities, zeros, the smallest numbers, and the largest, *largest* at the most.
+    """
+    if x.numel() == 0 or draw.random() < 0.75:
+        return x
+    limits = torch.finfo(x.dtype)
+    largest = min(largest, limits.max)
+    kinds = [math.nan, math.inf, -math.inf, largest, -largest, limits.tiny, -limits.tiny, -0.0]
+    x = x.clone()  # keeps the order of the dimensions in memory
+    for _ in range(draw.randrange(1, 4)):
+        x[tuple(draw.randrange(size) for size in x.shape)] = draw.choice(kinds)
+    return x
+
+
+def assert_op_close(op: IrOp, got: Tensor, wanted: Tensor, *, share: float = 0.99) -> None:
+    """Within the op's tolerance; in 16 bits, at least this share of the elements is equal."""
+    tolerance = op.get_tolerance(wanted.dtype)
+    torch.testing.assert_close(
+        got, wanted, atol=tolerance.atol, rtol=tolerance.rtol, equal_nan=True
+    )
+    if wanted.dtype != torch.float32 and wanted.numel() >= 1000:
+        same = (got == wanted) | (got.isnan() & wanted.isnan())
+        assert same.double().mean() >= share

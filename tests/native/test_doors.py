@@ -177,6 +177,37 @@ def test_direct_call_refuses_other_types(
     assert expected in str(error.value)
 
 
+UNUSUAL = {
+    "mkldnn": lambda: ones(8).to_mkldnn(),
+    "sparse": lambda: ones(8).to_sparse(),
+    "compressed": lambda: ones(4, 8).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([ones(8), ones(4)]),
+    "quantised": lambda: torch.quantize_per_tensor(ones(8), 1.0, 0, torch.qint8),
+    "functional": lambda: torch._to_functional_tensor(ones(8)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_only_dense_memory_is_read(
+    module: ModuleType, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    unusual = UNUSUAL[kind]()
+    assert type(unusual) is Tensor
+    with pytest.raises(TypeError, match="x must be a plain strided tensor"):
+        module.rms_norm(ones(8), unusual, None, 1e-6)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_lazy_copy_does_not_change_its_source(module: ModuleType, name: str) -> None:
+    source = 2 * ones(2, 8)
+    copy = torch._lazy_clone(source)
+    door(module, name, "rms_norm")(copy, copy, None, 0.0)
+    assert torch.equal(source, 2 * ones(2, 8))
+    assert torch.equal(copy, ones(2, 8))
+
+
 def test_direct_call_takes_no_keywords(module: ModuleType) -> None:
     with pytest.raises(TypeError):
         module.rms_norm(ones(8), ones(8), None, epsilon=1e-6)

@@ -283,7 +283,7 @@ def refusals() -> dict[str, tuple[str, Arguments, str]]:
         "dtype of sum": (add, (q, y.half(), x, y, None, one, 1e-6), "residual_out must have the"),
         "overlap": (add, (q, y.view(-1)[:24].view(6, 4).t(), x, x, None, one, 1e-6), "contiguous"),
         "shared": (add, (x.view(FP8)[:, :6], y, x, y, None, one, 1e-6), "must not share memory"),
-        "halves": (silu, (q, s, x, 3, False), "out must have the shape of x with half its last"),
+        "halves": (silu, (q, s, x, 3, False), "out must have the shape of x with half of its last"),
         "group size": (silu, (half, s, x, 0, False), "group_size must be at least 1"),
         "group scales": (silu, (half, s, x, 2, False), r"scale must have shape \[4, 2\]"),
         "group int8": (silu, (half.view(INT8), s, x, 3, False), "out must be float8_e4m3fn, found"),

@@ -11,6 +11,7 @@ from cyclopts import App, CycloptsError
 from opweave import __version__
 from opweave.cli.doctor import doctor
 from opweave.cli.errors import CliError
+from opweave.cli.explain import explain
 from opweave.cli.generate import generate
 from opweave.cli.native import native
 from opweave.cli.ops import ops
@@ -23,7 +24,7 @@ app = App(
     version=__version__,
     help_format="plaintext",
 )
-for _command in (generate, ops, doctor):
+for _command in (generate, explain, ops, doctor):
     app.command(_command)
 app.command(native)
 

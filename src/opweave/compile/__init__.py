@@ -4,7 +4,7 @@
 """
 
 from opweave.compile.backend import backend, install, uninstall
-from opweave.compile.compiled import CompiledGraph, report
+from opweave.compile.compiled import CompiledGraph, report, reports
 from opweave.compile.errors import (
     CompileError,
     OptionError,
@@ -27,5 +27,6 @@ __all__ = [
     "install",
     "lower",
     "report",
+    "reports",
     "uninstall",
 ]

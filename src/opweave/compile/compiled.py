@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ class CompiledGraph:
         self._variants[plan.digest] = self._first(graph_module, example_inputs, plan)
         self._run, self._report = self._variants[plan.digest]
         self._now = self._moment(example_inputs)
-        _latest.append(self)
+        _remember(self)
 
     def __call__(self, *inputs: Any) -> Any:
         if self._donated:
@@ -194,24 +195,40 @@ def varying_size(example_inputs: Sequence[Any]) -> tuple[int, int] | None:
     return (tensors[0][0], 0) if tensors else None
 
 
-def report(function: Any = None) -> Report:
-    """Return the report of what *function* (made by ``torch.compile``) last compiled.
-
-    Args:
-        function: a compiled function or module; None: the latest graph in this process.
+def report() -> Report:
+    """Return the report of the graph of opweave that was compiled last, as it ran last.
 
     Raises:
         LookupError: nothing was compiled with the passes of opweave yet.
     """
-    if not _latest:
+    return _latest_graph().report
+
+
+def reports() -> list[Report]:
+    """Return the reports of all selections that the same graph was compiled for, oldest first.
+
+    Raises:
+        LookupError: nothing was compiled with the passes of opweave yet.
+    """
+    return _latest_graph().reports
+
+
+def _latest_graph() -> CompiledGraph:
+    found = _latest() if _latest is not None else None
+    if found is None:
         raise LookupError(
             "nothing was compiled by opweave yet. Call the compiled function once, with "
             "torch.compile(..., backend='opweave') or after opweave.compile.install()."
         )
-    return _latest[-1].report
+    return found
 
 
-_latest: list[CompiledGraph] = []
+_latest: weakref.ref[CompiledGraph] | None = None
+
+
+def _remember(graph: CompiledGraph) -> None:
+    global _latest
+    _latest = weakref.ref(graph)
 
 
 def registries_of(graph_module: GraphModule) -> list[Registry]:

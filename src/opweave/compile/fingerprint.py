@@ -7,6 +7,7 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
+from os.path import dirname
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -49,8 +50,9 @@ def of_impl(impl: IrOpImpl) -> str:
 def of_function(function: Any) -> str:
     """Return a digest of the source files that a function's behaviour depends on.
 
-    Those are its own and, transitively, those of the modules of the same top-level package that it
-    refers to. A function without a source file counts by its bytecode and what it closes over.
+    Those are its own and, transitively, those of the modules that it refers to in the same
+    top-level package, or in the same folder if it is a script. A function without a source file
+    counts by its bytecode and what it closes over.
     """
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     sources = of_modules(module) if module else ""
@@ -103,15 +105,25 @@ def digest_of(parts: Iterable[str]) -> str:
 
 
 def _used_by(module: ModuleType) -> list[ModuleType]:
-    package = module.__name__.partition(".")[0]
     used = []
     for value in vars(module).values():
         other = value
         if not isinstance(value, ModuleType):
             other = sys.modules.get(str(getattr(value, "__module__", "")))
-        if isinstance(other, ModuleType) and other.__name__.partition(".")[0] == package:
+        # (torch.ops.x is of a subclass)
+        if type(other) is ModuleType and _belong_together(module, other):
             used.append(other)
     return used
+
+
+def _belong_together(module: ModuleType, other: ModuleType) -> bool:
+    """Whether two modules are of one package, or two scripts in one folder."""
+    names = [m.__name__.partition(".")[0] for m in (module, other)]
+    if names[0] == names[1]:
+        return True
+    scripts = all(not m.__package__ for m in (module, other))
+    folders = [dirname(getattr(m, "__file__", None) or m.__name__) for m in (module, other)]
+    return scripts and folders[0] == folders[1]
 
 
 def _code_text(function: Any) -> str:

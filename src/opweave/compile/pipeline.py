@@ -20,6 +20,7 @@ from opweave.compile.passes.fusion import fuse
 from opweave.compile.passes.lowering import is_kept, lower_functional
 from opweave.compile.passes.noop import eliminate_noops
 from opweave.compile.passes.reuse import lower_inplace
+from opweave.compile.passes.sequence import shard_tokens
 from opweave.compile.report import PassReport
 
 
@@ -44,6 +45,7 @@ PASSES = (
     Pass("carry donations", Stage.DYNAMO, carry_donations),
     Pass("eliminate noops", Stage.JOINT, eliminate_noops, lambda o: o.noop_elimination),
     Pass("fuse", Stage.JOINT, fuse, lambda o: o.fusion),
+    Pass("shard tokens", Stage.JOINT, shard_tokens, lambda o: o.sequence_parallelism),
     Pass("clean up", Stage.JOINT, clean_up),
     Pass("lower functional", Stage.JOINT, lower_functional),
     Pass("clean up", Stage.JOINT, clean_up),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Self
 
 
@@ -107,6 +108,35 @@ class Report:
             result.setdefault(node.op, {})[node.node] = node.chosen
         return result
 
+    @property
+    def providers(self) -> dict[str, int]:
+        """Calls by provider, the most frequent first."""
+        return dict(Counter(node.chosen for node in self.nodes).most_common())
+
+    @property
+    def reuses(self) -> list[Reuse]:
+        """What became of every activation that an in-place kernel was given."""
+        return [reuse for node in self.nodes for reuse in node.reuse]
+
+    @property
+    def fused(self) -> list[FusionReport]:
+        """The fusions that were formed."""
+        return [fusion for fusion in self.fusions if fusion.outcome == "fused"]
+
+    @property
+    def near_misses(self) -> list[FusionReport]:
+        """The fusions that were not formed, though more than one of their parts was there."""
+        return [fusion for fusion in self.fusions if fusion.outcome != "fused"]
+
+    def outcomes(self) -> list[tuple[NodeReport, int]]:
+        """Return one call for each distinct outcome, with the number of calls like it."""
+        alike: dict[Any, list[NodeReport]] = {}
+        for node in self.nodes:
+            rejected, reuse = tuple(map(astuple, node.rejected)), tuple(map(astuple, node.reuse))
+            key = (node.op, node.chosen, node.stage, bool(node.fused_from), rejected, reuse)
+            alike.setdefault(key, []).append(node)
+        return [(nodes[0], len(nodes)) for nodes in alike.values()]
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
         return {**asdict(self), "selected_impls": self.selected_impls}
@@ -147,6 +177,5 @@ class Report:
             for reuse in node.reuse:
                 mark = "reuses" if reuse.reused else "copies"
                 yield f"    {mark} {reuse.activation}" + (f": {reuse.reason}" * bool(reuse.reason))
-        for fusion in self.fusions:
-            if fusion.outcome != "fused":
-                yield f"not fused: {fusion.composite} at {fusion.node}: {fusion.reason}"
+        for fusion in self.near_misses:
+            yield f"not fused: {fusion.composite} at {fusion.node}: {fusion.reason}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,9 @@ from torch.fx import Graph, GraphModule, Node
 from opweave.compile import compat
 from opweave.compile.nodes import IrCall, fake_of
 from opweave.ir import IrOpImpl
+from opweave.ir.schema import Schema
 
+Function = Callable[..., Any]
 Signature = tuple[Any, ...]
 _SYMBOLIC = (SymInt, SymFloat, SymBool)
 
@@ -49,12 +51,18 @@ class Tracer:
     def __init__(self) -> None:
         self.traces: dict[Signature, Trace] = {}
 
-    def trace(self, impl: IrOpImpl, values: Sequence[Any]) -> Trace:
-        """Return the graph of *impl* for *values* (fake tensors and numbers, one per parameter)."""
-        key = (impl, tuple(map(signature, values)))
+    def trace(
+        self, impl: IrOpImpl, values: Sequence[Any], function: Function | None = None
+    ) -> Trace:
+        """Return the graph of *impl* for *values* (fake tensors and numbers, one per parameter).
+
+        With *function*, that of another form of the implementation.
+        """
+        function = function or impl.impl_fn
+        key = (function, tuple(map(signature, values)))
         found = self.traces.get(key)
         if found is None:
-            found = self.traces[key] = _trace(impl, values)
+            found = self.traces[key] = _trace(function, impl.op.schema, values)
         return found
 
 
@@ -142,8 +150,8 @@ def _flat(values: Sequence[Any]) -> list[Any]:
     return [i for v in values for i in (v if isinstance(v, (list, tuple)) else (v,))]
 
 
-def _trace(impl: IrOpImpl, values: Sequence[Any]) -> Trace:
-    def function(*given: Any) -> Any:
+def _trace(function: Function, schema: Schema, values: Sequence[Any]) -> Trace:
+    def flat(*given: Any) -> Any:
         replaced = iter(given)
 
         def put(value: Any) -> Any:
@@ -151,11 +159,11 @@ def _trace(impl: IrOpImpl, values: Sequence[Any]) -> Trace:
                 return type(value)(put(item) for item in value)
             return next(replaced) if isinstance(value, (Tensor, *_SYMBOLIC)) else value
 
-        args, kwargs = impl.op.schema.split([put(value) for value in values])
-        return impl.impl_fn(*args, **kwargs)
+        args, kwargs = schema.split([put(value) for value in values])
+        return function(*args, **kwargs)
 
     try:
-        return Trace(compat.trace(function, variables(values)))
+        return Trace(compat.trace(flat, variables(values)))
     except Exception as error:
         # Whatever a kernel's Python does that tracing cannot follow: it stays one opaque call.
         return Trace(None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")

@@ -9,9 +9,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from opweave.ir.errors import SettingError
+from opweave.ir.errors import SettingError, did_you_mean
 
 PRIORITY_PREFIX = "OPWEAVE_IR_OP_PRIORITY__"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
@@ -67,6 +68,13 @@ VARIABLES = (
         "The instruction set of the C++ kernels: `base`, `avx2`, `avx512` or `avx512bf16`; by "
         "default the best that the processor has.",
     ),
+    Variable(
+        "OPWEAVE_LOGGING_LEVEL",
+        "string",
+        "",
+        "Show what opweave logs, from this level up, on standard error: `DEBUG`, `INFO`, "
+        "`WARNING`, `ERROR` or `CRITICAL`.",
+    ),
 )
 
 
@@ -80,6 +88,20 @@ def flag(name: str, environ: Mapping[str, str] = os.environ) -> bool:
     if value not in _TRUE | _FALSE:
         raise SettingError(f"{name}={environ[name]!r} is neither true (1) nor false (0).")
     return value in _TRUE
+
+
+def logging_level(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the name of the level from which the log is shown, or None.
+
+    Raises:
+        SettingError: there is no such level.
+    """
+    given = environ.get("OPWEAVE_LOGGING_LEVEL", "").strip()
+    if given and given.upper() not in LEVELS:
+        raise SettingError(
+            f"OPWEAVE_LOGGING_LEVEL={given!r} is no level. {did_you_mean(given.upper(), LEVELS)}"
+        )
+    return given.upper() or None
 
 
 def priorities(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 
 from opweave.config import environment, file
+from opweave.config.log import show_log
 from opweave.ir import Registry, Source
 from opweave.ir.errors import UnknownOpWarning
 from opweave.ir.traits import BATCH_INVARIANT
@@ -17,6 +18,7 @@ def apply_environment_and_file(registry: Registry) -> None:
     Raises:
         SettingError: something is malformed.
     """
+    show_log(environment.logging_level())
     settings, found = registry.settings, file.find()
     settings.set_priorities(
         Source.ENVIRONMENT,

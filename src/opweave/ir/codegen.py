@@ -267,7 +267,9 @@ def functional(impl: IrOpImpl) -> Function:
 
 
 def copying(impl: IrOpImpl) -> Function:
-    """Return the functional form of an in-place implementation: it copies the activations first."""
+    """Return the functional form of an in-place implementation: its own, or a copy first."""
+    if impl.functional_fn is not None:
+        return impl.functional_fn
     schema = impl.op.schema
     arguments = schema.call({name: f"{name}.clone()" for name in impl.op.activations})
     namespace = {**schema.defaults, "_impl_fn": impl.impl_fn}

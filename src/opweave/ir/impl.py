@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ class IrOpImpl:
         unsupported_reason: why not, if not.
         supports_args: the predicate, or None if every argument is supported.
         inplace: whether it may write its outputs into the op's activations.
+        functional_fn: the same kernel with outputs of its own, if an in-place one comes with it.
         traits: what it promises, see :mod:`opweave.ir.traits`.
         site: where it was registered.
     """
@@ -43,16 +44,20 @@ class IrOpImpl:
     op: IrOp
     provider: str
     impl_fn: Callable[..., Any]
-    supported: bool
-    unsupported_reason: str
-    supports_args: Predicate | None
-    inplace: bool
+    _: KW_ONLY
     traits: frozenset[str]
     site: Site
+    supported: bool = True
+    unsupported_reason: str = ""
+    supports_args: Predicate | None = None
+    inplace: bool = False
+    functional_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         native, what = self.op.native, f"{self.op.name!r}: implementation {self.provider!r}"
         check_same(native, self.impl_fn, f"{what} ({self.site})")
+        if self.functional_fn is not None:
+            check_same(native, self.functional_fn, f"{what}, functional= ({self.site})")
         if self.supports_args is not None:
             check_predicate(self.supports_args, self.op, what)
 
@@ -98,7 +103,7 @@ class IrOpImpl:
     def uuid(self) -> str:
         """Return a digest of the source files of the kernel's function and its predicate."""
         digest = hashlib.sha256(self.provider.encode())
-        functions = [self.impl_fn]
+        functions = [self.impl_fn, *filter(None, [self.functional_fn])]
         if callable(self.supports_args):
             functions.append(self.supports_args)
         for function in functions:

@@ -72,10 +72,10 @@ class IrOp(Callee):
         self.fake: Function = native
         self._check_inplace()
         self._binder: Function = self.schema.binder(self.name)
-        self._impls: dict[str, IrOpImpl] = {}
+        traits = check_traits({DIFFERENTIABLE, *native_traits})
+        self._impls = {NATIVE: IrOpImpl(self, NATIVE, native, traits=traits, site=self.site)}
         self._tolerances = dict(tolerance.DEFAULT_TOLERANCES)
         self._input_generator: Callable[..., tuple[Any, ...]] | None = None
-        self._add(NATIVE, native, traits={DIFFERENTIABLE, *native_traits})
 
     def define(self) -> None:
         """Define the torch ops and the call paths. Once, when the op enters its registry."""
@@ -116,6 +116,7 @@ class IrOp(Callee):
         unsupported_reason: str | None = None,
         supports_args: Predicate | None = None,
         inplace: bool = False,
+        functional: Function | None = None,
         traits: Iterable[str] = (),
         override: bool = False,
     ) -> Callable[[Function], Function]:
@@ -128,6 +129,8 @@ class IrOp(Callee):
             supports_args: which arguments it takes: a rule of :mod:`opweave.ir.rules`, or a
                 function with the op's parameters that returns bool. None: all of them.
             inplace: it may write its outputs into the op's activations, and return them.
+            functional: the same kernel writing to new memory, for calls that do not donate; without
+                it, those copy the activations and run in place.
             traits: what it promises, see :mod:`opweave.ir.traits`.
             override: replace an earlier implementation from the same provider, as when a notebook
                 cell runs again.
@@ -141,60 +144,44 @@ class IrOp(Callee):
             UnknownTraitError: a trait does not exist.
         """
         check_provider_name(provider)
+        if functional is not None and not inplace:
+            raise InvalidOpError(
+                f"{self.name}: functional= is for an in-place implementation (inplace=True); "
+                "otherwise the decorated function is the functional one."
+            )
         if inplace and not self.allow_inplace:
             raise InvalidOpError(
                 f"{self.name}: an in-place implementation needs an op declared with "
                 f"allow_inplace=True; {self.name} ({self.site}) is not."
             )
 
+        if not isinstance(supported, bool):
+            raise InvalidOpError(f"{self.name}: supported={supported!r} is neither True nor False.")
+
         def decorate(function: Function) -> Function:
-            reason = unsupported_reason or "not supported on this system"
-            self._add(
+            impl = IrOpImpl(
+                self,
                 provider,
                 function,
                 supported=supported,
-                unsupported_reason=reason,
+                unsupported_reason=unsupported_reason or "not supported on this system",
                 supports_args=supports_args,
                 inplace=inplace,
-                traits=traits,
-                override=override,
+                functional_fn=functional,
+                traits=check_traits(traits),
+                site=caller_site(),
             )
+            if provider in self._impls and not override:
+                raise DuplicateImplError(
+                    f"{self.name}: provider {provider!r} is registered already, at "
+                    f"{self._impls[provider].site}; this is {impl.site}. Use another provider "
+                    "name, or override=True."
+                )
+            self._impls[provider] = impl
             self.reset()
             return function
 
         return decorate
-
-    def _add(
-        self,
-        provider: str,
-        function: Function,
-        *,
-        supported: bool = True,
-        unsupported_reason: str = "",
-        supports_args: Predicate | None = None,
-        inplace: bool = False,
-        traits: Iterable[str] = (),
-        override: bool = False,
-    ) -> None:
-        if not isinstance(supported, bool):
-            raise InvalidOpError(f"{self.name}: supported={supported!r} is neither True nor False.")
-        if provider in self._impls and not override:
-            raise DuplicateImplError(
-                f"{self.name}: provider {provider!r} is registered already, at "
-                f"{self._impls[provider].site}; this is {caller_site()}. Use another "
-                "provider name, or override=True."
-            )
-        self._impls[provider] = IrOpImpl(
-            self,
-            provider,
-            function,
-            supported,
-            unsupported_reason,
-            supports_args,
-            inplace,
-            check_traits(traits),
-            caller_site(),
-        )
 
     def supported_providers(self) -> list[str]:
         """Return the providers that can run on this system, whatever the arguments."""
@@ -260,7 +247,7 @@ class IrOp(Callee):
                 f"{self.name} ({self.site}) was not declared with allow_inplace=True, so there is "
                 "no maybe_inplace. Call the op itself."
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return object.__getattribute__(self, name)  # raises what a property raised, too
 
     def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
         """Return the implementation that a call with these arguments would run."""

@@ -17,7 +17,7 @@ ROWWISE = "rowwise"
 TRAITS: dict[str, str] = {
     BATCH_INVARIANT: "a row's bits do not depend on which other rows are in the batch",
     ROWWISE: "a row of every output is computed from that row of the activations alone",
-    ALIAS_SAFE: "activations that overlap other arguments give the right result or an error",
+    ALIAS_SAFE: "donated activations may overlap each other, themselves and other arguments",
     DIFFERENTIABLE: "autograd through the implementation gives the op's gradient",
 }
 

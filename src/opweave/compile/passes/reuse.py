@@ -14,6 +14,8 @@ is an input of the graph  and the caller did not donate it
 is used later             under its own name or as a view, by a node or as an output of the graph
 has another layout        than the op promises for the output that would take its place
 ========================  ========================================================================
+
+A kernel that comes with a functional form is called in that form instead of with copies.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from opweave.ir.donation import overlaps_itself
 from opweave.ir.selection import Selection
 
 STAGE = "lower in place"
+INSTEAD = "another activation may not be reused, so the kernel's functional form runs"
 
 
 def lower_inplace(graph: Graph, context: Context) -> None:
@@ -55,9 +58,14 @@ def _lower(graph: Graph, call: IrCall, aliases: Aliases, context: Context) -> No
     if selection.impl.inplace and not trace.failure:
         layouts_differ = not _keeps_promise(call, trace)
         refusals = _refusals(call, aliases, context, layouts_differ=layouts_differ)
+        functional = selection.impl.functional_fn
+        if functional is not None and any(refusals.values()):
+            trace = context.tracer.trace(selection.impl, call.fakes, functional)
+            refusals = {name: why or INSTEAD for name, why in refusals.items()}
+        else:
+            call = _with_copies(graph, call, refusals, aliases, contiguous=layouts_differ)
+            trace = context.tracer.trace(selection.impl, call.fakes)
         described.reuse += [Reuse(name, not why, why) for name, why in refusals.items()]
-        call = _with_copies(graph, call, refusals, aliases, contiguous=layouts_differ)
-        trace = context.tracer.trace(selection.impl, call.fakes)
     obstacle = trace.failure or _obstacle(call, selection, trace)
     if obstacle:
         described.stage = f"kept as a call: {obstacle}"

@@ -14,6 +14,7 @@ from opweave.ir.ops.activation import (
 )
 from opweave.ir.ops.advance_step import advance_step_flashattn
 from opweave.ir.ops.attention import causal_attention, varlen_attention
+from opweave.ir.ops.collective import all_reduce_rms_norm
 from opweave.ir.ops.embedding import embedding
 from opweave.ir.ops.fused_quant import (
     fused_add_rms_norm_dynamic_per_token_quant_fp8,
@@ -30,7 +31,7 @@ from opweave.ir.ops.fused_quant import (
 from opweave.ir.ops.gated_norm import rms_norm_gated
 from opweave.ir.ops.kv_cache import reshape_and_cache
 from opweave.ir.ops.layer_norm import layer_norm
-from opweave.ir.ops.linear import linear
+from opweave.ir.ops.linear import linear, linear_w8a16
 from opweave.ir.ops.norm import fused_add_rms_norm, rms_norm
 from opweave.ir.ops.paged_attention import paged_attention
 from opweave.ir.ops.pointwise import gelu_fast, gelu_new, quick_gelu, relu2, xielu
@@ -47,6 +48,7 @@ from opweave.ir.registry import find_op as _find_op
 
 __all__ = [
     "advance_step_flashattn",
+    "all_reduce_rms_norm",
     "apply_rotary_emb",
     "causal_attention",
     "dynamic_per_tensor_quant_fp8",
@@ -64,6 +66,7 @@ __all__ = [
     "gelu_new",
     "layer_norm",
     "linear",
+    "linear_w8a16",
     "mul_and_silu",
     "paged_attention",
     "per_token_group_quant_fp8",
@@ -95,6 +98,7 @@ for _file in (
     "activation",
     "advance_step",
     "attention",
+    "collective",
     "fused_quant",
     "gated_norm",
     "kv_cache",

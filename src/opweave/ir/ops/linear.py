@@ -1,4 +1,8 @@
-"""The linear map."""
+"""The linear map, with weights of the dtype of the activations or of 8 bits.
+
+Weights of 8 bits are quantised and activations are not: torchao calls int8 weight-only, float8
+weight-only. The convention is that of :mod:`opweave.ir.ops.quant`: ``weight ~ q * scale``.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,50 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(x, weight, bias)
 
 
+@register_op
+def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ (weight * scale).T + bias`` with weights of 8 bits, in float32, rounded once.
+
+    Args:
+        x: ``(..., in_features)``, floating point; float64 is computed in float64.
+        weight: ``(out_features, in_features)``, int8 or float8_e4m3fn.
+        scale: float32; one element of any shape for all of ``weight``, or one for each of its rows:
+            ``(out_features,)`` or ``(out_features, 1)``.
+        bias: ``(out_features,)``, any floating dtype, or None.
+
+    Returns:
+        ``(..., out_features)`` in the dtype of ``x``.
+
+    Raises:
+        ValueError: ``weight`` has another dtype, or ``scale`` another shape.
+
+    Source: LLM.int8(), arXiv:2208.07339, for one scale per row; arXiv:2209.05433 for float8.
+    """
+    _check_w8(weight, scale)
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = weight.to(y.dtype) * scale.to(y.dtype).reshape(-1, 1)
+    return functional.linear(y, wide, None if bias is None else bias.to(y.dtype)).to(x.dtype)
+
+
+def scales_rows(scale: Tensor, weight: Tensor) -> bool:
+    """Whether *scale* is one scale for *weight*, or one for each of its rows."""
+    return scale.numel() == 1 or scale.shape in (weight.shape[:1], (*weight.shape[:1], 1))
+
+
+def _check_w8(weight: Tensor, scale: Tensor) -> None:
+    if weight.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise ValueError(
+            "linear_w8a16: weight must be int8 or float8_e4m3fn; it is "
+            f"{str(weight.dtype).removeprefix('torch.')}. linear takes weights of the dtype of x."
+        )
+    if not scales_rows(scale, weight):
+        raise ValueError(
+            "linear_w8a16: scale must have one element, or shape (out_features,) or "
+            f"(out_features, 1); weight has shape {tuple(weight.shape)}, scale "
+            f"{tuple(scale.shape)}."
+        )
+
+
 @linear.register_input_generator
 def _linear_inputs(
     num_tokens: int = 8,
@@ -37,7 +85,25 @@ def _linear_inputs(
     return x.to(dtype), weight.to(dtype), bias.to(dtype)
 
 
+@linear_w8a16.register_input_generator
+def _linear_w8a16_inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    weight_dtype: torch.dtype = torch.int8,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, weight, bias = _linear_inputs(num_tokens, hidden_size, torch.float32, device)
+    largest = 127.0 if weight_dtype is torch.int8 else 448.0
+    scale = weight.abs().amax(dim=-1) / largest
+    quantised = weight / scale[:, None]
+    if weight_dtype is torch.int8:
+        quantised = quantised.round()
+    return x.to(dtype), quantised.to(weight_dtype), scale, bias.to(dtype)
+
+
 # Sums of the same products in another order: the error grows with the number of terms.
-linear.override_tolerance(torch.float32, atol=1e-4, rtol=1e-5)
-linear.override_tolerance(torch.bfloat16, atol=1e-2, rtol=1.6e-2)
-linear.override_tolerance(torch.float16, atol=1e-2, rtol=2e-3)
+for _op in (linear, linear_w8a16):
+    _op.override_tolerance(torch.float32, atol=1e-4, rtol=1e-5)
+    _op.override_tolerance(torch.bfloat16, atol=1e-2, rtol=1.6e-2)
+    _op.override_tolerance(torch.float16, atol=1e-2, rtol=2e-3)

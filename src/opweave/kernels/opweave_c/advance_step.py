@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opweave import _custom_ops, native
+from opweave import _custom_ops
 from opweave.ir import rules
 from opweave.ir.ops.advance_step import advance_step_flashattn as op
 from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
+from opweave.kernels.opweave_c.doors import implements
 
-_STATUS = native.status()
 _UPDATED = ("input_tokens", "input_positions", "seq_lens", "slot_mapping")
 _TENSORS = (*_UPDATED, "sampled_token_ids", "block_tables")
 
@@ -28,11 +28,9 @@ def _separate(
     return len({*map(id, updated), *map(id, others)}) == len(_TENSORS)
 
 
-@op.register_impl(
-    "opweave_c",
-    supported=_STATUS.available,
-    unsupported_reason=_STATUS.reason_missing,
-    supports_args=rules.cpu(*_TENSORS)
+@implements(
+    op,
+    rules.cpu(*_TENSORS)
     & rules.ndim("seq_lens", 1)
     & rules.ndim("sampled_token_ids", 1, 2)
     & rules.contiguous(*_UPDATED)
@@ -51,18 +49,43 @@ def advance_step_flashattn(
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Advance every sequence, writing into the four tensors that are returned."""
+    updated = (input_tokens, input_positions, seq_lens, slot_mapping)
     try:
-        _custom_ops.advance_step_flashattn(
-            seq_lens.shape[0],
-            sampled_token_ids.shape[0],
-            block_size,
-            input_tokens,
-            sampled_token_ids,
-            input_positions,
-            seq_lens,
-            slot_mapping,
-            block_tables,
-        )
+        _advance(*updated, sampled_token_ids, block_tables, block_size)
+    except RuntimeError:
+        pass  # they overlap, or else the next call says what is wrong
+    else:
+        return updated
+    updated = (
+        input_tokens.clone(),
+        input_positions.clone(),
+        seq_lens.clone(),
+        slot_mapping.clone(),
+    )
+    try:
+        _advance(*updated, sampled_token_ids, block_tables, block_size)
     except RuntimeError as error:  # the op's own kind of error
         raise ValueError(str(error)) from error
-    return input_tokens, input_positions, seq_lens, slot_mapping
+    return updated
+
+
+def _advance(
+    input_tokens: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    sampled_token_ids: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> None:
+    _custom_ops.advance_step_flashattn(
+        seq_lens.shape[0],
+        sampled_token_ids.shape[0],
+        block_size,
+        input_tokens,
+        sampled_token_ids,
+        input_positions,
+        seq_lens,
+        slot_mapping,
+        block_tables,
+    )

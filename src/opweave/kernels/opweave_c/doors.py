@@ -1,31 +1,74 @@
-"""The doors to one op of the native module, for implementations that pick them themselves."""
+"""The doors to the ops of the native module, and the registration of what calls them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from opweave import native
+from opweave.ir import IrOp, compat
+from opweave.ir.impl import Predicate
+from opweave.ir.traits import BATCH_INVARIANT
+
+Function = Callable[..., Any]
 
 STATUS = native.status()
 
+_CALLS = """
+def {name}({arguments}):
+    try:
+        return direct({arguments})
+    except TypeError:  # not plain tensors: torch's dispatcher knows what they are
+        return dispatched({arguments})
 
-def direct(name: str) -> Callable[..., Any]:
-    """Return op *name*'s cheapest door that is open in eager mode."""
-    if STATUS.fast_door:
-        function: Callable[..., Any] = getattr(native.module(), name, _unavailable)
-        return function
-    return dispatched(name)
+def traced({arguments}):
+    return torch.ops.opweave_c.{name}.default({arguments})
+"""
 
 
-def dispatched(name: str) -> Callable[..., Any]:
-    """Return op *name* in torch's dispatcher."""
+def native_op(name: str) -> Function:
+    """Return op *name* as one function that takes the cheapest door for each call.
+
+    The module's own function is cheap and refuses anything but plain CPU tensors. This one is
+    generated, with a parameter for each argument: passing ``*arguments`` on would cost more than
+    the cheap door does. Dynamo traces the torch op instead.
+    """
     if not STATUS.available:
         return _unavailable
-    op: Callable[..., Any] = getattr(torch.ops.opweave_c, name).default
-    return op
+    op = getattr(torch.ops.opweave_c, name).default
+    arguments = ", ".join(argument.name for argument in op._schema.arguments)
+    namespace = {
+        "__name__": __name__,
+        "torch": torch,
+        "direct": getattr(native.module(), name) if STATUS.fast_door else op,
+        "dispatched": op,
+    }
+    exec(_CALLS.format(name=name, arguments=arguments), namespace)
+    function: Function = namespace[name]
+    compat.trace_instead(function, namespace["traced"])
+    return function
+
+
+def implements(
+    op: IrOp,
+    supports_args: Predicate,
+    *,
+    inplace: bool = False,
+    functional: Function | None = None,
+    traits: Iterable[str] = (BATCH_INVARIANT,),
+) -> Callable[[Function], Function]:
+    """Register the decorated function as the implementation of *op* by this provider."""
+    return op.register_impl(
+        "opweave_c",
+        supported=STATUS.available,
+        unsupported_reason=STATUS.reason_missing,
+        supports_args=supports_args,
+        inplace=inplace,
+        functional=functional,
+        traits=traits,
+    )
 
 
 def _unavailable(*arguments: object) -> None:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from opweave.ir import rules
 from opweave.ir.ops import fused_quant as ops
-from opweave.kernels.opweave_c.doors import STATUS
-from opweave.kernels.opweave_c.quant import INPUT, native_op, one_float32, row_scales
+from opweave.kernels.opweave_c.arguments import ROWS, in_memory_order, one_float32
+from opweave.kernels.opweave_c.doors import implements, native_op
+from opweave.kernels.opweave_c.outputs import half_of, row_scales
 
 _empty = torch.empty
 _empty_like = torch.empty_like
@@ -22,36 +23,17 @@ _silu_per_token = native_op("silu_and_mul_per_token_quant")
 _silu_groups = native_op("silu_and_mul_group_quant_fp8")
 
 _NORM = (
-    INPUT
+    ROWS
     & rules.cpu("weight")
     & rules.per_last_dim("weight", "x")
     & (rules.same_dtype("x", "weight") | rules.dtype("weight", torch.float32))
-    & rules.unit_stride("x", "weight")
+    & rules.unit_stride("weight")
 )
 
 
 def _in_one_order(x: Tensor, x_residual: Tensor) -> bool:
     """Whether the strides of the sum are those of a copy of *x*."""
-    return x.stride() == x_residual.stride() or (_descends(x) and _descends(x_residual))
-
-
-def _descends(x: Tensor) -> bool:
-    """Whether the dimensions are in the order of memory, each stepping over the next one."""
-    reach = 1
-    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-        if size != 1:
-            if stride < reach:
-                return False
-            reach = stride * size
-    return True
-
-
-def _half(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return new memory for ``(..., d)`` from *x*, ``(..., 2 * d)``, strided as native's result."""
-    *leading, width = x.shape
-    if x.is_contiguous():
-        return _empty((*leading, width // 2), dtype=dtype)
-    return _empty_like(x[..., : width // 2], dtype=dtype)
+    return x.stride() == x_residual.stride() or (in_memory_order(x) and in_memory_order(x_residual))
 
 
 _ADD = (
@@ -62,16 +44,10 @@ _ADD = (
     & rules.unit_stride("x_residual")
 )
 _ORDER = "x and x_residual are not in one order of memory"
-_GATED = INPUT & rules.last_dim_multiple_of("x", 2) & rules.unit_stride("x")
+_GATED = ROWS & rules.last_dim_multiple_of("x", 2)
 
 
-@ops.rms_norm_static_quant_fp8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_NORM & one_float32("scale"),
-    traits={"batch_invariant"},
-)
+@implements(ops.rms_norm_static_quant_fp8, _NORM & one_float32("scale"))
 def rms_norm_static_quant_fp8(
     x: Tensor, weight: Tensor | None, epsilon: float, scale: Tensor
 ) -> Tensor:
@@ -81,13 +57,7 @@ def rms_norm_static_quant_fp8(
     return out
 
 
-@ops.rms_norm_dynamic_per_token_quant_fp8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_NORM & one_float32("scale_ub"),
-    traits={"batch_invariant"},
-)
+@implements(ops.rms_norm_dynamic_per_token_quant_fp8, _NORM & one_float32("scale_ub"))
 def rms_norm_dynamic_per_token_quant_fp8(
     x: Tensor, weight: Tensor | None, epsilon: float, scale_ub: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -98,13 +68,7 @@ def rms_norm_dynamic_per_token_quant_fp8(
     return out, scale
 
 
-@ops.rms_norm_dynamic_per_token_quant_int8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_NORM,
-    traits={"batch_invariant"},
-)
+@implements(ops.rms_norm_dynamic_per_token_quant_int8, _NORM)
 def rms_norm_dynamic_per_token_quant_int8(
     x: Tensor, weight: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
@@ -115,11 +79,9 @@ def rms_norm_dynamic_per_token_quant_int8(
     return out, scale
 
 
-@ops.fused_add_rms_norm_static_quant_fp8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_ADD
+@implements(
+    ops.fused_add_rms_norm_static_quant_fp8,
+    _ADD
     & one_float32("scale")
     & (
         rules.contiguous("x", "x_residual")
@@ -127,7 +89,6 @@ def rms_norm_dynamic_per_token_quant_int8(
             lambda x, x_residual, weight, epsilon, scale: _in_one_order(x, x_residual), _ORDER
         )
     ),
-    traits={"batch_invariant"},
 )
 def fused_add_rms_norm_static_quant_fp8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, scale: Tensor
@@ -139,11 +100,9 @@ def fused_add_rms_norm_static_quant_fp8(
     return out, residual
 
 
-@ops.fused_add_rms_norm_dynamic_per_token_quant_fp8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_ADD
+@implements(
+    ops.fused_add_rms_norm_dynamic_per_token_quant_fp8,
+    _ADD
     & one_float32("scale_ub")
     & (
         rules.contiguous("x", "x_residual")
@@ -152,7 +111,6 @@ def fused_add_rms_norm_static_quant_fp8(
             _ORDER,
         )
     ),
-    traits={"batch_invariant"},
 )
 def fused_add_rms_norm_dynamic_per_token_quant_fp8(
     x: Tensor,
@@ -169,16 +127,13 @@ def fused_add_rms_norm_dynamic_per_token_quant_fp8(
     return out, scale, residual
 
 
-@ops.fused_add_rms_norm_dynamic_per_token_quant_int8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_ADD
+@implements(
+    ops.fused_add_rms_norm_dynamic_per_token_quant_int8,
+    _ADD
     & (
         rules.contiguous("x", "x_residual")
         | rules.custom(lambda x, x_residual, weight, epsilon: _in_one_order(x, x_residual), _ORDER)
     ),
-    traits={"batch_invariant"},
 )
 def fused_add_rms_norm_dynamic_per_token_quant_int8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
@@ -191,59 +146,38 @@ def fused_add_rms_norm_dynamic_per_token_quant_int8(
     return out, scale, residual
 
 
-@ops.silu_and_mul_static_quant_fp8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_GATED & one_float32("scale"),
-    traits={"batch_invariant"},
-)
+@implements(ops.silu_and_mul_static_quant_fp8, _GATED & one_float32("scale"))
 def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """Activate, multiply, and quantise by one given scale."""
-    out = _half(x, torch.float8_e4m3fn)
+    out = half_of(x, torch.float8_e4m3fn)
     _silu_static(out, x, scale)
     return out
 
 
-@ops.silu_and_mul_dynamic_per_token_quant_fp8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_GATED & one_float32("scale_ub"),
-    traits={"batch_invariant"},
-)
+@implements(ops.silu_and_mul_dynamic_per_token_quant_fp8, _GATED & one_float32("scale_ub"))
 def silu_and_mul_dynamic_per_token_quant_fp8(
     x: Tensor, scale_ub: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Activate, multiply, and quantise each row by the scale of its largest magnitude."""
-    out = _half(x, torch.float8_e4m3fn)
+    out = half_of(x, torch.float8_e4m3fn)
     scale = row_scales(x)
     _silu_per_token(out, scale, x, scale_ub)
     return out, scale
 
 
-@ops.silu_and_mul_dynamic_per_token_quant_int8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_GATED,
-    traits={"batch_invariant"},
-)
+@implements(ops.silu_and_mul_dynamic_per_token_quant_int8, _GATED)
 def silu_and_mul_dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Activate, multiply, and quantise each row by the scale of its largest magnitude."""
-    out = _half(x, torch.int8)
+    out = half_of(x, torch.int8)
     scale = row_scales(x)
     _silu_per_token(out, scale, x, None)
     return out, scale
 
 
-@ops.silu_and_mul_per_token_group_quant_fp8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_GATED
+@implements(
+    ops.silu_and_mul_per_token_group_quant_fp8,
+    _GATED
     & rules.custom(lambda x, group_size, use_ue8m0=False: group_size >= 1, "group_size is below 1"),
-    traits={"batch_invariant"},
 )
 def silu_and_mul_per_token_group_quant_fp8(
     x: Tensor, group_size: int, use_ue8m0: bool = False

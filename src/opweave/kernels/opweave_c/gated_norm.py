@@ -1,23 +1,17 @@
-"""RMS normalisation with a gate by the native module.
-
-On the hot path of every layer, as in :mod:`opweave.kernels.opweave_c.norm`: the function calls the
-C++ function directly, which refuses anything but plain CPU tensors; torch's dispatcher takes those.
-"""
+"""RMS normalisation with a gate by the native module."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from opweave.ir import rules
 from opweave.ir.ops.gated_norm import rms_norm_gated as op
-from opweave.ir.traits import BATCH_INVARIANT
-from opweave.kernels.opweave_c.doors import STATUS, direct, dispatched
+from opweave.kernels.opweave_c.arguments import ROWS
+from opweave.kernels.opweave_c.doors import implements, native_op
 
 _empty_like = torch.empty_like
-_rms_norm_gated = direct("rms_norm_gated")
-_rms_norm_gated_op = dispatched("rms_norm_gated")
+_rms_norm_gated = native_op("rms_norm_gated")
 
 
 def _groups_fit(
@@ -33,23 +27,19 @@ def _groups_fit(
     return width > 0 if group_size is None else group_size > 0 and width % group_size == 0
 
 
-@op.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=rules.cpu("x", "weight", "z")
-    & rules.ndim("x", *range(1, 9))
+@implements(
+    op,
+    ROWS
+    & rules.cpu("weight", "z")
     & rules.per_last_dim("weight", "x")
-    & rules.dtype("x", torch.float32, torch.bfloat16, torch.float16)
     & (rules.same_dtype("x", "weight") | rules.dtype("weight", torch.float32))
     & rules.same_dtype("x", "z")
     & rules.same_shape("x", "z")
-    & rules.unit_stride("x", "weight", "z")
+    & rules.unit_stride("weight", "z")
     # With more dimensions, the order in memory of native's result depends on both.
     & (rules.ndim("x", 1, 2) | rules.contiguous("x", "z"))
     & rules.one_of("activation", "silu", "swish", "sigmoid")
     & rules.custom(_groups_fit, "group_size does not divide the last dimension of x"),
-    traits={BATCH_INVARIANT},
 )
 def rms_norm_gated(
     x: Tensor,
@@ -63,12 +53,5 @@ def rms_norm_gated(
     """Normalise the gated rows of *x* (``[..., h]``), or gate them after that."""
     out = _empty_like(x)
     size = x.shape[-1] if group_size is None else group_size
-    sigmoid = activation == "sigmoid"
-    if is_dynamo_compiling():
-        _rms_norm_gated_op(out, x, weight, z, epsilon, size, norm_before_gate, sigmoid)
-        return out
-    try:
-        _rms_norm_gated(out, x, weight, z, epsilon, size, norm_before_gate, sigmoid)
-    except TypeError:
-        _rms_norm_gated_op(out, x, weight, z, epsilon, size, norm_before_gate, sigmoid)
+    _rms_norm_gated(out, x, weight, z, epsilon, size, norm_before_gate, activation == "sigmoid")
     return out

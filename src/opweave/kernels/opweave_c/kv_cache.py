@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from opweave.ir import rules
 from opweave.ir.ops.kv_cache import reshape_and_cache as op
-from opweave.kernels.opweave_c.doors import STATUS, direct, dispatched
+from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
+from opweave.kernels.opweave_c.arguments import FLOATS, has_whole_blocks
+from opweave.kernels.opweave_c.doors import implements, native_op
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-_write = direct("reshape_and_cache")
-_write_op = dispatched("reshape_and_cache")
+_write = native_op("reshape_and_cache")
 
 
 def _fits(
@@ -33,18 +31,14 @@ def _fits(
 
 def _holds(cache: Tensor, x: Tensor) -> bool:
     """Whether the blocks of *cache* are contiguous and take the tokens of *x*."""
-    _, heads, block_size, size = cache.shape
-    fits = x.shape[1] == heads and x.shape[2] == size
-    inner = (block_size * size, size, 1)
-    return fits and (cache.is_contiguous() or cache.stride()[1:] == inner)
+    _, heads, _, size = cache.shape
+    return x.shape[1:] == (heads, size) and has_whole_blocks(cache)
 
 
-@op.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=rules.cpu("key", "value", "key_cache", "value_cache", "slot_mapping")
-    & rules.dtype("key", *_FLOATS)
+@implements(
+    op,
+    rules.cpu("key", "value", "key_cache", "value_cache", "slot_mapping")
+    & rules.dtype("key", *FLOATS)
     & rules.same_dtype("key", "value", "key_cache", "value_cache")
     & rules.dtype("slot_mapping", torch.int64)
     & rules.ndim("key", 3)
@@ -56,17 +50,18 @@ def _holds(cache: Tensor, x: Tensor) -> bool:
     & rules.unit_stride("key", "value")
     & rules.custom(_fits, "tokens and caches do not fit, or blocks are not contiguous"),
     inplace=True,
-    traits={"alias_safe", "batch_invariant"},
+    traits={ALIAS_SAFE, BATCH_INVARIANT},
 )
 def reshape_and_cache(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Write *key* and *value* into their slots of the caches, in place."""
-    if is_dynamo_compiling():
-        _write_op(key, value, key_cache, value_cache, slot_mapping)
-        return key_cache, value_cache
     try:
         _write(key, value, key_cache, value_cache, slot_mapping)
-    except TypeError:
-        _write_op(key, value, key_cache, value_cache, slot_mapping)
+    except RuntimeError:
+        pass  # a cache overlaps something, or else the next call says what is wrong
+    else:
+        return key_cache, value_cache
+    key_cache, value_cache = key_cache.clone(), value_cache.clone()
+    _write(key, value, key_cache, value_cache, slot_mapping)
     return key_cache, value_cache

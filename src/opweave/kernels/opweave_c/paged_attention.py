@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from opweave.ir import rules
 from opweave.ir.ops.paged_attention import paged_attention as op
-from opweave.kernels.opweave_c.doors import STATUS, direct, dispatched
+from opweave.kernels.opweave_c.arguments import FLOATS, has_whole_blocks
+from opweave.kernels.opweave_c.doors import implements, native_op
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK_STEP = 16
 
-_attend = direct("paged_attention")
-_attend_op = dispatched("paged_attention")
+_attend = native_op("paged_attention")
 
 
 def _fits(
@@ -41,8 +39,8 @@ def _fits(
         and block_size > 0
         and block_size % _BLOCK_STEP == 0
         and value_cache.shape[:3] == key_cache.shape[:3]
-        and _has_whole_blocks(key_cache)
-        and _has_whole_blocks(value_cache)
+        and has_whole_blocks(key_cache)
+        and has_whole_blocks(value_cache)
         and seq_lens.shape == (sequences,)
         and cu_seqlens_q.shape == (sequences + 1,)
         and (window is None or (causal and window > 0))
@@ -50,19 +48,10 @@ def _fits(
     )
 
 
-def _has_whole_blocks(cache: Tensor) -> bool:
-    _, _, block_size, size = cache.shape
-    return cache.is_contiguous() or cache.stride()[1:] == (block_size * size, size, 1)
-
-
-@op.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=rules.cpu(
-        "query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q"
-    )
-    & rules.dtype("query", *_FLOATS)
+@implements(
+    op,
+    rules.cpu("query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q")
+    & rules.dtype("query", *FLOATS)
     & rules.same_dtype("query", "key_cache", "value_cache")
     & rules.dtype("block_tables", torch.int32)
     & rules.same_dtype("block_tables", "seq_lens", "cu_seqlens_q")
@@ -77,7 +66,6 @@ def _has_whole_blocks(cache: Tensor) -> bool:
         "shapes do not fit, blocks are not contiguous or no multiple of 16, "
         "or window or soft_cap is not positive",
     ),
-    traits={"batch_invariant"},
 )
 def paged_attention(
     query: Tensor,
@@ -93,7 +81,7 @@ def paged_attention(
 ) -> Tensor:
     """Attend to the keys of each query's sequence."""
     out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
-    arguments = (
+    _attend(
         out,
         query,
         key_cache,
@@ -106,11 +94,4 @@ def paged_attention(
         window,
         soft_cap,
     )
-    if is_dynamo_compiling():
-        _attend_op(*arguments)
-        return out
-    try:
-        _attend(*arguments)
-    except TypeError:
-        _attend_op(*arguments)
     return out

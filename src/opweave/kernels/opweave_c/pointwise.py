@@ -1,27 +1,16 @@
-"""Activations of single elements by the native module.
-
-On the hot path of every layer, as in :mod:`opweave.kernels.opweave_c.norm`: each function calls the
-C++ function directly, which refuses anything but plain CPU tensors; torch's dispatcher takes those.
-"""
+"""Activations of single elements by the native module."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from opweave.ir import rules
 from opweave.ir.ops import pointwise as ops
-from opweave.ir.traits import BATCH_INVARIANT
-from opweave.kernels.opweave_c.doors import STATUS, direct, dispatched
+from opweave.kernels.opweave_c.arguments import ROWS
+from opweave.kernels.opweave_c.doors import implements, native_op
 
 _empty_like = torch.empty_like
-_SUPPORTED = (
-    rules.cpu("x")
-    & rules.ndim("x", *range(1, 9))
-    & rules.dtype("x", torch.float32, torch.bfloat16, torch.float16)
-    & rules.unit_stride("x")
-)
 
 
 def _are_numbers(
@@ -36,123 +25,50 @@ _NUMBERS = (
     & rules.custom(_are_numbers, "alpha_p or alpha_n is not one number")
 )
 
-_gelu_new = direct("gelu_new")
-_gelu_new_op = dispatched("gelu_new")
+_gelu_new = native_op("gelu_new")
+_gelu_fast = native_op("gelu_fast")
+_quick_gelu = native_op("quick_gelu")
+_relu2 = native_op("relu2")
+_xielu = native_op("xielu")
 
 
-@ops.gelu_new.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_SUPPORTED,
-    traits={BATCH_INVARIANT},
-)
+@implements(ops.gelu_new, ROWS)
 def gelu_new(x: Tensor) -> Tensor:
     """Return GELU by tanh."""
     out = _empty_like(x)
-    if is_dynamo_compiling():
-        _gelu_new_op(out, x)
-        return out
-    try:
-        _gelu_new(out, x)
-    except TypeError:
-        _gelu_new_op(out, x)
+    _gelu_new(out, x)
     return out
 
 
-_gelu_fast = direct("gelu_fast")
-_gelu_fast_op = dispatched("gelu_fast")
-
-
-@ops.gelu_fast.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_SUPPORTED,
-    traits={BATCH_INVARIANT},
-)
+@implements(ops.gelu_fast, ROWS)
 def gelu_fast(x: Tensor) -> Tensor:
     """Return GELU by tanh, factored."""
     out = _empty_like(x)
-    if is_dynamo_compiling():
-        _gelu_fast_op(out, x)
-        return out
-    try:
-        _gelu_fast(out, x)
-    except TypeError:
-        _gelu_fast_op(out, x)
+    _gelu_fast(out, x)
     return out
 
 
-_quick_gelu = direct("quick_gelu")
-_quick_gelu_op = dispatched("quick_gelu")
-
-
-@ops.quick_gelu.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_SUPPORTED,
-    traits={BATCH_INVARIANT},
-)
+@implements(ops.quick_gelu, ROWS)
 def quick_gelu(x: Tensor) -> Tensor:
     """Return ``x * sigmoid(1.702 * x)``."""
     out = _empty_like(x)
-    if is_dynamo_compiling():
-        _quick_gelu_op(out, x)
-        return out
-    try:
-        _quick_gelu(out, x)
-    except TypeError:
-        _quick_gelu_op(out, x)
+    _quick_gelu(out, x)
     return out
 
 
-_relu2 = direct("relu2")
-_relu2_op = dispatched("relu2")
-
-
-@ops.relu2.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_SUPPORTED,
-    traits={BATCH_INVARIANT},
-)
+@implements(ops.relu2, ROWS)
 def relu2(x: Tensor) -> Tensor:
     """Return ``relu(x) ** 2``."""
     out = _empty_like(x)
-    if is_dynamo_compiling():
-        _relu2_op(out, x)
-        return out
-    try:
-        _relu2(out, x)
-    except TypeError:
-        _relu2_op(out, x)
+    _relu2(out, x)
     return out
 
 
-_xielu = direct("xielu")
-_xielu_op = dispatched("xielu")
-
-
-@ops.xielu.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_SUPPORTED & _NUMBERS,
-    traits={BATCH_INVARIANT},
-)
+@implements(ops.xielu, ROWS & _NUMBERS)
 def xielu(
     x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6
 ) -> Tensor:
     """Return xIELU with the learned numbers *alpha_p* and *alpha_n*."""
     out = _empty_like(x)
-    if is_dynamo_compiling():
-        _xielu_op(out, x, alpha_p, alpha_n, beta, eps)
-        return out
-    try:
-        _xielu(out, x, alpha_p, alpha_n, beta, eps)
-    except TypeError:
-        _xielu_op(out, x, alpha_p, alpha_n, beta, eps)
+    _xielu(out, x, alpha_p, alpha_n, beta, eps)
     return out

@@ -2,64 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from opweave.ir import rules
 from opweave.ir.ops import quant as ops
-from opweave.ir.rule import Rule, TensorRule
-from opweave.kernels.opweave_c.doors import STATUS, direct, dispatched
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-INPUT = rules.cpu("x") & rules.dtype("x", *FLOATS) & rules.ndim("x", *range(1, 9))
-"""What every kernel here asks of the tensor that it quantises, apart from strides."""
+from opweave.kernels.opweave_c.arguments import ROWS, one_float32
+from opweave.kernels.opweave_c.doors import implements, native_op
+from opweave.kernels.opweave_c.outputs import row_scales
 
 _empty = torch.empty
 _empty_like = torch.empty_like
-
-
-def native_op(name: str) -> Callable[..., None]:
-    """Return op *name* as one function that takes the cheapest door for each call."""
-    fast, op = direct(name), dispatched(name)
-
-    def call(*arguments: object) -> None:
-        if is_dynamo_compiling():
-            op(*arguments)
-            return
-        try:
-            fast(*arguments)
-        except TypeError:  # not plain tensors: torch's dispatcher knows what they are
-            op(*arguments)
-
-    return call
-
-
-def one_float32(name: str) -> Rule:
-    """Parameter *name* is one float32 in host memory (or None, where the op takes that)."""
-    count = TensorRule(
-        (name,), "{t}.numel() == 1", lambda n, t: f"{n}: {t.numel()} elements (supports 1)"
-    )
-    return rules.cpu(name) & rules.dtype(name, torch.float32) & count
-
-
-def row_scales(x: Tensor) -> Tensor:
-    """Return new memory for one scale per row of *x*: float32 ``(..., 1)``."""
-    if x.ndim == 2:  # the common case, cheaper than slicing the shape
-        return _empty(x.shape[0], 1, dtype=torch.float32)
-    return _empty(*x.shape[:-1], 1, dtype=torch.float32)
-
 
 _static_quant = native_op("static_quant")
 _dynamic_per_token_quant = native_op("dynamic_per_token_quant")
 _dynamic_per_tensor_quant = native_op("dynamic_per_tensor_quant_fp8")
 _per_token_group_quant = native_op("per_token_group_quant_fp8")
 
-_DENSE = INPUT & rules.unit_stride("x")
 _STATIC = (
-    _DENSE
+    ROWS
     & rules.cpu("scale")
     & rules.dtype("scale", torch.float32)
     & rules.contiguous("scale")
@@ -67,13 +28,7 @@ _STATIC = (
 )
 
 
-@ops.static_quant_fp8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_STATIC,
-    traits={"batch_invariant"},
-)
+@implements(ops.static_quant_fp8, _STATIC)
 def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """Quantise *x* by given scales into a new float8_e4m3fn tensor."""
     out = _empty_like(x, dtype=torch.float8_e4m3fn)
@@ -81,13 +36,7 @@ def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-@ops.static_quant_int8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_STATIC,
-    traits={"batch_invariant"},
-)
+@implements(ops.static_quant_int8, _STATIC)
 def static_quant_int8(x: Tensor, scale: Tensor) -> Tensor:
     """Quantise *x* by given scales into a new int8 tensor."""
     out = _empty_like(x, dtype=torch.int8)
@@ -95,12 +44,7 @@ def static_quant_int8(x: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-@ops.dynamic_per_tensor_quant_fp8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_DENSE,
-)
+@implements(ops.dynamic_per_tensor_quant_fp8, ROWS, traits=())
 def dynamic_per_tensor_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise *x* by the scale of its largest magnitude."""
     out = _empty_like(x, dtype=torch.float8_e4m3fn)
@@ -109,13 +53,7 @@ def dynamic_per_tensor_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return out, scale
 
 
-@ops.dynamic_per_token_quant_fp8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_DENSE & one_float32("scale_ub"),
-    traits={"batch_invariant"},
-)
+@implements(ops.dynamic_per_token_quant_fp8, ROWS & one_float32("scale_ub"))
 def dynamic_per_token_quant_fp8(x: Tensor, scale_ub: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantise every row of *x* by the scale of its largest magnitude."""
     out = _empty_like(x, dtype=torch.float8_e4m3fn)
@@ -124,13 +62,7 @@ def dynamic_per_token_quant_fp8(x: Tensor, scale_ub: Tensor | None = None) -> tu
     return out, scale
 
 
-@ops.dynamic_per_token_quant_int8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_DENSE,
-    traits={"batch_invariant"},
-)
+@implements(ops.dynamic_per_token_quant_int8, ROWS)
 def dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise every row of *x* by the scale of its largest magnitude."""
     out = _empty_like(x, dtype=torch.int8)
@@ -139,13 +71,10 @@ def dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return out, scale
 
 
-@ops.per_token_group_quant_fp8.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=_DENSE
+@implements(
+    ops.per_token_group_quant_fp8,
+    ROWS
     & rules.custom(lambda x, group_size, use_ue8m0=False: group_size >= 1, "group_size is below 1"),
-    traits={"batch_invariant"},
 )
 def per_token_group_quant_fp8(
     x: Tensor, group_size: int, use_ue8m0: bool = False

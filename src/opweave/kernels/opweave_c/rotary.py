@@ -1,4 +1,4 @@
-"""Rotary position embedding by the native module, in place.
+"""Rotary position embedding by the native module, in place where that is possible.
 
 A position outside of the table is a RuntimeError, and nothing has been changed.
 """
@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from opweave.ir import rules
 from opweave.ir.ops.rotary import qk_norm_rope as qk_norm_rope_op
 from opweave.ir.ops.rotary import rotary_embedding as rotary_embedding_op
-from opweave.kernels.opweave_c.doors import STATUS, direct, dispatched
+from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
+from opweave.kernels.opweave_c.arguments import FLOATS, in_memory_order
+from opweave.kernels.opweave_c.doors import implements, native_op
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_ROTARY_SIZE = 1024
 
-_rotary = direct("rotary_embedding")
-_rotary_op = dispatched("rotary_embedding")
-_norm_rope = direct("qk_norm_rope")
-_norm_rope_op = dispatched("qk_norm_rope")
+_empty_like = torch.empty_like
+_contiguous = torch.contiguous_format
+
+_rotary = native_op("rotary_embedding")
+_norm_rope = native_op("qk_norm_rope")
 
 
 def _fits(
@@ -42,18 +43,8 @@ def _fits(
             return False
         # A copy has the strides of native's result only if the order of its dimensions is that of
         # memory.
-        if not (x.is_contiguous() or _is_nested(shape, x.stride())):
+        if not in_memory_order(x):
             return False
-    return True
-
-
-def _is_nested(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    reach = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1:
-            if stride < reach:
-                return False
-            reach = stride * size
     return True
 
 
@@ -89,7 +80,7 @@ def _norm_rope_fits(
 _TENSORS = ("x_query", "x_key", "positions", "cos_sin_cache")
 _WHY = "the heads, the table and the head size do not fit, or the heads are not in memory order"
 _COMMON = (
-    rules.dtype("x_query", *_FLOATS)
+    rules.dtype("x_query", *FLOATS)
     & rules.same_dtype("x_query", "x_key")
     & (rules.same_dtype("x_query", "cos_sin_cache") | rules.dtype("cos_sin_cache", torch.float32))
     & rules.dtype("positions", torch.int64, torch.int32)
@@ -102,13 +93,25 @@ _WEIGHTS = (
 ) & rules.unit_stride("query_weight", "key_weight")
 
 
-@rotary_embedding_op.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=rules.cpu(*_TENSORS) & _COMMON & rules.custom(_rotary_fits, _WHY),
+def _rotated(
+    x_query: Tensor,
+    x_key: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    is_neox_style: bool = True,
+) -> tuple[Tensor, Tensor]:
+    query, key = _new(x_query), _new(x_key)
+    _rotary(query, key, x_query, x_key, positions, cos_sin_cache, head_size, is_neox_style)
+    return query, key
+
+
+@implements(
+    rotary_embedding_op,
+    rules.cpu(*_TENSORS) & _COMMON & rules.custom(_rotary_fits, _WHY),
     inplace=True,
-    traits={"alias_safe", "batch_invariant"},
+    functional=_rotated,
+    traits={ALIAS_SAFE, BATCH_INVARIANT},
 )
 def rotary_embedding(
     x_query: Tensor,
@@ -119,36 +122,43 @@ def rotary_embedding(
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Rotate the heads of *x_query* and *x_key* by the angles of their *positions*, in place."""
-    arguments = (
-        x_query,
-        x_key,
-        x_query,
-        x_key,
-        positions,
-        cos_sin_cache,
-        head_size,
-        is_neox_style,
-    )
-    if is_dynamo_compiling():
-        _rotary_op(*arguments)
-        return x_query, x_key
+    rest = (positions, cos_sin_cache, head_size, is_neox_style)
     try:
-        _rotary(*arguments)
-    except TypeError:
-        _rotary_op(*arguments)
-    return x_query, x_key
+        _rotary(x_query, x_key, x_query, x_key, *rest)
+    except RuntimeError:
+        pass  # they overlap, or else the next call says what is wrong
+    else:
+        return x_query, x_key
+    return _rotated(x_query, x_key, *rest)
 
 
-@qk_norm_rope_op.register_impl(
-    "opweave_c",
-    supported=STATUS.available,
-    unsupported_reason=STATUS.reason_missing,
-    supports_args=rules.cpu(*_TENSORS, "query_weight", "key_weight")
+def _normed_and_rotated(
+    x_query: Tensor,
+    x_key: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    epsilon: float,
+    head_size: int,
+    is_neox_style: bool = True,
+) -> tuple[Tensor, Tensor]:
+    query, key = _new(x_query), _new(x_key)
+    weights = (query_weight, key_weight, epsilon)
+    rest = (positions, cos_sin_cache, *weights, head_size, is_neox_style)
+    _norm_rope(query, key, x_query, x_key, *rest)
+    return query, key
+
+
+@implements(
+    qk_norm_rope_op,
+    rules.cpu(*_TENSORS, "query_weight", "key_weight")
     & _COMMON
     & _WEIGHTS
     & rules.custom(_norm_rope_fits, _WHY),
     inplace=True,
-    traits={"alias_safe", "batch_invariant"},
+    functional=_normed_and_rotated,
+    traits={ALIAS_SAFE, BATCH_INVARIANT},
 )
 def qk_norm_rope(
     x_query: Tensor,
@@ -162,24 +172,18 @@ def qk_norm_rope(
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Normalise and rotate the heads of *x_query* and *x_key*, in place."""
-    arguments = (
-        x_query,
-        x_key,
-        x_query,
-        x_key,
-        positions,
-        cos_sin_cache,
-        query_weight,
-        key_weight,
-        epsilon,
-        head_size,
-        is_neox_style,
-    )
-    if is_dynamo_compiling():
-        _norm_rope_op(*arguments)
-        return x_query, x_key
+    weights = (query_weight, key_weight, epsilon)
+    rest = (positions, cos_sin_cache, *weights, head_size, is_neox_style)
     try:
-        _norm_rope(*arguments)
-    except TypeError:
-        _norm_rope_op(*arguments)
-    return x_query, x_key
+        _norm_rope(x_query, x_key, x_query, x_key, *rest)
+    except RuntimeError:
+        pass  # as above
+    else:
+        return x_query, x_key
+    return _normed_and_rotated(
+        x_query, x_key, positions, cos_sin_cache, *weights, head_size, is_neox_style
+    )
+
+
+def _new(x: Tensor) -> Tensor:
+    return _empty_like(x, memory_format=_contiguous)

@@ -1,0 +1,1 @@
+"""The parts of ``benchmarks/kernels.py``: cases, contenders, cells, and what is made of them."""

@@ -1,0 +1,159 @@
+"""Measures the cells of a family, and makes rows of what it finds."""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from harness import interleaved, microseconds, significant, within
+from kernel_cells.cases import PROVIDER
+from kernel_cells.cell import Cell
+from kernel_cells.contenders import Contender, Inductor, ours, rejection, ring_of, torch_baseline
+from kernel_cells.stream import COLD_BYTES, Stream
+
+_WARM_BATCH_US, _COLD_BATCH_US = 100.0, 2000.0
+_MOST_CALLS = 1000
+_LEAST_SECONDS, _MOST_SECONDS = 0.05, 1.5
+Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Results:
+    """Rows, and cells without one: why."""
+
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[Row] = field(default_factory=list)
+
+
+def measure_family(cells: list[Cell], rounds: int, stream: Stream, results: Results) -> None:
+    """Measure *cells*, which share one function that Inductor compiles."""
+    inductor: Inductor | None = None
+    for cell in cells:
+        inputs = cell.inputs()
+        reason = rejection(cell, inputs)
+        if reason is not None:
+            skipped = {"name": f"kernel.{cell.name}", "case": str(cell), "reason": reason}
+            results.skipped.append(skipped)
+            continue
+        if inductor is None:
+            inductor = Inductor(cell, inputs)
+        elif inductor.reason is None:
+            inductor.warm_up(inputs)
+        results.rows += _measure(cell, inputs, rounds, stream, inductor)
+
+
+def _measure(
+    cell: Cell, inputs: tuple[Any, ...], rounds: int, stream: Stream, inductor: Inductor
+) -> Iterator[Row]:
+    outputs = _outputs(cell, inputs)
+    read, written = cell.case.traffic(inputs, outputs)
+    size = math.ceil(COLD_BYTES / max(read, written)) if cell.is_cold else 1
+    ring = ring_of(inputs, size)
+    contenders = {state: ours(cell, state, ring) for state in cell.case.states}
+    contenders["eager"] = Contender(torch_baseline(cell), ring)
+    if inductor.reason is None:
+        contenders["inductor"] = Contender(inductor.call, ring)
+    measures = _measures(contenders, _COLD_BATCH_US if cell.is_cold else _WARM_BATCH_US)
+    if cell.is_bound_by_memory:
+        measures |= {"copy": stream.copy, "read": stream.read}
+        if cell.updates:
+            measures["update"] = stream.update
+    times = interleaved(measures, within(rounds, least=_LEAST_SECONDS, most=_MOST_SECONDS))
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    for state in cell.case.states:
+        row = _row(cell, state, medians, inductor.reason)
+        row["spread"] = _spread(times[state])
+        if state == "fresh":
+            row["page_faults"] = _page_faults(contenders[state])
+        if cell.is_bound_by_memory:
+            in_place = state == "reused" and cell.updates
+            least = least_microseconds(read, written, medians, in_place=in_place)
+            row["limit_share"] = significant(least / row["value"], 3)
+            if state == cell.case.states[-1]:
+                row["least_share"] = cell.case.least_share
+        yield row
+
+
+def _outputs(cell: Cell, inputs: tuple[Any, ...]) -> list[Tensor]:
+    found = cell.op.using(f"{PROVIDER}!")(*inputs)
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def _measures(
+    contenders: dict[str, Contender], batch_microseconds: float
+) -> dict[str, Callable[[], float]]:
+    """Return, for each contender, what takes its time per call, long enough to be timed."""
+    turn = 0
+
+    def take(contender: Contender, size: int) -> float:
+        nonlocal turn
+        batch = contender.batch(turn, size)
+        turn += size
+        return microseconds(contender.call, batch)
+
+    measures: dict[str, Callable[[], float]] = {}
+    for name, contender in contenders.items():
+        take(contender, 1)
+        size, better = 0, 1
+        while size < better:  # the first calls take longer than those that follow
+            size = better
+            better = min(_MOST_CALLS, math.ceil(batch_microseconds / take(contender, size)))
+        measures[name] = partial(take, contender, size)
+    return measures
+
+
+def _row(cell: Cell, state: str, medians: dict[str, float], reason: str | None) -> Row:
+    """Return the row of *state*; its baseline is the faster of eager and Inductor."""
+    shape, rounded = cell.shape, {name: significant(value) for name, value in medians.items()}
+    against = min(("eager", "inductor"), key=lambda name: medians.get(name, math.inf))
+    row: Row = {
+        "name": f"kernel.{cell.name}",
+        "case": f"{cell}, {state} output",
+        "value": rounded[state],
+        "unit": "us",
+        "baseline": rounded[against],
+        "ratio": significant(rounded[against] / rounded[state]),
+        "against": against,
+        "eager": rounded["eager"],
+        "variant": cell.case.variant,
+        "dtype": cell.dtype,
+        "tokens": shape.tokens,
+        "hidden": shape.hidden,
+        "context": shape.context,
+        "threads": cell.threads,
+        "outputs": state,
+    }
+    return row | ({"inductor": rounded["inductor"]} if reason is None else {"no_inductor": reason})
+
+
+def least_microseconds(
+    read: int, written: int, speeds: dict[str, float], *, in_place: bool
+) -> float:
+    """Return how long the stream takes for so many bytes.
+
+    As much of what is read as is written is a copy, or an update in place; the rest is a read.
+    """
+    pairs = min(read, written)
+    rest = max(read, written) - pairs
+    moved = 2 * pairs / speeds["update" if in_place else "copy"]
+    return (moved + rest / speeds["read" if read > written else "copy"]) / 1e3
+
+
+def _spread(times: list[float]) -> float:
+    """Return the distance between the quartiles over the median."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return significant((high - low) / middle, 2)
+
+
+def _page_faults(contender: Contender) -> int:
+    """Return the page faults of one call."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    contender.call(*contender.ring[0])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

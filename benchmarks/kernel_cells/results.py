@@ -1,0 +1,121 @@
+"""Writes ``results/kernels.md``, with the picture and the whole output beside it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kernel_cells import plot
+from kernel_cells.measure import Results
+from kernel_cells.summary import Cell, below_the_bar, cells_of_rows
+
+Machine = dict[str, Any]
+
+
+def write(folder: Path, machine: Machine, found: Results, command: str) -> None:
+    """Write ``kernels.md``, ``kernels.json`` and ``kernels.svg`` into *folder*."""
+    cells = cells_of_rows(found.rows)
+    (folder / "kernels.json").write_text(_json(machine, found), encoding="utf-8")
+    (folder / "kernels.svg").write_text(plot.draw(cells, machine), encoding="utf-8")
+    page = "\n".join(_page(cells, machine, found, command))
+    (folder / "kernels.md").write_text(page + "\n", encoding="utf-8")
+
+
+def _json(machine: Machine, found: Results) -> str:
+    """Return the object of ``--json`` with one line for each row: there are thousands."""
+    lists = {"rows": found.rows, "skipped": found.skipped}
+    parts = [f'"machine": {json.dumps(machine, indent=2)}']
+    for name, rows in lists.items():
+        parts.append(f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _page(cells: Sequence[Cell], machine: Machine, found: Results, command: str) -> Iterator[str]:
+    allocator = ", ".join(f"{name}: {value}" for name, value in machine["allocator"].items())
+    yield "# Kernels against eager torch, Inductor and the memory"
+    yield ""
+    yield f"`{command}`"
+    yield f"on {time.strftime('%Y-%m-%d')}; the whole output is in"
+    yield "[kernels.json](kernels.json), and what is measured how is at the top of"
+    yield "[kernels.py](../kernels.py)."
+    yield ""
+    yield f"{machine['processor']}, {machine['cores']} cores, {machine['isa']}; Python "
+    yield f"{machine['python']}, torch {machine['torch']}; load {machine['load']:.1f} at the start."
+    yield f"Allocator: {allocator}."
+    yield ""
+    yield "![every cell](kernels.svg)"
+    yield ""
+    yield from _streams(machine["stream_gb_per_second"])
+    yield from _kernels(cells)
+    yield from _below(cells)
+    yield from _omitted(cells, found)
+
+
+def _streams(streams: dict[str, dict[str, dict[str, float]]]) -> Iterator[str]:
+    yield "## The machine's streams, GB/s"
+    yield ""
+    yield "| threads | arrays of | copy | update in place | read |"
+    yield "|---|---|---|---|---|"
+    for threads, sizes in streams.items():
+        for size, speeds in sizes.items():
+            figures = " | ".join(str(speeds.get(w, "")) for w in ("copy", "update", "read"))
+            yield f"| {threads} | {size} | {figures} |"
+    yield ""
+
+
+def _kernels(cells: Sequence[Cell]) -> Iterator[str]:
+    tokens = sorted({cell["tokens"] for cell in cells})
+    for threads in sorted({cell["threads"] for cell in cells}):
+        yield f"## {threads} thread{'s' if threads > 1 else ''}"
+        yield ""
+        yield "Time of eager / ours, time of Inductor / ours, with fresh outputs; then the share of"
+        yield "the stream's bandwidth, with reused outputs, where the data is in no cache."
+        yield ""
+        yield f"| kernel | dtype, size | {' | '.join(f'T = {count}' for count in tokens)} |"
+        yield "|---" * (2 + len(tokens)) + "|"
+        own = [cell for cell in cells if cell["threads"] == threads]
+        for (kernel, case), group in itertools.groupby(own, lambda c: (c.kernel, _line(c))):
+            found: dict[int, list[str]] = {count: [] for count in tokens}
+            for cell in group:
+                found[cell["tokens"]].append(_figures(cell))
+            yield f"| {kernel} | {case} | {' | '.join(map('; '.join, found.values()))} |"
+        yield ""
+
+
+def _line(cell: Cell) -> str:
+    return f"{cell['dtype']}, {cell['hidden']}"
+
+
+def _figures(cell: Cell) -> str:
+    keys = f"{cell['context']} keys: " if cell["context"] else ""
+    ratios = [cell.over("eager"), cell.over("inductor")]
+    figures = ", ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+    return keys + figures + ("" if cell.share is None else f", {cell.share:.0%}")
+
+
+def _below(cells: Sequence[Cell]) -> Iterator[str]:
+    found = below_the_bar(cells)
+    yield f"## Below the bar: {len(found)} of {len(cells)} cells"
+    yield ""
+    yield "Slower than eager or Inductor, or less than the share of the stream that is asked for."
+    yield ""
+    for cell in found:
+        where = f"{cell.kernel}: {cell.case}, threads: {cell['threads']}"
+        yield f"- {where}: {', '.join(cell.shortfalls)}"
+    yield ""
+
+
+def _omitted(cells: Sequence[Cell], found: Results) -> Iterator[str]:
+    without = [cell for cell in cells if "no_inductor" in cell.rows[0]]
+    if not without and not found.skipped:
+        return
+    yield "## Not measured"
+    yield ""
+    for row in found.skipped:
+        yield f"- {row['name']}: {row['case']}: {row['reason']}"
+    for cell in without:
+        yield f"- {cell.kernel}: {cell.case}, by Inductor: {cell['no_inductor']}"

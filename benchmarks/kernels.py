@@ -1,0 +1,180 @@
+"""The kernels of opweave_c against eager torch, Inductor, and what the machine's memory allows.
+
+    python benchmarks/kernels.py --quick     a few kernels, in less than a minute
+    python benchmarks/kernels.py --json      everything, as one object
+
+Every kernel x dtype x tokens x hidden size x threads is a cell. Its contenders take turns: each
+round times all of them in a new order, by so many calls that the clock can tell; figures are
+medians over rounds, in microseconds per call.
+
+Ours is the IR op in eager mode with opweave_c selected: with a `fresh` output that the call
+allocates, and a `reused` one: given to the native function, or the input itself where the op may
+write into it. Eager is the op's definition in plain torch; Inductor is torch.compile of that, for
+dynamic tokens, but one token alone. Both have fresh outputs only. `ratio` is the faster of the two
+over ours.
+
+From 2048 tokens on, and always for weights and cached keys, calls go round a ring of inputs and
+outputs four times the size of the last cache, so that no data is in it. `limit_share` is the time
+that the machine's stream takes for the same bytes over ours, where the stream (a copy, an update
+in place, a read) is measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from harness import Parser, describe_machine, print_json, progress
+from kernel_cells import plot, results, tables
+from kernel_cells.allocator import describe_allocator
+from kernel_cells.cases import PROVIDER, ops_with_kernels, ops_without_case
+from kernel_cells.cell import Cell, Grid, cells_of
+from kernel_cells.measure import Results, measure_family
+from kernel_cells.precompile import precompile
+from kernel_cells.stream import Stream, cached_speeds
+from kernel_cells.summary import cells_of_rows
+from opweave import native
+from opweave.ir.errors import did_you_mean
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FULL = {
+    "ops": None,
+    "dtypes": list(DTYPES.values()),
+    "tokens": [1, 16, 256, 2048],
+    "hidden": [2048, 4096],
+    "threads": [1, 2],
+    "rounds": 11,
+}
+QUICK = {
+    "ops": ["rms_norm", "silu_and_mul", "dynamic_per_token_quant_fp8", "paged_attention"],
+    "dtypes": [torch.bfloat16],
+    "tokens": [1, 256, 2048],
+    "hidden": [4096],
+    "threads": [1],
+    "rounds": 5,
+}
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    grid, rounds = _grid(options, parser)
+    machine, found = measure(cells_of(grid), rounds, grid)
+    if options.json:
+        print_json(machine, found.rows, skipped=found.skipped)
+    else:
+        _print(machine, found)
+    cells = cells_of_rows(found.rows)
+    if options.plot:
+        options.plot.write_text(plot.draw(cells, machine), encoding="utf-8")
+    if options.save:
+        command = " ".join(
+            ["python benchmarks/kernels.py", *(sys.argv[1:] if arguments is None else arguments)]
+        )
+        results.write(RESULTS, machine, found, command)
+    return 0
+
+
+def measure(families: list[list[Cell]], rounds: int, grid: Grid) -> tuple[dict[str, Any], Results]:
+    """Measure every cell; return the machine, with its streams, and the rows."""
+    found, streams = Results(), {}
+    machine = describe_machine()
+    with torch.inference_mode(), progress(quiet=not sys.stderr.isatty()) as bar:
+        compiling = bar.add_task("compiling", total=len(families))
+        for _ in precompile(families):
+            bar.advance(compiling)
+        bar.remove_task(compiling)
+        measuring = bar.add_task("measuring", total=sum(map(len, families)))
+        for threads in grid.threads:
+            torch.set_num_threads(threads)
+            stream = Stream()
+            for family in families:
+                if family[0].threads == threads:
+                    bar.update(measuring, description=family[0].name)
+                    measure_family(family, rounds, stream, found)
+                    bar.advance(measuring, len(family))
+            streams[str(threads)] = {"out of cache": stream.summary(), **cached_speeds()}
+    machine["threads"] = list(grid.threads)
+    machine |= {"isa": native.status().isa, "allocator": describe_allocator()}
+    return machine | {"stream_gb_per_second": streams}, found
+
+
+def _print(machine: dict[str, Any], found: Results) -> None:
+    console, cells = Console(), cells_of_rows(found.rows)
+    tables.print_cells(cells, console)
+    tables.print_omitted(cells, found.skipped, console)
+    tables.print_machine(machine, console)
+    tables.print_below_the_bar(cells, console)
+
+
+def _parser() -> Parser:
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--quick", action="store_true", help="a few cells, in less than a minute")
+    parser.add_argument("--ops", nargs="+", metavar="OP", help="measure these ops only")
+    parser.add_argument("--dtypes", nargs="+", type=_dtype, metavar="DTYPE", help=", ".join(DTYPES))
+    for name, what in (
+        ("tokens", "numbers of tokens"),
+        ("hidden", "hidden sizes, multiples of 128"),
+        ("threads", "numbers of threads"),
+    ):
+        parser.add_argument(f"--{name}", nargs="+", type=_positive, metavar="N", help=what)
+    parser.add_argument("--rounds", type=_positive, metavar="N", help="how often to measure a cell")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw what was found")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/kernels.*")
+    return parser
+
+
+def _grid(options: argparse.Namespace, parser: Parser) -> tuple[Grid, int]:
+    """Return what to measure and how often; ends the program if that makes no sense."""
+    if not native.available():
+        parser.error(f"the native module is missing: {native.status().reason_missing}")
+    missing = ops_without_case()
+    if missing:
+        parser.error(f"no case in kernel_cells/cases.py for {', '.join(missing)}; add one each")
+    known = [op.name for op in ops_with_kernels()]
+    defaults = QUICK if options.quick else FULL
+    chosen: dict[str, Any] = {
+        name: getattr(options, name) or default for name, default in defaults.items()
+    }
+    for name in chosen["ops"] or []:
+        if name not in known:
+            parser.error(
+                f"--ops: {name!r} has no kernel in {PROVIDER}. {did_you_mean(name, known)}"
+            )
+    for width in chosen["hidden"]:
+        if width % 128:
+            parser.error(f"--hidden: {width} is no multiple of 128, the size of a head")
+    cores = os.cpu_count() or 1
+    if max(chosen["threads"]) > cores:
+        parser.error(f"--threads: {max(chosen['threads'])} threads, but the machine has {cores}")
+    rounds = chosen.pop("rounds")
+    chosen["ops"] = chosen["ops"] or known
+    if rounds < 2:
+        parser.error("--rounds must be at least 2")
+    if options.plot and not options.plot.absolute().parent.is_dir():
+        parser.error(f"--plot: there is no folder {str(options.plot.parent)!r}")
+    return Grid(**{name: list(dict.fromkeys(values)) for name, values in chosen.items()}), rounds
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise argparse.ArgumentTypeError(f"no dtype {name!r}. {did_you_mean(name, DTYPES)}")
+    return DTYPES[name]
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+#include "tensor_object.h"
+
+namespace opweave {
+
+TensorObjectLayout tensor_object_layout;
+
+namespace {
+
+class Owned {
+ public:
+  explicit Owned(PyObject* object) : object_(object) {}
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  ~Owned() { Py_XDECREF(object_); }
+
+  PyObject* get() const { return object_; }
+
+ private:
+  PyObject* object_;
+};
+
+// An attribute that is a number, 0 if there is none.
+size_t number(PyObject* object, const char* name) {
+  const Owned value(PyObject_GetAttrString(object, name));
+  return value.get() == nullptr ? 0 : PyLong_AsSize_t(value.get());
+}
+
+// The one place in the object that holds the address `wanted`, 0 if there is none or are several.
+size_t find_word(PyObject* object, size_t object_size, size_t wanted) {
+  size_t found = 0;
+  for (size_t at = sizeof(PyObject); at + sizeof(void*) <= object_size; at += sizeof(void*)) {
+    if (*reinterpret_cast<size_t*>(reinterpret_cast<char*>(object) + at) != wanted) continue;
+    if (found != 0) return 0;
+    found = at;
+  }
+  return found;
+}
+
+// The layout of one object; unknown if it is not exactly of `type`.
+TensorObjectLayout layout_of(PyObject* object, PyObject* type) {
+  TensorObjectLayout layout;
+  if (object == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(object)) != type) return layout;
+  const size_t tensor = number(object, "_cdata");
+  if (tensor == 0 || PyErr_Occurred() != nullptr) return layout;
+  layout.offset = find_word(object, number(type, "__basicsize__"), tensor);
+  layout.dense_class = *reinterpret_cast<void**>(tensor);
+  return layout;
+}
+
+// An empty tensor and an empty parameter agree; a sparse tensor differs in its class only.
+TensorObjectLayout find_layout(PyObject* tensor_type, PyObject* parameter_type) {
+  const Owned tensor(PyObject_CallNoArgs(tensor_type));
+  const Owned parameter(PyObject_CallNoArgs(parameter_type));
+  if (tensor.get() == nullptr) return {};
+  const Owned sparse(PyObject_CallMethod(tensor.get(), "to_sparse", nullptr));
+  const TensorObjectLayout first = layout_of(tensor.get(), tensor_type);
+  const TensorObjectLayout second = layout_of(parameter.get(), parameter_type);
+  const TensorObjectLayout third = layout_of(sparse.get(), tensor_type);
+  const bool agree = first.offset == second.offset && first.offset == third.offset &&
+                     first.dense_class == second.dense_class;
+  return agree && first.dense_class != third.dense_class ? first : TensorObjectLayout{};
+}
+
+}  // namespace
+
+void find_tensor_object_layout(PyObject* tensor_type, PyObject* parameter_type) {
+  if (torch_shim().get_dim == nullptr) return;
+  tensor_object_layout = find_layout(tensor_type, parameter_type);
+  PyErr_Clear();
+}
+
+}  // namespace opweave

@@ -1,0 +1,45 @@
+// The mean of a row, and the spread of its values around it.
+//
+// The spread takes a second pass: the mean of the squares less the square of the mean could lose
+// every digit.
+#pragma once
+
+#include "kernels/row_sum.h"
+
+namespace {
+
+template <class T>
+inline float mean_of(const T* x, int64_t n) {
+  const float total = sum_of_values(n, [=](int64_t i, auto part) {
+    return Lanes<T>::load(x + i, part);
+  });
+  return total / static_cast<float>(n);
+}
+
+// The mean square of change(x) - centre, where change is a function of vectors.
+template <class T, class Change>
+inline float mean_square(const T* x, int64_t n, float centre, Change change) {
+  const Vec centres = splat(centre);
+  const float squares = sum_of_squares(n, [=](int64_t i, auto part) {
+    return keep(sub(change(Lanes<T>::load(x + i, part)), centres), part);
+  });
+  return squares / static_cast<float>(n);
+}
+
+template <class T>
+inline float variance_of(const T* x, int64_t n, float mean) {
+  return mean_square(x, n, mean, [](Vec v) { return v; });
+}
+
+// The root of the variance, also where the variance itself would overflow.
+template <class T>
+inline float deviation_of(const T* x, int64_t n, float mean) {
+  const float variance = variance_of(x, n, mean);
+  if (variance < __builtin_inff()) return __builtin_sqrtf(variance);
+  constexpr float kDown = 0x1p-80f;
+  const Vec down = splat(kDown);
+  const float scaled = mean_square(x, n, mean * kDown, [=](Vec v) { return mul(v, down); });
+  return __builtin_sqrtf(scaled) / kDown;
+}
+
+}  // namespace

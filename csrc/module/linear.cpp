@@ -1,0 +1,131 @@
+// Linear maps of few tokens: argument checks, then the kernels.
+#include "kernels/linear.h"
+
+#include <algorithm>
+
+#include "module/module.h"
+#include "module/row_checks.h"
+#include "module/scratch.h"
+#include "module/shapes.h"
+
+namespace opweave {
+namespace {
+
+void check_weight_shape(const View& weight, const View& x) {
+  const int64_t width = x.sizes[x.rank - 1];
+  if (weight.rank != 2 || weight.sizes[1] != width) {
+    refuse_shape(weight, "[out_features, " + std::to_string(width) + "], the last dimension of x");
+  }
+  check_unit_stride(weight);
+}
+
+void check_out(const View& out, const View& x, const View& weight) {
+  check_same_dtype(out, x);
+  bool fits = out.rank == x.rank && out.sizes[x.rank - 1] == weight.sizes[0];
+  for (int d = 0; fits && d + 1 < x.rank; ++d) fits = out.sizes[d] == x.sizes[d];
+  if (!fits) {
+    std::string wanted = "[";
+    for (int d = 0; d + 1 < x.rank; ++d) wanted += std::to_string(x.sizes[d]) + ", ";
+    refuse_shape(out, wanted + std::to_string(weight.sizes[0]) + "]");
+  }
+  check_contiguous(out);
+}
+
+void check_bias(const View& bias, const View& x, int64_t out_features) {
+  if (bias.dtype != x.dtype) check_dtype(bias, {x.dtype, OPWEAVE_FLOAT32});
+  if (bias.rank != 1 || bias.sizes[0] != out_features) {
+    refuse_shape(bias, "[" + std::to_string(out_features) + "], one element per row of weight");
+  }
+  check_unit_stride(bias);
+}
+
+void check_scale(const View& scale, int64_t out_features) {
+  check_dtype(scale, {OPWEAVE_FLOAT32});
+  check_contiguous(scale);
+  if (scale.element_count() == 1) return;
+  const bool is_column = scale.rank == 2 && scale.sizes[1] == 1;
+  if ((scale.rank != 1 && !is_column) || scale.sizes[0] != out_features) {
+    refuse_shape(scale, "[1] or [" + std::to_string(out_features) +
+                          "], one element or one per row of weight");
+  }
+}
+
+// A weight counts as this many elements of the loop's work: read alone, it takes as long as the
+// products with four tokens.
+int64_t work_per_weight(int64_t tokens) { return 1 + tokens / 4; }
+
+// An odd number of cache lines: the tokens of a power of two of columns would otherwise share the
+// few places of the cache that have one remainder of the address.
+int64_t x_stride_of(int64_t width) {
+  const int64_t lines = (width + OPWEAVE_LINEAR_ALIGNMENT - 1) / OPWEAVE_LINEAR_ALIGNMENT;
+  return (lines | 1) * OPWEAVE_LINEAR_ALIGNMENT;
+}
+
+void run(const View& out, const View& x, const View& weight, const View* scale, const View* bias) {
+  check_disjoint(out, x);
+  check_disjoint(out, weight);
+  if (scale != nullptr) check_disjoint(out, *scale);
+  if (bias != nullptr) check_disjoint(out, *bias);
+  if (out.element_count() == 0) return;
+  OpweaveWiden widen;
+  widen.x = x.data;
+  widen.rows = rows_of(out, x);
+  widen.width = x.sizes[x.rank - 1];
+  widen.stride = x_stride_of(widen.width);
+  widen.dtype = x.dtype;
+  const int64_t tokens = std::min<int64_t>(widen.rows.count, OPWEAVE_LINEAR_TOKENS);
+  widen.out = scratch_of(tokens * widen.stride);
+  OpweaveLinear call;
+  call.x = widen.out;
+  call.weight = weight.data;
+  call.scale = scale != nullptr ? reinterpret_cast<const float*>(scale->data) : nullptr;
+  call.bias = bias != nullptr ? bias->data : nullptr;
+  call.width = widen.width;
+  call.out_features = weight.sizes[0];
+  call.x_stride = widen.stride;
+  call.weight_stride = weight.strides[0];
+  call.scale_stride = scale != nullptr && scale->element_count() > 1 ? 1 : 0;
+  call.dtype = x.dtype;
+  call.weight_dtype = weight.dtype;
+  call.bias_dtype = bias != nullptr ? bias->dtype : x.dtype;
+  const OpweaveLinearKernels& kernels = *active_kernels().linear;
+  for (int64_t token = 0; token < widen.rows.count; token += tokens) {
+    call.tokens = std::min(tokens, widen.rows.count - token);
+    call.out = out.data + token * call.out_features * out.element_size();
+    kernels.widen(token, token + call.tokens, &widen);
+    for_rows(call.out_features, call.width * work_per_weight(call.tokens) + 1, kernels.linear,
+             &call);
+  }
+}
+
+// out = x @ weight.T + bias.
+void linear(const View& out, const View& x, const View& weight, const View* bias) {
+  check_activation(x);
+  check_same_dtype(weight, x);
+  check_weight_shape(weight, x);
+  check_out(out, x, weight);
+  if (bias != nullptr) check_bias(*bias, x, weight.sizes[0]);
+  run(out, x, weight, nullptr, bias);
+}
+
+// out = x @ (weight * scale).T + bias; weight is int8 or float8_e4m3fn.
+void linear_w8a16(const View& out, const View& x, const View& weight, const View& scale,
+                  const View* bias) {
+  check_activation(x);
+  check_dtype(weight, {OPWEAVE_INT8, OPWEAVE_FLOAT8_E4M3FN});
+  check_weight_shape(weight, x);
+  check_out(out, x, weight);
+  check_scale(scale, weight.sizes[0]);
+  if (bias != nullptr) check_bias(*bias, x, weight.sizes[0]);
+  run(out, x, weight, &scale, bias);
+}
+
+}  // namespace
+}  // namespace opweave
+
+OPWEAVE_EXTENSION_MODULE(m) {
+  m.def("linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()", opweave::linear);
+  m.def(
+      "linear_w8a16(Tensor(a!) out, Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> ()",
+      opweave::linear_w8a16);
+}

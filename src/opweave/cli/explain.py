@@ -1,0 +1,151 @@
+"""``opweave explain``: which kernels a model runs and why, op by op or compiled."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from opweave import ir
+from opweave.cli.errors import CliError
+from opweave.cli.files import STDOUT, check_writable, write, write_json
+from opweave.cli.output import out
+from opweave.cli.priorities import PriorityOption, apply_priorities
+from opweave.cli.progress import ProgressBar
+from opweave.cli.prompts import check_utf8
+from opweave.cli.selections import selection_table, selections
+from opweave.ir.errors import OpweaveError
+
+if TYPE_CHECKING:
+    from opweave.compile import Report
+    from opweave.models import LlamaForCausalLM
+
+PROMPT = "The quick brown fox jumps over the lazy dog"
+
+
+def explain(
+    model: Path,
+    /,
+    *,
+    compile: Annotated[bool, Parameter(negative=())] = False,
+    html: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    prompt: str = PROMPT,
+    dtype: str = "auto",
+    ir_op_priority: PriorityOption = None,
+) -> None:
+    """Show which kernels the model in a directory runs, and why the others do not.
+
+    Parameters
+    ----------
+    model
+        A directory with config.json, safetensors and tokenizer.json.
+    compile
+        Compile the model, and show what every pass decided; otherwise it is run op by op.
+    html
+        Write the report of the compilation to this file as a page; "-" is standard output.
+    json
+        Write what was found to this file as JSON; "-" is standard output.
+    prompt
+        The text to run the model on.
+    dtype
+        auto (the checkpoint's), float32, bfloat16 or float16.
+    """
+    check_utf8(prompt)
+    _check(html, json, compiles=compile)
+    apply_priorities(ir_op_priority)
+    if compile:
+        _compiled(model, prompt, dtype, json, html)
+    else:
+        _eager(model, prompt, dtype, json)
+
+
+def _check(html: str | None, json: str | None, *, compiles: bool) -> None:
+    if html is not None and not compiles:
+        raise CliError("--html shows a compilation. Add --compile.")
+    if html == json == STDOUT:
+        raise CliError("--html and --json cannot both go to standard output.")
+    check_writable("--html", html)
+    check_writable("--json", json)
+
+
+def _eager(model: Path, prompt: str, dtype: str, json: str | None) -> None:
+    from opweave.engine import LLM, SamplingParams
+
+    with ProgressBar("loading") as loading:
+        llm = LLM(model, dtype=dtype, progress=loading)
+    # The first token is computed from the whole prompt, the second from one more token.
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    with ir.record() as record, ProgressBar("running") as running:
+        llm.generate(prompt, sampling, progress=running)
+    if json != STDOUT:
+        out.print(selection_table(record))
+    if json is not None:
+        data = {"model": str(model), "selections": selections(record)}
+        write_json("--json", json, data)
+
+
+def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str | None) -> None:
+    from opweave.cli.report_tables import print_reports
+    from opweave.compile.html import render
+
+    loaded, tokens = _load(model, prompt, dtype)
+    start = time.perf_counter()
+    with ProgressBar("compiling", counts=False):
+        reports = _compile(loaded, tokens)
+    seconds = time.perf_counter() - start
+    if STDOUT not in (html, json):
+        print_reports(reports, seconds)
+    if html is not None:
+        title = f"{model.resolve().name}, {str(loaded.dtype).removeprefix('torch.')}"
+        write("--html", html, render(reports, title))
+    if json is not None:
+        found = [report.to_dict() for report in reports]
+        data = {"model": str(model), "seconds": seconds, "reports": found}
+        write_json("--json", json, data)
+
+
+def _load(path: Path, prompt: str, dtype: str) -> tuple[LlamaForCausalLM, list[int]]:
+    from opweave.engine.checkpoint import Checkpoint
+    from opweave.engine.loader import load_model
+    from opweave.engine.prompts import PromptReader
+    from opweave.engine.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(Checkpoint(path))
+    with ProgressBar("loading") as loading:
+        model = load_model(path, dtype=dtype, progress=loading)
+    config = model.config
+    reader = PromptReader(tokenizer, config.vocab_size, config.max_position_embeddings)
+    return model, reader.tokens(prompt)
+
+
+def _compile(model: LlamaForCausalLM, tokens: list[int]) -> list[Report]:
+    """Compile the forward for any number of tokens; return the report of each graph."""
+    import torch
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    from opweave.compile import CompiledGraph, backend
+
+    graphs: list[CompiledGraph] = []
+
+    def collecting(*arguments: Any) -> Any:
+        compiled = backend(*arguments)
+        if isinstance(compiled, CompiledGraph):
+            graphs.append(compiled)
+        return compiled
+
+    if len(tokens) == 1:
+        tokens = tokens * 2  # a size of 1 would be compiled for 1 alone
+    ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
+    for tensor in (ids, positions):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # a kernel may want one size
+    try:
+        with torch.inference_mode():
+            torch.compile(model, backend=collecting)(ids, positions)
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, OpweaveError):  # about the user's input
+            raise error.inner_exception from error
+        raise
+    return [report for graph in graphs for report in graph.reports]

@@ -1,0 +1,51 @@
+"""Files that a command writes; ``-`` is standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from opweave.cli.errors import CliError
+from opweave.cli.output import err, print_text
+
+STDOUT = "-"
+
+
+def check_writable(option: str, file: str | None) -> None:
+    """Say now, not after minutes of work, that *file* could not be written.
+
+    Raises:
+        CliError: it is a directory, its directory is missing, or either may not be written.
+    """
+    if file is None or file == STDOUT:
+        return
+    path = Path(file)
+    if not file or path.is_dir():
+        raise CliError(f"{option} {file!r} should name a file; found a directory.")
+    if not path.parent.is_dir():
+        raise CliError(f"{option} {file!r} cannot be written: no directory {str(path.parent)!r}.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise CliError(f"{option} {file!r} cannot be written: permission denied.")
+
+
+def write(option: str, file: str, text: str) -> None:
+    """Write *text* to *file*, and say so on stderr.
+
+    Raises:
+        CliError: it cannot be written.
+    """
+    if file == STDOUT:
+        print_text(text)
+        return
+    try:
+        Path(file).write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise CliError(f"{option} {file!r} cannot be written: {error.strerror}.") from error
+    err.print(f"wrote {file}", markup=False)
+
+
+def write_json(option: str, file: str, value: Any) -> None:
+    """Write *value* to *file* as one JSON document, as :func:`write` does."""
+    write(option, file, json.dumps(value, indent=2, ensure_ascii=False))

@@ -1,0 +1,101 @@
+"""Reports of compilations as tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.markup import escape
+
+from opweave.cli.output import out
+from opweave.cli.selections import plain_table
+from opweave.compile.report import NodeReport, Report
+
+
+def print_reports(reports: Sequence[Report], seconds: float) -> None:
+    """Print what was decided for each graph, and then what it all took."""
+    for number, report in enumerate(reports, start=1):
+        if len(reports) > 1:
+            out.print(f"[bold]graph {number}[/]")
+        print_report(report)
+    graphs = f"{len(reports)} graph" + "s" * (len(reports) != 1)
+    out.print(f"compiled {graphs} in {seconds:.1f} s", highlight=False)
+
+
+def print_report(report: Report) -> None:
+    """Print the calls by outcome, the fusions, the passes and a summary."""
+    if not report.complete:
+        out.print(
+            "The code came from Inductor's cache, without a report. Compile anew with "
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
+        )
+        return
+    _print_calls(report)
+    _print_fusions(report)
+    _print_passes(report)
+    out.print(_summary(report), markup=False)
+
+
+def _print_calls(report: Report) -> None:
+    table = plain_table("op", "runs", "calls", "passed over", "fused, memory")
+    for node, calls in report.outcomes():
+        passed_over = [f"{r.provider}: {r.reason} [{r.origin}]" for r in node.rejected]
+        table.add_row(
+            node.op,
+            f"[green]{escape(node.chosen)}[/]",
+            str(calls),
+            escape("\n".join(passed_over) or "-"),
+            escape("\n".join(_what_became(node)) or "-"),
+        )
+    out.print(table, "")
+
+
+def _what_became(node: NodeReport) -> list[str]:
+    lines = [f"fused from {', '.join(node.fused_from)}"] if node.fused_from else []
+    for reuse in node.reuse:
+        verb = "reuses" if reuse.reused else "copies"
+        lines.append(f"{verb} {reuse.activation}" + (f": {reuse.reason}" if reuse.reason else ""))
+    if node.stage.startswith("kept"):
+        lines.append(node.stage)
+    return lines
+
+
+def _print_fusions(report: Report) -> None:
+    if not report.fusions:
+        return
+    table = plain_table("composite", "fusion", "times", "why")
+    fused = Counter(fusion.composite for fusion in report.fused)
+    missed = Counter((fusion.composite, fusion.reason) for fusion in report.near_misses)
+    for composite, times in fused.items():
+        first = next(f for f in report.fused if f.composite == composite)
+        table.add_row(composite, "[green]formed[/]", str(times), escape(f"from {first.reason}"))
+    for (composite, reason), times in missed.items():
+        table.add_row(composite, "[red]near miss[/]", str(times), escape(reason))
+    out.print(table, "")
+
+
+def _print_passes(report: Report) -> None:
+    table = plain_table("pass", "stage", "ms", "graph")
+    table.columns[2].justify = "right"
+    for record in report.passes:
+        changed = "changed" if record.changed else "-"
+        table.add_row(record.name, record.stage, f"{record.seconds * 1e3:.1f}", changed)
+    out.print(table, "")
+
+
+def _summary(report: Report) -> str:
+    providers = ", ".join(f"{name} {calls}" for name, calls in report.providers.items())
+    reused = sum(reuse.reused for reuse in report.reuses)
+    misses = len(report.near_misses)
+    collectives = [f"{calls} {name}" for name, calls in report.collectives.items()]
+    parts = [
+        f"{len(report.nodes)} calls of ops: {providers}" if providers else "no calls of ops",
+        f"{len(report.reuses) - reused} copies made, {reused} avoided",
+        f"{len(report.fused)} fusions, {misses} near {'miss' if misses == 1 else 'misses'}",
+        *collectives,
+        f"{report.traces} traces",
+        f"{report.seconds * 1e3:.0f} ms in passes",
+    ]
+    if report.from_cache:
+        parts.append("all by an earlier compilation: this one came from the cache")
+    return "; ".join(parts)

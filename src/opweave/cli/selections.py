@@ -1,0 +1,43 @@
+"""What ran while a model was run op by op, as a table and as data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from opweave import ir
+
+
+def selections(record: ir.Record) -> list[dict[str, Any]]:
+    """Return every distinct outcome as plain data."""
+    return [{**explanation.to_dict(), "calls": calls} for explanation, calls in record.outcomes()]
+
+
+def selection_table(record: ir.Record) -> Table:
+    """Return every distinct outcome as a row."""
+    table = plain_table("op", "ran", "calls", "because of", "the others")
+    for explanation, calls in record.outcomes():
+        others = [
+            f"{verdict.provider}: {verdict.reason}"
+            for verdict in explanation.verdicts
+            if verdict.outcome != "chosen"
+        ]
+        chosen = next(v for v in explanation.verdicts if v.outcome == "chosen")
+        table.add_row(
+            explanation.op,
+            f"[green]{escape(chosen.provider)}[/]",
+            str(calls),
+            escape(chosen.origin),
+            escape("\n".join(others) or "-"),
+        )
+    return table
+
+
+def plain_table(*columns: str) -> Table:
+    """Return a table without lines; cells fold where the terminal ends."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

@@ -1,0 +1,87 @@
+"""Functional collectives as nodes of a graph, and the process groups that they run in.
+
+The counterpart of :mod:`opweave.compile.compat` for ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import distributed
+from torch.fx import Graph, Node
+
+from opweave.compile import fingerprint
+
+_NAMESPACE = "_c10d_functional"
+_SUFFIX = re.compile(r"(_tensor|_into_tensor)$")  # reduce_scatter_tensor, all_gather_into_tensor
+WAIT = "wait_tensor"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group, seen from this process.
+
+    Attributes:
+        name: what graphs call it.
+        size: the number of its ranks.
+        rank: which of them this process is.
+    """
+
+    name: Any
+    size: int
+    rank: int
+
+
+def find_group(name: Any) -> Group | None:
+    """Return the process group *name*, or None if this process is in no such group."""
+    try:
+        group = cast("Any", distributed.distributed_c10d._resolve_process_group)(name)
+    except (RuntimeError, ValueError, LookupError):
+        return None
+    rank = distributed.get_rank(group)
+    return Group(name, distributed.get_world_size(group), rank) if rank >= 0 else None
+
+
+def collective(node: Node) -> str:
+    """Return which functional collective *node* calls, or an empty string.
+
+    ``reduce_scatter_tensor`` and ``all_gather_into_tensor`` go by the names ``reduce_scatter`` and
+    ``all_gather``; the wait is ``wait_tensor``.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != _NAMESPACE:
+        return ""
+    name = target.name().partition("::")[2].partition(".")[0]
+    return name if name == WAIT else _SUFFIX.sub("", name)
+
+
+def count_collectives(graph: Graph) -> dict[str, int]:
+    """Return how often each collective is in *graph*."""
+    names = Counter(filter(None, map(collective, graph.nodes)))
+    del names[WAIT]
+    return dict(sorted(names.items()))
+
+
+def overload(name: str) -> Any:
+    """Return the op ``torch.ops._c10d_functional.<name>``."""
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
+
+
+def _groups() -> str:
+    """What a graph may have been specialised to: every group, its size, and our rank in it."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return ""
+    names = distributed.distributed_c10d._world.pg_names
+    return repr(
+        sorted(
+            (str(name), distributed.get_world_size(group), distributed.get_rank(group))
+            for group, name in names.items()
+        )
+    )
+
+
+fingerprint.contribute(_groups)

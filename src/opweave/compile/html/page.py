@@ -1,0 +1,85 @@
+"""The page: a summary, the pipeline, fusions, memory, every call, and every graph that changed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from opweave.compile.html.calls import calls
+from opweave.compile.html.changes import changes
+from opweave.compile.html.elements import Html, element, join
+from opweave.compile.html.sections import Place, count
+from opweave.compile.html.summary import decisions, fusions, memory, pipeline, summary
+from opweave.compile.report import Report
+
+_HERE = Path(__file__).parent
+
+
+def render(reports: Sequence[Report], title: str) -> str:
+    """Return one HTML page that shows everything that was decided.
+
+    It loads nothing, and runs no script but its own.
+
+    Args:
+        reports: one for each graph, in the order in which they were compiled.
+        title: what was compiled.
+    """
+    style, script = (_read(name) for name in ("style.css", "filter.js"))
+    several = len(reports) > 1
+    lead = f"opweave · {count(len(reports), 'graph')}" if reports else "Nothing was compiled."
+    graphs = [_graph(Place(i, several), report) for i, report in enumerate(reports, start=1)]
+    body = element(
+        "body",
+        element("header", element("h1", title), element("p", lead, class_="lead")),
+        element("main", *graphs),
+        element("script", Html(script)),
+    )
+    return f"<!doctype html>\n{element('html', _head(title, style, script), body, lang='en')}\n"
+
+
+def _head(title: str, style: str, script: str) -> Html:
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'"
+    )
+    return element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", title),
+        element("link", rel="icon", href="data:,"),
+        element("style", Html(style)),
+    )
+
+
+def _graph(place: Place, report: Report) -> Html:
+    parts = [
+        ("summary", "Summary", summary(report)),
+        ("pipeline", "Pipeline", pipeline(place, report)),
+        ("decisions", "What runs", decisions(report)),
+        ("fusions", "Fusions", fusions(place, report)),
+        ("memory", "Memory", memory(report)),
+        ("calls", "Every call", calls(report)),
+        ("changes", "Graphs", changes(place, report)),
+    ]
+    shown = [(name, heading, content) for name, heading, content in parts if content]
+    links = [
+        element("li", element("a", heading, href=f"#{place.id(name)}"))
+        for name, heading, _ in shown
+    ]
+    label = f"Graph {place.number}" if place.several else "On this page"
+    return element(
+        "article",
+        element("h2", f"Graph {place.number}", id=place.id("top")) if place.several else None,
+        element("nav", element("ul", *links), aria_label=label),
+        join(place.section(name, heading, content) for name, heading, content in shown),
+    )
+
+
+def _read(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")

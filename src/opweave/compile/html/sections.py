@@ -1,0 +1,123 @@
+"""What the sections of the page are made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from opweave.compile.html.elements import Html, breakable, element, join
+
+
+class Place(NamedTuple):
+    """Where on the page a graph is shown."""
+
+    number: int  # from 1
+    several: bool  # there are other graphs on the page
+
+    def id(self, name: str) -> str:
+        """Return the anchor of a part of this graph."""
+        return f"graph-{self.number}-{name}"
+
+    def heading(self, level: int, *content: object, id: str | None = None) -> Html:
+        """Return a heading; *level* 2 is a section."""
+        return element(f"h{level + self.several}", *content, id=id)
+
+    def section(self, name: str, heading: str, content: Html) -> Html:
+        """Return a section with an anchor."""
+        label = self.id(f"{name}-heading")
+        return element(
+            "section",
+            self.heading(2, heading, id=label),
+            content,
+            id=self.id(name),
+            aria_labelledby=label,
+        )
+
+
+def table(caption: str, columns: Sequence[str], rows: Iterable[Html], class_: str = "") -> Html:
+    """Return a table that scrolls in a box of its own; *rows* are ``tr`` elements."""
+    head = element("tr", *(element("th", column, scope="col") for column in columns))
+    inner = element(
+        "table",
+        element("caption", caption, class_="unseen"),
+        element("thead", head),
+        element("tbody", *rows),
+        class_=class_ or None,
+    )
+    return element("div", inner, class_="box", tabindex=0, role="region", aria_label=caption)
+
+
+def row(first: object, *others: object, **attributes: str) -> Html:
+    """Return a row of a table; the first cell is its heading."""
+    cells = [element("td", cell) for cell in others]
+    return element("tr", element("th", first, scope="row"), *cells, **attributes)
+
+
+def items(parts: Iterable[object], class_: str | None = None) -> Html | None:
+    """Return a list, or None if it is empty."""
+    found = [element("li", part) for part in parts]
+    return element("ul", *found, class_=class_) if found else None
+
+
+def code(value: object) -> Html:
+    """Return code."""
+    return element("code", breakable(value))
+
+
+def small(*content: object) -> Html:
+    """Return what is said beside something."""
+    return element("span", join(content), class_="small")
+
+
+def provider(chosen: str, colours: Sequence[str]) -> Html:
+    """Return the name of a provider beside its colour; *colours* holds all providers."""
+    return element("span", swatch(chosen, colours), chosen, class_="provider")
+
+
+def swatch(chosen: str, colours: Sequence[str]) -> Html:
+    """Return the colour of a provider: native is grey, the others go by their place."""
+    others = [each for each in colours if each != "native"]
+    index = others.index(chosen) % 6 + 1 if chosen in others else 0
+    return element("span", class_=f"swatch colour-{index}", aria_hidden="true")
+
+
+def common_folder(sources: Iterable[str]) -> str:
+    """Return the folder that holds every file of *sources* (``file:line: code``), or nothing."""
+    files = {file for file, _ in map(split_source, sources) if os.path.isabs(file)}
+    folders = {os.path.dirname(file.rpartition(":")[0]) for file in files}
+    found = os.path.commonpath(folders) if folders else ""
+    return "" if found == os.path.sep else found
+
+
+def split_source(source: str) -> tuple[str, str]:
+    """Return ``file:line`` and the code of a source line.
+
+    >>> split_source("/models/llama.py:12: y = f(x)")
+    ('/models/llama.py:12', 'y = f(x)')
+    """
+    file, separator, line_and_code = source.partition(".py:")
+    line, _, code = line_and_code.partition(": ")
+    return (f"{file}{separator}{line}", code) if line.isdigit() else (source, "")
+
+
+def seconds(value: float) -> str:
+    """Return a duration as one reads it.
+
+    >>> seconds(4.05), seconds(0.0123), seconds(0.00042), seconds(1e-5)
+    ('4.1 s', '12 ms', '0.4 ms', '< 0.1 ms')
+    """
+    if value >= 1:
+        return f"{value:.1f} s"
+    if value >= 0.01:
+        return f"{value * 1e3:.0f} ms"
+    return f"{value * 1e3:.1f} ms" if value >= 0.0001 else "< 0.1 ms"
+
+
+def count(number: int, noun: str, plural: str = "") -> str:
+    """Return a number and what it counts.
+
+    >>> count(1, "call"), count(3, "near miss", "near misses")
+    ('1 call', '3 near misses')
+    """
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

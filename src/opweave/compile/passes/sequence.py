@@ -1,0 +1,189 @@
+"""Sequence parallelism: what follows an all-reduce row by row, each rank does for some tokens.
+
+An ``all_reduce`` gives every rank all tokens, and every rank then computes the same norms. Where
+:mod:`opweave.compile.sharding` finds that it pays, the tokens stay divided in between:
+
+=============================  =============================================================
+this                           becomes
+=============================  =============================================================
+``all_reduce``                 ``reduce_scatter`` of rows that are padded to a multiple of the
+                               number of ranks (not where they are one)
+a row-wise node                the same node on a rank's own rows
+a row operand that is whole    the rank's rows of it, a view
+the sizes that a view gives    the same, with -1 for the tokens
+a use of all rows              ``all_gather``, without the padding; 8-bit floats go as bytes
+=============================  =============================================================
+
+The number of bytes that are moved does not grow (padding aside: less than a row for each rank), or
+the graph stays as it was.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from opweave.compile.collectives import collective, count_collectives, overload
+from opweave.compile.context import Context
+from opweave.compile.nodes import fake_of
+from opweave.compile.rowwise import RESHAPES, is_view
+from opweave.compile.sharding import Region, Sharding
+
+aten = torch.ops.aten
+
+
+def shard_tokens(graph: Graph, context: Context) -> None:
+    """Divide the tokens among the ranks between collectives, where that pays."""
+    if not any(collective(node) == "all_reduce" for node in graph.nodes):
+        return
+    sharding = Sharding(graph, context.tracer)
+    for region in sharding.regions():
+        reason = region.refusal
+        if reason:
+            sharding.drop([*region.sources, *region.nodes])
+        context.notes.append(_left(region, reason, sharding) if reason else _done(region))
+        if not reason:
+            _Rewriter(graph, region, sharding).run()
+    context.report.collectives = count_collectives(graph)
+
+
+def _left(region: Region, reason: str, sharding: Sharding) -> str:
+    near = [
+        f"{user.name}: {sharding.obstacles[user]}"
+        for source in region.sources
+        for user in source.users
+        if user in sharding.obstacles
+    ]
+    return f"{_names(region.sources)} left: {'; '.join([reason, *near])}"
+
+
+def _done(region: Region) -> str:
+    ops = _names([node for node in region.nodes if not is_view(node)])
+    return (
+        f"{len(region.sources)} all_reduce become {len(region.sources)} reduce_scatter and "
+        f"{len(region.gathered)} all_gather over {region.shard.group.size} ranks, around {ops}"
+    )
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    return ", ".join(node.name for node in nodes)
+
+
+class _Rewriter:
+    """Rewrites one region, node by node in the order of the graph."""
+
+    def __init__(self, graph: Graph, region: Region, sharding: Sharding) -> None:
+        self._graph, self._region, self._sharding = graph, region, sharding
+        self._group, self._is_even = region.shard.group, region.shard.is_even
+        self._mode = fake_of(region.sources[0]).fake_mode
+        self._origin = region.sources[0].all_input_nodes[0]
+        self._own: dict[Node, Node] = {}
+        with graph.inserting_before(self._origin):
+            self._tokens, self._rows, self._padding = self._sizes()
+
+    def run(self) -> None:
+        order = {node: place for place, node in enumerate(self._graph.nodes)}
+        nodes = [*self._region.sources, *self._region.nodes]
+        for node in sorted(nodes, key=order.__getitem__):
+            self._origin = node
+            users, whole = self._sharding.whole_users(node), fake_of(node)
+            part = self._scatter(node) if node in self._region.sources else self._divide(node)
+            if users:
+                gathered = self._gather(part, whole)
+                for user in users:
+                    user.replace_input_with(node, gathered)
+            if part is not node:
+                self._erase(node, part)
+
+    def _sizes(self) -> tuple[Any, Any, Any]:
+        """Return the number of tokens, of rows for a rank, and of rows to add: numbers or nodes."""
+        tokens, ranks = self._region.shard.tokens, self._group.size
+        if isinstance(tokens, int):
+            rows = -(-tokens // ranks)
+            return tokens, rows, rows * ranks - tokens
+        size = self._emit(aten.sym_size.int, self._origin.args[0], 0)
+        if self._is_even:
+            return size, self._emit(operator.floordiv, size, ranks), 0
+        more = self._emit(operator.add, size, ranks - 1)
+        rows = self._emit(operator.floordiv, more, ranks)
+        total = self._emit(operator.mul, rows, ranks)
+        return size, rows, self._emit(operator.sub, total, size)
+
+    def _scatter(self, wait: Node) -> Node:
+        """Return the rows that this rank has of what the reduction waited for gives."""
+        reduced = wait.all_input_nodes[0]
+        value, how, name = reduced.args
+        with self._graph.inserting_before(reduced):
+            padded = self._padded(value)
+            target = overload("reduce_scatter_tensor")
+            scattered = self._emit(target, padded, how, self._group.size, name)
+        with self._graph.inserting_before(wait):
+            return self._emit(overload("wait_tensor"), scattered)
+
+    def _divide(self, node: Node) -> Node:
+        """Make *node* compute this rank's rows."""
+        with self._graph.inserting_before(node):
+            for operand in self._sharding.rows[node]:
+                if operand not in self._sharding.shards:
+                    node.replace_input_with(operand, self._own_rows(operand))
+        if node.target in RESHAPES:
+            if node.target is not aten.expand.default:
+                node.target = aten.reshape.default  # the rows may be laid out in another way
+            node.args = (node.args[0], [self._rows, *fake_of(node).shape[1:]])
+            node.kwargs = {}
+        for stale in ("tensor_meta", "eager_input_vals"):
+            node.meta.pop(stale, None)
+        node.meta["val"] = self._value(node)
+        return node
+
+    def _own_rows(self, whole: Node) -> Node:
+        """Return this rank's rows of a tensor that every rank has."""
+        if whole not in self._own:
+            shape = [self._group.size, self._rows, *fake_of(whole).shape[1:]]
+            blocks = self._emit(aten.reshape.default, self._padded(whole), shape)
+            self._own[whole] = self._emit(aten.select.int, blocks, 0, self._group.rank)
+        return self._own[whole]
+
+    def _gather(self, part: Node, whole: Tensor) -> Node:
+        """Return the rows of all ranks."""
+        small_float = part.meta["val"].is_floating_point() and whole.element_size() == 1
+        with self._graph.inserting_before(part.next):
+            sent = self._emit(aten.view.dtype, part, torch.uint8) if small_float else part
+            target = overload("all_gather_into_tensor")
+            gathered = self._emit(target, sent, self._group.size, self._group.name)
+            gathered = self._emit(overload("wait_tensor"), gathered)
+            if small_float:
+                gathered = self._emit(aten.view.dtype, gathered, whole.dtype)
+            if self._padding != 0:
+                gathered = self._emit(aten.slice.Tensor, gathered, 0, 0, self._tokens, value=whole)
+        return gathered
+
+    def _padded(self, value: Any) -> Any:
+        if self._padding == 0:
+            return value
+        before = [0, 0] * (fake_of(value).ndim - 1)
+        return self._emit(aten.constant_pad_nd.default, value, [*before, 0, self._padding])
+
+    def _erase(self, wait: Node, part: Node) -> None:
+        reduced = wait.all_input_nodes[0]
+        wait.replace_all_uses_with(part)
+        self._graph.erase_node(wait)
+        self._graph.erase_node(reduced)
+
+    def _emit(self, target: Any, *args: Any, value: Any = None) -> Node:
+        node = self._graph.call_function(target, args)
+        node.meta["val"] = self._value(node) if value is None else value
+        if self._origin.stack_trace:
+            node.meta["stack_trace"] = self._origin.stack_trace
+        return node
+
+    def _value(self, node: Node) -> Any:
+        target: Any = node.target
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), fake_of)
+        with torch.no_grad(), self._mode:
+            return target(*args, **kwargs)

@@ -1,0 +1,60 @@
+"""Collectives and what follows them, as one op: composites for kernels that overlap the two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opweave.ir.ops.norm import fused_add_rms_norm
+from opweave.ir.registry import register_op
+
+
+@register_op(allow_inplace=True, composite=True)
+def all_reduce_rms_norm(
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    group: str = "0",
+) -> tuple[Tensor, Tensor]:
+    """Sum over the ranks of a group, add a residual, then normalise.
+
+    ``y = all_reduce(x)``; ``fused_add_rms_norm(y, x_residual, weight, epsilon)``. A composite: it
+    rounds where the composition rounds; in which order ranks are summed is the collective's
+    business.
+
+    Args:
+        x: ``(..., hidden)``, floating point: a rank's part of the sum.
+        x_residual: the shape and dtype of ``x``, the same on every rank.
+        weight, epsilon: as in ``rms_norm``.
+        group: the name that torch gave the process group. The first group of a process, which is
+            all ranks, has the name ``"0"``.
+
+    Returns:
+        The normalised sum and the sum, both with the shape and dtype of ``x``.
+
+    Raises:
+        RuntimeError: this process is in no group of that name.
+    """
+    collectives: Any = torch.ops._c10d_functional
+    reduced = collectives.wait_tensor(collectives.all_reduce(x, "sum", group))
+    normalised: tuple[Tensor, Tensor] = fused_add_rms_norm(reduced, x_residual, weight, epsilon)
+    return normalised
+
+
+@all_reduce_rms_norm.register_input_generator
+def _inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, float, str]:
+    """Make arguments; no process group is needed until the op runs."""
+    x, residual = torch.randn(2, num_tokens, hidden_size, device=device).to(dtype)
+    return x, residual, torch.randn(hidden_size, device=device).to(dtype), 1e-6, "0"
+
+
+# Kernels may round once less than native does, and a float16 unit in the last place is large.
+all_reduce_rms_norm.override_tolerance(torch.float16, atol=1e-2, rtol=2e-3)

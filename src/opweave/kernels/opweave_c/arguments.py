@@ -1,0 +1,44 @@
+"""What several implementations ask of their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from opweave.ir import rules
+from opweave.ir.rule import Rule, TensorRule
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INPUT = rules.cpu("x") & rules.dtype("x", *FLOATS) & rules.ndim("x", *range(1, 9))
+ROWS = INPUT & rules.unit_stride("x")
+
+
+def one_float32(name: str) -> Rule:
+    """Parameter *name* is one float32 in host memory (or None, where the op takes that)."""
+    count = TensorRule(
+        (name,), "{t}.numel() == 1", lambda n, t: f"{n}: {t.numel()} elements (supports 1)"
+    )
+    return rules.cpu(name) & rules.dtype(name, torch.float32) & count
+
+
+def in_memory_order(x: Tensor) -> bool:
+    """Whether the dimensions are in the order of memory, each stepping over the next one."""
+    return x.is_contiguous() or _is_nested(x.shape, x.stride())
+
+
+def has_whole_blocks(cache: Tensor) -> bool:
+    """Whether each block of a paged cache is contiguous."""
+    _, _, block_size, size = cache.shape
+    return cache.is_contiguous() or cache.stride()[1:] == (block_size * size, size, 1)
+
+
+def _is_nested(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    reach = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1:
+            if stride < reach:
+                return False
+            reach = stride * size
+    return True

@@ -1,0 +1,124 @@
+"""Blocks of models, written once, over ops or over their native functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from opweave import ir
+
+HIDDEN, HEADS, HEAD = 64, 4, 16
+Functions = Mapping[str, Callable[..., Any]]
+
+
+class OpCalls(dict[str, Callable[..., Any]]):
+    """The ops themselves; those with ``maybe_inplace`` donate."""
+
+    def __missing__(self, name: str) -> Callable[..., Any]:
+        op = ir.current_registry().op(name)
+        self[name] = op.maybe_inplace if op.allow_inplace else op
+        return self[name]
+
+
+class NativeCalls(dict[str, Callable[..., Any]]):
+    """What someone without opweave would have written: the native functions, inlined."""
+
+    def __missing__(self, name: str) -> Callable[..., Any]:
+        op = ir.current_registry().op(name)
+        if name == "fused_add_rms_norm":
+            self[name] = _add_norm
+        else:
+            self[name] = op.native
+        return self[name]
+
+
+def _add_norm(x: Tensor, r: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    total = x + r
+    return ir.ops.rms_norm.native(total, weight, epsilon), total
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, calls: Functions) -> None:
+        super().__init__()
+        self.calls = calls
+        self.norms = nn.ParameterList(torch.randn(HIDDEN) for _ in range(2))
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+        self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.gate_up = nn.Linear(HIDDEN, 4 * HIDDEN, bias=False)
+        self.down = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor, r: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        x, r = self.calls["fused_add_rms_norm"](x, r, self.norms[0], 1e-5)
+        q, k, v = (t.reshape(-1, HEADS, HEAD) for t in self.qkv(x).chunk(3, -1))
+        q, k = (self.calls["apply_rotary_emb"](t, cos, sin) for t in (q, k))
+        heads = (t.transpose(0, 1)[None] for t in (q, k, v))
+        a = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        a = self.out(a[0].transpose(0, 1).reshape(x.shape))
+        x, r = self.calls["fused_add_rms_norm"](a, r, self.norms[1], 1e-5)
+        return self.down(self.calls["silu_and_mul"](self.gate_up(x))), r
+
+
+class MoeBlock(nn.Module):
+    """Top-2 of 4 experts, densely: every expert sees every token, weighted by the router."""
+
+    def __init__(self, calls: Functions) -> None:
+        super().__init__()
+        self.calls = calls
+        self.norm = nn.Parameter(torch.randn(HIDDEN))
+        self.router = nn.Linear(HIDDEN, 4, bias=False)
+        self.up = nn.Parameter(torch.randn(4, 2 * HIDDEN, HIDDEN) / 8)
+        self.down = nn.Parameter(torch.randn(4, HIDDEN, HIDDEN) / 8)
+
+    def forward(self, x: Tensor, r: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        x, r = self.calls["fused_add_rms_norm"](x, r, self.norm, 1e-5)
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        mixed = torch.zeros_like(x).new_zeros(x.shape[0], 4).scatter(1, chosen, weights)
+        hidden = self.calls["silu_and_mul"](torch.einsum("th,eih->tei", x, self.up))
+        return torch.einsum("tei,ehi,te->th", hidden, self.down, mixed), r
+
+
+class QuantisedBlock(nn.Module):
+    def __init__(self, calls: Functions) -> None:
+        super().__init__()
+        self.calls = calls
+        self.norm = nn.Parameter(torch.randn(HIDDEN))
+        self.up = nn.Parameter(torch.randn(2 * HIDDEN, HIDDEN))
+        self.down = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+        self.scale = nn.Parameter(torch.tensor([0.05]))
+
+    def forward(self, x: Tensor, r: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        x, r = self.calls["fused_add_rms_norm"](x, r, self.norm, 1e-5)
+        q, scale = self.calls["dynamic_per_token_quant_fp8"](x)
+        x = (q.to(torch.float32) * scale) @ self.up.t()
+        q = self.calls["static_quant_fp8"](self.calls["silu_and_mul"](x), self.scale)
+        return (q.to(torch.float32) * self.scale) @ self.down.t(), r
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[nn.Module], layers: int, calls: Functions) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.calls = calls
+        self.embedding = nn.Embedding(99, HIDDEN)
+        self.blocks = nn.ModuleList(block(calls) for _ in range(layers))
+        self.norm = nn.Parameter(torch.randn(HIDDEN))
+
+    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        r = torch.zeros_like(x)
+        for block in self.blocks:
+            x, r = block(x, r, cos, sin)
+        x, _ = self.calls["fused_add_rms_norm"](x, r, self.norm, 1e-5)
+        return x
+
+
+BLOCKS = {"llama": LlamaBlock, "moe": MoeBlock, "quantised": QuantisedBlock}
+
+
+def model_inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    angles = torch.rand(tokens, HEAD // 2) * 6
+    return torch.randint(0, 99, (tokens,)), angles.cos(), angles.sin()

@@ -1,0 +1,26 @@
+"""What the tests of the compile pipeline share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from opweave import ir
+
+
+@pytest.fixture(autouse=True)
+def compiled_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No gradients, nothing compiled earlier, and caches of the test's own."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    torch.compiler.reset()
+    with torch.no_grad():
+        yield
+    torch.compiler.reset()
+
+
+def all_native() -> dict[str, str]:
+    """Priorities that choose native for every op."""
+    return dict.fromkeys(ir.current_registry().ops, "native")

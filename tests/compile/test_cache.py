@@ -1,0 +1,138 @@
+"""Caches: a second process runs no pass and has the report; a cache never changes meaning."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = """
+    import json, sys
+    import torch
+    import opweave.compile
+    from opweave import ir
+    from opweave.compile import pipeline
+    from torch._dynamo.utils import counters
+    import kernels
+
+    ran = []
+    original = pipeline.run
+    def counted(stage, graph, context):
+        if stage is not pipeline.Stage.DYNAMO:
+            ran.append(stage.value)
+        return original(stage, graph, context)
+    pipeline.run = counted
+
+    W = torch.ones(8)
+    def donating(x, r):
+        y, s = ir.ops.fused_add_rms_norm.maybe_inplace(x * 1, r, W, 1e-5)
+        return y * 2, s
+    def functional(x, r):
+        y, s = ir.ops.fused_add_rms_norm(x * 1, r, W, 1e-5)
+        return y * 2, s
+
+    torch.manual_seed(0)
+    x, r = torch.randn(4, 8), torch.randn(4, 8)
+    kept = r.clone()
+    function = {"donating": donating, "functional": functional}[sys.argv[1]]
+    with torch.no_grad():
+        expected = functional(x, r.clone())
+        found = torch.compile(function, backend=opweave.compile.backend, fullgraph=True)(x, r)
+    torch.testing.assert_close(tuple(found), tuple(expected))
+    report = opweave.compile.report()
+    print(json.dumps({
+        "passes": ran,
+        "changed": not torch.equal(r, kept),
+        "hits": counters["inductor"]["fxgraph_cache_hit"],
+        "aot_hits": counters["aot_autograd"]["autograd_cache_hit"],
+        "from_cache": report.from_cache,
+        "chosen": [node.chosen for node in report.nodes],
+        "reused": [reuse.reused for node in report.nodes for reuse in node.reuse],
+    }))
+"""
+KERNELS = """
+    import torch
+    from opweave import ir
+    import helper
+
+    @ir.ops.fused_add_rms_norm.register_impl("ours", inplace=True)
+    def _(x, x_residual, weight, epsilon, variance_size=None):
+        x_residual.add_(x)
+        x.copy_(helper.norm(x_residual, weight, epsilon))
+        return x, x_residual
+
+    ir.ops.fused_add_rms_norm.set_default(["ours"])
+"""
+HELPER = """
+    import torch
+
+    def norm(x, weight, epsilon):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, epsilon)
+"""
+
+
+class Process:
+    """Runs the program in fresh interpreters that share one cache."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.write("program.py", PROGRAM)
+        self.write("kernels.py", KERNELS)
+        self.write("helper.py", HELPER)
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(textwrap.dedent(text))
+
+    def __call__(self, function: str, **env: str) -> Any:
+        done = subprocess.run(
+            [sys.executable, "program.py", function],
+            cwd=self.folder,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"), **env},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Process:
+    return Process(tmp_path)
+
+
+def test_a_hit_runs_no_pass_and_carries_the_report(process: Process) -> None:
+    first, second = process("donating"), process("donating")
+    assert first["passes"] == ["joint", "post grad"]
+    assert first["from_cache"] is False
+    assert second["passes"] == []
+    assert second["hits"] + second["aot_hits"] >= 1
+    assert second["aot_hits"] == 1
+    assert second["from_cache"] is True
+    assert second["chosen"] == first["chosen"] == ["ours"]
+    assert second["reused"] == first["reused"] == [True, True]
+    assert second["changed"] is True
+
+
+def test_a_program_that_does_not_donate_gets_no_artifact_of_one_that_does(process: Process) -> None:
+    assert process("donating")["changed"] is True
+    other = process("functional")
+    assert other["changed"] is False
+    assert other["passes"] != []
+
+
+def test_what_misses(process: Process) -> None:
+    process("functional")
+    assert process("functional")["passes"] == []
+    process.write("helper.py", HELPER.replace("return", "epsilon = epsilon + 0.0\n        return"))
+    assert process("functional")["passes"] != [], "a helper of the kernel has changed"
+    assert process("functional")["passes"] == []
+    other = process("functional", OPWEAVE_IR_OP_PRIORITY__RMS_NORM="native")
+    assert other["passes"] != [], "a priority has changed"
+    assert process("functional", OPWEAVE_BATCH_INVARIANT="1")["chosen"] != ["ours"]

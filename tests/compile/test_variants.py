@@ -1,0 +1,164 @@
+"""A compiled function never runs a selection that is out of date."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import opweave.compile
+from opweave import ir
+from opweave.compile import OptionError
+
+from .test_donation import compiled
+
+X = torch.ones(3, 4)
+
+
+@pytest.fixture
+def double() -> Any:
+    """An op whose implementations can be told apart by their results."""
+    with ir.isolated_registry():
+
+        @ir.register_op
+        def double(x: Tensor) -> Tensor:
+            return x * 2
+
+        @double.register_impl("three", traits={"batch_invariant"})
+        def _(x: Tensor) -> Tensor:
+            return x * 3
+
+        @double.register_impl("five")
+        def _(x: Tensor) -> Tensor:
+            return x * 5
+
+        yield double
+
+
+def calling(op: ir.IrOp) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        return op(x)
+
+    return function
+
+
+def factor(function: Callable[..., Any], x: Tensor = X) -> float:
+    (found,) = set(function(x).flatten().tolist())
+    return float(found)
+
+
+def test_scopes_defaults_and_traits(double: ir.IrOp) -> None:
+    run = compiled(calling(double))
+    assert factor(run) == 2
+    with ir.priority(double="three"):
+        assert factor(run) == 3
+        with ir.priority(double="five"):
+            assert factor(run) == 5
+        assert factor(run) == 3
+    assert factor(run) == 2
+    with ir.require("batch_invariant"):
+        assert factor(run) == 3
+    double.set_default(["five"])
+    assert factor(run) == 5
+    double.set_default([])
+    assert factor(run) == 2
+
+
+def test_an_implementation_that_comes_later(double: ir.IrOp) -> None:
+    double.set_default(["three"])
+    run = compiled(calling(double))
+    assert factor(run) == 3
+
+    @double.register_impl("three", override=True)
+    def _(x: Tensor) -> Tensor:
+        return x * 7
+
+    assert factor(run) == 7
+
+
+def test_each_selection_is_compiled_once(double: ir.IrOp) -> None:
+    run = compiled(calling(double))
+    for _ in range(3):
+        factor(run)
+        with ir.priority(double="three"):
+            factor(run)
+    chosen = [[node.chosen for node in report.nodes] for report in opweave.compile.reports()]
+    assert chosen == [["native"], ["three"]]
+
+
+def test_the_call_site_is_in_the_graph(double: ir.IrOp) -> None:
+    run = compiled(lambda x: double.using("five")(x) + double(x))
+    assert factor(run) == 7
+
+
+def test_options(double: ir.IrOp) -> None:
+    run = compiled(calling(double), priorities={"double": ["three", "five"]})
+    assert factor(run) == 3
+    with ir.priority(double="five"):  # the option is stronger
+        assert factor(run) == 3
+    run = compiled(calling(double), required_traits=("batch_invariant",))
+    torch.compiler.reset()
+    assert factor(run) == 3
+
+
+def test_compile_ranges(double: ir.IrOp) -> None:
+    ranges = {"1-8": {"double": "three"}, "100-200": {"double": "five"}}
+    torch.compiler.reset()
+    run = torch.compile(
+        calling(double),
+        backend=opweave.compile.backend,
+        dynamic=True,
+        options={"codegen": False, "compile_ranges": ranges},
+    )
+    found = [factor(run, torch.ones(n, 4)) for n in (4, 50, 150, 8, 9, 201, 2)]
+    assert found == [3, 2, 5, 3, 2, 2, 3]
+
+
+def test_threads_with_different_scopes(double: ir.IrOp) -> None:
+    run = compiled(calling(double))
+    factor(run)
+
+    def work(provider: str) -> list[float]:
+        with ir.priority(double=provider), torch.no_grad():
+            return [factor(run) for _ in range(20)]
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(work, ["native", "three", "five"]))
+    assert found == [[2.0] * 20, [3.0] * 20, [5.0] * 20]
+
+
+def test_threads_compiling_at_the_same_time(double: ir.IrOp) -> None:
+    def work(number: int) -> float:
+        function = eval(f"lambda x: double(x) + {number}", {"double": double})  # code of its own
+        provider = ["native", "three", "five"][number % 3]
+        with ir.priority(double=provider), torch.no_grad():
+            return factor(compiled(function)) - number
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(12))) == [2.0, 3.0, 5.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fusoin": False}, "unknown option 'fusoin'.*fusion"),
+        ({"fusion": "no"}, "option fusion='no' is neither True nor False"),
+        ({"priorities": ["native"]}, "is no mapping"),
+        ({"priorities": {"dubble": "native"}}, "unknown op 'dubble'.*double"),
+        ({"priorities": {"double": "threee"}}, "unknown provider 'threee'.*three"),
+        ({"compile_ranges": {"8-1": {}}}, "compile range '8-1'"),
+        ({"compile_ranges": {"1-8": {}, "8": {}}}, "two ranges hold 8"),
+        ({"required_traits": ("fast",)}, "unknown trait 'fast'"),
+    ],
+)
+def test_bad_options(double: ir.IrOp, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        factor(compiled(calling(double), **options))
+
+
+def test_bad_option_type() -> None:
+    assert issubclass(OptionError, ir.IrError)

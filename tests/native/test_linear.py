@@ -1,0 +1,399 @@
+"""Linear maps compute their definition: every dtype, layout, door and instruction set."""
+
+from __future__ import annotations
+
+import math
+import random as stdlib_random
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opweave import ir
+from opweave.ir import IrOp
+from opweave.ir.ops.linear import linear, linear_w8a16
+from opweave.kernels.opweave_c import linear as provider
+
+from .oracle import DOORS, DTYPES, assert_op_close, door, random, with_extremes
+
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+W8 = (INT8, FP8)
+SIZES = [(1, 1), (5, 17), (16, 64), (37, 300), (33, 1000), (8, 0), (0, 8), (4, 515)]
+TOKENS = (0, 1, 2, 3, 4, 5, 7, 16, 33)
+
+
+def weights_of(dtype: torch.dtype, rows: int, columns: int, seed: int = 1) -> Tensor:
+    """Weights whose products with tokens of variance 1 have sums of about that size."""
+    values = random(rows, columns, dtype=torch.float32, seed=seed) / math.sqrt(max(columns, 1))
+    return (values * 100).to(dtype) if dtype in W8 else values.to(dtype)
+
+
+def scale_of(kind: str, rows: int) -> Tensor:
+    shape = {"tensor": (1,), "number": (), "rows": (rows,), "column": (rows, 1)}[kind]
+    return 0.01 + 0.01 * torch.rand(shape, generator=torch.Generator().manual_seed(3))
+
+
+def oracle(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """In float64; rounded once."""
+    wide = weight.float().double()
+    if scale is not None:
+        wide = wide * scale.double().reshape(-1, 1)
+    out = x.double() @ wide.T
+    return (out if bias is None else out + bias.double()).to(x.dtype)
+
+
+def call(module: ModuleType, name: str, out: Tensor, *arguments: Any) -> Tensor:
+    """Call the op for (x, weight, scale or None, bias)."""
+    x, weight, scale, bias = arguments
+    if scale is None:
+        door(module, name, "linear")(out, x, weight, bias)
+    else:
+        door(module, name, "linear_w8a16")(out, x, weight, scale, bias)
+    return out
+
+
+def run(module: ModuleType, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    out = torch.full((*x.shape[:-1], weight.shape[0]), 7.0, dtype=x.dtype)
+    return call(module, "direct", out, x, weight, scale, None)
+
+
+def provided(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    result: Tensor = (
+        provider.linear(x, weight, bias)
+        if scale is None
+        else provider.linear_w8a16(x, weight, scale, bias)
+    )
+    return result
+
+
+def native(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    result: Tensor = (
+        linear.native(x, weight, bias)
+        if scale is None
+        else linear_w8a16.native(x, weight, scale, bias)
+    )
+    return result
+
+
+def near(got: Tensor, wanted: Tensor) -> None:
+    assert_op_close(linear, got, wanted, share=0)
+
+
+# Values
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["same", *W8], ids=str)
+def test_values(module: ModuleType, isa: str, kind: Any, dtype: torch.dtype) -> None:
+    for (rows, columns), tokens in [(size, count) for size in SIZES for count in TOKENS]:
+        x = random(tokens, columns, dtype=dtype)
+        weight = weights_of(dtype if kind == "same" else kind, rows, columns)
+        scale = None if kind == "same" else scale_of("rows", rows)
+        bias = random(rows, dtype=dtype, seed=2) if tokens % 2 else None
+        outs = [torch.full((tokens, rows), 7.0, dtype=dtype) for _ in DOORS]
+        for name, out in zip(DOORS, outs, strict=True):
+            call(module, name, out, x, weight, scale, bias)
+        assert torch.equal(*outs)
+        near(outs[0], oracle(x, weight, scale, bias))
+        near(outs[0], native(x, weight, scale, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["tensor", "number", "rows", "column"])
+def test_scales(module: ModuleType, isa: str, kind: str, dtype: torch.dtype) -> None:
+    for weight_dtype in W8:
+        x, weight = random(3, 40, dtype=dtype), weights_of(weight_dtype, 21, 40)
+        for bias in (None, random(21, dtype=dtype), random(21, dtype=torch.float32)):
+            arguments = (x, weight, scale_of(kind, 21), bias)
+            near(provided(*arguments), oracle(*arguments))
+
+
+def test_every_code_of_8_bits(module: ModuleType, isa: str) -> None:
+    """In every lane, and in tails; denormals and NaN included."""
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    for dtype in W8:
+        for columns in (1, 33):
+            weight = torch.zeros(256, columns, dtype=torch.uint8)
+            for column in range(columns):
+                weight.zero_()[:, column] = codes
+                x = torch.zeros(1, columns)
+                x[0, column] = 1.0
+                got = run(module, x, weight.view(dtype), torch.ones(1))[0]
+                wanted = codes.view(dtype).float()
+                assert torch.equal(got.nan_to_num(9e9), wanted.nan_to_num(9e9))
+
+
+def test_the_sums_are_in_float32(module: ModuleType, isa: str) -> None:
+    """Sums of 16 bits would stop growing, or overflow."""
+    for dtype in DTYPES:
+        x = torch.ones(2, 4096, dtype=dtype)
+        assert (run(module, x, torch.ones(5, 4096, dtype=dtype), None) == 4096).all()
+        weight, scale = torch.full((5, 4096), 127, dtype=INT8), torch.tensor([1 / 127])
+        near(run(module, x, weight, scale), torch.full((2, 5), 4096.0, dtype=dtype))
+
+
+# Layouts
+
+
+def layouts(dtype: torch.dtype) -> dict[str, Tensor]:
+    wide = random(3, 4, 60, dtype=dtype)
+    return {
+        "contiguous": wide[..., :37].contiguous(),
+        "slice": wide[..., :37],
+        "transposed": wide.transpose(0, 1)[..., :37],
+        "steps": wide[:, ::2, 3:40],
+        "expanded": wide[:1, :, :37].expand(3, 4, 37),
+        "empty": wide[:0, :, :37],
+        "vector": wide[0, 0, :37],
+        "four": wide[None, ..., 1:38],
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", layouts(torch.float32))
+def test_layouts(module: ModuleType, isa: str, dtype: torch.dtype, layout: str) -> None:
+    x = layouts(dtype)[layout]
+    for weight_dtype in (dtype, *W8):
+        whole = weights_of(weight_dtype, 22, 50)
+        scale = None if weight_dtype == dtype else scale_of("rows", 11)
+        for weight in (whole[:11, :37], whole[::2, 13:], whole[:1, :37].expand(11, 37)):
+            bias = random(11, dtype=dtype)
+            got = provided(x, weight, scale, bias)
+            wanted = native(x, weight, scale, bias)
+            near(got, oracle(x, weight, scale, bias))
+            near(got, wanted)
+            assert got.stride() == wanted.stride()
+
+
+# Batches
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_the_kernel_does_not_depend_on_the_batch(
+    module: ModuleType, isa: str, dtype: torch.dtype
+) -> None:
+    x = random(70, 1030, dtype=dtype)
+    for weight_dtype in (dtype, *W8):
+        weight = weights_of(weight_dtype, 530, 1030)
+        scale = None if weight_dtype == dtype else scale_of("rows", 530)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(2)
+        try:
+            whole = run(module, x, weight, scale)
+        finally:
+            torch.set_num_threads(threads)
+        for count in (1, 2, 3, 4, 5, 33):
+            assert torch.equal(run(module, x[7 : 7 + count], weight, scale), whole[7 : 7 + count])
+        some = None if scale is None else scale[3:40]
+        assert torch.equal(run(module, x, weight[3:40], some), whole[:, 3:40])
+
+
+@pytest.mark.parametrize("weight_dtype", [*DTYPES, *W8], ids=str)
+def test_many_tokens(module: ModuleType, weight_dtype: torch.dtype) -> None:
+    """Beyond the limits, torch computes; the result stays what it was."""
+    dtype = weight_dtype if weight_dtype in DTYPES else torch.float32
+    weight = weights_of(weight_dtype, 20, 90)
+    scale = None if weight_dtype in DTYPES else scale_of("rows", 20)
+    for tokens in (8, 9, 32, 33, 512, 513):
+        x = random(tokens, 90, dtype=dtype)
+        near(provided(x, weight, scale, None), oracle(x, weight, scale, None))
+
+
+# Values that are not finite, or huge
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 4, 6])
+def test_nan_and_inf(module: ModuleType, isa: str, tokens: int, dtype: torch.dtype) -> None:
+    for weight_dtype in (dtype, *W8):
+        x = random(tokens, 71, dtype=dtype)
+        weight = weights_of(weight_dtype, 19, 71)
+        scale = None if weight_dtype == dtype else scale_of("rows", 19)
+        x[0, 70] = torch.inf
+        if weight_dtype != INT8:
+            weight[3, 70] = torch.nan
+        weight[5, 70] = 0.0
+        got = run(module, x, weight, scale)
+        near(got, oracle(x, weight, scale, None))
+        assert got[0, 5].isnan()  # infinity times zero
+        assert weight_dtype == INT8 or got[:, 3].isnan().all()
+        x[0, 70] = torch.nan
+        assert run(module, x, weight, scale)[0].isnan().all()
+
+
+def test_huge_values(module: ModuleType, isa: str) -> None:
+    for dtype in DTYPES:
+        x = torch.full((3, 4), torch.finfo(dtype).max, dtype=dtype)
+        got = run(module, x, torch.ones(2, 4, dtype=dtype), None)
+        assert got.isinf().all()  # rounded or summed to infinity, as in torch
+        weight = torch.zeros(2, 4, dtype=dtype)
+        weight[:, 1] = 1
+        assert torch.equal(run(module, x, weight, None), x[:, :2])
+    for weight_dtype in W8:
+        x, weight = torch.full((1, 4), 1e34), torch.full((2, 4), 2).to(weight_dtype)
+        for scale in (1e-30, 1e3, 0.0):
+            arguments = (x, weight, torch.tensor([scale]), None)
+            near(run(module, *arguments[:3]), oracle(*arguments))
+
+
+# Arguments
+
+
+def refusals() -> list[tuple[str, tuple[Any, ...], str]]:
+    x, w, out, s = torch.ones(2, 8), torch.ones(3, 8), torch.ones(2, 3), torch.ones(3)
+    q = w.to(INT8)
+    return [
+        ("linear", (out, x.double(), w, None), "x must be float32 or bfloat16 or float16"),
+        ("linear", (out, x.t(), w, None), "x must be contiguous in its last dimension"),
+        ("linear", (out, x, w.half(), None), "weight must have the dtype of x, float32"),
+        ("linear", (out, x, w[:, :7], None), "weight must have shape [out_features, 8]"),
+        ("linear", (out, x, w[0], None), "weight must have shape [out_features, 8]"),
+        ("linear", (out, x, torch.ones(8, 3).t(), None), "weight must be contiguous in its last"),
+        ("linear", (out.half(), x, w, None), "out must have the dtype of x, float32"),
+        ("linear", (torch.ones(2, 4), x, w, None), "out must have shape [2, 3]"),
+        ("linear", (torch.ones(6), x, w, None), "out must have shape [2, 3]"),
+        ("linear", (torch.ones(2, 4)[:, :3], x, w, None), "out must be contiguous"),
+        ("linear", (out, x, w, torch.ones(2)), "bias must have shape [3]"),
+        ("linear", (out, x, w, torch.ones(3).double()), "bias must be float32"),
+        ("linear", (w.view(-1)[:6].view(2, 3), x, w, None), "out is written and must not share"),
+        ("linear_w8a16", (out, x, w, s, None), "weight must be int8 or float8_e4m3fn"),
+        ("linear_w8a16", (out, x, q, s.double(), None), "scale must be float32"),
+        ("linear_w8a16", (out, x, q, torch.ones(2), None), "scale must have shape [1] or [3]"),
+        ("linear_w8a16", (out, x, q, torch.ones(1, 3), None), "scale must have shape [1] or [3]"),
+        ("linear_w8a16", (out, x, q, out[0], None), "out is written and must not share"),
+    ]
+
+
+@pytest.mark.parametrize(("op", "arguments", "expected"), refusals())
+def test_refusals(module: ModuleType, op: str, arguments: tuple[Any, ...], expected: str) -> None:
+    for name in DOORS:
+        with pytest.raises(RuntimeError) as error:
+            door(module, name, op)(*arguments)
+        assert str(error.value).startswith(f"{op}: {expected}")
+
+
+def test_native_refuses_what_does_not_fit() -> None:
+    x, weight = torch.ones(2, 8), torch.ones(3, 8, dtype=INT8)
+    with pytest.raises(ValueError, match=r"it is float32. linear takes weights"):
+        linear_w8a16(x, weight.float(), torch.ones(3))
+    with pytest.raises(ValueError, match=r"weight has shape \(3, 8\), scale \(1, 3\)"):
+        linear_w8a16(x, weight, torch.ones(1, 3))
+
+
+def accepts(op: IrOp, *arguments: Any) -> bool:
+    with ir.priority({op.name: ["opweave_c"]}):
+        return op.dispatch(*arguments).provider == "opweave_c"
+
+
+def test_selection(module: ModuleType) -> None:
+    x, w, q, s = torch.ones(2, 8), torch.ones(3, 8), torch.ones(3, 8, dtype=INT8), torch.ones(3)
+    assert accepts(linear, x, w)
+    assert accepts(linear, x[0], w, torch.ones(3))
+    assert not accepts(linear, x, w, torch.ones(3).half())
+    assert not accepts(linear, x.half(), w)
+    assert not accepts(linear, x.double(), w.double())
+    assert not accepts(linear, x, torch.ones(8, 3).t())
+    assert not accepts(linear, x, torch.ones(3, 7))
+    assert accepts(linear_w8a16, x, q, s)
+    assert accepts(linear_w8a16, x.half(), q.to(FP8), s[:, None], s)
+    assert accepts(linear_w8a16, x.half(), q, torch.ones(()), s.half())
+    assert not accepts(linear_w8a16, x, q.to(torch.float8_e5m2), s)
+    assert not accepts(linear_w8a16, x, q, s.half())
+    assert not accepts(linear_w8a16, x, q, s, s.half())
+
+
+@pytest.mark.parametrize("op", [linear, linear_w8a16], ids=lambda op: op.name)
+def test_no_implementation_promises_what_torch_does_not(module: ModuleType, op: IrOp) -> None:
+    """Many tokens go to torch, whose sums depend on their number."""
+    assert "batch_invariant" not in op.impls["opweave_c"].traits
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", W8, ids=str)
+def test_generated_inputs(
+    module: ModuleType, weight_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    x, weight, scale, bias = linear_w8a16.generate_inputs(weight_dtype=weight_dtype, dtype=dtype)
+    wanted = native(x, weight, scale, bias)
+    near(provided(x, weight, scale, bias), wanted)
+    near(linear(x.float(), weight.float() * scale[:, None], bias.float()).to(dtype), wanted)
+
+
+# Graphs
+
+
+def test_opcheck(module: ModuleType) -> None:
+    out, x, w = torch.empty(3, 5), torch.randn(3, 8), torch.randn(5, 8)
+    ops = torch.ops.opweave_c
+    torch.library.opcheck(ops.linear.default, (out, x, w, torch.ones(5)))
+    torch.library.opcheck(ops.linear_w8a16.default, (out, x, w.to(INT8), torch.ones(5), None))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_full_graph(module: ModuleType, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    weight, q, scale = (
+        weights_of(torch.float32, 6, 24),
+        weights_of(INT8, 6, 24),
+        scale_of("rows", 6),
+    )
+    compiled = torch.compile(
+        lambda x: (provider.linear(x, weight) + 1, provider.linear_w8a16(x, q, scale)),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=dynamic,
+    )
+    for tokens in (3, 5, 40, 600):
+        x = random(tokens, 24, dtype=torch.float32, seed=tokens)
+        first, second = compiled(x)
+        near(first - 1, native(x, weight, None, None))
+        near(second, native(x, q, scale, None))
+
+
+def test_fake_tensors(module: ModuleType) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        x, w = mode.from_tensor(torch.ones(2, 3, 8)), mode.from_tensor(torch.ones(5, 8))
+        assert provider.linear(x, w).shape == (2, 3, 5)
+        assert provider.linear_w8a16(x, w.to(FP8), w[:, 0].clone()).shape == (2, 3, 5)
+
+
+# Anything
+
+
+def fuzz(module: ModuleType, isas: tuple[str, ...], count: int, seed: int) -> None:
+    draw = stdlib_random.Random(seed)
+    for number in range(count):
+        dtype = draw.choice(DTYPES)
+        weight_dtype = draw.choice([dtype, *W8])
+        module._select_isa(draw.choice(isas))
+        leading = [draw.randrange(1, 4) for _ in range(draw.randrange(3))] + [draw.randrange(12)]
+        order = draw.sample(range(len(leading)), len(leading))
+        width, rows, pad = draw.randrange(1, 150), draw.randrange(1, 40), draw.randrange(3)
+        inverse = [order.index(d) for d in range(len(leading))]
+        whole = random(*(leading[d] for d in order), width + pad, dtype=dtype, seed=seed + number)
+        # Products of more may overflow in one order of the sum and not in another.
+        x = with_extremes(whole.permute(*inverse, len(leading)), draw, largest=1e4)[..., pad:]
+        step = draw.randrange(1, 3)
+        weight = weights_of(weight_dtype, rows * step, width + pad, seed=number)[::step, pad:]
+        if weight_dtype != INT8 and draw.random() < 0.1:
+            weight[draw.randrange(rows), draw.randrange(width)] = torch.nan
+        kind = draw.choice(["tensor", "number", "rows", "column"])
+        scale = None if weight_dtype == dtype else scale_of(kind, rows)
+        bias = random(rows, dtype=dtype, seed=seed - number) if draw.random() < 0.5 else None
+        got, wanted = (f(x, weight, scale, bias) for f in (provided, oracle))
+        near(got, wanted)
+        assert got.is_contiguous()
+
+
+def test_fuzz(module: ModuleType, isas: tuple[str, ...]) -> None:
+    fuzz(module, isas, 400, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_fuzz_long(module: ModuleType, isas: tuple[str, ...], seed: int) -> None:
+    fuzz(module, isas, 4000, seed=1_000_000 * (seed + 1))

@@ -1,0 +1,276 @@
+"""The benchmarks keep their contract: what they measure, what they print, how they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opweave import ir, native
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import kernels  # noqa: E402
+from kernel_cells import plot, results, summary  # noqa: E402
+from kernel_cells.cases import CASES, ops_with_kernels  # noqa: E402
+from kernel_cells.cell import Cell, Grid, cells_of, dynamic_dims  # noqa: E402
+from kernel_cells.contenders import door_call, ours, rejection, torch_baseline  # noqa: E402
+from kernel_cells.eager import globals_of  # noqa: E402
+from kernel_cells.measure import Results, least_microseconds  # noqa: E402
+from kernel_cells.shape import Shape  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    not native.available() and os.environ.get("OPWEAVE_EXPECT_NATIVE") == "0",
+    reason="built without the native module on purpose",
+)
+OPS = [op.name for op in ops_with_kernels()]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def small_cells(name: str) -> list[Cell]:
+    grid = Grid([name], DTYPES, [1, 7, 128], [512], [1])
+    return [cell for family in cells_of(grid) for cell in family]
+
+
+def tensors(found: Any) -> list[torch.Tensor]:
+    values = found if isinstance(found, tuple) else (found,)
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def test_every_op_with_a_kernel_has_a_case() -> None:
+    assert set(OPS) <= set(CASES)
+
+
+def test_an_op_without_a_case_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(CASES, "rms_norm")
+    with pytest.raises(SystemExit) as stopped:
+        kernels.main(["--ops", "silu_and_mul"])
+    assert stopped.value.code == 2
+    assert "rms_norm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_is_measured_is_the_op(name: str) -> None:
+    """The kernel in every state, and the baseline where it replaces native, agree."""
+    for cell in small_cells(name):
+        inputs = cell.inputs()
+        reason = rejection(cell, inputs)
+        if reason == "the implementation leaves it to torch":
+            continue
+        assert reason is None, cell
+        expected = tensors(cell.op.native(*inputs))
+        for state in cell.case.states:
+            contender = ours(cell, state, [inputs])
+            found = tensors(contender.call(*contender.ring[0]))
+            if not found:  # the native function: its outputs are among its arguments
+                made = {id(value) for value in inputs}
+                arguments = tensors(contender.ring[0])
+                found = [value for value in arguments if id(value) not in made]
+            assert_same_kinds(found, expected, cell)
+            compare(cell, found, expected)
+
+
+def assert_same_kinds(found: list[torch.Tensor], expected: list[torch.Tensor], cell: Cell) -> None:
+    kinds = sorted((str(value.dtype), tuple(value.shape)) for value in expected)
+    assert sorted((str(value.dtype), tuple(value.shape)) for value in found) == kinds, cell
+
+
+def compare(cell: Cell, found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for value in expected:
+        atol, rtol = cell.op.get_tolerance(value.dtype)
+        assert any(
+            other.shape == value.shape
+            and torch.allclose(other.float(), value.float(), atol=atol, rtol=rtol)
+            for other in found
+        ), cell
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "reshape_and_cache"])
+def test_baselines_that_replace_native_compute_the_same(name: str) -> None:
+    for cell in small_cells(name):
+        inputs = cell.inputs()
+        expected = tensors(cell.op.native(*inputs))
+        found = tensors(torch_baseline(cell)(*inputs)) or list(inputs[2:4])  # in place
+        for value, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, wanted, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_baselines_are_plain_torch(name: str) -> None:
+    baseline = torch_baseline(small_cells(name)[0])
+    used = {name: baseline.__globals__.get(name) for name in globals_of(baseline)}
+    assert not [name for name, value in used.items() if isinstance(value, ir.IrOp)]
+
+
+def test_an_output_is_made_as_the_kernel_makes_it() -> None:
+    cell = Cell("rms_norm", 0, Shape(3, 512, torch.bfloat16), 1)
+    x, weight, epsilon = cell.inputs()
+    name, (out, *rest) = door_call(cell, (x, weight, epsilon))
+    assert (name, rest) == ("rms_norm", [x, weight, epsilon])
+    assert (out.shape, out.dtype) == (x.shape, x.dtype)
+
+
+def test_dynamic_dimensions_are_those_that_follow_the_tokens() -> None:
+    rotary = Cell("rotary_embedding", 0, Shape(16, 512, torch.float32), 1)
+    assert dynamic_dims(rotary) == [[0], [0], [0], [], [], []]
+    decode = Cell("paged_attention", 0, Shape(16, 512, torch.float32, 512), 1)
+    assert dynamic_dims(decode)[0] == [0]
+
+
+# The command
+
+
+QUICK = ("--quick", "--ops", "relu2", "--tokens", "1", "2048", "--hidden", "512", "--rounds", "3")
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The object of a small run, and the picture."""
+    picture = tmp_path_factory.mktemp("plot") / "kernels.svg"
+    done = run(*QUICK, "--json", "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), picture.read_text(encoding="utf-8")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "kernels.py"), *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_json_obeys_the_contract(printed: tuple[dict[str, Any], str]) -> None:
+    found, _ = printed
+    assert set(found) == {"machine", "rows", "skipped"}
+    assert found["machine"]["allocator"]["library"]
+    assert set(found["machine"]["stream_gb_per_second"]["1"]) > {"out of cache"}
+    assert len(found["rows"]) == 4
+    for row in found["rows"]:
+        assert row["name"] == "kernel.relu2"
+        assert row["unit"] == "us"
+        assert row["outputs"] in row["case"]
+        assert row["value"] > 0
+        assert ("limit_share" in row) == (row["tokens"] == 2048)
+
+
+def test_a_ratio_is_baseline_over_value(printed: tuple[dict[str, Any], str]) -> None:
+    for row in printed[0]["rows"]:
+        assert row["ratio"] == pytest.approx(row["baseline"] / row["value"], rel=1e-3)
+        assert row["baseline"] == min(row["eager"], row["inductor"]) == row[row["against"]]
+
+
+def test_the_picture_has_a_dot_for_each_figure(printed: tuple[dict[str, Any], str]) -> None:
+    _, picture = printed
+    assert picture.count("<title>") == 2 + 2 + 1  # eager, Inductor; the share of the large cell
+    assert "relu2" in picture
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--ops", "rms_nrom"), "rms_norm"),
+        (("--ops", "embedding"), "embedding"),
+        (("--dtypes", "float64"), "float32"),
+        (("--tokens", "0"), "tokens"),
+        (("--hidden", "100"), "128"),
+        (("--threads", "9999"), "9999"),
+        (("--rounds", "1"), "rounds"),
+        (("--plot", "no/such/folder/x.svg"), "no/such/folder"),
+        (("--wat",), "--wat"),
+    ],
+)
+def test_bad_options_are_one_line(
+    arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        kernels.main(list(arguments))
+    captured = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert named in captured.err
+
+
+# What is made of rows
+
+
+def row(**changed: Any) -> dict[str, Any]:
+    base = {
+        "name": "kernel.relu2", "case": "float32, 2048 x 512, 1 thread, fresh output",
+        "value": 10.0, "unit": "us", "baseline": 20.0, "ratio": 2.0, "against": "inductor",
+        "eager": 30.0, "inductor": 20.0, "variant": "", "dtype": "float32", "tokens": 2048,
+        "hidden": 512, "context": 0, "threads": 1, "outputs": "fresh",
+    }  # fmt: skip
+    return base | changed
+
+
+def test_the_limit_is_a_copy_of_what_is_written_and_a_read_of_the_rest() -> None:
+    speeds = {"copy": 10.0, "read": 20.0, "update": 40.0}  # GB/s, so 1000 bytes take 0.1 us at 10
+    assert least_microseconds(1000, 1000, speeds, in_place=False) == pytest.approx(0.2)
+    assert least_microseconds(1000, 1000, speeds, in_place=True) == pytest.approx(0.05)
+    assert least_microseconds(3000, 1000, speeds, in_place=False) == pytest.approx(0.3)
+    assert least_microseconds(1000, 0, speeds, in_place=False) == pytest.approx(0.05)
+
+
+def test_below_the_bar() -> None:
+    fine = [row(), row(outputs="reused", limit_share=0.9, least_share=0.8)]
+    slow = row(hidden=1024, inductor=9.0)
+    short = [row(hidden=2048), row(hidden=2048, outputs="reused", limit_share=0.7, least_share=0.8)]
+    cells = summary.cells_of_rows([*fine, slow, *short])
+    assert [cell["hidden"] for cell in summary.below_the_bar(cells)] == [1024, 2048]
+    assert cells[1].shortfalls == ["0.90 x Inductor"]
+    assert cells[2].shortfalls == ["70% of the stream, not 80%"]
+
+
+def test_results_name_the_command(tmp_path: Path) -> None:
+    machine = {
+        "processor": "P", "cores": 2, "python": "3", "torch": "2", "threads": [1], "load": 0.0,
+        "isa": "avx2", "allocator": {"library": "glibc"},
+        "stream_gb_per_second": {"1": {"out of cache": {"copy": 10.0}}},
+    }  # fmt: skip
+    skipped = [{"name": "kernel.x", "case": "float32", "reason": "too wide"}]
+    failed = row(no_inductor="it broke", hidden=64)
+    del failed["inductor"]
+    results.write(tmp_path, machine, Results([row(), failed], skipped), "python kernels.py --save")
+    page = (tmp_path / "kernels.md").read_text(encoding="utf-8")
+    assert "`python kernels.py --save`" in page
+    assert "| relu2 | float32, 512 | 3.00, 2.00 |" in page
+    assert "too wide" in page
+    assert "it broke" in page
+    saved = json.loads((tmp_path / "kernels.json").read_text(encoding="utf-8"))
+    assert saved == {"machine": machine, "rows": [row(), failed], "skipped": skipped}
+    assert (tmp_path / "kernels.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_the_picture_of_nothing_is_a_picture() -> None:
+    machine = {"processor": "P", "torch": "2", "threads": [1]}
+    assert plot.draw([], machine).endswith("</svg>\n")
+
+
+def test_dispatch_keeps_its_options_and_output() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "dispatch.py"), "--rounds", "2", "--json"],
+        check=True, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert set(found) == {"machine", "rows"}
+    assert "dispatch.one_predicate" in {row["name"] for row in found["rows"]}
