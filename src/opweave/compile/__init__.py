@@ -13,17 +13,20 @@ from opweave.compile.errors import (
 )
 from opweave.compile.lower import lower
 from opweave.compile.options import CompileOptions
+from opweave.compile.passes.fusion import FusionForm, fusion_table
 from opweave.compile.report import Report
 
 __all__ = [
     "CompileError",
     "CompileOptions",
     "CompiledGraph",
+    "FusionForm",
     "OptionError",
     "Report",
     "UnloweredOpError",
     "UseAfterDonationError",
     "backend",
+    "fusion_table",
     "install",
     "lower",
     "report",

@@ -13,9 +13,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -26,8 +25,7 @@ InductorConfig = Mapping[str, Any]
 
 def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:
     """Return the mode that the fake tensors among *values* belong to."""
-    mode: FakeTensorMode | None = cast("Any", detect_fake_mode)(list(values))
-    return mode
+    return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
 
 
 def storage_key(tensor: Tensor) -> int | None:

@@ -71,7 +71,7 @@ class _Search:
             self._miss(f"{where} is {_name(node)}, not {_name(wanted)}")
         call = ir_call(node)
         if call and call.call_site:
-            self._miss(f"{node.name} names its providers itself")
+            raise NoMatchError(f"{node.name} names its providers itself", WHOLE)
         if wanted in self.nodes:
             self._miss(f"{where} is {node.name}, not {self.nodes[wanted].name}")
         self._operands(wanted, node)

@@ -20,6 +20,7 @@ import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ aten = torch.ops.aten
 # For fewer, two collectives take longer than one, and padding is much of what they move. Also,
 # compilers treat sizes of 1 as special, which a rank's rows must not be.
 MIN_ROWS = 3
+_PER_BYTE = 1 << 20  # of the same bytes, fewer collectives are better
 _SAME_EVERYWHERE = {"all_reduce", "all_gather", "broadcast"}
 _MADE_OF_INPUTS = {
     aten.arange.default,
@@ -84,24 +86,14 @@ class Region:
     def refusal(self) -> str:
         """Why the region is better left alone, or an empty string.
 
-        An ``all_reduce`` moves as much as a ``reduce_scatter`` and an ``all_gather`` of its result.
         Where the number of tokens varies, asking whether there are enough makes the graph one for
         many tokens, or for few.
         """
         if all(map(is_view, self.nodes)):
             return "no row-wise op follows that could be sharded"
-        moved = self.row_bytes(self.gathered)
-        if moved > self.row_bytes(self.sources):
-            saved = self.row_bytes(self.sources)
-            return f"gathering {moved:g} bytes of each token costs more than the {saved:g} saved"
-        enough = guard_or_false(self.shard.tokens >= MIN_ROWS * self.shard.group.size)
-        few = f"fewer than {MIN_ROWS} tokens for each of {self.shard.group.size} ranks"
-        return "" if enough else few
-
-    @staticmethod
-    def row_bytes(nodes: Iterable[Node]) -> float:
-        """Return the bytes of one row of each of *nodes*."""
-        return sum(map(_row_bytes, nodes))
+        if guard_or_false(self.shard.tokens >= MIN_ROWS * self.shard.group.size):
+            return ""
+        return f"fewer than {MIN_ROWS} tokens for each of {self.shard.group.size} ranks"
 
 
 class Sharding:
@@ -121,7 +113,7 @@ class Sharding:
             shard = self._source(node) or self._spread(node)
             if shard is not None:
                 self.shards[node] = shard
-        self._pull_back()
+        self._gather_early()
 
     def regions(self) -> list[Region]:
         """Return the sharded nodes by what hangs together."""
@@ -197,24 +189,40 @@ class Sharding:
             return True
         return node.target in _MADE_OF_INPUTS or keeps_rows(node)
 
-    def _pull_back(self) -> None:
-        """Gather earlier where that moves less, or as much with nothing but views in between."""
-        for node in reversed(list(self.shards)):
-            if not isinstance(fake_of(node), Tensor):
-                continue
-            last = [user for user in node.users if self._is_last(user, node)]
-            now = Region.row_bytes(r for u in last for r in results(u) if r.users)
-            instead = 0.0 if self.whole_users(node) else _row_bytes(node)
-            only_views = all(map(is_view, last))
-            if last and (instead < now or (only_views and instead <= now)):
-                for user in last:
-                    self.drop({user, *results(user)})
+    def _gather_early(self) -> None:
+        """Make whole what is cheaper to gather before than after: a minimal cut.
 
-    def _is_last(self, node: Node, operand: Node) -> bool:
-        """Whether *node* is sharded because of *operand*, and nobody else because of *node*."""
-        if node not in self.shards or self.shards.keys() & node.all_input_nodes != {operand}:
-            return False
-        return not any(user in self.shards for result in results(node) for user in result.users)
+        Where it moves as much either way, as much as possible stays sharded. Gathering right after
+        the sources is always possible, and moves as much as ``all_reduce``.
+        """
+        import networkx  # type: ignore[import-untyped]  # comes with torch, and takes a while
+
+        flow = self._flow(networkx.DiGraph())
+        _, (_, whole) = networkx.minimum_cut(flow, "sharded", "whole")  # the smallest such part
+        early = [node for node in self.shards if node in whole]
+        for node in early:
+            self.obstacles[node] = "its result would cost more to gather"
+        self.drop(early)
+
+    def _flow(self, flow: Any) -> Any:
+        """Return a network from "sharded" to "whole" in which a cut is a choice of gathers.
+
+        The edge from a node to (node,) is cut if the node is sharded and gathered. An edge without
+        a capacity cannot be: what is behind it is whole only if what is in front of it is.
+        """
+        flow.add_nodes_from(["sharded", "whole"])
+        for node in self.shards:
+            after: Any = (node,) if isinstance(fake_of(node), Tensor) else node
+            if after != node:
+                flow.add_edge(node, after, **_price(node))
+            if node not in self.rows:
+                flow.add_edge("sharded", node)
+            if self.whole_users(node):
+                flow.add_edge(after, "whole")
+            for user in node.users.keys() & self.shards.keys():
+                flow.add_edge(after, user)
+                flow.add_edge(user, node)
+        return flow
 
     def _connected(self, start: Node) -> list[Node]:
         found, waiting = {start: None}, [start]
@@ -227,11 +235,6 @@ class Sharding:
                     found[other] = None
                     waiting.append(other)
         return list(found)
-
-
-def results(node: Node) -> list[Node]:
-    """Return the nodes that are tensors: *node* itself, or the parts of its tuple."""
-    return [node] if isinstance(fake_of(node), Tensor) else list(node.users)
 
 
 def _is_used_as_tuple(node: Node) -> bool:
@@ -254,8 +257,10 @@ def _has_tokens(value: Tensor) -> bool:
     return value.ndim > 1 and all(isinstance(size, int) and size for size in value.shape[1:])
 
 
-def _row_bytes(node: Node) -> float:
+def _price(node: Node) -> dict[str, int]:
+    """Return what it costs to gather *node*; nothing if it cannot be gathered into what it was."""
     value = fake_of(node)
     if not all(isinstance(size, int) for size in value.shape[1:]) or not value.is_contiguous():
-        return math.inf  # cannot be gathered into what it was
-    return float(math.prod(value.shape[1:]) * value.element_size())
+        return {}
+    row_bytes = math.prod(value.shape[1:]) * value.element_size()
+    return {"capacity": row_bytes * _PER_BYTE + 1}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -20,7 +20,7 @@ from opweave.compile.nodes import IrCall, fake_of, ir_call, ir_calls, source_lin
 from opweave.compile.passes.donation import donated_nodes
 from opweave.compile.patterns import Derivation, Pattern, derive, is_op
 from opweave.compile.report import FusionReport
-from opweave.ir import IrOp
+from opweave.ir import IrOp, Registry, current_registry
 from opweave.ir.errors import IrError
 from opweave.ir.priority import NATIVE
 from opweave.ir.selection import candidates
@@ -57,6 +57,34 @@ def derivation(op: IrOp) -> Derivation:
             with compat.no_modes():
                 found = _derived[op] = derive(op)
         return found
+
+
+class FusionForm(NamedTuple):
+    """One form in which a composite is looked for."""
+
+    composite: str
+    variant: str
+    ops: tuple[str, ...]
+    kernels: tuple[str, ...]  # the providers that could run it here
+    failure: str  # why no pattern could be derived, else empty
+
+
+def fusion_table(registry: Registry | None = None) -> list[FusionForm]:
+    """Return every form of every composite that fusion looks for, in the current registry."""
+    rows: list[FusionForm] = []
+    registry = registry or current_registry()
+    registry.ensure_ready()
+    for op in (op for op in registry.ops.values() if op.composite):
+        kernels = tuple(p for p in op.supported_providers() if p != NATIVE)
+        found = derivation(op)
+        rows += [FusionForm(op.name, p.variant, _op_names(p), kernels, "") for p in found.patterns]
+        rows += [FusionForm(op.name, "", (), kernels, why) for why in found.failures]
+    return rows
+
+
+def _op_names(pattern: Pattern) -> tuple[str, ...]:
+    nodes = [node for node in pattern.graph.nodes if is_op(node)]
+    return tuple(call.op.name if (call := ir_call(n)) else str(n.target) for n in nodes)
 
 
 def _composites(graph: Graph, context: Context) -> list[IrOp]:

@@ -59,7 +59,8 @@ def _left(region: Region, reason: str, sharding: Sharding) -> str:
         for user in source.users
         if user in sharding.obstacles
     ]
-    return f"{_names(region.sources)} left: {'; '.join([reason, *near])}"
+    reduced = [source.all_input_nodes[0] for source in region.sources]
+    return f"{_names(reduced)} left: {'; '.join([reason, *near])}"
 
 
 def _done(region: Region) -> str:
@@ -127,9 +128,10 @@ class _Rewriter:
 
     def _divide(self, node: Node) -> Node:
         """Make *node* compute this rank's rows."""
+        whole = self._sharding.rows[node] - self._sharding.shards.keys()
         with self._graph.inserting_before(node):
-            for operand in self._sharding.rows[node]:
-                if operand not in self._sharding.shards:
+            for operand in node.all_input_nodes:
+                if operand in whole:
                     node.replace_input_with(operand, self._own_rows(operand))
         if node.target in RESHAPES:
             if node.target is not aten.expand.default:

@@ -1,0 +1,191 @@
+"""The ways in: the backend by name, plain torch.compile, other compilers, export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opweave.compile
+from opweave import ir
+from opweave.compile import CompileError, Report, UnloweredOpError, pipeline
+from opweave.compile.nodes import ir_calls
+
+from .blocks import BLOCKS, Model, OpCalls, model_inputs
+
+W = torch.ones(8)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        y, r = ir.ops.fused_add_rms_norm(x * 2, r, self.weight, 1e-5)
+        return ir.ops.silu_and_mul(y), r
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    opweave.compile.install()
+    yield
+    opweave.compile.uninstall()
+
+
+def test_by_name() -> None:
+    model, inputs = Small(), (torch.randn(4, 8), torch.randn(4, 8))
+    compiled = torch.compile(model, backend="opweave", fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), model(*inputs))
+    assert opweave.compile.report().selected_impls["silu_and_mul"] == {"silu_and_mul": "opweave_c"}
+
+
+def test_install_gives_plain_torch_compile_the_passes(installed: None) -> None:
+    model, inputs = Small(), (torch.randn(4, 8), torch.randn(4, 8))
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), model(*inputs))
+    first = opweave.compile.report()
+    assert {node.chosen for node in first.nodes} == {"opweave_c"}
+    with ir.priority(silu_and_mul="native"):
+        torch.testing.assert_close(compiled(*inputs), model(*inputs))
+    assert "native" in {node.chosen for node in opweave.compile.report().nodes}
+    opweave.compile.uninstall()
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(*inputs), model(*inputs))
+
+
+def test_one_graph_for_every_number_of_tokens() -> None:
+    model = Model(BLOCKS["llama"], 2, OpCalls())
+    compiled = torch.compile(
+        model, backend=opweave.compile.backend, dynamic=True, options={"codegen": False}
+    )
+    model(*model_inputs(2))  # it looks its ops up when it is first called
+    counter = torch._dynamo.utils.counters
+    counter.clear()
+    for tokens in (2, 7, 64, 500, 4096):
+        inputs = model_inputs(tokens)
+        torch.testing.assert_close(compiled(*inputs), model(*inputs), atol=1e-3, rtol=1e-3)
+    assert counter["stats"]["unique_graphs"] == 1
+    compiled(*model_inputs(1))
+    assert counter["stats"]["unique_graphs"] <= 2
+
+
+def test_gradients() -> None:
+    model, inputs = Small(), (torch.randn(4, 8), torch.randn(4, 8))
+    with torch.enable_grad():
+        expected = torch.autograd.grad(model(*inputs)[0].sum(), model.weight)
+        compiled = torch.compile(model, backend=opweave.compile.backend, fullgraph=True)
+        found = torch.autograd.grad(compiled(*inputs)[0].sum(), model.weight)
+    torch.testing.assert_close(found, expected)
+
+
+def test_lower_for_another_backend() -> None:
+    seen: list[torch.fx.GraphModule] = []
+
+    def other(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
+        report = Report()
+        lowered = opweave.compile.lower(graph_module, inputs, report=report)
+        assert ir_calls(graph_module.graph), "the graph that was given is as it was"
+        assert not ir_calls(lowered.graph)
+        assert len(report.nodes) == 2
+        seen.append(lowered)
+        return lowered.forward
+
+    model, inputs = Small(), (torch.randn(4, 8), torch.randn(4, 8))
+    found = torch.compile(model, backend=other, fullgraph=True)(*inputs)
+    torch.testing.assert_close(found, model(*inputs))
+    assert len(seen) == 1
+
+
+def test_lower_needs_to_know_the_inputs() -> None:
+    graph_module = torch.fx.symbolic_trace(torch.ops.opweave.silu_and_mul.default)
+    with pytest.raises(CompileError, match="pass example_inputs"):
+        opweave.compile.lower(graph_module)
+    lowered = opweave.compile.lower(graph_module, [torch.randn(2, 8)])
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(lowered(x), ir.ops.silu_and_mul(x))
+
+
+def test_an_exported_program_is_lowered() -> None:
+    model, inputs = Small(), (torch.randn(4, 8), torch.randn(4, 8))
+    dynamic = {"x": {0: torch.export.Dim("tokens")}, "r": {0: torch.export.Dim("tokens")}}
+    program = torch.export.export(model, inputs, dynamic_shapes=dynamic)
+    lowered = opweave.compile.lower(program.module())
+    for tokens in (4, 9):
+        given = torch.randn(tokens, 8), torch.randn(tokens, 8)
+        torch.testing.assert_close(lowered(*given), model(*given))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, of its tree specs
+def test_aot_inductor(installed: None, tmp_path: Path) -> None:
+    model, inputs = Small(), (torch.randn(4, 8), torch.randn(4, 8))
+    program = torch.export.export(model, inputs)
+    with ir.priority(dict.fromkeys(ir.current_registry().ops, "native")):
+        package = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "small.pt2")
+        )
+    found = torch._inductor.aoti_load_package(package)(*inputs)
+    torch.testing.assert_close(tuple(found), model(*inputs))
+
+
+def test_an_op_that_would_reach_codegen_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = tuple(p for p in pipeline.PASSES if not p.name.startswith("lower"))
+    monkeypatch.setattr(pipeline, "PASSES", passes)
+    compiled = torch.compile(Small(), backend=opweave.compile.backend, options={"codegen": False})
+    with pytest.raises(Exception, match="would have reached code generation") as caught:
+        compiled(torch.randn(4, 8), torch.randn(4, 8))
+    assert UnloweredOpError.__name__ in repr(caught.value) or caught.value
+
+
+def test_passes_change_nothing_when_they_run_twice() -> None:
+    """Every stage is idempotent."""
+    graphs: list[str] = []
+    original = pipeline.run
+
+    def twice(stage: Any, graph: torch.fx.Graph, context: Any) -> None:
+        original(stage, graph, context)
+        first = pipeline.graph_text(graph)
+        count = len(context.report.nodes)
+        original(stage, graph, context)
+        assert pipeline.graph_text(graph) == first
+        assert len(context.report.nodes) == count
+        graphs.append(first)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "run", twice)
+        model = Model(BLOCKS["quantised"], 2, OpCalls())
+        compiled = torch.compile(model, backend=opweave.compile.backend, options={"codegen": False})
+        inputs = model_inputs(8)
+        torch.testing.assert_close(compiled(*inputs), model(*inputs), atol=0.2, rtol=0.2)
+    assert len(graphs) == 3
+
+
+def test_graphs_in_the_report_run() -> None:
+    """What a report shows as before and after is Python that runs."""
+    model = Model(BLOCKS["llama"], 1, OpCalls())
+    compiled = torch.compile(model, backend=opweave.compile.backend, options={"codegen": False})
+    compiled(*model_inputs(4))
+    shown = [p for p in opweave.compile.report().passes if p.changed]
+    assert {p.name for p in shown} >= {"carry donations", "lower in place"}
+    for record in shown:
+        for text in (record.before, record.after):
+            names: dict[str, Any] = {"torch": torch, "device": torch.device}
+            exec(compile(text, "<graph>", "exec"), names)
+            assert callable(names["forward"])
+
+
+def test_a_report_before_anything_was_compiled(fresh_python: Any) -> None:
+    fresh_python("""
+        import opweave.compile
+        try:
+            opweave.compile.report()
+        except LookupError as error:
+            assert "nothing was compiled" in str(error)
+        else:
+            raise AssertionError
+    """)

@@ -1,0 +1,242 @@
+"""The fusion table: each composite, in each form, in a model that contains it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import opweave.compile
+from opweave import ir
+from opweave.compile import fusion_table
+from opweave.compile.report import FusionReport
+
+from .conftest import all_native
+
+T, H = 8, 64
+BF16 = torch.bfloat16
+W = torch.randn(H).to(BF16)
+SCALE = torch.tensor([0.05])
+CACHE = torch.randn(32, 16).to(BF16)
+POSITIONS = torch.arange(T)
+o = ir.ops
+
+
+def fused(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[FusionReport]:
+    """Compile, compare with eager, and return what fusion did."""
+    expected = function(*inputs)
+    torch.compiler.reset()
+    compiled = torch.compile(
+        function,
+        backend=opweave.compile.backend,
+        fullgraph=True,
+        options={"codegen": False, **options},
+    )
+    found = compiled(*inputs)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.float(), y.float(), atol=2e-2, rtol=2e-2)
+        assert x.shape == y.shape
+    return opweave.compile.report().fusions
+
+
+def names(fusions: list[FusionReport]) -> list[str]:
+    return sorted(f.composite for f in fusions if f.outcome == "fused")
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (T, H))).to(BF16)
+
+
+FORMS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "add and norm": ("fused_add_rms_norm", lambda a, r: (o.rms_norm(a + r, W, 1e-5), a + r)),
+    "add and norm, commuted": (
+        "fused_add_rms_norm",
+        lambda a, r: ((s := r + a), o.rms_norm(s, W, epsilon=1e-6)),
+    ),
+    "add and norm, no weight, keyword": (
+        "fused_add_rms_norm",
+        lambda a, r: (o.rms_norm(a + r, weight=None, epsilon=1e-5, variance_size=None),),
+    ),
+    "norm and static fp8": (
+        "rms_norm_static_quant_fp8",
+        lambda a, r: (o.static_quant_fp8(o.rms_norm(a, W, 1e-5), SCALE), r),
+    ),
+    "norm and per-token fp8": (
+        "rms_norm_dynamic_per_token_quant_fp8",
+        lambda a, r: o.dynamic_per_token_quant_fp8(o.rms_norm(a, None, 1e-5)),
+    ),
+    "norm and per-token int8": (
+        "rms_norm_dynamic_per_token_quant_int8",
+        lambda a, r: o.dynamic_per_token_quant_int8(o.rms_norm(a, W, 1e-5)),
+    ),
+    "add, norm and static fp8": (
+        "fused_add_rms_norm_static_quant_fp8",
+        lambda a, r: (o.static_quant_fp8(o.rms_norm(a + r, W, 1e-5), SCALE), a + r),
+    ),
+    "composite and static fp8": (
+        "fused_add_rms_norm_static_quant_fp8",
+        lambda a, r: (
+            (p := o.fused_add_rms_norm(a, r, W, 1e-5)) and o.static_quant_fp8(p[0], SCALE),
+            p[1],
+        ),
+    ),
+    "add, norm and per-token fp8": (
+        "fused_add_rms_norm_dynamic_per_token_quant_fp8",
+        lambda a, r: (*o.dynamic_per_token_quant_fp8(o.rms_norm(a + r, W, 1e-5)), a + r),
+    ),
+    "silu and static fp8": (
+        "silu_and_mul_static_quant_fp8",
+        lambda a, r: (o.static_quant_fp8(o.silu_and_mul(a), SCALE),),
+    ),
+    "silu and groups, through views": (
+        "silu_and_mul_per_token_group_quant_fp8",
+        lambda a, r: o.per_token_group_quant_fp8(
+            o.silu_and_mul(a.view(2, T // 2, H)).view(T, H // 2), 16
+        ),
+    ),
+    "norms and rotation": (
+        "qk_norm_rope",
+        lambda a, r: o.rotary_embedding(
+            o.rms_norm(a.view(T, 4, 16), W[:16], 1e-6).view(T, H),
+            o.rms_norm(r.view(T, 4, 16), W[16:32], 1e-6).view(T, H),
+            POSITIONS,
+            CACHE,
+            16,
+        ),
+    ),
+    "norms and rotation, interleaved": (
+        "qk_norm_rope",
+        lambda a, r: o.rotary_embedding(
+            o.rms_norm(a.view(T, 4, 16), W[:16], 1e-6).view(T, H),
+            o.rms_norm(r.view(T, 4, 16), W[16:32], 1e-6).view(T, H),
+            POSITIONS,
+            CACHE,
+            16,
+            False,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_found(form: str) -> None:
+    composite, function = FORMS[form]
+    assert names(fused(function, x(), x())) == [composite]
+    chosen = {node.op: node for node in opweave.compile.report().nodes}[composite]
+    assert chosen.chosen == "opweave_c"
+    assert len(chosen.fused_from) >= 2
+
+
+MISSES: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "the norm is returned": (
+        "rms_norm_static_quant_fp8",
+        "is used elsewhere, by output",
+        lambda a, r: ((n := o.rms_norm(a, W, 1e-5)), o.static_quant_fp8(n, SCALE)),
+    ),
+    "something stands between": (
+        "fused_add_rms_norm_static_quant_fp8",
+        "operand 0 of .* is aten.mul.Tensor, not aten.add.Tensor",
+        lambda a, r: ((n := o.rms_norm(a * r, W, 1e-5)), o.static_quant_fp8(n, SCALE)),
+    ),
+    "no kernel takes the arguments": (
+        "fused_add_rms_norm",
+        "no kernel for it: opweave_c: dtype differs .x: float64, x_residual: bfloat16",
+        lambda a, r: (o.rms_norm(a.double() + r, None, 1e-5),),
+    ),
+    "a number that is not looked for": (
+        "fused_add_rms_norm",
+        "operand 3 of rms_norm is 8, not None",
+        lambda a, r: (o.rms_norm(a + r, W, 1e-5, variance_size=8),),
+    ),
+    "the call site names a provider": (
+        "fused_add_rms_norm",
+        "names its providers itself",
+        lambda a, r: (o.rms_norm.using("native")(a + r, W, 1e-5),),
+    ),
+    "different weights": (
+        "qk_norm_rope",
+        "epsilon|elsewhere it is",
+        lambda a, r: o.rotary_embedding(
+            o.rms_norm(a.view(T, 4, 16), W[:16], 1e-6).view(T, H),
+            o.rms_norm(r.view(T, 4, 16), W[16:32], 1e-5).view(T, H),
+            POSITIONS,
+            CACHE,
+            16,
+        ),
+    ),
+    "its own result is an argument": (
+        "fused_add_rms_norm",
+        "needs its result",
+        lambda a, r: ((s := a + r), o.rms_norm(s, s.sum(0), 1e-5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("miss", sorted(MISSES))
+def test_near_misses_say_what_is_in_the_way(miss: str) -> None:
+    composite, reason, function = MISSES[miss]
+    fusions = fused(function, x(), x())
+    assert composite not in names(fusions)
+    reasons = [f.reason for f in fusions if f.composite == composite and f.outcome == "rejected"]
+    assert reasons, fusions
+    assert any(re.search(reason, text) for text in reasons), reasons
+
+
+def test_nothing_is_fused_without_a_kernel() -> None:
+    _, function = FORMS["add, norm and static fp8"]
+    with ir.priority(all_native()):
+        assert fused(function, x(), x()) == []
+
+
+def test_the_option() -> None:
+    _, function = FORMS["add, norm and static fp8"]
+    assert fused(function, x(), x(), fusion=False) == []
+
+
+def test_fusion_keeps_donations() -> None:
+    def function(a: Tensor, r: Tensor) -> Any:
+        y, s = o.fused_add_rms_norm.maybe_inplace(a * 2, r, W, 1e-5)
+        return o.static_quant_fp8(y, SCALE), s
+
+    a, r = x(), x()
+    expected = function(a, r.clone())
+    compiled = torch.compile(function, backend=opweave.compile.backend, options={"codegen": False})
+    for found, wanted in zip(compiled(a, r), expected, strict=True):
+        torch.testing.assert_close(found.float(), wanted.float(), atol=2e-2, rtol=2e-2)
+
+
+def test_a_composite_of_ones_own() -> None:
+    """Adding a fusion is: declare the composite, register a kernel."""
+    with ir.isolated_registry():
+
+        @ir.register_op
+        def scaled(x: Tensor, by: float) -> Tensor:
+            return x * by
+
+        @ir.register_op(composite=True)
+        def scaled_twice(x: Tensor, first: float, second: float) -> Tensor:
+            return scaled(scaled(x, first), second)
+
+        @scaled_twice.register_input_generator
+        def _(num_tokens: int = 4) -> tuple[Tensor, float, float]:
+            return torch.randn(num_tokens, 3), 2.0, 3.0
+
+        @scaled_twice.register_impl("ours")
+        def _(x: Tensor, first: float, second: float) -> Tensor:
+            return x * (first * second)
+
+        scaled_twice.set_default(["ours"])
+        found = fused(lambda t: (scaled(scaled(t.sin(), 2.0), 5.0),), torch.randn(3, 3))
+    assert names(found) == ["scaled_twice"]
+
+
+def test_the_table() -> None:
+    table = fusion_table()
+    assert {row.composite for row in table} >= {composite for composite, _ in FORMS.values()}
+    assert not [row for row in table if row.failure]
+    variants = [row.variant for row in table if row.composite == "fused_add_rms_norm"]
+    assert len(variants) == 2
