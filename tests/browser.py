@@ -7,15 +7,25 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome", "chrome")
-_PATIENCE = 60  # seconds for an answer
+_PATIENCE = 60  # seconds for everything
+
+# The protocol wants its pipes as 3 and 4: they are moved there in the new process.
+_START = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(fd), fcntl.F_DUPFD_CLOEXEC, 10) for fd in sys.argv[1:3]]
+os.dup2(ends[0], 3), os.dup2(ends[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def find() -> str | None:
@@ -34,8 +44,8 @@ class Page:
 
     file: Path  # for whoever shares the page
 
-    def __init__(self, write: int, read: int) -> None:
-        self._out, self._in = os.fdopen(write, "wb", 0), os.fdopen(read, "rb", 0)
+    def __init__(self, out: FileIO, in_: FileIO) -> None:
+        self._out, self._in = out, in_
         self._ids, self._left, self._session = count(1), b"", ""
         self.complaints: list[str] = []
         self.requests: list[str] = []
@@ -115,14 +125,12 @@ def browser(executable: str, profile: Path) -> Iterator[Page]:
     theirs_in, write = os.pipe()
     read, theirs_out = os.pipe()
     arguments = (
-        "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-        "--no-first-run", "--disable-background-networking", "--disable-component-update",
-        "--remote-debugging-pipe", f"--user-data-dir={profile}",
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--hide-scrollbars", "--no-first-run", "--disable-background-networking",
+        "--disable-component-update", "--remote-debugging-pipe", f"--user-data-dir={profile}",
     )  # fmt: skip
-    # The protocol wants its pipes as 3 and 4, which may be in use here: a shell moves them.
-    script = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
     process = subprocess.Popen(
-        ["sh", "-c", script, "sh", executable, *arguments],
+        [sys.executable, "-c", _START, str(theirs_in), str(theirs_out), executable, *arguments],
         pass_fds=(theirs_in, theirs_out),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -132,9 +140,10 @@ def browser(executable: str, profile: Path) -> Iterator[Page]:
     watchdog = threading.Timer(_PATIENCE, process.kill)
     watchdog.start()
     try:
-        page = Page(write, read)
-        yield page
-        page.close_browser()
+        with FileIO(write, "wb") as out, FileIO(read, "rb") as in_:
+            page = Page(out, in_)
+            yield page
+            page.close_browser()
     finally:
         watchdog.cancel()
         process.kill()

@@ -83,6 +83,34 @@ def test_gradients() -> None:
     torch.testing.assert_close(found, expected)
 
 
+def test_a_kernel_that_cannot_be_traced_stays_a_call() -> None:
+    with ir.isolated_registry():
+
+        @ir.register_op
+        def both(x: Tensor, by: int = 2, *, shift: float = 0.0) -> tuple[Tensor, Tensor]:
+            return x * by + shift, x * 2
+
+        @both.register_impl("opaque")
+        def _(x: Tensor, by: int = 2, *, shift: float = 0.0) -> tuple[Tensor, Tensor]:
+            if type(x) is not Tensor:
+                raise RuntimeError("this kernel looks at pointers")
+            return x * by + shift, x * 2
+
+        both.set_default(["opaque"])
+        for options in ({}, {"by": 3}, {"shift": 1.0}):
+            torch.compiler.reset()
+            compiled = torch.compile(
+                lambda x, o=options: both(x.sin(), **o)[0] + 1,
+                backend=opweave.compile.backend,
+                fullgraph=True,
+            )
+            x = torch.randn(3, 4)
+            torch.testing.assert_close(compiled(x), both.native(x.sin(), **options)[0] + 1)
+            (node,) = opweave.compile.report().nodes
+            assert node.chosen == "opaque"
+            assert "this kernel looks at pointers" in node.stage
+
+
 def test_lower_for_another_backend() -> None:
     seen: list[torch.fx.GraphModule] = []
 
@@ -101,8 +129,12 @@ def test_lower_for_another_backend() -> None:
     assert len(seen) == 1
 
 
+def calling_silu(x: Tensor) -> Tensor:
+    return torch.ops.opweave.silu_and_mul(x)
+
+
 def test_lower_needs_to_know_the_inputs() -> None:
-    graph_module = torch.fx.symbolic_trace(torch.ops.opweave.silu_and_mul.default)
+    graph_module = torch.fx.symbolic_trace(calling_silu)
     with pytest.raises(CompileError, match="pass example_inputs"):
         opweave.compile.lower(graph_module)
     lowered = opweave.compile.lower(graph_module, [torch.randn(2, 8)])

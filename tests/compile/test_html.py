@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,7 @@ def test_headings_tables_and_anchors_are_in_order() -> None:
     levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch(r"h\d", tag)]
     assert levels[0] == 1
     assert levels.count(1) == 1
-    assert all(b - a <= 1 for a, b in zip(levels, levels[1:], strict=False))
+    assert all(b - a <= 1 for a, b in pairwise(levels))
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
     links = [a["href"] or "" for tag, a in page.elements if tag == "a"]
@@ -221,11 +222,10 @@ PALETTES = [
 @pytest.mark.parametrize("palette", PALETTES, ids=["light", "dark"])
 def test_colours_can_be_told_apart(palette: dict[str, str]) -> None:
     grounds = ("page", "box")
-    pairs = [
-        (fore, back, 4.5) for fore in ("text", "dim", "link", "good", "bad") for back in grounds
-    ]
+    fores = ("text", "dim", "link", "good", "bad")
+    pairs = [(fore, back, 4.5) for fore, back in product(fores, grounds)]
     pairs += [("text", back, 4.5) for back in ("del", "del-word", "ins", "ins-word")]
-    pairs += [(f"colour-{i}", back, 3.0) for i in range(7) for back in grounds]
+    pairs += [(f"colour-{i}", back, 3.0) for i, back in product(range(7), grounds)]
     for fore, back, least in pairs:
         assert contrast(palette[fore], palette[back]) >= least, (fore, back)
 
@@ -265,6 +265,8 @@ def test_browser_shows_the_page_in_its_window(page: browser.Page, width: int, da
     assert page.evaluate("innerWidth") == width
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate("document.querySelector('.calls').scrollWidth") > 390  # in its own box
+    cut_off = "[...document.querySelectorAll('.pass')].filter(e => e.scrollWidth > e.clientWidth)"
+    assert page.evaluate(f"{cut_off}.length") == 0
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (ground == "rgb(255, 255, 255)") is not dark
     assert page.complaints == []

@@ -143,7 +143,7 @@ def test_jit_tracing_state() -> None:
         return x + 1
 
     assert compat.jit_tracing_state() is None
-    with pytest.warns(DeprecationWarning, match="jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         torch.jit.trace(look, torch.zeros(1), check_trace=False)
     assert seen == [True]
 
@@ -172,7 +172,7 @@ def test_the_keys_of_modes_are_included_while_a_mode_is_active() -> None:
         assert included()[python]
     torch.vmap(look)(torch.zeros(2))
     assert seen.pop()[functorch]
-    with pytest.warns(DeprecationWarning, match="jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         torch.jit.trace(look, torch.zeros(1), check_trace=False)
     assert seen.pop()[tracer]
     for i, key in enumerate(compat.MODE_KEYS):

@@ -408,8 +408,10 @@ def test_opcheck_and_graph(module: ModuleType) -> None:
     c = case([(1, 20), (3, 3)])
     torch.library.opcheck(torch.ops.opweave_c.paged_attention.default, (c.out(), *c.arguments()))
 
+    rest = c.arguments()[1:]
+
     def attend(query: Tensor) -> Tensor:
-        found: Tensor = provider.paged_attention(query + 0, *c.arguments()[1:])
+        found: Tensor = provider.paged_attention(query + 0, *rest)
         return found
 
     got = torch.compile(attend, fullgraph=True, backend="aot_eager")(c.query)

@@ -126,14 +126,14 @@ def _compile(model: LlamaForCausalLM, tokens: list[int]) -> list[Report]:
     import torch
     from torch._dynamo.exc import BackendCompilerFailed
 
-    from opweave.compile import CompiledGraph, backend
+    from opweave.compile import CompiledGraph, backend, report
 
-    graphs: list[CompiledGraph] = []
+    reports: list[Report] = []
 
     def collecting(*arguments: Any) -> Any:
         compiled = backend(*arguments)
         if isinstance(compiled, CompiledGraph):
-            graphs.append(compiled)
+            reports.append(report())
         return compiled
 
     if len(tokens) == 1:
@@ -148,4 +148,4 @@ def _compile(model: LlamaForCausalLM, tokens: list[int]) -> list[Report]:
         if isinstance(error.inner_exception, OpweaveError):  # about the user's input
             raise error.inner_exception from error
         raise
-    return [report for graph in graphs for report in graph.reports]
+    return reports

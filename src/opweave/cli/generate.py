@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from opweave import ir
 from opweave.cli.errors import CliError
-from opweave.cli.output import err, out, print_json, print_text
+from opweave.cli.output import out, print_json, print_text
 from opweave.cli.priorities import PriorityOption, apply_priorities
+from opweave.cli.progress import ProgressBar
+from opweave.cli.prompts import check_utf8
+from opweave.cli.selections import selection_table, selections
 
 if TYPE_CHECKING:
     from opweave.engine import RequestOutput
@@ -76,10 +76,10 @@ def generate(
         stop=stop or [],
     )  # fmt: skip
     apply_priorities(ir_op_priority)
-    with _progress("loading") as loading:
+    with ProgressBar("loading") as loading:
         llm = LLM(model, dtype=dtype, progress=loading)
     recording = ir.record() if explain or json else nullcontext(ir.Record())
-    with recording as record, _progress("writing") as writing:
+    with recording as record, ProgressBar("writing") as writing:
         outputs = llm.generate(prompts, sampling, progress=writing)
     if json:
         print_json(_to_json(model, outputs, record))
@@ -87,29 +87,7 @@ def generate(
     for output in outputs:
         print_text(f"{output.prompt}{output.outputs[0].text}\n")
     if explain:
-        out.print(_selection_table(record))
-
-
-class _progress:  # noqa: N801 (used as a function)
-    """A progress bar on stderr that starts with the first report; calls are ``(done, total)``."""
-
-    def __init__(self, what: str) -> None:
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )  # fmt: skip
-        self._bar = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
-        self._task = self._bar.add_task(what, total=None)
-
-    def __enter__(self) -> _progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
+        out.print(selection_table(record))
 
 
 def _prompts(given: list[str] | None, file: str | None) -> list[str]:
@@ -121,7 +99,7 @@ def _prompts(given: list[str] | None, file: str | None) -> list[str]:
         raise CliError("Give --prompt or --prompt-file, not both.")
     if given is not None:
         for text in given:
-            _check_utf8(text)
+            check_utf8(text)
         return given
     return [_read(file or "-")]
 
@@ -139,13 +117,6 @@ def _read(file: str) -> str:
         raise CliError(f"The prompt in {name} is not UTF-8: {error}.") from error
 
 
-def _check_utf8(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise CliError(f"The prompt {text!a} is not UTF-8 text.") from error
-
-
 def _to_json(model: Path, outputs: list[RequestOutput], record: ir.Record) -> dict[str, Any]:
     return {
         "model": str(model),
@@ -160,28 +131,5 @@ def _to_json(model: Path, outputs: list[RequestOutput], record: ir.Record) -> di
             }
             for output in outputs
         ],
-        "selections": [
-            {**explanation.to_dict(), "calls": calls} for explanation, calls in record.outcomes()
-        ],
+        "selections": selections(record),
     }
-
-
-def _selection_table(record: ir.Record) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("op", "ran", "calls", "because of", "the others"):
-        table.add_column(column, overflow="fold")
-    for explanation, calls in record.outcomes():
-        others = [
-            f"{verdict.provider}: {verdict.reason}"
-            for verdict in explanation.verdicts
-            if verdict.outcome != "chosen"
-        ]
-        chosen = next(v for v in explanation.verdicts if v.outcome == "chosen")
-        table.add_row(
-            explanation.op,
-            f"[green]{chosen.provider}[/]",
-            str(calls),
-            escape(chosen.origin),
-            escape("\n".join(others) or "-"),
-        )
-    return table

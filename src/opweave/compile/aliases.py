@@ -20,6 +20,7 @@ class Aliases:
     """
 
     def __init__(self, graph: Graph) -> None:
+        self._graph = graph
         self.order = {node: position for position, node in enumerate(graph.nodes)}
         self._by_storage: dict[int, list[Node]] = {}
         self._owned: set[int] = set()
@@ -31,11 +32,11 @@ class Aliases:
         self.order[node] = self.order[after]
         self._enter(node)
 
-    def forget(self, node: Node) -> None:
-        """Take a node that is being erased out."""
-        for nodes in self._by_storage.values():
-            if node in nodes:
-                nodes.remove(node)
+    def regroup(self) -> None:
+        """Read the storages anew: nodes are gone, and views are views of something else."""
+        self._by_storage = {}
+        for node in self._graph.nodes:
+            self._enter(node)
 
     def own(self, node: Node) -> None:
         """Note that the memory of *node* is the graph's own, even if it came from the caller."""

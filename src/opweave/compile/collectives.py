@@ -39,7 +39,7 @@ class Group:
 def find_group(name: Any) -> Group | None:
     """Return the process group *name*, or None if this process is in no such group."""
     try:
-        group = cast("Any", distributed.distributed_c10d._resolve_process_group)(name)
+        group = cast("Any", distributed.distributed_c10d)._resolve_process_group(name)
     except (RuntimeError, ValueError, LookupError):
         return None
     rank = distributed.get_rank(group)
@@ -55,7 +55,7 @@ def collective(node: Node) -> str:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != _NAMESPACE:
         return ""
-    name = target.name().partition("::")[2].partition(".")[0]
+    name = str(target).split(".")[1]
     return name if name == WAIT else _SUFFIX.sub("", name)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,12 +58,13 @@ class CompiledGraph:
         self._donated = donated_inputs(graph_module.graph)
         self._lock = threading.RLock()
         self._variants: dict[str, tuple[Runner, Report]] = {}  # by digest of the plan
+        self.log = ReportLog()
         self._plans: dict[Any, str] = {}  # digests, by what holds
         plan = Plan.capture(self._registries, options, self._size(example_inputs))
         self._variants[plan.digest] = self._first(graph_module, example_inputs, plan)
-        self._run, self._report = self._variants[plan.digest]
+        self._run, self.log.last = self._variants[plan.digest]
         self._now = self._moment(example_inputs)
-        _remember(self)
+        _remember(self.log)
 
     def __call__(self, *inputs: Any) -> Any:
         if self._donated:
@@ -71,16 +72,6 @@ class CompiledGraph:
         if not self._is_now(inputs):
             return self._variant_for(inputs)(*inputs)
         return self._run(*inputs)
-
-    @property
-    def report(self) -> Report:
-        """The report of the graph that ran last."""
-        return self._report
-
-    @property
-    def reports(self) -> list[Report]:
-        """The reports of all graphs, in the order in which they were compiled."""
-        return [report for _, report in self._variants.values()]
 
     def _is_now(self, inputs: Sequence[Any]) -> bool:
         scope, versions, size = self._now
@@ -106,7 +97,7 @@ class CompiledGraph:
                 if digest not in self._variants:
                     logger.debug("recompiling: priorities, traits or sizes have changed")
                     self._variants[digest] = self._another(plan, inputs)
-            run, self._report = self._variants[digest]
+            run, self.log.last = self._variants[digest]
             if moment[0] is None:  # scopes come and go
                 self._run, self._now = run, moment
             return run
@@ -114,21 +105,25 @@ class CompiledGraph:
     def _first(
         self, graph_module: GraphModule, inputs: Sequence[Any], plan: Plan
     ) -> tuple[Runner, Report]:
-        context = Context(plan)
+        context = self._context(plan)
         return compile_with(graph_module, inputs, context, self._compile), context.report
+
+    def _context(self, plan: Plan) -> Context:
+        context = Context(plan)
+        self.log.reports.append(context.report)
+        return context
 
     def _another(self, plan: Plan, inputs: Sequence[Any]) -> tuple[Runner, Report]:
         """Compile the same graph for another plan: through Dynamo, which guards its shapes."""
-        reports: list[Report] = []
+        first = len(self.log.reports)
 
         def inner(graph_module: GraphModule, examples: Sequence[Any]) -> Runner:
-            context = Context(plan)
-            reports.append(context.report)
+            context = self._context(plan)
             return compile_with(graph_module, examples, context, self._compile)
 
         again = torch.compile(copy_module(self._pristine), backend=inner)
         again(*[i.clone() if isinstance(i, Tensor) else i for i in inputs])
-        return again, reports[0] if reports else Report()
+        return again, self.log.reports[first]
 
     def _separated(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Copy donated inputs that overlap others: an in-place kernel would change those too."""
@@ -195,26 +190,21 @@ def varying_size(example_inputs: Sequence[Any]) -> tuple[int, int] | None:
     return (tensors[0][0], 0) if tensors else None
 
 
+@dataclass
+class ReportLog:
+    """The reports of one graph: of every selection it was compiled for, and the one that ran."""
+
+    reports: list[Report] = field(default_factory=list)
+    last: Report | None = None
+
+
 def report() -> Report:
-    """Return the report of the graph of opweave that was compiled last, as it ran last.
+    """Return the report of the graph that was compiled last, for the selection that ran last.
 
     Raises:
         LookupError: nothing was compiled with the passes of opweave yet.
     """
-    return _latest_graph().report
-
-
-def reports() -> list[Report]:
-    """Return the reports of all selections that the same graph was compiled for, oldest first.
-
-    Raises:
-        LookupError: nothing was compiled with the passes of opweave yet.
-    """
-    return _latest_graph().reports
-
-
-def _latest_graph() -> CompiledGraph:
-    found = _latest() if _latest is not None else None
+    found = _latest.last
     if found is None:
         raise LookupError(
             "nothing was compiled by opweave yet. Call the compiled function once, with "
@@ -223,12 +213,17 @@ def _latest_graph() -> CompiledGraph:
     return found
 
 
-_latest: weakref.ref[CompiledGraph] | None = None
+def reports() -> list[Report]:
+    """Return the reports of every selection that the same graph was compiled for, oldest first."""
+    return list(_latest.reports)
 
 
-def _remember(graph: CompiledGraph) -> None:
+_latest = ReportLog()
+
+
+def _remember(log: ReportLog) -> None:
     global _latest
-    _latest = weakref.ref(graph)
+    _latest = log
 
 
 def registries_of(graph_module: GraphModule) -> list[Registry]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from os.path import dirname
 from typing import Any, cast
@@ -13,6 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from opweave import ir
+from opweave.compile import compat
 from opweave.ir import IrOp
 from opweave.ir.priority import Entries
 from opweave.ir.torch_ops import call_site, find_target
@@ -62,6 +64,21 @@ def ir_call(node: Node) -> IrCall | None:
     return IrCall(node, target.op, values, call_site(using), donate)
 
 
+def call_arguments(op: IrOp, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return ``(args, kwargs)`` for a node that calls *op*, defaults left out.
+
+    That is how AOTAutograd writes calls, and Inductor expects them.
+    """
+    pairs = list(zip(op.schema.params, values, strict=True))
+    changed = [not p.has_default or isinstance(v, Node) or v != p.default for p, v in pairs]
+    args, kwargs = op.schema.split(values)
+    positional = [c for (p, _), c in zip(pairs, changed, strict=True) if not p.keyword_only]
+    while positional and not positional[-1]:
+        positional.pop()
+    named = {p.name for (p, _), c in zip(pairs, changed, strict=True) if c}
+    return args[: len(positional)], {k: v for k, v in kwargs.items() if k in named}
+
+
 def ir_calls(graph: Graph) -> list[IrCall]:
     """Return every IR call of *graph* in order, those in control-flow subgraphs left out."""
     return [call for node in graph.nodes if (call := ir_call(node))]
@@ -70,13 +87,39 @@ def ir_calls(graph: Graph) -> list[IrCall]:
 def replace(call: IrCall, outputs: Sequence[Node]) -> None:
     """Let the users of *call* use *outputs* instead, and erase it."""
     if not call.op.schema.returns_tuple:
-        call.node.replace_all_uses_with(outputs[0])
+        substitute(call.node, outputs[0])
     for user in list(call.node.users):
         if user.target is not operator.getitem:
             raise ValueError(f"{user.name} uses the tuple {call.node.name} as a whole")
-        user.replace_all_uses_with(outputs[cast("int", user.args[1])])
+        substitute(user, outputs[cast("int", user.args[1])])
         user.graph.erase_node(user)
     call.node.graph.erase_node(call.node)
+
+
+def substitute(old: Node, new: Node) -> None:
+    """Let the users of *old* use *new*, and note what views of it are views of now.
+
+    Who shares memory with whom is read off the storages of fake values, so those of views must
+    follow what they are views of.
+    """
+    stale = {compat.storage_key(tensor) for tensor in tensors_of(old)}
+    old.replace_all_uses_with(new)
+    waiting = list(new.users)
+    while waiting:
+        user = waiting.pop()
+        if user.op != "call_function" or "val" not in user.meta:
+            continue
+        if stale & {compat.storage_key(tensor) for tensor in tensors_of(user)}:
+            _refresh(user)
+            waiting += user.users
+
+
+def _refresh(node: Node) -> None:
+    """Compute the fake value of *node* from those of its arguments, as they are now."""
+    args, kwargs = map_arg((node.args, node.kwargs), fake_of)
+    mode = compat.fake_mode_of(tensors_of(node))
+    with torch.no_grad(), mode or nullcontext():
+        node.meta["val"] = cast("Any", node.target)(*args, **kwargs)
 
 
 def fake_of(node: Node) -> Any:

@@ -175,7 +175,7 @@ class Report:
             for refusal in node.rejected:
                 yield f"    ✗ {refusal.provider}: {refusal.reason}  [{refusal.origin}]"
             for reuse in node.reuse:
-                mark = "reuses" if reuse.reused else "copies"
+                mark = "reuses" if reuse.reused else "new memory for"
                 yield f"    {mark} {reuse.activation}" + (f": {reuse.reason}" * bool(reuse.reason))
         for fusion in self.near_misses:
             yield f"not fused: {fusion.composite} at {fusion.node}: {fusion.reason}"

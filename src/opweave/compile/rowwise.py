@@ -25,6 +25,7 @@ from torch import SymInt, Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from opweave.compile import compat
 from opweave.compile.nodes import IrCall, fake_of, ir_call, tensors_of
 from opweave.compile.patterns import VIEWS, operands
 from opweave.compile.tracing import Tracer, arguments
@@ -93,8 +94,8 @@ def row_operands(node: Node, tokens: Size, tracer: Tracer) -> set[Node] | None:
     Returns:
         None if *node* is not row-wise. All other operands are needed as they are.
     """
-    results = tensors_of(node)
-    if not results or not all(_has_rows(result, tokens) for result in results):
+    results, known = tensors_of(node), all(map(_has_value, node.all_input_nodes))
+    if not results or not known or not all(_has_rows(result, tokens) for result in results):
         return None
     if node.target is operator.getitem:
         return set(node.all_input_nodes)
@@ -190,7 +191,7 @@ def _rows_of_arguments(call: IrCall, tokens: Size) -> set[Node] | None:
     for param, node, fake in zip(call.op.schema.params, call.values, call.fakes, strict=True):
         if not isinstance(fake, Tensor):
             continue
-        for_all = fake.ndim < first.ndim or known_equal(fake.numel(), 1)
+        for_all = fake.ndim < first.ndim or known_equal(fake.shape[0], 1)
         if param.name not in call.op.activations and for_all:
             continue
         if fake.ndim != first.ndim or not _has_rows(fake, tokens):
@@ -226,7 +227,7 @@ def _rule(node: Node) -> Callable[[Node, Size], set[Node] | None] | None:
     tags = node.target.tags
     if node.target in _RULES:
         return _RULES[node.target]
-    if torch.Tag.nondeterministic_seeded in tags:
+    if torch.Tag.nondeterministic_seeded in tags or compat.is_mutable(node.target):
         return None
     return _pointwise if node.target in POINTWISE or torch.Tag.pointwise in tags else None
 
@@ -238,12 +239,16 @@ _RULES: dict[object, Callable[[Node, Size], set[Node] | None]] = {
     aten.constant_pad_nd.default: _padding,
     aten.unsqueeze.default: _unsqueeze,
 }
-_VIEWS = {*VIEWS, *PARTS, *RESHAPES, aten.permute.default, aten.transpose.int, aten.copy.default}
-_VIEWS |= {operator.getitem}
+_VIEWS: set[object] = {*VIEWS, *PARTS, *RESHAPES, operator.getitem}
+_VIEWS |= {aten.permute.default, aten.transpose.int, aten.copy.default}
 
 
 def _has_rows(value: Tensor, tokens: Size) -> bool:
     return value.ndim > 0 and known_equal(value.shape[0], tokens)
+
+
+def _has_value(node: Node) -> bool:
+    return "val" in node.meta or "example_value" in node.meta
 
 
 def _nodes(node: Node) -> list[Node]:

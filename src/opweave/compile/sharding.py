@@ -29,12 +29,13 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from opweave.compile.collectives import WAIT, Group, collective, find_group
 from opweave.compile.nodes import fake_of, ir_call, tensors_of
+from opweave.compile.patterns import operands
 from opweave.compile.rowwise import Size, is_view, keeps_rows, known_equal, row_operands
 from opweave.compile.tracing import Tracer
 
 aten = torch.ops.aten
-# For fewer, two collectives take longer than one, and padding is much of what they move. Also,
-# compilers treat sizes of 1 as special, which a rank's rows must not be.
+# With fewer, padding is much of what is moved. Also, compilers treat sizes of 1 as special, which a
+# rank's rows must not be; and "fewer" must hold more than one number, or it is a constant to them.
 MIN_ROWS = 3
 _PER_BYTE = 1 << 20  # of the same bytes, fewer collectives are better
 _SAME_EVERYWHERE = {"all_reduce", "all_gather", "broadcast"}
@@ -144,10 +145,11 @@ class Sharding:
         reduced = node.all_input_nodes[0]
         if collective(reduced) != "all_reduce" or len(reduced.users) > 1:
             return None
-        value, group = fake_of(node), find_group(reduced.args[2])
-        if group is None or group.size < 2 or not _has_tokens(value):
+        summand, how, name = operands(reduced)
+        value, group = fake_of(node), find_group(name)
+        if group is None or group.size < 2 or how not in ("sum", "avg"):
             return None
-        if not fake_of(reduced.all_input_nodes[0]).is_contiguous():
+        if not _has_tokens(value) or not fake_of(summand).is_contiguous():
             return None
         for shard in self.shards.values():
             if shard.group == group and known_equal(shard.tokens, value.shape[0]):

@@ -58,10 +58,16 @@ def apart(a: Tensor, b: Tensor) -> bool:
     (a_rows, a_width), (b_rows, b_width) = _rows(a), _rows(b)
     if a.numel() == 0 or b.numel() == 0:
         return True
-    if len(a_rows) != 1 or a_rows != b_rows:
-        return False
-    ((_, distance),) = a_rows
-    start_a, start_b = a.storage_offset() % distance, b.storage_offset() % distance
+    start_a, start_b = a.storage_offset(), b.storage_offset()
+    if a_rows or b_rows:
+        if len(a_rows) != 1 or a_rows != b_rows:
+            return False
+        ((_, distance),) = a_rows
+        if distance == 0:
+            return False
+        start_a, start_b = start_a % distance, start_b % distance
+        if start_a + a_width > distance or start_b + b_width > distance:
+            return False  # a row reaches into where the next begins
     return start_a + a_width <= start_b or start_b + b_width <= start_a
 
 

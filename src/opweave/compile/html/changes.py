@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opweave.compile.html.diff import diff
-from opweave.compile.html.elements import Html, element
+from opweave.compile.html.elements import Html, breakable, element
 from opweave.compile.html.sections import Place, items, seconds, small
 from opweave.compile.report import PassReport, Report
 
@@ -56,7 +56,7 @@ def _change(place: Place, index: int, record: PassReport) -> Html:
 
 
 def _notes(record: PassReport) -> Html | None:
-    notes = items(record.notes)
+    notes = items(map(breakable, record.notes))
     if notes is None:
         return None
     title = element("summary", f"{len(record.notes)} notes" if len(record.notes) > 1 else "1 note")

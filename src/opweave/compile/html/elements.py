@@ -11,7 +11,8 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
-_LONG_NAME = re.compile(r"\w{16,}")
+_LONG_NAME = re.compile(r"[\w.]{16,}\(?")
+_BREAKS = re.compile(r"[_.(](?=.)|\($")
 _EMPTY = frozenset({"meta", "link", "input", "br"})
 
 
@@ -33,14 +34,14 @@ def text(value: object) -> Html:
 
 
 def breakable(value: object) -> Html:
-    """Escape *value*; long names may be broken after their underscores.
+    """Escape *value*; long names may be broken after their underscores and dots.
 
-    >>> breakable("rms_norm(fused_add_rms_norm_annotated_1)")
-    'rms_norm(fused_<wbr>add_<wbr>rms_<wbr>norm_<wbr>annotated_<wbr>1)'
+    >>> breakable("x_1 = torch.ops.aten.mm.default(x, w)")
+    'x_1 = torch.<wbr>ops.<wbr>aten.<wbr>mm.<wbr>default(<wbr>x, w)'
     """
     if isinstance(value, Html):
         return value
-    return Html(_LONG_NAME.sub(lambda found: found[0].replace("_", "_<wbr>"), text(value)))
+    return Html(_LONG_NAME.sub(lambda name: _BREAKS.sub(r"\g<0><wbr>", name[0]), text(value)))
 
 
 def element(name: str, /, *children: object, **attributes: str | int | bool | None) -> Html:

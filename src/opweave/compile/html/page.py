@@ -29,10 +29,12 @@ def render(reports: Sequence[Report], title: str) -> str:
     style, script = (_read(name) for name in ("style.css", "filter.js"))
     several = len(reports) > 1
     lead = f"opweave · {count(len(reports), 'graph')}" if reports else "Nothing was compiled."
-    graphs = [_graph(Place(i, several), report) for i, report in enumerate(reports, start=1)]
+    numbers = range(1, len(reports) + 1)
+    graphs = [_graph(Place(i, several), report) for i, report in zip(numbers, reports, strict=True)]
+    contents = _links("Graphs", [(f"graph-{i}-top", f"Graph {i}") for i in numbers])
     body = element(
         "body",
-        element("header", element("h1", title), element("p", lead, class_="lead")),
+        element("header", element("h1", title), element("p", lead, class_="lead"), contents),
         element("main", *graphs),
         element("script", Html(script)),
     )
@@ -68,17 +70,21 @@ def _graph(place: Place, report: Report) -> Html:
         ("changes", "Graphs", changes(place, report)),
     ]
     shown = [(name, heading, content) for name, heading, content in parts if content]
-    links = [
-        element("li", element("a", heading, href=f"#{place.id(name)}"))
-        for name, heading, _ in shown
-    ]
     label = f"Graph {place.number}" if place.several else "On this page"
     return element(
         "article",
         element("h2", f"Graph {place.number}", id=place.id("top")) if place.several else None,
-        element("nav", element("ul", *links), aria_label=label),
+        _links(label, [(place.id(name), heading) for name, heading, _ in shown]),
         join(place.section(name, heading, content) for name, heading, content in shown),
     )
+
+
+def _links(label: str, targets: Sequence[tuple[str, str]]) -> Html | None:
+    """Return links to places on the page, if there is more than one."""
+    if len(targets) < 2:
+        return None
+    links = [element("li", element("a", shown, href=f"#{id_}")) for id_, shown in targets]
+    return element("nav", element("ul", *links), aria_label=label)
 
 
 def _read(name: str) -> str:

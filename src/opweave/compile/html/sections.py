@@ -104,7 +104,7 @@ def split_source(source: str) -> tuple[str, str]:
 def seconds(value: float) -> str:
     """Return a duration as one reads it.
 
-    >>> seconds(4.05), seconds(0.0123), seconds(0.00042), seconds(1e-5)
+    >>> seconds(4.06), seconds(0.0123), seconds(0.00042), seconds(1e-5)
     ('4.1 s', '12 ms', '0.4 ms', '< 0.1 ms')
     """
     if value >= 1:

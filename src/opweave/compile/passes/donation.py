@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from opweave.compile.aliases import Aliases
 from opweave.compile.context import Context
 from opweave.compile.errors import UseAfterDonationError
-from opweave.compile.nodes import IrCall, ir_call, ir_calls, source_line
+from opweave.compile.nodes import IrCall, call_arguments, ir_call, ir_calls, source_line
 
 
 def carry_donations(graph: Graph, context: Context) -> None:
@@ -51,7 +51,7 @@ def _annotate(call: IrCall) -> str:
     node = call.node
     if ir_call(node) is None or node.target is call.op.torch_ops.annotated:
         return f"{node.name} donates {_names(call)}"
-    args, kwargs = call.op.schema.split(call.values)
+    args, kwargs = call_arguments(call.op, call.values)
     node.target = call.op.torch_ops.annotated
     node.args = args
     node.kwargs = {**kwargs, "donate": list(call.donate)}

@@ -16,7 +16,15 @@ from torch.fx import Graph, Node
 from opweave.compile import compat
 from opweave.compile.context import Context
 from opweave.compile.matching import WHOLE, Match, NoMatchError, find, kind
-from opweave.compile.nodes import IrCall, fake_of, ir_call, ir_calls, source_line
+from opweave.compile.nodes import (
+    IrCall,
+    call_arguments,
+    fake_of,
+    ir_call,
+    ir_calls,
+    source_line,
+    substitute,
+)
 from opweave.compile.passes.donation import donated_nodes
 from opweave.compile.patterns import Derivation, Pattern, derive, is_op
 from opweave.compile.report import FusionReport
@@ -149,7 +157,7 @@ def _check_kernel(match: Match, context: Context) -> None:
 
 def _replace(graph: Graph, match: Match, anchor: Node) -> Node:
     op, outputs = match.pattern.op, match.outputs()
-    args, kwargs = op.schema.split(match.values)
+    args, kwargs = call_arguments(op, match.values)
     target: Any = op.torch_op
     donate = _donations(match)
     if donate:
@@ -162,7 +170,7 @@ def _replace(graph: Graph, match: Match, anchor: Node) -> Node:
         for position, output in enumerate(outputs):
             if output is not None:
                 made = _part(graph, new, position) if op.schema.returns_tuple else new
-                output.replace_all_uses_with(_as(graph, made, fake_of(output).shape))
+                substitute(output, _as(graph, made, fake_of(output).shape))
     return new
 
 

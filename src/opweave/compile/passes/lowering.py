@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from opweave.compile.context import Context
-from opweave.compile.nodes import IrCall, ir_call, ir_calls, replace
+from opweave.compile.nodes import IrCall, call_arguments, ir_call, ir_calls, replace
 from opweave.compile.tracing import arguments, inline
 from opweave.ir import Selection
 
@@ -41,10 +41,10 @@ def _lower(graph: Graph, call: IrCall, context: Context) -> bool:
 
 def keep_as_call(call: IrCall, selection: Selection) -> None:
     """Leave *call* to the op's own kernel, which is told to run what was selected."""
-    args, kwargs = call.op.schema.split(call.values)
+    args, kwargs = call_arguments(call.op, call.values)
     call.node.target = call.op.torch_ops.annotated
     call.node.args = args
-    call.node.kwargs = {**kwargs, "using": f"{selection.provider}!", "donate": []}
+    call.node.kwargs = {**kwargs, "using": f"{selection.provider}!"}
     call.node.meta[KEPT] = True
 
 

@@ -20,7 +20,6 @@ A kernel that comes with a functional form is called in that form instead of wit
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import replace as with_changes
 from typing import Any
@@ -148,10 +147,8 @@ def _insert(graph: Graph, call: IrCall, trace: Trace, aliases: Aliases) -> None:
     while last.next is not call.node:
         last = last.next
         aliases.add(last, call.node)
-    for node in (call.node, *call.node.users):
-        if node is call.node or node.target is operator.getitem:
-            aliases.forget(node)
     replace(call, outputs)
+    aliases.regroup()
 
 
 def _obstacle(call: IrCall, selection: Selection, trace: Trace) -> str:
@@ -167,9 +164,14 @@ def _keeps_promise(call: IrCall, trace: Trace) -> bool:
     promised = _tensors(fake_of(call.node))
     made = [fake_of(node) for node in _outputs(trace)]
     return all(
-        p.shape == m.shape and p.stride() == m.stride() and p.dtype == m.dtype
+        p.shape == m.shape and p.dtype == m.dtype and _strides(p) == _strides(m)
         for p, m in zip(promised, made, strict=True)
     )
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Return the strides that matter: those of dimensions with more than one element."""
+    return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
 
 
 def _outputs(trace: Trace) -> list[Node]:

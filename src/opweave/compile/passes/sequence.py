@@ -12,6 +12,7 @@ a row-wise node                the same node on a rank's own rows
 a row operand that is whole    the rank's rows of it, a view
 the sizes that a view gives    the same, with -1 for the tokens
 a use of all rows              ``all_gather``, without the padding; 8-bit floats go as bytes
+an ``all_reduce`` for nobody   nothing (fusion leaves it behind, and dead code elimination too)
 =============================  =============================================================
 
 The number of bytes that are moved does not grow (padding aside: less than a row for each rank), or
@@ -28,9 +29,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from opweave.compile.collectives import collective, count_collectives, overload
+from opweave.compile.collectives import WAIT, collective, count_collectives, overload
 from opweave.compile.context import Context
 from opweave.compile.nodes import fake_of
+from opweave.compile.patterns import operands
 from opweave.compile.rowwise import RESHAPES, is_view
 from opweave.compile.sharding import Region, Sharding
 
@@ -41,6 +43,7 @@ def shard_tokens(graph: Graph, context: Context) -> None:
     """Divide the tokens among the ranks between collectives, where that pays."""
     if not any(collective(node) == "all_reduce" for node in graph.nodes):
         return
+    _drop_unused(graph)
     sharding = Sharding(graph, context.tracer)
     for region in sharding.regions():
         reason = region.refusal
@@ -50,6 +53,12 @@ def shard_tokens(graph: Graph, context: Context) -> None:
         if not reason:
             _Rewriter(graph, region, sharding).run()
     context.report.collectives = count_collectives(graph)
+
+
+def _drop_unused(graph: Graph) -> None:
+    for node in reversed(graph.nodes):
+        if not node.users and collective(node) in (WAIT, "all_reduce"):
+            graph.erase_node(node)
 
 
 def _left(region: Region, reason: str, sharding: Sharding) -> str:
@@ -107,18 +116,18 @@ class _Rewriter:
         if isinstance(tokens, int):
             rows = -(-tokens // ranks)
             return tokens, rows, rows * ranks - tokens
-        size = self._emit(aten.sym_size.int, self._origin.args[0], 0)
+        size = self._emit(aten.sym_size.int, self._origin.all_input_nodes[0], 0)
         if self._is_even:
             return size, self._emit(operator.floordiv, size, ranks), 0
         more = self._emit(operator.add, size, ranks - 1)
-        rows = self._emit(operator.floordiv, more, ranks)
-        total = self._emit(operator.mul, rows, ranks)
-        return size, rows, self._emit(operator.sub, total, size)
+        share = self._emit(operator.floordiv, more, ranks)
+        total = self._emit(operator.mul, share, ranks)
+        return size, share, self._emit(operator.sub, total, size)
 
     def _scatter(self, wait: Node) -> Node:
         """Return the rows that this rank has of what the reduction waited for gives."""
         reduced = wait.all_input_nodes[0]
-        value, how, name = reduced.args
+        value, how, name = operands(reduced)
         with self._graph.inserting_before(reduced):
             padded = self._padded(value)
             target = overload("reduce_scatter_tensor")
