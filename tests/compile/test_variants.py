@@ -149,7 +149,7 @@ def test_threads_compiling_at_the_same_time(double: ir.IrOp) -> None:
         ({"fusion": "no"}, "option fusion='no' is neither True nor False"),
         ({"priorities": ["native"]}, "is no mapping"),
         ({"priorities": {"dubble": "native"}}, "unknown op 'dubble'.*double"),
-        ({"priorities": {"double": "threee"}}, "unknown provider 'threee'.*three"),
+        ({"priorities": {"double": "threx"}}, "unknown provider 'threx'.*three"),
         ({"compile_ranges": {"8-1": {}}}, "compile range '8-1'"),
         ({"compile_ranges": {"1-8": {}, "8": {}}}, "two ranges hold 8"),
         ({"required_traits": ("fast",)}, "unknown trait 'fast'"),

@@ -171,7 +171,17 @@ def _replace(graph: Graph, match: Match, anchor: Node) -> Node:
             if output is not None:
                 made = _part(graph, new, position) if op.schema.returns_tuple else new
                 substitute(output, _as(graph, made, fake_of(output).shape))
+    _erase(match.inner)
     return new
+
+
+def _erase(nodes: list[Node]) -> None:
+    """Take out what was replaced; dead code elimination would keep collectives."""
+    for node in reversed(nodes):
+        for user in [u for u in node.users if not is_op(u) and not u.users]:
+            user.graph.erase_node(user)
+        if not node.users:
+            node.graph.erase_node(node)
 
 
 def _part(graph: Graph, node: Node, position: int) -> Node:
