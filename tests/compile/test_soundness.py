@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -17,7 +16,7 @@ from opweave import ir
 from . import programs
 from .programs import ROWS, WIDTH, Ops, Program
 
-EXAMPLES = int(os.environ.get("OPWEAVE_TEST_PROGRAMS", "400"))  # for each provider
+FEW, MANY = 40, 2000  # programs for each provider
 HEALTH = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
 
@@ -64,11 +63,12 @@ def check(program: Program, aliased: str, **options: object) -> None:
 aliasing = st.sampled_from(["apart", "same", "overlapping", "expanded"])
 
 
+@pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("provider", ["native", "functional", "inplace", "crossed", "opaque"])
-def test_random_programs(ops: Ops, provider: str) -> None:
+def test_random_programs(ops: Ops, provider: str, examples: int) -> None:
     force(ops, provider)
 
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=HEALTH)
+    @settings(max_examples=examples, deadline=None, suppress_health_check=HEALTH)
     @given(program=programs.programs(ops), aliased=aliasing)
     def run(program: Program, aliased: str) -> None:
         with torch.no_grad():

@@ -28,18 +28,19 @@ class Match:
 
     Attributes:
         pattern: the pattern.
-        nodes: what each op and tensor of the pattern is in the graph.
+        nodes: what each op and tensor of the pattern is in the graph; None if it was left out.
         values: the arguments for the composite, one per parameter.
     """
 
     pattern: Pattern
-    nodes: dict[Node, Node]
+    nodes: dict[Node, Node | None]
     values: tuple[Any, ...]
 
     @property
     def inner(self) -> list[Node]:
         """The ops of the graph that the composite replaces."""
-        return [self.nodes[node] for node in self.pattern.graph.nodes if is_op(node)]
+        found = [self.nodes[node] for node in self.pattern.graph.nodes if is_op(node)]
+        return [node for node in found if node is not None]
 
     def outputs(self) -> list[Node | None]:
         """What the graph calls the outputs of the composite; None where nobody uses one."""
@@ -57,7 +58,7 @@ class NoMatchError(Exception):
 @dataclass
 class _Search:
     pattern: Pattern
-    nodes: dict[Node, Node] = field(default_factory=dict)
+    nodes: dict[Node, Node | None] = field(default_factory=dict)
     scalars: dict[int, Any] = field(default_factory=dict)
 
     def op(self, wanted: Node, found: object, where: str) -> None:
@@ -73,7 +74,7 @@ class _Search:
         if call and call.call_site:
             raise NoMatchError(f"{node.name} names its providers itself", WHOLE)
         if wanted in self.nodes:
-            self._miss(f"{where} is {node.name}, not {self.nodes[wanted].name}")
+            self._miss(f"{where} is {node.name}, not {self.nodes[wanted]}")
         self._operands(wanted, node)
 
     def _operands(self, wanted: Node, node: Node) -> None:
@@ -106,11 +107,20 @@ class _Search:
                 self._miss(f"{where} is {have}, not {want}")
 
     def _tensor(self, parameter: Node, found: object, where: str) -> None:
+        if found is None and self._is_optional(parameter):
+            if self.nodes.setdefault(parameter, None) is not None:
+                self._miss(f"{where} is None, elsewhere it is {self.nodes[parameter]}")
+            return
         if not isinstance(found, Node) or not isinstance(fake_of(found), Tensor):
             raise NoMatchError(f"{where} is {found}, not a tensor", len(self.nodes))
         bound = self.nodes.setdefault(parameter, found)
         if strip_views(bound) is not strip_views(found):
             self._miss(f"{where} is {found}, not {bound}")
+
+    def _is_optional(self, parameter: Node) -> bool:
+        inputs = [node for node in self.pattern.graph.nodes if node.op == "placeholder"]
+        position = self.pattern.parameters[inputs.index(parameter)]
+        return self.pattern.op.schema.params[position].is_optional
 
     def _scalar(self, position: int, found: object, where: str) -> None:
         bound = self.scalars.setdefault(position, found)
@@ -179,7 +189,9 @@ def _uses(node: Node) -> Iterator[tuple[Node, Node]]:
                 yield value, user
 
 
-def _bindings(pattern: Pattern, nodes: dict[Node, Node]) -> Iterator[dict[Node, Node]]:
+def _bindings(
+    pattern: Pattern, nodes: dict[Node, Node | None]
+) -> Iterator[dict[Node, Node | None]]:
     """The tensors of the pattern as they are used, then as what those are views of."""
     yield nodes
     inputs = [node for node in pattern.graph.nodes if node.op == "placeholder"]
@@ -189,7 +201,7 @@ def _bindings(pattern: Pattern, nodes: dict[Node, Node]) -> Iterator[dict[Node, 
 
 
 def _values(
-    pattern: Pattern, nodes: Mapping[Node, Node], scalars: Mapping[int, Any]
+    pattern: Pattern, nodes: Mapping[Node, Node | None], scalars: Mapping[int, Any]
 ) -> tuple[Any, ...]:
     inputs = [node for node in pattern.graph.nodes if node.op == "placeholder"]
     tensors = dict(zip(pattern.parameters, inputs, strict=True))
@@ -201,9 +213,11 @@ def _values(
             if tensors[position] not in nodes:
                 raise NoMatchError(f"nothing says what {param.name} is", len(nodes))
             values.append(nodes[tensors[position]])
+        elif position in scalars:
+            values.append(scalars[position])
         else:
             fixed = traced is None or isinstance(traced, bool)
-            values.append(traced if fixed else scalars.get(position, param.default))
+            values.append(traced if fixed else param.default)
     return tuple(values)
 
 
@@ -282,11 +296,11 @@ def _part(node: Any) -> Any:
     return node.args[1] if isinstance(node, Node) and node.target is operator.getitem else None
 
 
-def _counterpart(node: Node, nodes: Mapping[Node, Node]) -> Node | None:
+def _counterpart(node: Node, nodes: Mapping[Node, Node | None]) -> Node | None:
     """Return what *node* of the pattern is in the graph, through views and parts."""
     found = nodes[_source(node)]
     part = _part(node)
-    if part is None:
+    if part is None or found is None:
         return found
     items = [u for u in found.users if u.target is operator.getitem and u.args[1] == part]
     return items[0] if items else None

@@ -68,13 +68,13 @@ class Pattern:
     @property
     def variant(self) -> str:
         """What tells it from the other patterns of the composite."""
-        absent = [n for n, v in zip(self.op.schema.names, self.values, strict=True) if v is None]
-        flags = [
-            f"{n}={v}"
-            for n, v in zip(self.op.schema.names, self.values, strict=True)
-            if isinstance(v, bool)
+        bound = set(self.wildcards.values())
+        fixed = [
+            f"{name}={value}"
+            for i, (name, value) in enumerate(zip(self.op.schema.names, self.values, strict=True))
+            if (value is None or isinstance(value, bool)) and i not in bound
         ]
-        return ", ".join([*(f"{n}=None" for n in absent), *flags])
+        return ", ".join(fixed)
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,25 @@ def derive(op: IrOp) -> Derivation:
     """Derive the patterns of a composite from its definition and its input generator."""
     if not op.has_input_generator:
         return Derivation(op, (), (f"{op.name} has no input generator to trace it with",))
-    patterns: list[Pattern] = []
-    failures: list[str] = []
     tracer = Tracer()
-    for first, second in _variants(op):
-        try:
-            found = [_pattern(op, first, second, tracer, expand=e) for e in (False, True)]
-        except Exception as error:  # a definition may do anything; the table shows what went wrong
-            failures.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-            continue
-        patterns += found[: 1 if _same(found[0].graph, found[1].graph) else 2]
+    first, second = _generated(op, scale=1), _generated(op, scale=2)
+    patterns, failures = _forms(op, first, second, tracer)
+    for a, b in _variants(op, first, second, patterns):
+        more, why = _forms(op, a, b, tracer)
+        patterns += more
+        failures += why
     return Derivation(op, tuple(patterns), tuple(failures))
+
+
+def _forms(
+    op: IrOp, first: Values, second: Values, tracer: Tracer
+) -> tuple[list[Pattern], list[str]]:
+    """Return the patterns for one pair of argument lists: as written, and written out."""
+    try:
+        found = [_pattern(op, first, second, tracer, expand=e) for e in (False, True)]
+    except Exception as error:  # a definition may do anything; the table shows what went wrong
+        return [], [f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"]
+    return found[: 1 if _same(found[0].graph, found[1].graph) else 2], []
 
 
 def strip_views(node: Any) -> Any:
@@ -116,21 +124,43 @@ def is_op(node: Node) -> bool:
     return not skipped and node.target is not operator.getitem
 
 
-def _variants(op: IrOp) -> Iterator[tuple[Values, Values]]:
-    """Pairs of argument lists of different sizes and numbers, for every None and flag variant."""
-    first, second = _generated(op, scale=1), _generated(op, scale=2)
+def _variants(
+    op: IrOp, first: Values, second: Values, patterns: list[Pattern]
+) -> Iterator[tuple[Values, Values]]:
+    """Pairs of argument lists for the None and flag variants that *patterns* do not cover."""
     params = op.schema.params
+    covered = set.intersection(*(_covered(p) for p in patterns)) if patterns else set()
     optional = [i for i, p in enumerate(params) if p.is_tensor and p.is_optional]
-    flags = [i for i, value in enumerate(first) if isinstance(value, bool)]
     choices: list[tuple[tuple[int, Any], ...]]
     choices = [((i, None), (i, first[i])) for i in optional if first[i] is not None]
-    choices += [((i, False), (i, True)) for i in flags]
-    for chosen in product(*choices):
+    choices += [((i, False), (i, True)) for i, v in enumerate(first) if isinstance(v, bool)]
+    for chosen in product(*(c for c in choices if c[0][0] not in covered)):
         a, b = list(first), list(second)
         for i, value in chosen:
             if not isinstance(value, Tensor):
                 a[i] = b[i] = value
-        yield tuple(a), tuple(b)
+        if any(x is not y for x, y in zip(a, first, strict=True)):
+            yield tuple(a), tuple(b)
+
+
+def _covered(pattern: Pattern) -> set[int]:
+    """Return the parameters whose variants a pattern matches as it is.
+
+    Those are flags that an op in it takes as they are, and tensors that go nowhere but to
+    parameters of ops in it that are optional, too.
+    """
+    inputs = [node for node in pattern.graph.nodes if node.op == "placeholder"]
+    tensors = dict(zip(pattern.parameters, inputs, strict=True))
+    passed_on = {i for i, node in tensors.items() if all(_takes_none(u, node) for u in node.users)}
+    return passed_on | set(pattern.wildcards.values())
+
+
+def _takes_none(user: Node, node: Node) -> bool:
+    call = ir_call(user)
+    if call is None:
+        return False
+    pairs = zip(call.op.schema.params, call.values, strict=True)
+    return all(param.is_optional for param, value in pairs if value is node)
 
 
 def _generated(op: IrOp, scale: int) -> Values:
@@ -156,15 +186,15 @@ def _pattern(op: IrOp, first: Values, second: Values, tracer: Tracer, *, expand:
     scalars = {
         i: (a, b)
         for i, (a, b) in enumerate(zip(first, second, strict=True))
-        if isinstance(a, (int, float)) and not isinstance(a, bool)
+        if isinstance(a, (int, float))
     }
     wildcards: dict[tuple[Node, int], int] = {}
     for a, b in zip(*nodes, strict=True):
         for place, (x, y) in enumerate(zip(operands(a), operands(b), strict=True)):
             if x is None or isinstance(x, (Node, list, tuple)):
                 continue
-            found = [i for i, pair in scalars.items() if pair == (x, y)]
-            if found:
+            found = [i for i, p in scalars.items() if p == (x, y) and type(p[0]) is type(x)]
+            if found and (len(found) == 1 or x != y):
                 wildcards[a, place] = found[0]
             elif x != y:
                 raise ValueError(f"the constant {x} of {a.target} depends on its arguments")
