@@ -35,6 +35,7 @@ CHECKED = {
     "share_storage",
     "is_taken_in_torch_ops",
     "parse_schema",
+    "all_reduce_sum",
 }
 
 
@@ -86,6 +87,14 @@ def test_trace_instead() -> None:
     torch.compiler.reset()
     assert calling(x).item() == 2
     assert torch.compile(callee, backend="eager", fullgraph=True)(x).item() == 2
+
+
+def test_all_reduce_sum() -> None:
+    """With ranks it is tested with the op that uses it, in tests/compile/test_sequence.py."""
+    with pytest.raises(RuntimeError, match="process group"):
+        compat.all_reduce_sum(torch.ones(2), "no such group")
+    with FakeTensorMode():
+        assert compat.all_reduce_sum(torch.ones(2), "no such group").shape == (2,)
 
 
 def test_dispatch_mode_count() -> None:

@@ -262,7 +262,7 @@ def test_the_declared_ops_under_check_mode() -> None:
     try:
         for name in ir.ops.__all__:
             op = getattr(ir.ops, name)
-            if not op.allow_inplace:
+            if not op.allow_inplace or name == "all_reduce_rms_norm":  # which needs ranks
                 continue
             for provider in op.supported_providers():
                 values = op.generate_inputs()

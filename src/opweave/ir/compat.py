@@ -70,6 +70,13 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 share_storage: Callable[[torch.Tensor, torch.Tensor], bool] = cast("Any", torch._C)._is_alias_of
 
 
+def all_reduce_sum(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    """Sum *tensor* over the ranks of the process group called *group*, functionally."""
+    collectives: Any = torch.ops._c10d_functional
+    total: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(tensor, "sum", group))
+    return total
+
+
 # Reads a schema; raises RuntimeError if torch cannot.
 parse_schema: Callable[[str], object] = torch._C.parse_schema
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from opweave.ir import compat
 from opweave.ir.ops.norm import fused_add_rms_norm
 from opweave.ir.registry import register_op
 
@@ -38,8 +37,7 @@ def all_reduce_rms_norm(
     Raises:
         RuntimeError: this process is in no group of that name.
     """
-    collectives: Any = torch.ops._c10d_functional
-    reduced = collectives.wait_tensor(collectives.all_reduce(x, "sum", group))
+    reduced = compat.all_reduce_sum(x, group)
     normalised: tuple[Tensor, Tensor] = fused_add_rms_norm(reduced, x_residual, weight, epsilon)
     return normalised
 
