@@ -230,7 +230,8 @@ def owner_count(tensor: Any) -> int:
 def test_no_reference_is_kept(module: ModuleType, name: str) -> None:
     run = door(module, name, "rms_norm")
     x, out, weight = ones(4, 8), ones(4, 8), ones(8)
-    gc.collect()  # what earlier tests left refers to None too
+    while gc.collect():  # what earlier tests left refers to None too
+        pass
     owners = [owner_count(t) for t in (x, out, weight)]
     counts = [sys.getrefcount(t) for t in (x, out, weight)]
     nones = sys.getrefcount(None)
@@ -239,10 +240,11 @@ def test_no_reference_is_kept(module: ModuleType, name: str) -> None:
         run(out, x, None, 1e-6)
         with pytest.raises(RuntimeError):
             run(out, x, out, 1e-6)
-    gc.collect()
+    while gc.collect():
+        pass
     assert [owner_count(t) for t in (x, out, weight)] == owners
     assert [sys.getrefcount(t) for t in (x, out, weight)] == counts
-    assert abs(sys.getrefcount(None) - nones) < 1000
+    assert abs(sys.getrefcount(None) - nones) < 2000  # calls of each kind: less than one for each
 
 
 def test_vmap_does_not_reach_the_direct_call_silently(module: ModuleType) -> None:
