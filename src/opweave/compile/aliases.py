@@ -71,10 +71,11 @@ class Aliases:
 
 def overlap(a: Node, b: Node) -> bool:
     """Whether two nodes may share elements: they have one storage and are not provably apart."""
-    return any(_overlapping(s, t) for s, t in product(tensors_of(a), tensors_of(b)))
+    return any(share_elements(s, t) for s, t in product(tensors_of(a), tensors_of(b)))
 
 
-def _overlapping(a: Tensor, b: Tensor) -> bool:
+def share_elements(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors, real or fake, may share elements."""
     key = compat.storage_key(a)
     return key is not None and key == compat.storage_key(b) and (a is b or not apart(a, b))
 

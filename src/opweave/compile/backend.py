@@ -12,7 +12,7 @@ from opweave.compile import compat
 from opweave.compile.compiled import CompiledGraph, compile_with, registries_of
 from opweave.compile.context import Context
 from opweave.compile.lower import run_lowered
-from opweave.compile.nodes import ir_calls, subgraphs
+from opweave.compile.nodes import all_graphs, ir_calls
 from opweave.compile.options import CompileOptions
 from opweave.compile.plan import Plan
 
@@ -84,5 +84,4 @@ def uninstall() -> None:
 
 
 def _has_ops(graph_module: GraphModule) -> bool:
-    modules = [graph_module, *subgraphs(graph_module)]
-    return any(ir_calls(module.graph) for module in modules)
+    return any(ir_calls(module.graph) for module in all_graphs(graph_module))

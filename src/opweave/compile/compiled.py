@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from opweave.compile import compat, pipeline, store
+from opweave.compile.aliases import share_elements
 from opweave.compile.context import Context
 from opweave.compile.inductor import hooks
 from opweave.compile.log import logger
-from opweave.compile.nodes import ir_calls, subgraphs
+from opweave.compile.nodes import all_graphs, ir_calls
 from opweave.compile.options import CompileOptions
 from opweave.compile.passes.donation import donated_inputs
 from opweave.compile.pipeline import Stage
 from opweave.compile.plan import Plan
 from opweave.compile.report import Report
 from opweave.ir import Registry, current_registry
-from opweave.ir.donation import apart
 from opweave.ir.scope import Scope, current_scope
 
 Runner = Callable[..., Any]
@@ -52,6 +52,7 @@ class CompiledGraph:
         compile: Compile = compat.compile_fx,
     ) -> None:
         self.options, self._compile = options, compile
+        self._ranges = options.ranges
         self._registries = registries_of(graph_module)
         self._pristine = copy_module(graph_module)
         self._size_at = varying_size(example_inputs) if options.compile_ranges else None
@@ -131,7 +132,7 @@ class CompiledGraph:
         for position in self._donated:
             given = inputs[position]
             for other, value in enumerate(inputs):
-                if other != position and isinstance(value, Tensor) and _overlap(given, value):
+                if other != position and isinstance(value, Tensor) and share_elements(given, value):
                     found[position] = given.clone()
         return tuple(found)
 
@@ -146,7 +147,7 @@ class CompiledGraph:
         """Return the compile range that *size* is in, by position."""
         if size is None:
             return None
-        ranges = enumerate(self.options.ranges)
+        ranges = enumerate(self._ranges)
         return next((i for i, (low, high) in ranges if low <= size <= high), None)
 
     def _in_range(self, size: int | None, inputs: Sequence[Any]) -> bool:
@@ -157,7 +158,7 @@ def compile_with(
     graph_module: GraphModule, inputs: Sequence[Any], context: Context, compile: Compile
 ) -> Runner:
     """Run the passes on a graph that Dynamo traced, and compile it. Takes *graph_module* over."""
-    for module in [graph_module, *subgraphs(graph_module)]:
+    for module in all_graphs(graph_module):
         pipeline.run(Stage.DYNAMO, module.graph, context)
     graph_module.recompile()
     key = store.key_of(graph_module, inputs, context.plan)
@@ -228,7 +229,7 @@ def _remember(log: ReportLog) -> None:
 
 def registries_of(graph_module: GraphModule) -> list[Registry]:
     found = dict.fromkeys([current_registry()])
-    for module in [graph_module, *subgraphs(graph_module)]:
+    for module in all_graphs(graph_module):
         found |= dict.fromkeys(call.op.registry for call in ir_calls(module.graph))
     return list(found)
 
@@ -241,8 +242,3 @@ def _content(scope: Scope | None) -> Any:
         (op, tuple(map(tuple, entries))) for op, entries in scope.priorities.items() if entries
     )
     return lists, tuple(sorted(scope.required.items()))
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    key = compat.storage_key(a)
-    return key is not None and key == compat.storage_key(b) and not apart(a, b)

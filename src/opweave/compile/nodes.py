@@ -138,11 +138,11 @@ def has_fakes(graph: Graph) -> bool:
     return all("val" in node.meta or "example_value" in node.meta for node in inputs)
 
 
-def subgraphs(graph_module: GraphModule) -> list[GraphModule]:
-    """Return the graphs that control flow in *graph_module* runs (cond, while_loop, ...)."""
+def all_graphs(graph_module: GraphModule) -> list[GraphModule]:
+    """Return *graph_module* and the graphs that control flow in it runs (cond, while_loop, ...)."""
     names = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}
     found = [getattr(graph_module, str(name), None) for name in sorted(map(str, names))]
-    return [sub for sub in found if isinstance(sub, GraphModule)]
+    return [graph_module, *(sub for sub in found if isinstance(sub, GraphModule))]
 
 
 def source_line(node: Node) -> str:

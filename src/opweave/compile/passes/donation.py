@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from opweave.compile.aliases import Aliases
 from opweave.compile.context import Context
 from opweave.compile.errors import UseAfterDonationError
-from opweave.compile.nodes import IrCall, call_arguments, ir_call, ir_calls, source_line
+from opweave.compile.nodes import IrCall, call_arguments, ir_calls, source_line
 
 
 def carry_donations(graph: Graph, context: Context) -> None:
@@ -49,12 +49,11 @@ def donated_nodes(call: IrCall) -> list[Node]:
 
 def _annotate(call: IrCall) -> str:
     node = call.node
-    if ir_call(node) is None or node.target is call.op.torch_ops.annotated:
-        return f"{node.name} donates {_names(call)}"
-    args, kwargs = call_arguments(call.op, call.values)
-    node.target = call.op.torch_ops.annotated
-    node.args = args
-    node.kwargs = {**kwargs, "donate": list(call.donate)}
+    if node.target is not call.op.torch_ops.annotated:
+        args, kwargs = call_arguments(call.op, call.values)
+        node.target = call.op.torch_ops.annotated
+        node.args = args
+        node.kwargs = {**kwargs, "donate": list(call.donate)}
     return f"{node.name} donates {_names(call)}"
 
 

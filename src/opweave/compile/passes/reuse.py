@@ -30,7 +30,7 @@ from torch.fx import Graph, Node
 
 from opweave.compile.aliases import Aliases, overlap
 from opweave.compile.context import Context
-from opweave.compile.nodes import IrCall, fake_of, ir_call, ir_calls, replace
+from opweave.compile.nodes import IrCall, fake_of, ir_call, ir_calls, replace, tensors_of
 from opweave.compile.passes.lowering import is_kept, keep_as_call
 from opweave.compile.report import Reuse
 from opweave.compile.tracing import Trace, arguments, inline
@@ -95,7 +95,7 @@ def _refusals(
 def refusal(call: IrCall, position: int, aliases: Aliases) -> str:
     """Return why the activation at *position* must be copied, or nothing if it may be reused."""
     node = call.values[position]
-    if any(overlaps_itself(t) for t in _tensors(fake_of(node))):
+    if any(overlaps_itself(t) for t in tensors_of(node)):
         return "its elements overlap"
     for other in _nodes([v for i, v in enumerate(call.values) if i != position]):
         if overlap(node, other):
@@ -161,7 +161,7 @@ def _obstacle(call: IrCall, selection: Selection, trace: Trace) -> str:
 
 def _keeps_promise(call: IrCall, trace: Trace) -> bool:
     """Whether every output of the kernel has the shape, strides and dtype that the op promises."""
-    promised = _tensors(fake_of(call.node))
+    promised = tensors_of(call.node)
     made = [fake_of(node) for node in _outputs(trace)]
     return all(
         p.shape == m.shape and p.dtype == m.dtype and _strides(p) == _strides(m)
@@ -182,8 +182,3 @@ def _outputs(trace: Trace) -> list[Node]:
 def _nodes(values: Sequence[Any]) -> list[Node]:
     flat = [i for v in values for i in (v if isinstance(v, (list, tuple)) else (v,))]
     return [item for item in flat if isinstance(item, Node)]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    items = value if isinstance(value, (list, tuple)) else (value,)
-    return [item for item in items if isinstance(item, Tensor)]
