@@ -18,7 +18,7 @@ constexpr int64_t kRows = kLanes;  // of a block
 constexpr int kTokens = kLanes == 16 ? 4 : 2;  // whose sums with four rows fit the registers
 constexpr int64_t kColumns = 256;  // of a tile: with kRows rows, it stays in the L1 cache
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kAhead = 16 * kCacheLine;  // enough to hide the latency of memory
+constexpr int64_t kAhead = 64 * kCacheLine;  // enough to hide the latency of memory
 
 static_assert(OPWEAVE_LINEAR_ALIGNMENT % kLanes == 0);
 
@@ -111,7 +111,8 @@ inline void add_steps(Sums* sums, int64_t row, const Columns<W>& c, int64_t step
       const char* ahead = reinterpret_cast<const char*>(c.weights + i) + c.ahead;
       OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
         for (int64_t line = 0; line < kWidth * kSize; line += kCacheLine) {
-          __builtin_prefetch(ahead + r * c.weight_stride * kSize + line);
+          // Into the L2 cache, which can wait for more lines at once than the L1 can.
+          __builtin_prefetch(ahead + r * c.weight_stride * kSize + line, 0, 2);
         }
       }
     }
@@ -171,8 +172,9 @@ inline void add_tokens(Sums* sums, int64_t tokens, int64_t rows, const Columns<W
   if constexpr (T > 1) {
     if (tokens < T) return add_tokens<T - 1>(sums, tokens, rows, c);
   }
-  // Fewer sums than this at once would wait for one another.
-  add_rows<(T == 1 && kRows >= 8 ? 8 : 4), T>(sums, 0, rows, c);
+  // Each row is a stream from memory, and few streams are faster than many; but with fewer rows than
+  // this, sums would wait for one another.
+  add_rows<(T == 1 && sizeof(W) == 2 ? 2 : 4), T>(sums, 0, rows, c);
 }
 
 template <class W>

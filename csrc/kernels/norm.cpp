@@ -23,17 +23,21 @@ struct RmsNormRows {
   }
 };
 
-struct FusedAddRmsNormRows {
+struct AddRmsNormRows {
   template <class T>
-  static void run(int64_t begin, int64_t end, const OpweaveFusedAddRmsNorm& call) {
+  static void run(int64_t begin, int64_t end, const OpweaveAddRmsNorm& call) {
     with_weight<T>(call.weight, call.weight_dtype, [&](auto weight) {
       RowCursor row(call.rows, begin);
-      for (int64_t r = begin; r < end; ++r, row.advance()) {
-        T* x = reinterpret_cast<T*>(row.in(static_cast<char*>(call.x), 0));
-        T* residual = reinterpret_cast<T*>(row.in(static_cast<char*>(call.residual), 1));
-        const float squares = add_and_sum_squares<T>(residual, x, residual, call.width);
+      RowCursor sum_row(call.sum_rows, begin);
+      for (int64_t r = begin; r < end; ++r, row.advance(), sum_row.advance()) {
+        T* out = reinterpret_cast<T*>(row.in(static_cast<char*>(call.out), 0));
+        T* sum = reinterpret_cast<T*>(sum_row.in(static_cast<char*>(call.sum), 0));
+        const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+        const T* residual =
+            reinterpret_cast<const T*>(sum_row.in(static_cast<const char*>(call.residual), 1));
+        const float squares = add_and_sum_squares(sum, x, residual, call.width);
         const float scale = inverse_rms(squares, call.width, call.epsilon);
-        write_normalised(x, static_cast<const T*>(residual), weight, scale, call.width);
+        write_normalised(out, static_cast<const T*>(sum), weight, scale, call.width);
       }
     });
   }
@@ -43,5 +47,5 @@ struct FusedAddRmsNormRows {
 
 OPWEAVE_KERNEL_TABLE(OpweaveNormKernels, norm) = {
     run_for_type<RmsNormRows, OpweaveRmsNorm>,
-    run_for_type<FusedAddRmsNormRows, OpweaveFusedAddRmsNorm>,
+    run_for_type<AddRmsNormRows, OpweaveAddRmsNorm>,
 };

@@ -19,12 +19,16 @@ struct OpweaveRmsNorm {
   enum OpweaveDtype weight_dtype;
 };
 
-// residual += x; x = rms_norm(residual): operand 0 of `rows` is x, operand 1 is residual.
-struct OpweaveFusedAddRmsNorm {
-  void* x;
-  void* residual;
+// sum = x + residual; out = rms_norm(sum): the operands of `rows` are out and x, those of `sum_rows`
+// sum and residual. out may be x, and sum residual.
+struct OpweaveAddRmsNorm {
+  void* out;
+  void* sum;
+  const void* x;
+  const void* residual;
   const void* weight;
   struct OpweaveRows rows;
+  struct OpweaveRows sum_rows;
   int64_t width;
   float epsilon;
   enum OpweaveDtype dtype;
@@ -32,8 +36,8 @@ struct OpweaveFusedAddRmsNorm {
 };
 
 struct OpweaveNormKernels {
-  OpweaveRangeKernel rms_norm;            // call: OpweaveRmsNorm*
-  OpweaveRangeKernel fused_add_rms_norm;  // call: OpweaveFusedAddRmsNorm*
+  OpweaveRangeKernel rms_norm;      // call: OpweaveRmsNorm*
+  OpweaveRangeKernel add_rms_norm;  // call: OpweaveAddRmsNorm*
 };
 
 #ifdef __cplusplus

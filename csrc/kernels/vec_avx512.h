@@ -56,11 +56,6 @@ inline Vec widen(__m256i half, BFloat16) {
 
 inline Vec widen(__m256i half, Float16) { return _mm512_cvtph_ps(half); }
 
-#if defined(__AVX512BF16__)
-// Rounds to nearest even and keeps NaN, but flushes denormals (below 1.2e-38) to zero.
-inline __m256i narrow(Vec v, BFloat16) { return (__m256i)_mm512_cvtneps_pbh(v); }
-inline Vec round_to(Vec v, BFloat16) { return widen(narrow(v, BFloat16{}), BFloat16{}); }
-#else
 // The bfloat16 nearest to v, in the upper half of each lane. A NaN is not rounded: arithmetic has
 // made it quiet, and a quiet NaN survives the cut.
 inline __m512i rounded_bits(Vec v) {
@@ -70,13 +65,18 @@ inline __m512i rounded_bits(Vec v) {
   return _mm512_mask_add_epi32(bits, _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q), bits, bias);
 }
 
-inline __m256i narrow(Vec v, BFloat16) {
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(v), 16));
-}
-
 inline Vec round_to(Vec v, BFloat16) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
   return _mm512_castsi512_ps(_mm512_and_si512(rounded_bits(v), upper));
+}
+
+#if defined(__AVX512BF16__)
+// Rounds to nearest even and keeps NaN, but flushes denormals (below 1.2e-38) to zero. That does for
+// results; intermediate values, which a large factor may follow, are rounded by round_to.
+inline __m256i narrow(Vec v, BFloat16) { return (__m256i)_mm512_cvtneps_pbh(v); }
+#else
+inline __m256i narrow(Vec v, BFloat16) {
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(v), 16));
 }
 #endif
 

@@ -27,28 +27,49 @@ void rms_norm(const View& out, const View& x, const View* weight, double epsilon
   for_rows(call.rows.count, call.width, active_kernels().norm->rms_norm, &call);
 }
 
-// residual += x, then x = rms_norm(residual), both in place.
-void fused_add_rms_norm(const View& x, const View& residual, const View* weight, double epsilon) {
+// sum = x + residual, then out = rms_norm(sum).
+void run_add_rms_norm(const View& out, const View& sum, const View& x, const View& residual,
+                      const View* weight, double epsilon) {
   check_activation(x);
-  check_same_sizes(residual, x);
-  check_same_dtype(residual, x);
-  check_unit_stride(residual);
-  check_disjoint(x, residual);
+  for (const View* other : {&residual, &out, &sum}) {
+    check_same_sizes(*other, x);
+    check_same_dtype(*other, x);
+    check_unit_stride(*other);
+  }
+  check_disjoint(out, sum);
   if (weight != nullptr) {
     check_per_column(*weight, x);
-    check_disjoint(x, *weight);
-    check_disjoint(residual, *weight);
+    check_disjoint(out, *weight);
+    check_disjoint(sum, *weight);
   }
-  OpweaveFusedAddRmsNorm call;
+  OpweaveAddRmsNorm call;
+  call.out = out.data;
+  call.sum = sum.data;
   call.x = x.data;
   call.residual = residual.data;
   call.weight = weight != nullptr ? weight->data : nullptr;
-  call.rows = rows_of(x, residual);
+  call.rows = rows_of(out, x);
+  call.sum_rows = rows_of(sum, residual);
   call.width = x.sizes[x.rank - 1];
   call.epsilon = static_cast<float>(epsilon);
   call.dtype = x.dtype;
   call.weight_dtype = weight != nullptr ? weight->dtype : x.dtype;
-  for_rows(call.rows.count, call.width, active_kernels().norm->fused_add_rms_norm, &call);
+  for_rows(call.rows.count, call.width, active_kernels().norm->add_rms_norm, &call);
+}
+
+// residual += x, then x = rms_norm(residual), both in place.
+void fused_add_rms_norm(const View& x, const View& residual, const View* weight, double epsilon) {
+  run_add_rms_norm(x, residual, x, residual, weight, epsilon);
+}
+
+// The same into new memory.
+void add_rms_norm(const View& out, const View& sum, const View& x, const View& residual,
+                  const View* weight, double epsilon) {
+  for (const View* input : {&x, &residual}) {
+    check_disjoint(out, *input);
+    check_disjoint(sum, *input);
+  }
+  run_add_rms_norm(out, sum, x, residual, weight, epsilon);
 }
 
 }  // namespace
@@ -60,4 +81,8 @@ OPWEAVE_EXTENSION_MODULE(m) {
   m.def(
       "fused_add_rms_norm(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, float epsilon) -> ()",
       opweave::fused_add_rms_norm);
+  m.def(
+      "add_rms_norm(Tensor(a!) out, Tensor(b!) sum, Tensor x, Tensor residual, Tensor? weight, "
+      "float epsilon) -> ()",
+      opweave::add_rms_norm);
 }

@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "module/module.h"
+#include "module/scratch.h"
 #include "module/shapes.h"
 
 namespace opweave {
@@ -132,21 +132,6 @@ Plan plan_of(const OpweavePagedAttention& call, int64_t sequences) {
     }
   }
   return plan;
-}
-
-// Memory of a thread for the parts it runs, kept between calls: fresh memory would fault page by
-// page.
-float* scratch_of(int64_t floats) {
-  constexpr size_t kAlignment = 64;
-  thread_local std::unique_ptr<float[]> memory;
-  thread_local int64_t capacity = 0;
-  const int64_t wanted = floats + static_cast<int64_t>(kAlignment / sizeof(float));
-  if (capacity < wanted) {
-    memory.reset(new float[static_cast<size_t>(wanted)]);
-    capacity = wanted;
-  }
-  const auto address = reinterpret_cast<uintptr_t>(memory.get());
-  return reinterpret_cast<float*>((address + kAlignment - 1) / kAlignment * kAlignment);
 }
 
 void run_parts(const OpweavePagedAttention& call, const Plan& plan) {

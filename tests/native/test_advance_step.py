@@ -176,9 +176,12 @@ def assert_same(found: Outputs, wanted: Outputs) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(10_000, marks=pytest.mark.slow)], ids=["some", "many"]
+)
 @pytest.mark.parametrize("path", PATHS)
-def test_values(module: ModuleType, path: str) -> None:
-    for _ in range(300):
+def test_values(module: ModuleType, path: str, count: int) -> None:
+    for _ in range(count):
         step = random_step()
         before = step.copy()
         wanted = loop(step)

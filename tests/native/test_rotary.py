@@ -59,7 +59,8 @@ def assert_near(got: Tensor, exact: Tensor) -> None:
 
 def assert_same(got: Tensor, wanted: Tensor, isa: str) -> None:
     if isa == "avx512bf16" and got.dtype == torch.bfloat16:
-        torch.testing.assert_close(got, wanted, atol=2e-38, rtol=0)  # it flushes denormals
+        # It flushes denormals.
+        torch.testing.assert_close(got, wanted, atol=2e-38, rtol=0, equal_nan=True)
     else:
         torch.testing.assert_close(got, wanted, atol=0, rtol=0, equal_nan=True)
 

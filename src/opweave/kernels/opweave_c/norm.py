@@ -13,6 +13,7 @@ from opweave.kernels.opweave_c.doors import implements, native_op
 _empty_like = torch.empty_like  # saves the lookup on every call
 
 _rms_norm = native_op("rms_norm")
+_add_rms_norm = native_op("add_rms_norm")
 _fused_add_rms_norm = native_op("fused_add_rms_norm")
 
 
@@ -56,9 +57,8 @@ def _added_and_normed(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    total = torch.add(x, x_residual)
-    out = _empty_like(total)
-    _rms_norm(out, total, weight, epsilon)
+    out, total = _empty_like(x), _empty_like(x)
+    _add_rms_norm(out, total, x, x_residual, weight, epsilon)
     return out, total
 
 
