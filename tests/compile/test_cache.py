@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from opweave.compile import fingerprint
+
 PROGRAM = """
     import json, sys
     import torch
@@ -77,6 +79,17 @@ HELPER = """
 """
 
 
+SAVE = """
+    from pathlib import Path
+    Path("artifacts").write_bytes(torch.compiler.save_cache_artifacts()[0])
+"""
+LOAD = """
+    import torch
+    from pathlib import Path
+    assert torch.compiler.load_cache_artifacts(Path("artifacts").read_bytes()) is not None
+"""
+
+
 class Process:
     """Runs the program in fresh interpreters that share one cache."""
 
@@ -89,9 +102,9 @@ class Process:
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(textwrap.dedent(text))
 
-    def __call__(self, function: str, **env: str) -> Any:
+    def __call__(self, function: str, *, program: str = "program.py", **env: str) -> Any:
         done = subprocess.run(
-            [sys.executable, "program.py", function],
+            [sys.executable, program, function],
             cwd=self.folder,
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"), **env},
             capture_output=True,
@@ -136,3 +149,28 @@ def test_what_misses(process: Process) -> None:
     other = process("functional", OPWEAVE_IR_OP_PRIORITY__RMS_NORM="native")
     assert other["passes"] != [], "a priority has changed"
     assert process("functional", OPWEAVE_BATCH_INVARIANT="1")["chosen"] != ["ours"]
+
+
+def test_a_changed_binary_misses(tmp_path: Path) -> None:
+    file = tmp_path / "_C_ops.so"
+    file.write_bytes(b"one")
+    modules = {"mine": str(file)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fingerprint.native, "opened_modules", lambda: modules)
+        first = fingerprint.of_binaries()
+        fingerprint.of_file.cache_clear()
+        file.write_bytes(b"two")
+        assert fingerprint.of_binaries() != first
+        modules.clear()
+        assert fingerprint.of_binaries() != first
+    fingerprint.of_file.cache_clear()
+
+
+def test_artifacts_carry_the_report_to_another_cache(process: Process) -> None:
+    process.write("saver.py", PROGRAM + SAVE)
+    process.write("loader.py", LOAD + PROGRAM)
+    process("donating", program="saver.py")
+    found = process("donating", program="loader.py", TORCHINDUCTOR_CACHE_DIR="elsewhere")
+    assert found["passes"] == []
+    assert found["from_cache"] is True
+    assert found["chosen"] == ["ours"]

@@ -53,8 +53,9 @@ def _print_calls(report: Report) -> None:
 def _what_became(node: NodeReport) -> list[str]:
     lines = [f"fused from {', '.join(node.fused_from)}"] if node.fused_from else []
     for reuse in node.reuse:
-        verb = "reuses" if reuse.reused else "copies"
-        lines.append(f"{verb} {reuse.activation}" + (f": {reuse.reason}" if reuse.reason else ""))
+        lines.append(
+            f"{reuse.verb} {reuse.activation}" + (f": {reuse.reason}" if reuse.reason else "")
+        )
     if node.stage.startswith("kept"):
         lines.append(node.stage)
     return lines
@@ -90,7 +91,7 @@ def _summary(report: Report) -> str:
     collectives = [f"{calls} {name}" for name, calls in report.collectives.items()]
     parts = [
         f"{len(report.nodes)} calls of ops: {providers}" if providers else "no calls of ops",
-        f"{len(report.reuses) - reused} copies made, {reused} avoided",
+        f"{report.copies} copies made, {reused} avoided",
         f"{len(report.fused)} fusions, {misses} near {'miss' if misses == 1 else 'misses'}",
         *collectives,
         f"{report.traces} traces",

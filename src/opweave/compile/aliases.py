@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 
 from torch import Tensor
@@ -20,9 +21,9 @@ class Aliases:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._graph = graph
         self.order = {node: position for position, node in enumerate(graph.nodes)}
-        self._by_storage: dict[int, list[Node]] = {}
+        self._by_storage: dict[int, dict[Node, None]] = {}
+        self._storages: dict[Node, set[int]] = {}
         self._owned: set[int] = set()
         for node in graph.nodes:
             self._enter(node)
@@ -32,10 +33,16 @@ class Aliases:
         self.order[node] = self.order[after]
         self._enter(node)
 
-    def regroup(self) -> None:
-        """Read the storages anew: nodes are gone, and views are views of something else."""
-        self._by_storage = {}
-        for node in self._graph.nodes:
+    def forget(self, nodes: Iterable[Node]) -> None:
+        """Note that nodes are gone."""
+        for node in nodes:
+            for key in self._storages.pop(node, ()):
+                del self._by_storage[key][node]
+
+    def renew(self, nodes: Iterable[Node]) -> None:
+        """Read the storages of nodes anew: they are views of something else now."""
+        for node in dict.fromkeys(nodes):
+            self.forget([node])
             self._enter(node)
 
     def own(self, node: Node) -> None:
@@ -63,10 +70,9 @@ class Aliases:
         return sorted(late, key=self.order.__getitem__)
 
     def _enter(self, node: Node) -> None:
-        for tensor in tensors_of(node):
-            nodes = self._by_storage.setdefault(_key(tensor), [])
-            if node not in nodes:
-                nodes.append(node)
+        self._storages[node] = set(map(_key, tensors_of(node)))
+        for key in self._storages[node]:
+            self._by_storage.setdefault(key, {})[node] = None
 
 
 def overlap(a: Node, b: Node) -> bool:

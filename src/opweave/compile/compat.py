@@ -172,6 +172,19 @@ def cache_directory() -> str:
     return cache_dir()
 
 
+def record_artifact(path: str, content: Any) -> None:
+    """Let a JSON file travel with ``torch.compiler.save_cache_artifacts()``.
+
+    *path* is relative to :func:`cache_directory`. Of the kinds of artifacts that torch knows, that
+    of autotuning results is the one that restores such a file. One of our own would make loading
+    fail where opweave was not imported before.
+    """
+    from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
+    from torch.compiler._cache import CacheArtifactManager
+
+    CacheArtifactManager.record_artifact(AutotuneCacheArtifact.type(), path, content)
+
+
 def sort_topologically(graph: Graph) -> None:
     """Order the nodes so that each comes after its inputs, as little changed as possible."""
     from torch._inductor.pattern_matcher import stable_topological_sort

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from opweave.compile.log import logger
 from opweave.compile.nodes import IrCall, source_line
 from opweave.compile.plan import Plan
 from opweave.compile.report import NodeReport, Refusal, Report
@@ -35,4 +36,7 @@ class Context:
             fused_from=self.fused_from.get(call.node.name, []),
         )
         self.report.nodes.append(described)
+        logger.debug("%s [%s] → %s (%s)", call.op.name, described.node, described.chosen, stage)
+        for refusal in described.rejected:
+            logger.debug("    not %s: %s [%s]", refusal.provider, refusal.reason, refusal.origin)
         return described

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from opweave import native
 from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.impl import custom_functions
 from opweave.ir.rule import Rule
@@ -89,6 +90,12 @@ def of_libraries() -> str:
     files = sorted(folder.rglob("*.py")) + sorted((folder.parent / "ir").rglob("*.py"))
     version = importlib.metadata.version("opweave")
     return digest_of([torch.__version__, version, *(of_file(str(f)) for f in files)])
+
+
+def of_binaries() -> str:
+    """Return a digest of the native modules in this process, which no Python source shows."""
+    modules = sorted(native.opened_modules().items())
+    return digest_of(part for namespace, file in modules for part in (namespace, of_file(file)))
 
 
 def of_contributions() -> str:

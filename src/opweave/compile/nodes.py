@@ -84,24 +84,30 @@ def ir_calls(graph: Graph) -> list[IrCall]:
     return [call for node in graph.nodes if (call := ir_call(node))]
 
 
-def replace(call: IrCall, outputs: Sequence[Node]) -> None:
-    """Let the users of *call* use *outputs* instead, and erase it."""
+def replace(call: IrCall, outputs: Sequence[Node]) -> list[Node]:
+    """Let the users of *call* use *outputs* instead, and erase it.
+
+    The result is that of :func:`substitute`.
+    """
+    renewed: list[Node] = []
     if not call.op.schema.returns_tuple:
-        substitute(call.node, outputs[0])
+        renewed += substitute(call.node, outputs[0])
     for user in list(call.node.users):
         if user.target is not operator.getitem:
             raise ValueError(f"{user.name} uses the tuple {call.node.name} as a whole")
-        substitute(user, outputs[cast("int", user.args[1])])
+        renewed += substitute(user, outputs[cast("int", user.args[1])])
         user.graph.erase_node(user)
     call.node.graph.erase_node(call.node)
+    return renewed
 
 
-def substitute(old: Node, new: Node) -> None:
+def substitute(old: Node, new: Node) -> list[Node]:
     """Let the users of *old* use *new*, and note what views of it are views of now.
 
     Who shares memory with whom is read off the storages of fake values, so those of views must
-    follow what they are views of.
+    follow what they are views of. Returns the nodes whose fake values are new.
     """
+    renewed: list[Node] = []
     stale = {compat.storage_key(tensor) for tensor in tensors_of(old)}
     old.replace_all_uses_with(new)
     waiting = list(new.users)
@@ -111,7 +117,9 @@ def substitute(old: Node, new: Node) -> None:
             continue
         if stale & {compat.storage_key(tensor) for tensor in tensors_of(user)}:
             _refresh(user)
+            renewed.append(user)
             waiting += user.users
+    return renewed
 
 
 def _refresh(node: Node) -> None:

@@ -70,7 +70,8 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """What tells this plan from any that could compile a graph differently."""
-        parts = [fingerprint.of_libraries(), fingerprint.of_contributions(), repr(self.options)]
+        parts = [fingerprint.of_libraries(), fingerprint.of_binaries()]
+        parts += [fingerprint.of_contributions(), repr(self.options)]
         for op, policy in sorted(self.policies.items(), key=lambda item: item[0].name):
             entries = [str(entry) for entry in policy.priority]
             parts += [op.registry.namespace, repr(entries), repr(sorted(policy.required))]

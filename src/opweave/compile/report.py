@@ -20,11 +20,20 @@ class Refusal:
 
 @dataclass
 class Reuse:
-    """Whether an in-place kernel got an activation's own memory, and if not, why."""
+    """Whether an in-place kernel got an activation's own memory, and if not, why.
+
+    It is then *copied*, unless the kernel has a functional form, which leaves it alone.
+    """
 
     activation: str
     reused: bool
     reason: str
+    copied: bool
+
+    @property
+    def verb(self) -> str:
+        """What the kernel does with the activation."""
+        return "reuses" if self.reused else "copies" if self.copied else "leaves"
 
 
 @dataclass
@@ -119,6 +128,11 @@ class Report:
         return [reuse for node in self.nodes for reuse in node.reuse]
 
     @property
+    def copies(self) -> int:
+        """How many activations were copied."""
+        return sum(reuse.copied for reuse in self.reuses)
+
+    @property
     def fused(self) -> list[FusionReport]:
         """The fusions that were formed."""
         return [fusion for fusion in self.fusions if fusion.outcome == "fused"]
@@ -142,12 +156,13 @@ class Report:
         return {**asdict(self), "selected_impls": self.selected_impls}
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read what :meth:`to_json` wrote (ValueError, KeyError, TypeError if it is not that)."""
         data = json.loads(text)
+        del data["selected_impls"]  # of the nodes
         nodes = [
             NodeReport(
                 **{
@@ -175,7 +190,7 @@ class Report:
             for refusal in node.rejected:
                 yield f"    ✗ {refusal.provider}: {refusal.reason}  [{refusal.origin}]"
             for reuse in node.reuse:
-                mark = "reuses" if reuse.reused else "new memory for"
-                yield f"    {mark} {reuse.activation}" + (f": {reuse.reason}" * bool(reuse.reason))
+                reason = f": {reuse.reason}" if reuse.reason else ""
+                yield f"    {reuse.verb} {reuse.activation}{reason}"
         for fusion in self.near_misses:
             yield f"not fused: {fusion.composite} at {fusion.node}: {fusion.reason}"

@@ -35,21 +35,20 @@ def key_of(graph_module: GraphModule, inputs: Sequence[Any], plan: Plan) -> str:
 
 def settle(report: Report) -> None:
     """File *report* if the passes have run, or fill it with the one filed earlier."""
-    path = _path(report.key)
+    name = f"opweave/reports/{report.key}.json"
+    path = Path(compat.cache_directory(), name)
     if report.complete:
         _write(path, report.to_json())
-        return
-    try:
-        found = Report.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.debug("no report of the cached artifact: %s", error)
-        return
-    vars(report).update(vars(found), from_cache=True)
-    logger.debug("cache hit: the report is the one of the first compilation")
-
-
-def _path(key: str) -> Path:
-    return Path(compat.cache_directory(), "opweave", "reports", f"{key}.json")
+        logger.debug("cache miss: compiled %d calls of ops", len(report.nodes))
+    else:
+        try:
+            found = Report.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.debug("cache hit, but no report of the artifact: %s", error)
+            return
+        vars(report).update(vars(found), from_cache=True)
+        logger.debug("cache hit: the report is the one of the first compilation")
+    compat.record_artifact(name, report.to_dict())
 
 
 def _write(path: Path, text: str) -> None:

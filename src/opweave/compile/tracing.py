@@ -12,6 +12,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from opweave.compile import compat
+from opweave.compile.log import logger
 from opweave.compile.nodes import IrCall, fake_of
 from opweave.ir import IrOpImpl
 from opweave.ir.schema import Schema
@@ -39,6 +40,12 @@ class Trace:
             raise ValueError(self.failure)
         return self.module.graph
 
+    @property
+    def outputs(self) -> list[Node]:
+        """The nodes whose values the implementation returns."""
+        returned = next(node for node in self.graph.nodes if node.op == "output").args[0]
+        return flat_nodes([returned])
+
     @cached_property
     def mutates(self) -> bool:
         """Whether a kernel in the graph writes to an argument, be it a buffer made in the graph."""
@@ -63,6 +70,8 @@ class Tracer:
         found = self.traces.get(key)
         if found is None:
             found = self.traces[key] = _trace(function, impl.op.schema, values)
+            outcome = found.failure or f"{len(found.graph.nodes)} nodes"
+            logger.debug("traced %s of %s: %s", impl.provider, impl.op.name, outcome)
         return found
 
 
@@ -81,6 +90,11 @@ def signature(value: Any) -> Signature:
 def variables(values: Sequence[Any]) -> list[Any]:
     """Return the tensors and symbolic numbers among *values*, lists flattened."""
     return [value for value in _flat(values) if isinstance(value, (Tensor, *_SYMBOLIC))]
+
+
+def flat_nodes(values: Sequence[Any]) -> list[Node]:
+    """Return the nodes among *values*, lists flattened."""
+    return [value for value in _flat(values) if isinstance(value, Node)]
 
 
 def arguments(call: IrCall) -> list[Node]:

@@ -76,8 +76,17 @@ def import_module(name: str) -> NativeModule:
     return NativeModule(name, namespace, raw)
 
 
+_opened: dict[str, str] = {}
+
+
+def opened_modules() -> dict[str, str]:
+    """Return the files of the native modules in this process, by the namespace of their ops."""
+    return dict(_opened)
+
+
 def open_doors(raw: ModuleType, namespace: str) -> Doors:
     """Open both doors of *raw*, and teach torch what its ops return for fake tensors."""
+    _opened[namespace] = raw.__file__ or ""
     direct, problem = cast(_Interface, raw)._open(torch.Tensor, torch.nn.Parameter)
     if problem is None:
         for op in op_names(raw):

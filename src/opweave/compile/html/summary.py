@@ -43,12 +43,11 @@ def summary(report: Report) -> Html:
         return element("p", "No op of opweave is called in this graph.")
     ops = {node.op for node in report.nodes}
     reused = sum(reuse.reused for reuse in report.reuses)
-    copied = len(report.reuses) - reused
     missed = len(report.near_misses)
     figures = [
         ("Calls of ops", len(report.nodes), f"of {count(len(ops), 'op')}"),
         ("Fusions", len(report.fused), count(missed, "near miss", "near misses")),
-        ("Copies made", copied, f"{reused} avoided by reuse"),
+        ("Copies made", report.copies, f"{reused} avoided by reuse"),
         ("Traces", report.traces, "one for each implementation and signature"),
         ("Time in passes", seconds(report.seconds), _origin(report)),
     ]
@@ -159,9 +158,8 @@ def what_became(node: NodeReport) -> Html | None:
     if node.fused_from:
         found.append(join(["fused from ", join(map(code, node.fused_from), ", ")]))
     for reuse in node.reuse:
-        verb = "reuses" if reuse.reused else "copies"
         reason = small(f" {reuse.reason}") if reuse.reason else None
-        found.append(join([element("b", verb), " ", code(reuse.activation), reason]))
+        found.append(join([element("b", reuse.verb), " ", code(reuse.activation), reason]))
     if node.stage.startswith("kept"):
         found.append(node.stage)
     return items(found)
@@ -200,21 +198,21 @@ def _line(source: str) -> str:
 
 def memory(report: Report) -> Html | None:
     """Show what became of the activations that in-place kernels were given."""
-    groups: dict[tuple[bool, str, str, str], int] = {}
+    groups: dict[tuple[str, str, str, str], int] = {}
     for node in report.nodes:
         for reuse in node.reuse:
-            key = (reuse.reused, node.op, reuse.activation, reuse.reason)
+            key = (reuse.verb, node.op, reuse.activation, reuse.reason)
             groups[key] = groups.get(key, 0) + 1
     if not groups:
         return None
     rows = [
         row(
             join([breakable(op), " ", code(activation)]),
-            element("b", "reused" if reused else "copied", class_="good" if reused else "bad"),
+            element("b", verb, class_="bad" if verb == "copies" else "good"),
             times,
             reason or "nothing reads it afterwards",
         )
-        for (reused, op, activation, reason), times in sorted(groups.items())
+        for (verb, op, activation, reason), times in sorted(groups.items())
     ]
-    columns = ("activation", "outcome", "times", "why")
+    columns = ("activation", "the kernel", "times", "why")
     return table("Copies made and avoided", columns, rows, "memory")

@@ -20,9 +20,7 @@ A kernel that comes with a functional form is called in that form instead of wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace as with_changes
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +28,11 @@ from torch.fx import Graph, Node
 
 from opweave.compile.aliases import Aliases, overlap
 from opweave.compile.context import Context
+from opweave.compile.log import logger
 from opweave.compile.nodes import IrCall, fake_of, ir_call, ir_calls, replace, tensors_of
 from opweave.compile.passes.lowering import is_kept, keep_as_call
 from opweave.compile.report import Reuse
-from opweave.compile.tracing import Trace, arguments, inline
+from opweave.compile.tracing import Trace, arguments, flat_nodes, inline
 from opweave.ir.donation import overlaps_itself
 from opweave.ir.selection import Selection
 
@@ -57,14 +56,17 @@ def _lower(graph: Graph, call: IrCall, aliases: Aliases, context: Context) -> No
     if selection.impl.inplace and not trace.failure:
         layouts_differ = not _keeps_promise(call, trace)
         refusals = _refusals(call, aliases, context, layouts_differ=layouts_differ)
-        functional = selection.impl.functional_fn
-        if functional is not None and any(refusals.values()):
+        functional = selection.impl.functional_fn if any(refusals.values()) else None
+        if functional is not None:
             trace = context.tracer.trace(selection.impl, call.fakes, functional)
             refusals = {name: why or INSTEAD for name, why in refusals.items()}
         else:
             call = _with_copies(graph, call, refusals, aliases, contiguous=layouts_differ)
             trace = context.tracer.trace(selection.impl, call.fakes)
-        described.reuse += [Reuse(name, not why, why) for name, why in refusals.items()]
+        for name, why in refusals.items():
+            reuse = Reuse(name, not why, why, copied=bool(why) and functional is None)
+            described.reuse.append(reuse)
+            logger.debug("    %s %s %s", reuse.verb, name, why)
     obstacle = trace.failure or _obstacle(call, selection, trace)
     if obstacle:
         described.stage = f"kept as a call: {obstacle}"
@@ -97,7 +99,7 @@ def refusal(call: IrCall, position: int, aliases: Aliases) -> str:
     node = call.values[position]
     if any(overlaps_itself(t) for t in tensors_of(node)):
         return "its elements overlap"
-    for other in _nodes([v for i, v in enumerate(call.values) if i != position]):
+    for other in flat_nodes([v for i, v in enumerate(call.values) if i != position]):
         if overlap(node, other):
             return f"shares memory with another argument, {other.name}"
     for alias in aliases.sharing(node):
@@ -147,8 +149,9 @@ def _insert(graph: Graph, call: IrCall, trace: Trace, aliases: Aliases) -> None:
     while last.next is not call.node:
         last = last.next
         aliases.add(last, call.node)
-    replace(call, outputs)
-    aliases.regroup()
+    parts = call.node.users if call.op.schema.returns_tuple else ()
+    aliases.forget([call.node, *parts])
+    aliases.renew(replace(call, outputs))
 
 
 def _obstacle(call: IrCall, selection: Selection, trace: Trace) -> str:
@@ -162,7 +165,7 @@ def _obstacle(call: IrCall, selection: Selection, trace: Trace) -> str:
 def _keeps_promise(call: IrCall, trace: Trace) -> bool:
     """Whether every output of the kernel has the shape, strides and dtype that the op promises."""
     promised = tensors_of(call.node)
-    made = [fake_of(node) for node in _outputs(trace)]
+    made = [fake_of(node) for node in trace.outputs]
     return all(
         p.shape == m.shape and p.dtype == m.dtype and _strides(p) == _strides(m)
         for p, m in zip(promised, made, strict=True)
@@ -172,13 +175,3 @@ def _keeps_promise(call: IrCall, trace: Trace) -> bool:
 def _strides(tensor: Tensor) -> list[int]:
     """Return the strides that matter: those of dimensions with more than one element."""
     return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
-
-
-def _outputs(trace: Trace) -> list[Node]:
-    outputs: Any = next(node for node in trace.graph.nodes if node.op == "output").args[0]
-    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-
-
-def _nodes(values: Sequence[Any]) -> list[Node]:
-    flat = [i for v in values for i in (v if isinstance(v, (list, tuple)) else (v,))]
-    return [item for item in flat if isinstance(item, Node)]
