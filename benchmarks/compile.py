@@ -14,18 +14,20 @@ one process, without caches, and a figure is the median over rounds.
 ``compile.differing_lines``: lines of generated code that differ from plain's, comments left out.
 ``compile.traces``, ``compile.patterns``: how many implementations and patterns were traced.
 ``compile.allocated``: bytes that one call allocates, with and without donation.
+``compile.peak``: how many of them it holds at once.
 ``compile.latency``: microseconds per call; baselines are plain, eager, and transformers compiled.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -193,34 +195,43 @@ def patterns_row() -> Row:
 def allocated_rows(layers: int, tokens: int) -> list[Row]:
     """Measure how many bytes a call allocates where in-place kernels may reuse memory or not."""
     module, given = model(layers), inputs(tokens)
-    found = {}
+    found: dict[bool, Memory] = {}
     for inplace in (True, False):
         torch.compiler.reset()
         options = {**PASSES_ONLY, "inplace": inplace}
         compiled = torch.compile(module, backend=opweave.compile.backend, options=options)
         compiled(*given)
-        found[inplace] = allocated(compiled, given)
+        found[inplace] = memory_of(compiled, given)
     case = f"llama, {layers} layers, {tokens} tokens, run op by op"
     return [
         {
-            "name": "compile.allocated",
+            "name": f"compile.{what}",
             "case": f"{case}, {'donating' if inplace else 'copying'}",
-            "value": found[inplace],
+            "value": getattr(found[inplace], what),
             "unit": "bytes",
-            "baseline": found[False],
-            "ratio": rounded(found[False] / found[inplace]),
+            "baseline": getattr(found[False], what),
+            "ratio": rounded(getattr(found[False], what) / getattr(found[inplace], what)),
         }
+        for what in Memory._fields
         for inplace in (True, False)
     ]
 
 
-def allocated(function: Callable[..., Any], given: Sequence[Tensor]) -> int:
-    """Return the bytes that a call allocates, whether or not it frees them."""
+class Memory(NamedTuple):
+    """Bytes that a call allocates, freed or not, and how many it holds at once at the most."""
+
+    allocated: int
+    peak: int
+
+
+def memory_of(function: Callable[..., Any], given: Sequence[Tensor]) -> Memory:
+    """Return what a call takes from the allocator."""
     with torch.profiler.profile(profile_memory=True) as profile:
         function(*given)
     events = profile.profiler.kineto_results.events()
-    sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
-    return sum(size for size in sizes if size > 0)
+    memory = [event for event in events if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(memory, key=lambda event: event.start_ns())]
+    return Memory(sum(size for size in sizes if size > 0), max(itertools.accumulate(sizes)))
 
 
 def latency_rows(layers: int, tokens: int, rounds: int, *, quiet: bool) -> list[Row]:
