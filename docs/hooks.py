@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from opweave.config.environment import VARIABLES
+from opweave.conformance import CHECKS
 from opweave.ir import TRAITS
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the markers in a page."""
-    return markdown.replace("<!-- environment -->", _environment()).replace(
-        "<!-- traits -->", _traits()
-    )
+    for name, fill in _PARTS.items():
+        markdown = markdown.replace(f"<!-- {name} -->", fill())
+    return markdown
 
 
 def _environment() -> str:
@@ -23,3 +24,11 @@ def _environment() -> str:
 def _traits() -> str:
     rows = [f"| `{name}` | {meaning} |" for name, meaning in TRAITS.items()]
     return "\n".join(["| trait | promise |", "|---|---|", *rows])
+
+
+def _checks() -> str:
+    rows = [f"| `{name}` | {check.promise} |" for name, check in CHECKS.items()]
+    return "\n".join(["| check | what holds where it passes |", "|---|---|", *rows])
+
+
+_PARTS = {"environment": _environment, "traits": _traits, "checks": _checks}
