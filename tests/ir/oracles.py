@@ -142,6 +142,44 @@ def rotary_embedding(
     return tuple(results)
 
 
+def rotary_embedding_single(
+    x: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    is_neox_style: bool = True,
+) -> Outputs:
+    return rotary_embedding(x, x, positions, cos_sin_cache, head_size, is_neox_style)[:1]
+
+
+def dual_chunk_rotary_embedding(
+    x_query: Tensor,
+    x_key: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    chunk_size: int,
+    local_size: int,
+    is_neox_style: bool = True,
+) -> Outputs:
+    size = chunk_size - local_size
+    slots: list[Callable[[int], int]] = [
+        lambda p: p % size,
+        lambda p: min(p % size + size, chunk_size),
+        lambda p: min(2 * size - 1, chunk_size),
+        lambda p: p % size + size,
+        lambda p: p % size + chunk_size,
+    ]
+
+    def rotated(x: Tensor, slot: Callable[[int], int]) -> Tensor:
+        where = torch.tensor([slot(p) for p in positions.flatten().tolist()], dtype=torch.int64)
+        flat = x.reshape(len(where), math.prod(x.shape[positions.ndim :]))
+        (out,) = rotary_embedding_single(flat, where, cos_sin_cache, head_size, is_neox_style)
+        return out.reshape(*positions.shape, flat.shape[-1])
+
+    return torch.cat([rotated(x_query, s) for s in slots], -1), rotated(x_key, slots[0])
+
+
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -187,6 +225,15 @@ def causal_attention(
     return (torch.from_numpy(out).to(query.dtype),)
 
 
+def bidirectional_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+) -> Outputs:
+    out = np.zeros((*query.shape[:3], value.shape[-1]))
+    for i in range(query.shape[0]):
+        out[i] = _attention(query[i], key[i], value[i], scale, False, None, None)
+    return (torch.from_numpy(out).to(query.dtype),)
+
+
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -204,6 +251,32 @@ def varlen_attention(
         k = slice(int(cu_seqlens_k[i]), int(cu_seqlens_k[i + 1]))
         out[q] = _attention(query[q], key[k], value[k], scale, causal, window, soft_cap)
     return (torch.from_numpy(out).to(query.dtype),)
+
+
+def _latent_heads(kv_c: Tensor, k_pe: Tensor, weight: Tensor, heads: int, nope: int) -> Outputs:
+    """Keys and values of every head, float64."""
+    expanded = np.einsum(
+        "tl,hrl->thr", _wide(kv_c), _wide(weight).reshape(heads, -1, weight.shape[1])
+    )
+    shared = np.repeat(_wide(k_pe)[:, None], heads, 1)
+    key = np.concatenate((expanded[..., :nope], shared), -1)
+    return torch.from_numpy(key), torch.from_numpy(expanded[..., nope:].copy())
+
+
+def mla_attention_prefill(
+    query: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_b_weight: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float | None = None,
+    causal: bool = True,
+) -> Outputs:
+    heads, nope = query.shape[1], query.shape[2] - k_pe.shape[1]
+    key, value = _latent_heads(kv_c, k_pe, kv_b_weight, heads, nope)
+    (out,) = varlen_attention(query.double(), key, value, cu_seqlens_q, cu_seqlens_k, scale, causal)
+    return (out.to(query.dtype),)
 
 
 def advance_step_flashattn(

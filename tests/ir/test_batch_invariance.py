@@ -27,7 +27,7 @@ SIZES = (2, 3, 17, 64)
 
 
 def invariant_inputs(op: ir.IrOp, hidden: int, tokens: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    if op.name in ("apply_rotary_emb", "rotary_embedding"):
+    if "rotary" in op.name:
         return op.generate_inputs(num_tokens=tokens, head_size=2 * ((hidden + 1) // 2), dtype=dtype)
     return op.generate_inputs(num_tokens=tokens, hidden_size=hidden, dtype=dtype)
 
@@ -37,6 +37,8 @@ def rows(op: ir.IrOp, values: tuple[Any, ...], index: Any) -> tuple[Any, ...]:
     per_token = {
         "apply_rotary_emb": {0, 1, 2},
         "rotary_embedding": {0, 1, 2},
+        "rotary_embedding_single": {0, 1},
+        "dual_chunk_rotary_embedding": {0, 1, 2},
         "fused_add_rms_norm": {0, 1},
     }.get(op.name, {0})
     return tuple(v[index].clone() if i in per_token else v for i, v in enumerate(values))

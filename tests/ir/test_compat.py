@@ -35,6 +35,7 @@ CHECKED = {
     "share_storage",
     "is_taken_in_torch_ops",
     "parse_schema",
+    "all_gather",
     "all_reduce_sum",
 }
 
@@ -95,6 +96,14 @@ def test_all_reduce_sum() -> None:
         compat.all_reduce_sum(torch.ones(2), "no such group")
     with FakeTensorMode():
         assert compat.all_reduce_sum(torch.ones(2), "no such group").shape == (2,)
+
+
+def test_all_gather() -> None:
+    """With ranks it is tested in tests/layers/test_parallel.py."""
+    with pytest.raises(RuntimeError, match="process group"):
+        compat.all_gather(torch.ones(2), 2, "no such group")
+    with FakeTensorMode():
+        assert compat.all_gather(torch.ones(2, 3), 2, "no such group").shape == (4, 3)
 
 
 def test_dispatch_mode_count() -> None:

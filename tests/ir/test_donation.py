@@ -312,3 +312,11 @@ def test_slices_of_one_token_are_apart() -> None:
     q, k = torch.zeros(1, 12).split([8, 4], -1)
     assert apart(q, k)
     assert apart(q.view(1, 2, 4), k.view(1, 1, 4))
+
+
+def test_slices_of_every_head_are_apart() -> None:
+    query = torch.zeros(3, 4, 10)
+    plain, turned = torch.split_with_sizes(query, [6, 4], -1)
+    assert apart(plain, turned)
+    assert not apart(plain, query[..., 5:])
+    assert not apart(plain, turned[1:])  # other rows

@@ -33,7 +33,11 @@ BATCHED: dict[str, tuple[int | None, ...]] = {
     "fused_add_rms_norm": (0, 0, None, None, None),
     "apply_rotary_emb": (0, None, None, None, None),
     "rotary_embedding": (0, 0, None, None, None, None),
+    "rotary_embedding_single": (0, None, None, None, None),
+    "dual_chunk_rotary_embedding": (0, 0) + (None,) * 6,
+    "bidirectional_attention": (0, 0, 0, None),
     "causal_attention": (0, 0, 0, None, None, None),
+    "mla_attention_prefill": (0, 0, 0, 0, None, None, None, None),
 }
 
 

@@ -18,6 +18,13 @@ from opweave import ir
 X = torch.randn(2, 6)
 Q, KV = torch.randn(1, 3, 4, 8), torch.randn(1, 3, 2, 8)
 CU = torch.tensor([0, 3], dtype=torch.int32)
+
+
+def dual_chunk(rows: int, chunk_size: int, local_size: int) -> tuple[Any, ...]:
+    query, key = torch.randn(3, 16), torch.randn(3, 8)
+    return query, key, torch.arange(3), torch.randn(rows, 8), 8, chunk_size, local_size
+
+
 INVALID: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("silu_and_mul", (torch.randn(2, 5),), ValueError, "even"),
     ("silu_and_mul", (torch.tensor(1.0),), ValueError, "even"),
@@ -38,6 +45,16 @@ INVALID: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
         ValueError,
         "10.*8",
     ),
+    (
+        "rotary_embedding_single",
+        (torch.randn(3, 16), torch.arange(3), torch.randn(9, 10), 8),
+        ValueError,
+        "10.*8",
+    ),
+    ("dual_chunk_rotary_embedding", dual_chunk(11, 6, 6), ValueError, "local_size=6"),
+    ("dual_chunk_rotary_embedding", dual_chunk(11, 6, -1), ValueError, "local_size=-1"),
+    ("dual_chunk_rotary_embedding", dual_chunk(10, 6, 1), ValueError, "10 rows.*need 11"),
+    ("bidirectional_attention", (Q, KV[:, :, :1].expand(1, 3, 3, 8), KV), ValueError, "heads"),
     ("causal_attention", (Q, KV[:, :, :1].expand(1, 3, 3, 8), KV), ValueError, "heads"),
     (
         "causal_attention",

@@ -62,6 +62,8 @@ RULES: list[tuple[rules.Rule, dict[str, Any], str | None]] = [
     (rules.cpu("x"), {"x": torch.ones(1, device="meta")}, "on meta (supports cpu)"),
     (rules.cuda("x"), {}, "on cpu (supports cuda)"),
     (rules.device("meta", "x"), {}, "supports meta"),
+    (rules.has_values("x"), {}, None),
+    (rules.has_values("x"), {"x": torch.ones(1, device="meta")}, "on meta (supports tensors with"),
     (rules.contiguous("x"), {"x": torch.ones(4, 2).t()}, "strides (1, 2)"),
     (rules.unit_stride("x"), {"x": torch.ones(4, 8)[:, :4]}, None),
     (rules.unit_stride("x"), {"x": torch.ones(4, 8)[:, ::2]}, "strides (8, 2)"),

@@ -17,14 +17,18 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FIRST_FAMILY = (
     "advance_step_flashattn",
     "apply_rotary_emb",
+    "bidirectional_attention",
     "causal_attention",
+    "dual_chunk_rotary_embedding",
     "embedding",
     "fused_add_rms_norm",
     "gelu_and_mul",
     "linear",
+    "mla_attention_prefill",
     "mul_and_silu",
     "rms_norm",
     "rotary_embedding",
+    "rotary_embedding_single",
     "silu_and_mul",
     "varlen_attention",
 )
@@ -135,6 +139,19 @@ def rotary_embedding_inputs(op: ir.IrOp, dtype: torch.dtype) -> Iterator[tuple[A
             yield query, key, torch.randint(20, positions), cache, 16, neox
 
 
+def rotary_single_inputs(op: ir.IrOp, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for query, _, *rest in rotary_embedding_inputs(op, dtype):
+        yield query, *rest
+
+
+def dual_chunk_inputs(op: ir.IrOp, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for i, (query, key, positions, *_, neox) in enumerate(rotary_embedding_inputs(op, dtype)):
+        chunk, local = ((8, 3), (8, 0), (6, 5))[i % 3]
+        angles = torch.rand(2 * chunk - local, (4, 8)[i % 2]) * 6.3
+        cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+        yield query, key, 3 * positions, cache, 16, chunk, local, neox
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"scale": 0.3},
@@ -162,6 +179,12 @@ def causal_inputs(op: ir.IrOp, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             key = dense(batch, k, kv, 16, dtype=dtype)
             value = dense(batch, k, kv, 8, dtype=dtype)  # of another size
             yield op.bind(query, key, value, **options)
+
+
+def bidirectional_inputs(op: ir.IrOp, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for query, key, value, scale, window, soft_cap in causal_inputs(ir.ops.causal_attention, dtype):
+        if window is None and soft_cap is None:
+            yield query, key, value, scale
 
 
 def varlen_inputs(op: ir.IrOp, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -192,6 +215,22 @@ def advance_step_inputs(op: ir.IrOp, dtype: torch.dtype) -> Iterator[tuple[Any, 
         yield op.generate_inputs(num_tokens=num_tokens, block_size=7, dtype=index)
 
 
+def mla_prefill_inputs(op: ir.IrOp, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    lengths = [([3, 1, 4], [3, 1, 4]), ([1, 2], [6, 2]), ([2, 3], [0, 3]), ([], [])]
+    for i, (q_lens, k_lens) in enumerate(lengths):
+        for scale, causal in [(None, True), (0.3, False), (1.0, True)]:
+            cu_q, cu_k = (
+                torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32)
+                for n in (q_lens, k_lens)
+            )
+            padding = 2 if i == 1 else 0  # tokens after the last sequence
+            query = dense(sum(q_lens) + padding, 4, 12, dtype=dtype)
+            kv_c = dense(sum(k_lens) + padding, 10, dtype=dtype)
+            k_pe = dense(sum(k_lens) + padding, 4, dtype=dtype)
+            weight = dense(4 * (8 + 6), 10, dtype=dtype) / 10**0.5
+            yield query, kv_c, k_pe, weight, cu_q, cu_k, scale, causal
+
+
 INPUTS: dict[str, Callable[[ir.IrOp, torch.dtype], Iterator[tuple[Any, ...]]]] = {
     "advance_step_flashattn": advance_step_inputs,
     "rms_norm": norm_inputs,
@@ -203,8 +242,12 @@ INPUTS: dict[str, Callable[[ir.IrOp, torch.dtype], Iterator[tuple[Any, ...]]]] =
     "embedding": embedding_inputs,
     "apply_rotary_emb": rotary_inputs,
     "rotary_embedding": rotary_embedding_inputs,
+    "rotary_embedding_single": rotary_single_inputs,
+    "dual_chunk_rotary_embedding": dual_chunk_inputs,
+    "bidirectional_attention": bidirectional_inputs,
     "causal_attention": causal_inputs,
     "varlen_attention": varlen_inputs,
+    "mla_attention_prefill": mla_prefill_inputs,
 }
 
 

@@ -13,9 +13,11 @@ from opweave.cli.doctor import doctor
 from opweave.cli.errors import CliError
 from opweave.cli.explain import explain
 from opweave.cli.generate import generate
+from opweave.cli.migrate import migrate
 from opweave.cli.native import native
 from opweave.cli.ops import ops
 from opweave.cli.output import fail, open_streams
+from opweave.cli.verify import verify_command
 from opweave.ir.errors import OpweaveError
 
 app = App(
@@ -24,9 +26,10 @@ app = App(
     version=__version__,
     help_format="plaintext",
 )
-for _command in (generate, explain, ops, doctor):
+for _command in (generate, explain, ops, migrate, doctor):
     app.command(_command)
 app.command(native)
+app.command(verify_command, name="verify")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from opweave import native
 from opweave.cli.output import out, print_json
-from opweave.config import environment, file
+from opweave.config import current_compilation_config, environment, file
 from opweave.ir import current_registry
 from opweave.ir.errors import IrError
 from opweave.platforms import current_platform
@@ -76,15 +76,16 @@ def _problems() -> list[str]:
         problems.append(
             f"The native module is missing: {status.reason_missing}. Ops run without it."
         )
-    try:
-        current_registry().check_settings()
-    except IrError as error:
-        problems.append(str(error))
+    for check in (current_registry().check_settings, current_compilation_config):
+        try:
+            check()
+        except IrError as error:
+            problems.append(str(error))
     problems += [
         f"{name} is set, but opweave knows no such variable."
         for name in environment.unknown_names()
     ]
-    return problems
+    return list(dict.fromkeys(problems))  # a file that cannot be read is one problem
 
 
 def _print(report: dict[str, Any]) -> None:

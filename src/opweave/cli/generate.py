@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from opweave import ir
+from opweave.cli.compilation import CompilationOption, apply_compilation
 from opweave.cli.errors import CliError
 from opweave.cli.output import out, print_json, print_text
 from opweave.cli.priorities import PriorityOption, apply_priorities
@@ -36,6 +37,7 @@ def generate(
     stop: Annotated[list[str] | None, Parameter(negative=())] = None,
     dtype: str = "auto",
     ir_op_priority: PriorityOption = None,
+    compilation_config: CompilationOption = None,
     explain: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
@@ -76,6 +78,7 @@ def generate(
         stop=stop or [],
     )  # fmt: skip
     apply_priorities(ir_op_priority)
+    apply_compilation(compilation_config)
     with ProgressBar("loading") as loading:
         llm = LLM(model, dtype=dtype, progress=loading)
     recording = ir.record() if explain or json else nullcontext(ir.Record())

@@ -1,4 +1,4 @@
-"""``opweave ops``: what ops there are, and which kernels each has here."""
+"""``opweave ops``: what ops and layers there are, and which kernels each op has here."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from cyclopts import Parameter
 from rich.markup import escape
 from rich.table import Table
 
+from opweave.cli.compilation import CompilationOption, apply_compilation
+from opweave.cli.errors import CliError
 from opweave.cli.output import out, print_json
 from opweave.cli.priorities import PriorityOption, apply_priorities
 from opweave.ir import IrOp, IrOpImpl, current_registry, policy_for
+from opweave.ir.errors import did_you_mean
 
 
 def ops(
@@ -19,35 +22,51 @@ def ops(
     /,
     *,
     ir_op_priority: PriorityOption = None,
+    compilation_config: CompilationOption = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """List the ops with their implementations, or describe one op.
+    """List the ops with their implementations, and the layers; or describe one.
 
     Parameters
     ----------
     op
-        Describe this op only.
+        Describe the op and the layer of this name only.
     json
         Print JSON.
     """
+    from opweave.cli.layers import layer_table, layers
+
     apply_priorities(ir_op_priority)
-    registry = current_registry()
-    chosen = [registry.op(op.replace("-", "_"))] if op else list(registry.ops.values())
+    apply_compilation(compilation_config)
+    name = op.replace("-", "_") if op else None
+    found, chosen = layers(name), _ops(name)
+    if name and not found and not chosen:
+        known = {*current_registry().ops, *(layer["layer"] for layer in layers(None))}
+        raise CliError(f"No op or layer is called {name!r}. {did_you_mean(name, known)}")
     if json:
-        print_json([describe(each) for each in chosen])
+        print_json([*map(describe, chosen), *found])
         return
-    out.print(_table(chosen))
-    if op:
-        for each in chosen:
-            out.print(f"\n{each.name}{inspect.signature(each.native)}", markup=False)
-            out.print(f"declared at {each.site}\n", markup=False)
-            out.print(inspect.getdoc(each.native) or "", markup=False)
+    if chosen:
+        out.print(_table(chosen))
+    if chosen and found:
+        out.print()
+    if found:
+        out.print(layer_table(found))
+    for each in chosen if name else ():
+        out.print(f"\n{each.name}{inspect.signature(each.native)}", markup=False)
+        out.print(f"declared at {each.site}\n", markup=False)
+        out.print(inspect.getdoc(each.native) or "", markup=False)
+
+
+def _ops(name: str | None) -> list[IrOp]:
+    return [op for op in current_registry().ops.values() if name in (None, op.name)]
 
 
 def describe(op: IrOp) -> dict[str, Any]:
     """Return what is known about *op* as plain data."""
     return {
         "op": op.name,
+        "kind": "op",
         "schema": op.schema.torch,
         "summary": (inspect.getdoc(op.native) or "").partition("\n")[0],
         "activations": list(op.activations),

@@ -77,6 +77,15 @@ def all_reduce_sum(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return total
 
 
+def all_gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Concatenate *tensor* of each of the *size* ranks of *group* along dim 0, functionally."""
+    collectives: Any = torch.ops._c10d_functional
+    gathered: torch.Tensor = collectives.wait_tensor(
+        collectives.all_gather_into_tensor(tensor, size, group)
+    )
+    return gathered
+
+
 # Reads a schema; raises RuntimeError if torch cannot.
 parse_schema: Callable[[str], object] = torch._C.parse_schema
 

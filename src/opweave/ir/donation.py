@@ -23,7 +23,8 @@ def overlapping(op: IrOp, *args: Any, **kwargs: Any) -> bool:
     """Whether an activation shares elements with itself or another argument: no reuse then.
 
     Query and key as slices of one tensor share its storage, but no element; that is told apart for
-    tensors that are made of rows with one distance. Other views of one storage count as sharing.
+    tensors that are made of rows with one distance, one for each token or for each head. Other
+    views of one storage count as sharing.
     """
     named = list(zip(op.schema.names, op.bind(*args, **kwargs), strict=True))
     activations = tensors_in([value for name, value in named if name in op.activations])
@@ -72,12 +73,19 @@ def apart(a: Tensor, b: Tensor) -> bool:
 
 
 def _rows(tensor: Tensor) -> tuple[list[tuple[int, int]], int]:
-    """Return the dimensions that lead to a contiguous row, as (size, stride), and its width."""
+    """Return the dimensions that lead to a contiguous row, as (size, stride), and its width.
+
+    Dimensions that count the same rows, such as tokens and heads, are one.
+    """
     dims = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
     width = 1
     while dims and dims[-1][1] == width:
         width *= dims.pop()[0]
-    return dims, width
+    rows: list[tuple[int, int]] = []
+    for size, stride in dims:
+        outer = rows.pop()[0] if rows and rows[-1][1] == size * stride else 1
+        rows.append((outer * size, stride))
+    return rows, width
 
 
 def _poison(tensor: Tensor) -> None:

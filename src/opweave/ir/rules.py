@@ -61,6 +61,13 @@ def device(kind: str, *names: str) -> Rule:
     return TensorRule(names, test, _in_memory(kind), (kind,))
 
 
+def has_values(*names: str) -> Rule:
+    """The tensors have values to read: they are not on the meta device."""
+    return TensorRule(
+        names, "not {t}.is_meta", lambda n, t: f"{n}: on {t.device} (supports tensors with values)"
+    )
+
+
 def contiguous(*names: str) -> Rule:
     """The tensors are contiguous."""
     return TensorRule(names, "{t}.is_contiguous()", _strides("contiguous"))

@@ -13,9 +13,17 @@ from opweave.ir.ops.activation import (
     swigluoai_and_mul,
 )
 from opweave.ir.ops.advance_step import advance_step_flashattn
-from opweave.ir.ops.attention import causal_attention, varlen_attention
+from opweave.ir.ops.attention import (
+    bidirectional_attention,
+    causal_attention,
+    varlen_attention,
+)
+from opweave.ir.ops.causal_conv import causal_conv1d, causal_conv1d_update
 from opweave.ir.ops.collective import all_reduce_rms_norm
+from opweave.ir.ops.conv import conv_nd, patch_matmul
+from opweave.ir.ops.dual_chunk import dual_chunk_rotary_embedding
 from opweave.ir.ops.embedding import embedding
+from opweave.ir.ops.fused_experts import fused_experts
 from opweave.ir.ops.fused_quant import (
     fused_add_rms_norm_dynamic_per_token_quant_fp8,
     fused_add_rms_norm_dynamic_per_token_quant_int8,
@@ -32,6 +40,9 @@ from opweave.ir.ops.gated_norm import rms_norm_gated
 from opweave.ir.ops.kv_cache import reshape_and_cache
 from opweave.ir.ops.layer_norm import layer_norm
 from opweave.ir.ops.linear import linear, linear_w8a16
+from opweave.ir.ops.masked_embedding import masked_embedding
+from opweave.ir.ops.mla_attention import mla_attention_decode, mla_attention_prefill
+from opweave.ir.ops.moe_sum import moe_sum
 from opweave.ir.ops.norm import fused_add_rms_norm, rms_norm
 from opweave.ir.ops.paged_attention import paged_attention
 from opweave.ir.ops.pointwise import gelu_fast, gelu_new, quick_gelu, relu2, xielu
@@ -43,32 +54,58 @@ from opweave.ir.ops.quant import (
     static_quant_fp8,
     static_quant_int8,
 )
-from opweave.ir.ops.rotary import apply_rotary_emb, qk_norm_rope, rotary_embedding
+from opweave.ir.ops.rotary import (
+    apply_rotary_emb,
+    qk_norm_rope,
+    rotary_embedding,
+    rotary_embedding_single,
+)
+from opweave.ir.ops.routing import (
+    grouped_topk,
+    topk_sigmoid,
+    topk_softmax,
+    topk_sqrtsoftplus,
+)
+from opweave.ir.ops.selective_scan import selective_scan
+from opweave.ir.ops.selective_state_update import selective_state_update
+from opweave.ir.ops.ssd import ssd_chunk_scan
 from opweave.ir.registry import find_op as _find_op
 
 __all__ = [
     "advance_step_flashattn",
     "all_reduce_rms_norm",
     "apply_rotary_emb",
+    "bidirectional_attention",
     "causal_attention",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "conv_nd",
     "dynamic_per_tensor_quant_fp8",
     "dynamic_per_token_quant_fp8",
     "dynamic_per_token_quant_int8",
+    "dual_chunk_rotary_embedding",
     "embedding",
     "fatrelu_and_mul",
     "fused_add_rms_norm",
     "fused_add_rms_norm_dynamic_per_token_quant_fp8",
     "fused_add_rms_norm_dynamic_per_token_quant_int8",
     "fused_add_rms_norm_static_quant_fp8",
+    "fused_experts",
     "gelu_and_mul",
     "gelu_and_mul_sparse",
     "gelu_fast",
     "gelu_new",
+    "grouped_topk",
     "layer_norm",
     "linear",
     "linear_w8a16",
+    "masked_embedding",
+    "moe_sum",
+    "mla_attention_decode",
+    "mla_attention_prefill",
     "mul_and_silu",
     "paged_attention",
+    "patch_matmul",
     "per_token_group_quant_fp8",
     "qk_norm_rope",
     "quick_gelu",
@@ -80,14 +117,21 @@ __all__ = [
     "rms_norm_gated",
     "rms_norm_static_quant_fp8",
     "rotary_embedding",
+    "rotary_embedding_single",
+    "selective_scan",
+    "selective_state_update",
     "silu_and_mul",
     "silu_and_mul_dynamic_per_token_quant_fp8",
     "silu_and_mul_dynamic_per_token_quant_int8",
     "silu_and_mul_per_token_group_quant_fp8",
     "silu_and_mul_static_quant_fp8",
+    "ssd_chunk_scan",
     "static_quant_fp8",
     "static_quant_int8",
     "swigluoai_and_mul",
+    "topk_sigmoid",
+    "topk_softmax",
+    "topk_sqrtsoftplus",
     "varlen_attention",
     "xielu",
 ]
@@ -98,14 +142,23 @@ for _file in (
     "activation",
     "advance_step",
     "attention",
+    "causal_conv",
     "collective",
+    "conv",
+    "dual_chunk",
+    "expert_activation",
     "fused_quant",
     "gated_norm",
     "kv_cache",
+    "mla_attention",
     "norm",
     "pointwise",
     "quant",
+    "recurrence",
     "rotary",
+    "routing",
+    "ssd",
+    "state_slots",
 ):
     del globals()[_file]
 

@@ -87,6 +87,8 @@ def gelu_and_mul_sparse(x: Tensor, std_multiplier: float, approximate: str = "no
     """
     _check_approximate(approximate, "gelu_and_mul_sparse")
     first, second = _halves(x, "gelu_and_mul_sparse")
+    if first.numel() == 0:  # torch.std would warn
+        return first * second
     mean = first.mean(dim=-1, keepdim=True)
     deviation = first.std(dim=-1, keepdim=True, correction=0)
     above = functional.relu(first - (mean + deviation * std_multiplier))

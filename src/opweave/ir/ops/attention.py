@@ -50,6 +50,32 @@ def causal_attention(
 
 
 @register_op
+def bidirectional_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+) -> Tensor:
+    """Attention of every query to every key of its own batch element, as in an encoder.
+
+    Without a key there is nothing to attend to, which gives zeros.
+
+    Args:
+        query: ``(batch, q, query_heads, head_size)``.
+        key: ``(batch, k, kv_heads, head_size)``; ``kv_heads`` divides ``query_heads``, and each key
+            head serves a group of consecutive query heads.
+        value: ``(batch, k, kv_heads, value_size)``.
+        scale: factor on the scores; by default ``head_size ** -0.5``.
+
+    Returns:
+        ``(batch, q, query_heads, value_size)`` in the dtype of the query, contiguous.
+
+    Raises:
+        ValueError: the numbers of heads do not fit.
+    """
+    check_attention(query, key, value, False, None, "bidirectional_attention")
+    visible = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)
+    return _attend(query, key, value, visible, scale, None)
+
+
+@register_op
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -163,6 +189,21 @@ def _causal_attention_inputs(
     return query, key, value, None, None, None
 
 
+@bidirectional_attention.register_input_generator
+def _bidirectional_attention_inputs(
+    num_tokens: int = 8,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    query, key, value, *_ = _causal_attention_inputs(
+        num_tokens, num_heads, num_kv_heads, head_size, dtype, device
+    )
+    return query, key, value, None
+
+
 @varlen_attention.register_input_generator
 def _varlen_attention_inputs(
     num_tokens: int = 8,
@@ -183,7 +224,7 @@ def _varlen_attention_inputs(
     return query, key, value, cu_q, cu_k, None, True, None, None
 
 
-for _op in (causal_attention, varlen_attention):
+for _op in (bidirectional_attention, causal_attention, varlen_attention):
     # Fused kernels round the probabilities to the dtype before the second product, and sum in
     # another order; averages over keys have magnitude about one.
     _op.override_tolerance(torch.float32, atol=2e-5, rtol=1e-4)

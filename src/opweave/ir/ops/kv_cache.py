@@ -102,5 +102,5 @@ def _inputs(
     return key, value, key_cache, value_cache, slots
 
 
-for _dtype in (torch.float32, torch.bfloat16, torch.float16):
+for _dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
     reshape_and_cache.override_tolerance(_dtype, atol=0, rtol=0)  # copies

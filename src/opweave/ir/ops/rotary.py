@@ -85,6 +85,31 @@ def rotary_embedding(
     return query.reshape(x_query.shape), key.reshape(x_key.shape)
 
 
+@register_op(allow_inplace=True, native_traits={BATCH_INVARIANT})
+def rotary_embedding_single(
+    x: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    is_neox_style: bool = True,
+) -> Tensor:
+    """Rotate one tensor, where queries come without keys, by the angles of its positions.
+
+    Args:
+        x: ``(*positions.shape, heads * head_size)`` or ``(*positions.shape, heads, head_size)``.
+        positions, cos_sin_cache, head_size, is_neox_style: as in ``rotary_embedding``.
+
+    Returns:
+        Shape and dtype of ``x``.
+
+    Raises:
+        ValueError: ``r`` exceeds the head size.
+    """
+    angles = cos_sin_cache[positions.flatten()].to(x.dtype).unsqueeze(-2)
+    cos, sin = angles.chunk(2, dim=-1)
+    return _rotate(_heads(x, positions, head_size), cos, sin, is_neox_style, False).reshape(x.shape)
+
+
 @register_op(allow_inplace=True, composite=True, native_traits={BATCH_INVARIANT})
 def qk_norm_rope(
     x_query: Tensor,
@@ -183,6 +208,20 @@ def _rotary_embedding_inputs(
     return query, key, torch.randint(64, (num_tokens,), device=device), cache, head_size, True
 
 
+@rotary_embedding_single.register_input_generator
+def _rotary_embedding_single_inputs(
+    num_tokens: int = 8,
+    num_heads: int = 4,
+    head_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, int, bool]:
+    query, _, *rest = _rotary_embedding_inputs(
+        num_tokens, num_heads, head_size=head_size, dtype=dtype, device=device
+    )
+    return query, *rest
+
+
 @qk_norm_rope.register_input_generator
 def _qk_norm_rope_inputs(
     num_tokens: int = 8,
@@ -199,7 +238,7 @@ def _qk_norm_rope_inputs(
     return query, key, positions, cache, weights[0], weights[1], 1e-6, head_size, is_neox
 
 
-for _op in (apply_rotary_emb, rotary_embedding):
+for _op in (apply_rotary_emb, rotary_embedding, rotary_embedding_single):
     # A kernel may keep the products in float32 where native rounds each to the dtype.
     _op.override_tolerance(torch.bfloat16, atol=2e-2, rtol=1.6e-2)
     _op.override_tolerance(torch.float16, atol=4e-3, rtol=2e-3)

@@ -1,5 +1,5 @@
 """Provider ``aten``: torch's own fused calls, where there are any."""
 
-from opweave.kernels.aten import attention, norm
+from opweave.kernels.aten import attention, causal_conv, experts, norm, state_space
 
-__all__ = ["attention", "norm"]
+__all__ = ["attention", "causal_conv", "experts", "norm", "state_space"]

@@ -13,7 +13,17 @@ from torch.nn import functional
 from opweave.ir import ops, rules
 from opweave.ir.ops.attention import check_attention
 
-_NO_SOFT_CAP = rules.is_none("soft_cap")
+# torch takes one dtype only; native promotes.
+_ONE_DTYPE = rules.same_dtype("query", "key", "value")
+_NO_SOFT_CAP = _ONE_DTYPE & rules.is_none("soft_cap")
+
+
+@ops.bidirectional_attention.register_impl("aten", supports_args=_ONE_DTYPE)
+def bidirectional_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+) -> Tensor:
+    check_attention(query, key, value, False, None, "bidirectional_attention")
+    return _attend(query, key, value, scale, False, None).contiguous()
 
 
 @ops.causal_attention.register_impl("aten", supports_args=_NO_SOFT_CAP)
@@ -29,7 +39,9 @@ def causal_attention(
     return _attend(query, key, value, scale, True, window).contiguous()
 
 
-@ops.varlen_attention.register_impl("aten", supports_args=_NO_SOFT_CAP)
+@ops.varlen_attention.register_impl(
+    "aten", supports_args=_NO_SOFT_CAP & rules.has_values("cu_seqlens_q", "cu_seqlens_k")
+)
 def varlen_attention(
     query: Tensor,
     key: Tensor,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.library import Library
 
 from opweave import _custom_ops
-from opweave.ir import rules
+from opweave.ir import compat, rules
 from opweave.ir.ops.advance_step import advance_step_flashattn as op
 from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
 from opweave.kernels.opweave_c.doors import implements
@@ -78,6 +82,23 @@ def _advance(
     block_tables: Tensor,
     block_size: int,
 ) -> None:
+    tensors = (input_tokens, input_positions, seq_lens, slot_mapping)
+    rest = (sampled_token_ids, block_tables, block_size)
+    if isinstance(seq_lens.shape[0], SymInt) or isinstance(sampled_token_ids.shape[0], SymInt):
+        torch.ops.opweave_c_sizes.advance_step(*tensors, *rest)
+    else:
+        _with_sizes(*tensors, *rest)
+
+
+def _with_sizes(
+    input_tokens: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    sampled_token_ids: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> None:
     _custom_ops.advance_step_flashattn(
         seq_lens.shape[0],
         sampled_token_ids.shape[0],
@@ -89,3 +110,20 @@ def _advance(
         slot_mapping,
         block_tables,
     )
+
+
+def _define() -> Library:
+    """Define the op for graphs of any size: in the native one sizes would be constants."""
+    library = compat.new_library("opweave_c_sizes")
+    untyped: Any = library  # torch declares no types for define and impl
+    untyped.define(
+        "advance_step(Tensor(a!) input_tokens, Tensor(b!) input_positions, Tensor(c!) seq_lens, "
+        "Tensor(d!) slot_mapping, Tensor sampled_token_ids, Tensor block_tables, int block_size) "
+        "-> ()"
+    )
+    untyped.impl("advance_step", _with_sizes, "CompositeExplicitAutograd")
+    compat.register_fake(library, "advance_step", lambda *arguments: None)
+    return library
+
+
+_library = _define()

@@ -5,6 +5,6 @@ cannot depend on the rest of the batch if the rest is not there. Used where ``ba
 required.
 """
 
-from opweave.kernels.row_by_row import attention, dense
+from opweave.kernels.row_by_row import attention, conv, dense, experts, state_space
 
-__all__ = ["attention", "dense"]
+__all__ = ["attention", "conv", "dense", "experts", "state_space"]

@@ -7,9 +7,23 @@ from torch import Tensor
 from opweave.ir import ops
 from opweave.ir.ops.attention import check_attention
 from opweave.ir.traits import BATCH_INVARIANT
+from opweave.kernels.row_by_row.opaque import opaque
+
+
+@ops.bidirectional_attention.register_impl("row_by_row", traits={BATCH_INVARIANT})
+@opaque(ops.bidirectional_attention)
+def bidirectional_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+) -> Tensor:
+    check_attention(query, key, value, False, None, "bidirectional_attention")
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    for i in range(query.shape[0]):
+        _attend(out[i], query[i], key[i], value[i], scale, False, None, None)
+    return out
 
 
 @ops.causal_attention.register_impl("row_by_row", traits={BATCH_INVARIANT})
+@opaque(ops.causal_attention)
 def causal_attention(
     query: Tensor,
     key: Tensor,
@@ -26,6 +40,7 @@ def causal_attention(
 
 
 @ops.varlen_attention.register_impl("row_by_row", traits={BATCH_INVARIANT})
+@opaque(ops.varlen_attention)
 def varlen_attention(
     query: Tensor,
     key: Tensor,

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from opweave.ir import ops
 from opweave.ir.traits import BATCH_INVARIANT, DIFFERENTIABLE
+from opweave.kernels.row_by_row.opaque import opaque
 
 _TRAITS = {BATCH_INVARIANT, DIFFERENTIABLE}
 
 
 @ops.rms_norm.register_impl("row_by_row", traits=_TRAITS)
+@opaque(ops.rms_norm)
 def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
@@ -21,21 +23,25 @@ def rms_norm(
 
 
 @ops.linear.register_impl("row_by_row", traits=_TRAITS)
+@opaque(ops.linear)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _joined(lambda row: ops.linear.native(row, weight, bias), x)
 
 
 @ops.silu_and_mul.register_impl("row_by_row", traits=_TRAITS)
+@opaque(ops.silu_and_mul)
 def silu_and_mul(x: Tensor) -> Tensor:
     return _each_row(ops.silu_and_mul.native, x)
 
 
 @ops.mul_and_silu.register_impl("row_by_row", traits=_TRAITS)
+@opaque(ops.mul_and_silu)
 def mul_and_silu(x: Tensor) -> Tensor:
     return _each_row(ops.mul_and_silu.native, x)
 
 
 @ops.gelu_and_mul.register_impl("row_by_row", traits=_TRAITS)
+@opaque(ops.gelu_and_mul)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     return _each_row(lambda row: ops.gelu_and_mul.native(row, approximate), x)
 

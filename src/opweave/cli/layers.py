@@ -1,0 +1,45 @@
+"""The layers that ``opweave ops`` lists."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+from torch import nn
+
+from opweave.layers import CustomOp, op_registry, replacement
+from opweave.layers.registry import full_name
+
+
+def layers(name: str | None) -> list[dict[str, Any]]:
+    """Return what is known about every layer, or those of that name, as plain data."""
+    return [
+        _describe(key, layer) for key, layer in sorted(op_registry.items()) if name in (None, key)
+    ]
+
+
+def _describe(name: str, layer: type[nn.Module]) -> dict[str, Any]:
+    found = replacement(layer)
+    is_op = issubclass(layer, CustomOp)
+    return {
+        "layer": name,
+        "kind": "CustomOp" if is_op else "PluggableLayer",
+        "class": full_name(layer),
+        "summary": (inspect.getdoc(layer) or "").partition("\n")[0],
+        "enabled": found.enabled() if issubclass(found, CustomOp) else None,
+        "replacement": None if found is layer else full_name(found),
+    }
+
+
+def layer_table(found: list[dict[str, Any]]) -> Table:
+    """Return the same as a table."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("layer", "kind", "enabled", "class", "replaced by"):
+        table.add_column(column, no_wrap=column != "class", overflow="fold")
+    for layer in found:
+        enabled = {True: "yes", False: "no", None: ""}[layer["enabled"]]
+        row = (layer["layer"], layer["kind"], enabled, layer["class"], layer["replacement"] or "")
+        table.add_row(*map(escape, row))
+    return table

@@ -1,0 +1,78 @@
+"""``opweave migrate``: what a module of vLLM-style custom ops becomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from opweave.cli.output import out, print_json, print_text
+
+if TYPE_CHECKING:
+    from opweave.cli.migration.plan import Plan
+
+
+def migrate(file: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) -> None:
+    """Show what a module of vLLM-style CustomOp classes becomes here: ops, layers, register_impl.
+
+    The module is read, never imported.
+
+    Parameters
+    ----------
+    file
+        A Python file with classes that derive from CustomOp or PluggableLayer.
+    json
+        Print JSON.
+    """
+    from opweave.cli.migration.plan import plan
+    from opweave.cli.migration.sketch import remaining_imports, sketch
+    from opweave.cli.migration.source import read
+
+    source = read(file)
+    plans = plan(source)
+    text = sketch(source, plans)
+    if json:
+        classes = [_describe(each) for each in plans]
+        left = remaining_imports(text)
+        print_json({"file": str(file), "classes": classes, "imports_left": left, "sketch": text})
+        return
+    for each in plans:
+        described = _describe(each)
+        out.print(f"{each.layer.name}, line {each.layer.node.lineno}", markup=False)
+        for item in described["becomes"]:
+            out.print(f"  {item['what']}: {item['name']} ({item['why']})", markup=False)
+        for note in described["notes"]:
+            out.print(f"  note: {note}", markup=False)
+    for module in remaining_imports(text):
+        out.print(f"still imports {module}", markup=False)
+    out.print()
+    print_text(text)
+
+
+def _describe(plan: Plan) -> dict[str, Any]:
+    layer, op = plan.layer, plan.op
+    becomes = []
+    if op is not None:
+        if op.native is not None:
+            becomes.append(_item("op", op.name, "forward_native, with its attributes as arguments"))
+        for impl in plan.impls:
+            why = f"{impl.method}, an implementation of {op.name}"
+            becomes.append(_item("register_impl", impl.provider, why))
+    if plan.stays:
+        name = layer.registered or layer.replaces or layer.name
+        why = "its methods call the op" if op is not None and op.native else "as it is"
+        becomes.append(_item("replacement" if layer.replaces else "layer", name, why))
+    return {
+        "class": layer.name,
+        "line": layer.node.lineno,
+        "kind": layer.kind,
+        "registered": layer.registered,
+        "replaces": layer.replaces,
+        "becomes": becomes,
+        "notes": plan.notes,
+    }
+
+
+def _item(what: str, name: str, why: str) -> dict[str, str]:
+    return {"what": what, "name": name, "why": why}

@@ -1,0 +1,125 @@
+"""``opweave verify``: whether implementations are right, and a certificate of it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.markup import escape
+from rich.table import Table
+
+from opweave.cli.errors import CliError
+from opweave.cli.files import check_writable, write_json
+from opweave.cli.output import out, print_json
+from opweave.cli.progress import ProgressBar
+from opweave.cli.selections import plain_table
+from opweave.conformance import Result, Subject, certificate, subjects, summary, verify
+from opweave.conformance.checks import select_checks
+
+_MARKS = {
+    "passed": "[green]passed[/]",
+    "failed": "[bold red]failed[/]",
+    "unverified": "[yellow]unverified[/]",
+}
+
+
+def verify_command(
+    *,
+    op: Annotated[list[str] | None, Parameter(negative=())] = None,
+    provider: Annotated[list[str] | None, Parameter(negative=())] = None,
+    platform: str | None = None,
+    check: Annotated[list[str] | None, Parameter(negative=())] = None,
+    import_: Annotated[list[str] | None, Parameter(name="--import", negative=())] = None,
+    seed: int = 0,
+    certificate_: Annotated[
+        str | None, Parameter(name="--certificate", allow_leading_hyphen=True)
+    ] = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Verify implementations: values, memory, metadata, traits, predicates, compiled calls.
+
+    Exits with 1 if one is wrong, or none of them could be verified here.
+
+    Parameters
+    ----------
+    op
+        Verify the implementations of this op only; may be given several times.
+    provider
+        Verify this provider only; may be given several times. A name that is not registered is
+        imported as a module.
+    platform
+        Verify on this platform: cpu or cuda; by default the current one.
+    check
+        Run this check only; may be given several times.
+    import_
+        Import this module first, as it registers what is to be verified.
+    seed
+        Of the inputs; the same seed gives the same inputs.
+    certificate_
+        Write what was verified to this file as JSON; "-" is standard output.
+    json
+        Print JSON.
+    """
+    check_writable("--certificate", certificate_)
+    if json and certificate_ == "-":
+        raise CliError("--json and --certificate - would both go to standard output.")
+    select_checks(check or ())
+    _import(import_ or [])
+    results = _verify(subjects(op or (), provider or (), platform), check or [], seed)
+    issued = certificate(results, seed=seed)
+    if json:
+        print_json(issued)
+    elif certificate_ != "-":
+        _print(results)
+    if certificate_ is not None:
+        write_json("--certificate", certificate_, issued)
+    counts = summary(results)
+    return 1 if counts["failed"] or not counts["passed"] else 0
+
+
+def _import(modules: list[str]) -> None:
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise CliError(f"--import {name!r} failed: {error}.") from error
+
+
+def _verify(found: list[Subject], checks: list[str], seed: int) -> list[Result]:
+    results = []
+    with ProgressBar("verifying") as progress:
+        for i, subject in enumerate(found):
+            progress(i, len(found))
+            results.append(verify(subject, checks, seed=seed))
+    return results
+
+
+def _print(results: list[Result]) -> None:
+    out.print(_table(results))
+    for result in results:
+        for outcome in result.outcomes:
+            for problem in outcome.problems:
+                where = f"{result.subject} {outcome.check}"
+                out.print(f"[bold red]✗[/] {escape(where)}: {escape(problem)}")
+    counts = summary(results)
+    out.print(", ".join(f"{count} {status}" for status, count in counts.items() if count))
+
+
+def _table(results: list[Result]) -> Table:
+    table = plain_table("op", "provider", "outcome", "cases", "seconds", "by")
+    for result in results:
+        failed = [o.check for o in result.outcomes if o.problems]
+        table.add_row(
+            result.subject.op.name,
+            escape(result.subject.provider),
+            _MARKS[result.status],
+            str(result.passed) if result.outcomes else "-",
+            f"{result.seconds:.1f}" if result.outcomes else "-",
+            escape(", ".join(failed) or result.obstacle or _checks(result)),
+        )
+    return table
+
+
+def _checks(result: Result) -> str:
+    return f"{sum(outcome.passed > 0 for outcome in result.outcomes)} checks"

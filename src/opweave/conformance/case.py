@@ -1,0 +1,106 @@
+"""A case: arguments for an op, what native makes of them, and a reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opweave import ir
+from opweave.conformance.memory import Values, copied
+from opweave.ir import IrOp
+
+Outputs = tuple[Tensor, ...]
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Case:
+    """Arguments for *op*; *label* says how they were made."""
+
+    def __init__(self, op: IrOp, label: str, values: Sequence[Any]) -> None:
+        self.op, self.label, self.values = op, label, tuple(values)
+
+    def __str__(self) -> str:
+        arguments = ", ".join(map(_shown, self.values))
+        return f"{self.op.name}({arguments}) [{self.label}]"
+
+    def with_values(self, label: str, values: Sequence[Any]) -> Case:
+        """Return a case of the same op with other arguments."""
+        return Case(self.op, f"{self.label}, {label}" if self.label else label, values)
+
+    @cached_property
+    def _run(self) -> Outputs | Exception:
+        return run_natively(self.op, self.values)
+
+    @property
+    def refusal(self) -> Exception | None:
+        """What native raised, if it does not take the arguments."""
+        return self._run if isinstance(self._run, Exception) else None
+
+    @property
+    def native(self) -> Outputs:
+        """What native returns."""
+        if isinstance(self._run, Exception):
+            raise self._run
+        return self._run
+
+    @cached_property
+    def reference(self) -> Outputs:
+        """What native returns where every number is a float64, or else its own result."""
+        wide = tuple(_widened(value) for value in self.values)
+        outcome = run_natively(self.op, wide)
+        if isinstance(outcome, Exception) or [t.shape for t in outcome] != [
+            t.shape for t in self.native
+        ]:
+            return self.native
+        return outcome
+
+
+def outputs_of(result: Any) -> Outputs:
+    """Return the outputs of an op as a tuple."""
+    return result if isinstance(result, tuple) else (result,)
+
+
+def run_natively(op: IrOp, values: Values) -> Outputs | Exception:
+    """Return what native makes of copies of the arguments, or what it raises."""
+    args, kwargs = op.schema.split(copied(values))
+    try:
+        with torch.no_grad(), natively(op):
+            return outputs_of(op.native(*args, **kwargs))
+    except Exception as error:
+        return error
+
+
+@contextmanager
+def natively(op: IrOp) -> Iterator[None]:
+    """Choose native for every op, those that a composite calls included."""
+    with ir.priority(dict.fromkeys(_ops_here(op), "native")):
+        yield
+
+
+def _ops_here(op: IrOp) -> list[str]:
+    registry = ir.current_registry()
+    return list(registry.ops) if op.registry is registry else []
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_widened(item) for item in value)
+    if isinstance(value, Tensor) and value.dtype in _NARROW:
+        return value.to(torch.float64)
+    return value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        strides = "" if value.is_contiguous() else f" strides {tuple(value.stride())}"
+        return f"{dtype}{list(value.shape)}{strides}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    return repr(value)

@@ -1,0 +1,88 @@
+"""A certificate: what was verified, of which source, with which versions, and what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opweave import native
+from opweave.conformance.checks import CHECKS
+from opweave.conformance.verify import Result
+
+_FORMAT = 1
+
+
+def certificate(results: Sequence[Result], *, seed: int) -> dict[str, Any]:
+    """Return the certificate as plain data, ready for JSON.
+
+    ``source`` is a digest of the files of an implementation and its predicate, ``definition`` one
+    of the native implementation that it was compared with: where one of them has changed, the
+    certificate says nothing any more. ``native_module`` is a digest of the compiled module.
+    """
+    return {
+        "format": _FORMAT,
+        "versions": {
+            "opweave": version("opweave"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "system": platform.system(),
+            "architecture": platform.machine(),
+            "isa": native.status().isa,
+            "accelerator": _accelerator(results),
+        },
+        "native_module": _native_digest(),
+        "seed": seed,
+        "summary": summary(results),
+        "results": [_result(result) for result in results],
+    }
+
+
+def summary(results: Sequence[Result]) -> dict[str, int]:
+    """Return how many implementations passed, failed, and could not be verified here."""
+    statuses = [result.status for result in results]
+    return {status: statuses.count(status) for status in ("passed", "failed", "unverified")}
+
+
+def _result(result: Result) -> dict[str, Any]:
+    subject = result.subject
+    return {
+        "op": subject.op.name,
+        "provider": subject.provider,
+        "device": subject.device,
+        "status": result.status,
+        "reason": result.obstacle or None,
+        "traits": sorted(subject.impl.traits),
+        "registered": str(subject.impl.site),
+        "source": subject.impl.uuid(),
+        "definition": subject.op.impls["native"].uuid(),
+        "seconds": round(result.seconds, 3),
+        "checks": [
+            {
+                "check": outcome.check,
+                "promise": CHECKS[outcome.check].promise,
+                "status": outcome.status,
+                "cases": outcome.passed + len(outcome.problems),
+                "problems": outcome.problems,
+            }
+            for outcome in result.outcomes
+        ],
+    }
+
+
+def _accelerator(results: Sequence[Result]) -> str | None:
+    if any(result.subject.device == "cuda" for result in results):
+        return torch.cuda.get_device_name()
+    return None
+
+
+def _native_digest() -> str | None:
+    path = native.status().path
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None

@@ -1,0 +1,104 @@
+"""What a check is, and what comes of running one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from opweave.conformance.case import Case
+from opweave.conformance.subject import Subject
+
+Finding = str | None  # what is wrong with a case, or None
+Findings = Iterator[Finding]
+Examine = Callable[[Subject, Case], Finding]
+
+_MAX_PROBLEMS = 3  # of one check; more of them say no more
+
+
+def always(subject: Subject) -> bool:
+    """Whether a check is about *subject*: it is about all."""
+    return True
+
+
+def not_native(subject: Subject) -> bool:
+    """Whether there is a definition to compare with, other than itself."""
+    return not subject.is_native
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that an implementation must do.
+
+    Attributes:
+        name: as in tables and options.
+        promise: what holds where it passes, in one line.
+        run: yields what is wrong with each case, or None.
+        applies: whether it is about an implementation at all.
+    """
+
+    name: str
+    promise: str
+    run: Callable[[Subject], Findings]
+    applies: Callable[[Subject], bool] = always
+
+
+@dataclass
+class Outcome:
+    """What came of a check: how many cases were right, and what was wrong with others."""
+
+    check: str
+    passed: int = 0
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def status(self) -> str:
+        """``passed``, ``failed``, or ``none`` where there was nothing to check."""
+        if self.problems:
+            return "failed"
+        return "passed" if self.passed else "none"
+
+
+def each(cases: Callable[[Subject], Iterable[Case]], examine: Examine) -> Callable[..., Findings]:
+    """Return what runs *examine* on every case that native and the predicate accept."""
+
+    def run(subject: Subject) -> Findings:
+        for case in cases(subject):
+            yield from accepted(subject, case, examine)
+
+    return run
+
+
+def accepted(subject: Subject, case: Case, examine: Examine) -> Findings:
+    """Yield what is wrong with *case*, if native and the predicate accept it."""
+    if case.refusal is not None:
+        return
+    try:
+        if not subject.accepts(case.values):
+            return
+        problem = examine(subject, case)
+    except Exception as error:
+        problem = raised(error)
+    yield f"{problem}: {case}" if problem else None
+
+
+def raised(error: Exception | None) -> str:
+    """Return an exception as a phrase."""
+    lines = str(error).strip().splitlines()
+    return f"raised {type(error).__name__}{f' ({lines[0]})' if lines else ''}"
+
+
+def outcome_of(check: Check, subject: Subject) -> Outcome:
+    """Run *check*, until a few problems are found."""
+    outcome = Outcome(check.name)
+    try:
+        for finding in check.run(subject):
+            if finding is None:
+                outcome.passed += 1
+            else:
+                outcome.problems.append(finding)
+            if len(outcome.problems) == _MAX_PROBLEMS:
+                break
+    except Exception as error:
+        outcome.problems.append(raised(error))
+    return outcome

@@ -1,0 +1,64 @@
+"""The table of checks: what an implementation must do, one row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from opweave.conformance.check import Check
+from opweave.conformance.checks import (
+    batch_invariance,
+    compiled,
+    determinism,
+    donation,
+    extremes,
+    gradients,
+    keywords,
+    metadata,
+    mutation,
+    opcheck,
+    predicate,
+    values,
+)
+from opweave.conformance.errors import UnknownCheckError
+from opweave.ir.errors import did_you_mean
+
+CHECKS: dict[str, Check] = {
+    check.name: check
+    for check in (
+        values.VALUES,
+        values.OPTIONS,
+        values.NONE,
+        values.LAYOUTS,
+        values.DTYPES,
+        values.EMPTY,
+        extremes.CHECK,
+        metadata.CHECK,
+        mutation.CHECK,
+        donation.DONATION,
+        donation.ALIASES,
+        determinism.CHECK,
+        batch_invariance.INVARIANCE,
+        batch_invariance.ROWS,
+        gradients.CHECK,
+        keywords.CHECK,
+        predicate.PREDICATE,
+        predicate.MISFITS,
+        opcheck.CHECK,
+        compiled.COMPILED,
+        compiled.DYNAMIC,
+    )
+}
+COMPILING = ("opcheck", "compiled", "dynamic_shapes")
+"""The checks that compile, and so take seconds where the others take a moment."""
+
+
+def select_checks(names: Iterable[str] = ()) -> list[Check]:
+    """Return the checks of these names, or all.
+
+    Raises:
+        UnknownCheckError: there is no such check.
+    """
+    for name in names:
+        if name not in CHECKS:
+            raise UnknownCheckError(f"unknown check {name!r}. {did_you_mean(name, CHECKS)}")
+    return [check for name, check in CHECKS.items() if not names or name in names]

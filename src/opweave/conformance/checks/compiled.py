@@ -1,0 +1,93 @@
+"""Compiled calls: what eager computes, in one graph, for any number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opweave.conformance import inputs
+from opweave.conformance.case import Case
+from opweave.conformance.check import Check, Finding, Findings, accepted, each
+from opweave.conformance.compare import outputs_problem
+from opweave.conformance.compat import lookup_backend, maybe_mark_dynamic
+from opweave.conformance.memory import Values, copied
+from opweave.conformance.subject import Subject
+from opweave.conformance.tokens import Tokens, tokens_of
+
+_COUNTS = (5, 8, 13, 64, 257)
+_MOST_GRAPHS = 2  # one for few tokens and one for many
+
+
+def _usual(subject: Subject) -> list[Case]:
+    found = list(inputs.usual(subject))[:1]
+    return [case for case in found if subject.compiles(case.values)]
+
+
+def _as_eager(subject: Subject, case: Case) -> Finding:
+    ways = [subject.run]
+    if subject.op.allow_inplace:
+        ways.append(subject.run_donating)
+    for run in ways:
+        torch.compiler.reset()
+        compiled = torch.compile(_of_tensors(run, case.values), backend="opweave", fullgraph=True)
+        problem = outputs_problem(case, compiled(*_tensors(copied(case.values))))
+        if problem:
+            return f"compiled{', donating' if run == subject.run_donating else ''}: {problem}"
+    return None
+
+
+def _of_any_size(subject: Subject) -> Findings:
+    tokens = tokens_of(subject)
+    if not isinstance(tokens, Tokens) or not subject.compiles(tokens.case.values):
+        return
+    torch.compiler.reset()
+    graphs: list[int] = []
+    backend = partial(_counting, graphs)
+    compiled: Callable[..., Any] | None = None
+    for count in _COUNTS:
+        case = inputs.generated(subject, num_tokens=count)
+        if case is None:
+            continue
+        if compiled is None:
+            function = _of_tensors(subject.run, case.values)
+            compiled = torch.compile(function, backend=backend, fullgraph=True)
+        yield from accepted(subject, case, partial(_right, tokens, compiled))
+    if len(graphs) > _MOST_GRAPHS:
+        yield f"{len(graphs)} graphs for {len(_COUNTS)} numbers of tokens: it recompiles"
+
+
+def _right(tokens: Tokens, compiled: Callable[..., Any], subject: Subject, case: Case) -> Finding:
+    values = copied(case.values)
+    for value, axis in zip(values, tokens.inputs, strict=True):
+        if axis is not None:
+            maybe_mark_dynamic(value, axis)
+    return outputs_problem(case, compiled(*_tensors(values)))
+
+
+def _counting(graphs: list[int], module: Any, example: Any) -> Any:
+    graphs.append(1)
+    # Every pass, and then op by op: code for each size is not the point.
+    backend: Any = lookup_backend("opweave")
+    return backend(module, example, options={"codegen": False})
+
+
+def _tensors(values: Values) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _of_tensors(run: Callable[[Values], Any], values: Values) -> Callable[..., Any]:
+    """Return *run* as a function of the tensors alone, the rest as in *values*."""
+
+    def function(*tensors: Tensor) -> Any:
+        given = iter(tensors)
+        return run(tuple(next(given) if isinstance(v, Tensor) else v for v in values))
+
+    return function
+
+
+COMPILED = Check("compiled", "a compiled call gives the eager result", each(_usual, _as_eager))
+DYNAMIC = Check("dynamic_shapes", "one graph serves any number of tokens", _of_any_size)

@@ -1,0 +1,58 @@
+"""Determinism: the same call gives the same bits, whatever was in the memory of its results."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from opweave.conformance import inputs
+from opweave.conformance.case import Case, outputs_of
+from opweave.conformance.check import Check, Finding, each
+from opweave.conformance.compare import bits_problem
+from opweave.conformance.memory import copied
+from opweave.conformance.subject import Subject
+
+_TIMES = 4
+
+
+def _cases(subject: Subject) -> Iterator[Case]:
+    yield from inputs.usual(subject)
+    for count in (1, 33, 257):
+        case = inputs.generated(subject, num_tokens=count)
+        if case is not None:
+            yield case
+
+
+def _repeats(subject: Subject, case: Case) -> Finding:
+    first = outputs_of(subject.run(copied(case.values)))
+    for _ in range(_TIMES):
+        problem = bits_problem(first, outputs_of(subject.run(copied(case.values))))
+        if problem:
+            return f"a second call differs: {problem}".replace("native has", "the first had")
+    with _new_memory_filled():
+        problem = bits_problem(first, outputs_of(subject.run(copied(case.values))))
+    return f"not all of the result is written: {problem}" if problem else None
+
+
+@contextmanager
+def _new_memory_filled() -> Iterator[None]:
+    """Fill new memory with NaN, or the largest integer, as torch's deterministic mode does."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+CHECK = Check(
+    "determinism",
+    "the same call gives the same bits, and all of them are written",
+    each(_cases, _repeats),
+)

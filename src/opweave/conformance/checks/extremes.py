@@ -1,0 +1,112 @@
+"""Extreme numbers: zeros, the smallest and the largest, NaN and infinity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from opweave.conformance import inputs
+from opweave.conformance.case import Case, outputs_of
+from opweave.conformance.check import Check, Finding, each, not_native
+from opweave.conformance.compare import near_problem, structure_problem, tolerance_of
+from opweave.conformance.memory import copied
+from opweave.conformance.subject import Subject
+from opweave.ir.tolerance import Tolerance
+
+
+def _with_one(number: float) -> Callable[[Tensor], Tensor]:
+    def change(t: Tensor) -> Tensor:
+        changed = t.clone()
+        changed.view(-1)[t.numel() // 3] = number
+        return changed
+
+    return change
+
+
+def _scaled_to(largest: Callable[[torch.dtype], float]) -> Callable[[Tensor], Tensor]:
+    return lambda t: t / t.abs().amax().clamp(min=1e-3) * largest(t.dtype)
+
+
+def _large(dtype: torch.dtype) -> float:
+    """Return a number whose square overflows in 16 bits, and of whose squares float32 adds many."""
+    return max(math.sqrt(torch.finfo(dtype).max) / 16, 1000.0)
+
+
+EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
+    "all zeros": torch.zeros_like,
+    "all equal": torch.ones_like,
+    "a NaN": _with_one(float("nan")),
+    "an infinity": _with_one(float("inf")),
+    "tiny": _scaled_to(lambda dtype: torch.finfo(dtype).tiny / 4),
+    "large": _scaled_to(_large),
+}
+
+
+# A fused softmax takes a query without a finite score for one without a key, and adds a mask to the
+# score of a key that is not seen: attention leaves it open what comes of NaN and infinity.
+_OPEN = ("a NaN", "an infinity")
+
+
+def _left_open(subject: Subject) -> tuple[str, ...]:
+    return _OPEN if "attention" in subject.op.name else ()
+
+
+def extreme(subject: Subject) -> Iterator[Case]:
+    """Yield cases with extreme numbers in one argument at a time."""
+    for base in inputs.usual(subject):
+        for i, value in enumerate(base.values):
+            if not isinstance(value, Tensor) or not value.numel() or value.dtype not in _FLOATS:
+                continue
+            for name, change in EXTREMES.items():
+                if name in _left_open(subject):
+                    continue
+                values = [change(v) if j == i else v for j, v in enumerate(base.values)]
+                yield base.with_values(f"{subject.op.schema.names[i]}: {name}", values)
+
+
+_FLOATS = inputs.DTYPES
+
+
+def _survives(subject: Subject, case: Case) -> Finding:
+    """NaN is where native has NaN, and numbers where native and the reference have numbers."""
+    result = subject.run(copied(case.values))
+    problem = structure_problem(case.native, result)
+    if problem:
+        return problem
+    parts = zip(outputs_of(result), case.native, case.reference, strict=True)
+    for i, (found, native, reference) in enumerate(parts):
+        if not native.is_floating_point() or native.dtype.itemsize == 1:
+            problem = near_problem(found, native, tolerance_of(case, native))
+        else:
+            problem = _of_floats(case, found, native, reference)
+        if problem:
+            return f"output {i}: {problem}"
+    return None
+
+
+def _of_floats(case: Case, found: Tensor, native: Tensor, reference: Tensor) -> Finding:
+    # What overflows on the way is up to the implementation: only where both definitions agree
+    # that there is a number, there must be one. So is what comes of infinity times zero.
+    lost = native.isnan() & reference.isnan() & ~found.isnan()
+    if lost.any() and not case.label.endswith("an infinity"):
+        return f"{int(lost.sum())} NaN of native's {int(native.isnan().sum())} are lost"
+    rounded = reference.to(native.dtype)
+    agreed = native.isfinite() & rounded.isfinite()
+    if not agreed.any():
+        return None
+    # A sum of large terms is as inexact as they are large.
+    atol, rtol = tolerance_of(case, native)
+    scaled = Tolerance(atol * max(1.0, native[agreed].abs().amax().item()), rtol)
+    agreed &= torch.isclose(native.double(), rounded.double(), atol=scaled.atol, rtol=rtol)
+    return near_problem(found[agreed], native[agreed], scaled)
+
+
+CHECK = Check(
+    "extremes",
+    "zeros, tiny and huge numbers, NaN and infinity come out as in native",
+    each(extreme, _survives),
+    not_native,
+)

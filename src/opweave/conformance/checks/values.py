@@ -1,0 +1,48 @@
+"""Values: what native computes, for every dtype, size, option and layout that is accepted."""
+
+from __future__ import annotations
+
+from opweave.conformance import dtypes, inputs, layouts, scalars
+from opweave.conformance.case import Case
+from opweave.conformance.check import Check, Finding, each, not_native
+from opweave.conformance.compare import outputs_problem
+from opweave.conformance.memory import copied
+from opweave.conformance.subject import Subject
+
+
+def is_right(subject: Subject, case: Case) -> Finding:
+    """Compare what the op returns with native and its float64 reference."""
+    return outputs_problem(case, subject.run(copied(case.values)))
+
+
+VALUES = Check(
+    "values",
+    "outputs are native's within the op's tolerance, in every dtype and size",
+    each(inputs.sizes, is_right),
+    not_native,
+)
+OPTIONS = Check(
+    "options",
+    "so they are with other numbers, switches and words",
+    each(scalars.options, is_right),
+    not_native,
+)
+NONE = Check(
+    "none",
+    "so they are where optional tensors are left out",
+    each(scalars.without, is_right),
+    not_native,
+)
+LAYOUTS = Check(
+    "layouts",
+    "so they are with slices, steps, transposed and repeated rows; memory between rows is not read",
+    each(layouts.laid_out, is_right),
+    not_native,
+)
+DTYPES = Check(
+    "dtypes",
+    "so they are where arguments have different dtypes",
+    each(dtypes.mixed, is_right),
+    not_native,
+)
+EMPTY = Check("empty", "a call without tokens works", each(inputs.empty, is_right))

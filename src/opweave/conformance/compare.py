@@ -1,0 +1,135 @@
+"""Whether outputs are what they should be, in one phrase if they are not.
+
+A result may be as far from the float64 reference as native is, and the op's tolerance further; or
+within the tolerance of native. Over all elements together it must not be much worse than native:
+lost precision shows there before it shows in any one element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opweave.conformance.case import Case, Outputs, outputs_of
+from opweave.conformance.memory import same_bits
+from opweave.ir.errors import MissingToleranceError
+from opweave.ir.selection import tensors_in
+from opweave.ir.tolerance import Tolerance
+
+_WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_EXACT = Tolerance(0.0, 0.0)
+# How much worse than native's the error of all elements together may be. Native's own is one or
+# two roundings; another order of a sum, or a rounding that native does not have, stays below.
+_WORSE = 4.0
+
+
+def outputs_problem(case: Case, result: Any) -> str | None:
+    """Return what is wrong with the values, shapes or dtypes of *result*, or None."""
+    problem = structure_problem(case.native, result)
+    if problem:
+        return problem
+    parts = zip(outputs_of(result), case.native, case.reference, strict=True)
+    for i, (found, native, reference) in enumerate(parts):
+        if found.dtype in _WIDE and reference.is_floating_point():
+            problem = _referenced(case, found, native, reference)
+        else:
+            problem = near_problem(found, native, _tolerance(case, found))
+        if problem:
+            return f"output {i}: {problem}"
+    return None
+
+
+def structure_problem(expected: Outputs, result: Any) -> str | None:
+    """Return what is wrong with the number, kind, shapes, dtypes or devices of the outputs."""
+    if len(expected) > 1 and not isinstance(result, tuple):
+        return f"returned {type(result).__name__}, not a tuple of {len(expected)} tensors"
+    found = outputs_of(result)
+    if len(found) != len(expected) or not all(isinstance(t, Tensor) for t in found):
+        kinds = ", ".join(type(t).__name__ for t in found)
+        return f"returned ({kinds}), not {len(expected)} tensor(s)"
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        for what in ("shape", "dtype", "device"):
+            one, other = getattr(a, what), getattr(b, what)
+            if one != other:
+                one, other = (tuple(v) if what == "shape" else v for v in (one, other))
+                return f"output {i} has {what} {one}, native's has {other}"
+    return None
+
+
+def bits_problem(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str | None:
+    """Return where bits differ, or None."""
+    for i, (a, b) in enumerate(zip(expected, found, strict=True)):
+        if not same_bits(a, b):
+            return f"output {i} differs: {_worst(b, a, a.ne(b) | (a.isnan() != b.isnan()))}"
+    return None
+
+
+def near_problem(found: Tensor, expected: Tensor, tolerance: Tolerance) -> str | None:
+    """Return where *found* is not within *tolerance* of *expected*, or None."""
+    a, b = (_plain(t) for t in (found, expected))
+    bad = ~torch.isclose(a, b, atol=tolerance.atol, rtol=tolerance.rtol, equal_nan=True)
+    return _worst(found, expected, bad) if bad.any() else None
+
+
+def tolerance_of(case: Case, output: Tensor) -> Tolerance:
+    """Return the op's tolerance for *output*: an op that rounds its inputs is no more exact."""
+    return _tolerance(case, output)
+
+
+def _referenced(case: Case, found: Tensor, native: Tensor, reference: Tensor) -> str | None:
+    atol, rtol = _tolerance(case, found)
+    f, n, r = (t.to(torch.float64) for t in (found, native, reference))
+    error, usual = (f - r).abs(), (n - r).abs()
+    close = error <= atol + rtol * r.abs() + usual
+    close |= torch.isclose(f, n, atol=atol, rtol=rtol, equal_nan=True)
+    if not close.all():
+        return _worst(found, native, ~close)
+    finite = error.isfinite() & usual.isfinite()
+    return _mean_problem(found.dtype, error[finite], usual[finite], r[finite])
+
+
+def _mean_problem(
+    dtype: torch.dtype, error: Tensor, usual: Tensor, reference: Tensor
+) -> str | None:
+    if not error.numel() or dtype is torch.float64:  # for which native is the reference itself
+        return None
+    # Scaled first: the squares of large numbers are larger than any.
+    scale = reference.abs().amax().clamp(min=torch.finfo(dtype).tiny)
+    ours, theirs, size = (
+        float((t / scale).square().mean().sqrt()) for t in (error, usual, reference)
+    )
+    allowed = _WORSE * theirs + torch.finfo(dtype).eps * size
+    if not ours > allowed:
+        return None
+    return (
+        f"less exact than native: its root-mean-square error is {ours / (size or 1):.2e} of the "
+        f"result, native's is {theirs / (size or 1):.2e}"
+    )
+
+
+def _tolerance(case: Case, output: Tensor) -> Tolerance:
+    coarsest = output.dtype
+    if output.dtype in _WIDE:
+        floats = [t.dtype for t in tensors_in(case.values) if t.dtype in _WIDE]
+        coarsest = max([output.dtype, *floats], key=lambda d: torch.finfo(d).eps)
+    try:
+        return case.op.get_tolerance(coarsest)
+    except MissingToleranceError:
+        return _EXACT
+
+
+def _plain(t: Tensor) -> Tensor:
+    """Return *t* in a dtype that can be compared."""
+    if t.dtype in _WIDE:
+        return t.to(torch.float64)
+    return t.to(torch.float32) if t.is_floating_point() else t.to(torch.int64)
+
+
+def _worst(found: Tensor, expected: Tensor, bad: Tensor) -> str:
+    places = bad.nonzero()
+    place = tuple(places[0].tolist())
+    a, b = (_plain(t)[place].item() for t in (found, expected))
+    return f"{a:.6g} at {list(place)}, native has {b:.6g} ({len(places)} of {bad.numel()} elements)"

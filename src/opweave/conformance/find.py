@@ -1,0 +1,81 @@
+"""What to verify: implementations by op, provider and platform, those of other packages too."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+
+from opweave.conformance.errors import NothingToVerifyError, UnknownPlatformError
+from opweave.conformance.subject import Subject
+from opweave.ir import IrOp, current_registry
+from opweave.ir.errors import did_you_mean
+from opweave.platforms import CpuPlatform, CudaPlatform, Platform, current_platform
+
+_PLATFORMS: dict[str, type[Platform]] = {p.name: p for p in (CpuPlatform, CudaPlatform)}
+
+
+def subjects(
+    ops: Sequence[str] = (), providers: Sequence[str] = (), platform: str | None = None
+) -> list[Subject]:
+    """Return the registered implementations of these ops from these providers, or all.
+
+    A provider that nobody has registered is looked for as a module of that name, which registers
+    its implementations when it is imported.
+
+    Args:
+        ops: names of ops; dashes count as underscores.
+        providers: names of providers.
+        platform: the device family to verify on; by default that of this process.
+
+    Raises:
+        UnknownOpError: an op does not exist.
+        NothingToVerifyError: nothing is registered from a provider, or not for the ops.
+        UnknownPlatformError: the platform does not exist, or its device is not here.
+    """
+    device = _device(platform)
+    for provider in providers:
+        _ensure_registered(provider)
+    registry = current_registry()
+    chosen = [registry.op(name.replace("-", "_")) for name in ops] or list(registry.ops.values())
+    found = [
+        Subject(op, provider, device)
+        for op in dict.fromkeys(chosen)
+        for provider in op.impls
+        if not providers or provider in providers
+    ]
+    if not found:
+        listed = ", ".join(op.name for op in chosen)
+        raise NothingToVerifyError(f"no implementation from {', '.join(providers)} for {listed}.")
+    return found
+
+
+def _ensure_registered(provider: str) -> None:
+    if provider in _providers():
+        return
+    if provider.isidentifier() and importlib.util.find_spec(provider) is not None:
+        importlib.import_module(provider)
+    known = _providers()
+    if provider not in known:
+        raise NothingToVerifyError(
+            f"no implementation from {provider!r} is registered. {did_you_mean(provider, known)} "
+            "Import the package that registers it (opweave verify --import, pytest -p)."
+        )
+
+
+def _providers() -> set[str]:
+    ops: list[IrOp] = list(current_registry().ops.values())
+    return {provider for op in ops for provider in op.impls}
+
+
+def _device(name: str | None) -> str:
+    if name is None:
+        return current_platform.device_type
+    if name not in _PLATFORMS:
+        raise UnknownPlatformError(f"unknown platform {name!r}. {did_you_mean(name, _PLATFORMS)}")
+    device = _PLATFORMS[name].device_type
+    if device != "cpu" and not getattr(torch, device).is_available():
+        raise UnknownPlatformError(f"platform {name!r}: torch finds no {device} device here.")
+    return device

@@ -1,0 +1,89 @@
+"""The memory behind arguments: copies that keep strides and aliases, and what has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from opweave.ir.selection import tensors_in
+
+Values = tuple[Any, ...]
+
+
+def copied(values: Sequence[Any]) -> Values:
+    """Copy the arguments with their whole storages: strides, offsets, margins, shared memory."""
+    storages: dict[int, UntypedStorage] = {}
+    return tuple(_copied(value, storages) for value in values)
+
+
+def _copied(value: Any, storages: dict[int, UntypedStorage]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(item, storages) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    storage = value.untyped_storage()
+    copy = storages.setdefault(storage.data_ptr(), _cloned(storage))
+    return _view(copy, value)
+
+
+def _view(storage: UntypedStorage, like: Tensor) -> Tensor:
+    """Return what *like* is, in another storage."""
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
+
+
+def _cloned(storage: Any) -> UntypedStorage:  # torch declares no types for clone
+    copy: UntypedStorage = storage.clone()
+    return copy
+
+
+def raw(storage: UntypedStorage) -> Tensor:
+    """Return the bytes of *storage*."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bits in the same shape: NaN is itself, 0 is not -0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.numel():
+        return True
+    a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+class Snapshot:
+    """What was in the storages of some arguments."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.tensors = tensors_in(values)
+        self._before = [raw(t.untyped_storage()).clone() for t in self.tensors]
+
+    def changed(self, *, except_in: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Return the tensors whose storages have changed.
+
+        What lies in the elements of *except_in* does not count; the memory between them does.
+        """
+        found = []
+        for tensor, before in zip(self.tensors, self._before, strict=True):
+            now = tensor.untyped_storage()
+            after = _cloned(now)
+            for free in except_in:
+                if free.untyped_storage().data_ptr() == now.data_ptr():
+                    _restore(after, before.untyped_storage(), free)
+            if not torch.equal(raw(after), before):
+                found.append(tensor)
+        return found
+
+
+def _restore(storage: UntypedStorage, before: UntypedStorage, where: Tensor) -> None:
+    """Put what was in the elements of *where* back into *storage*."""
+    after, old = (
+        torch.empty(0, dtype=where.dtype, device=where.device).set_(s) for s in (storage, before)
+    )
+    places = torch.arange(after.numel(), device=where.device)
+    used = places.as_strided(where.shape, where.stride(), where.storage_offset()).reshape(-1)
+    after[used] = old[used]

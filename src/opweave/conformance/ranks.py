@@ -1,0 +1,74 @@
+"""Several ranks in one process: a thread for each, and collectives between them."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Barrier, BrokenBarrierError
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Returned = TypeVar("Returned")
+_SECONDS = 60  # to wait for a rank that has not come to a collective
+
+
+class _Meeting:
+    """Where the ranks of a group exchange tensors."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = Barrier(size, timeout=_SECONDS)
+        self.brought: list[Tensor | None] = [None] * size
+
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, in their order."""
+        self.brought[rank] = tensor
+        self.barrier.wait()
+        found = [t for t in self.brought if t is not None]
+        self.barrier.wait()  # nobody brings the next before all have these
+        return found
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank of a group, with the collectives that a tensor-parallel layer needs."""
+
+    rank: int
+    size: int
+    meeting: _Meeting
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks, added in their order."""
+        return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Return the ranks' tensors side by side."""
+        return torch.cat(self.meeting.exchange(self.rank, x), dim)
+
+
+def on_ranks(size: int, run: Callable[[Rank], Returned]) -> list[Returned]:
+    """Call *run* once for each of *size* ranks, all at the same time; return what they return.
+
+    Gradients and context variables are as in the calling thread. If a rank raises, the others,
+    which wait for it, are released, and its error is raised here.
+    """
+    meeting, recorded = _Meeting(size), torch.is_grad_enabled()
+
+    def one(rank: int) -> Returned:
+        try:
+            with torch.set_grad_enabled(recorded):
+                return run(Rank(rank, size, meeting))
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        contexts = [contextvars.copy_context() for _ in range(size)]
+        futures = [pool.submit(contexts[rank].run, one, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda e: isinstance(e, BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]

@@ -1,0 +1,58 @@
+"""Other numbers, switches and words than the usual ones, and optional arguments left out."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from opweave.conformance import inputs
+from opweave.conformance.case import Case
+from opweave.conformance.subject import Subject
+from opweave.ir.schema import Param
+
+# What a parameter that takes a word may understand; native refuses what it does not.
+_WORDS = ("none", "tanh", "silu", "swish", "sigmoid", "softmax", "relu", "gelu")
+
+
+def options(subject: Subject) -> Iterator[Case]:
+    """Yield cases with one option changed: numbers, switches, words."""
+    for base in inputs.usual(subject):
+        for i, param in enumerate(subject.op.schema.params):
+            if not param.is_tensor and not param.is_tensor_list:
+                for value in _others(param, base.values[i]):
+                    yield _replaced(base, i, param.name, value)
+
+
+def without(subject: Subject) -> Iterator[Case]:
+    """Yield cases with optional tensors left out: each alone, then all."""
+    for base in inputs.usual(subject):
+        optional = [
+            i for i, p in enumerate(subject.op.schema.params) if p.is_tensor and p.is_optional
+        ]
+        for i in optional:
+            yield _replaced(base, i, subject.op.schema.names[i], None)
+        if len(optional) > 1:
+            values = [None if i in optional else v for i, v in enumerate(base.values)]
+            yield base.with_values("no optional tensor", values)
+
+
+def _replaced(case: Case, index: int, name: str, value: Any) -> Case:
+    values = [value if i == index else v for i, v in enumerate(case.values)]
+    return case.with_values(f"{name}={value!r}", values)
+
+
+def _others(param: Param, value: Any) -> list[Any]:
+    """Return values to try instead of the usual one."""
+    kinds = set(typing.get_args(param.annotation) or (param.annotation,))
+    found: list[Any] = [None] if param.is_optional and value is not None else []
+    if bool in kinds:
+        found += [True, False]
+    elif float in kinds:
+        # Large enough to show where an epsilon goes.
+        found += [0.5, 0.1, 1.7] if value is None else [0.1 + 4 * value]
+    elif str in kinds:
+        found += _WORDS
+    elif int in kinds and param.is_optional:
+        found += [1, 2, 7]
+    return [other for other in found if other is None or other != value]

@@ -1,0 +1,219 @@
+"""A mixture of experts: two products and an activation for each expert, summed by routing weights.
+
+The native implementation sends every token through every expert and then takes the results of those
+that it was routed to: no shape depends on the routing, so that it compiles with any number of
+tokens. An implementation that computes only what is routed does so at run time (provider ``aten``,
+the default of the CPU).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from opweave.ir.ops.expert_activation import bound_activation, expert_activation
+from opweave.ir.registry import register_op
+
+
+@register_op
+def fused_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    alpha: float | None = None,
+    beta: float | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    """``sum_k weight[t, k] * (w2[e] @ act(w13[e] @ x[t] + w13_bias[e]) + w2_bias[e])``.
+
+    Here ``e`` is ``topk_ids[t, k]``, or ``expert_map[topk_ids[t, k]]``. An expert's result has the
+    dtype of ``x``; they are weighed and added in float32 (float64 stays), rounded once at the end.
+
+    Args:
+        x: ``(T, hidden)``, floating point.
+        w13: ``(E, 2 * intermediate, hidden)``, the dtype of ``x``: the rows of the gate, then those
+            of the other (by turns for ``"swigluoai"``); ``(E, intermediate, hidden)`` for an
+            activation without a gate.
+        w2: ``(E, hidden, intermediate)``, the dtype of ``x``.
+        topk_weights: ``(T, K)``, floating point.
+        topk_ids: ``(T, K)``, integer. What is no expert's number, such as -1, adds nothing.
+        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` and ``"relu2"``, each times the other
+            half; the same followed by ``"_no_mul"``, of all rows; ``"swigluoai"``, and
+            ``"swigluoai_uninterleave"`` for the gate's rows first: as in
+            ``swigluoai_and_mul``, with ``beta`` for its 1; ``"swiglustep"``: ``min(silu(gate),
+            limit) * clamp(up, -limit, limit)``; ``"situ"``: ``beta * tanh(gate / beta) *
+            sigmoid(gate) * limit * tanh(up / limit)``.
+        expert_map: ``(all experts,)``, integer: the place of each expert in the weights, or -1 for
+            one whose weights are elsewhere, which then adds nothing. None: all are here, in order.
+        w13_bias: ``(E, rows of w13)`` or None.
+        w2_bias: ``(E, hidden)`` or None.
+        apply_router_weight_on_input: the weight multiplies ``x``, rounded to its dtype, and not the
+            result; for ``K == 1``.
+        alpha, beta, limit: constants of the activation. None: its own, which are 1.702, 1 and 7 for
+            ``"swigluoai"``, a limit of 7 for ``"swiglustep"``, 1 and no limit for ``"situ"``.
+
+    Returns:
+        ``(T, hidden)`` in the dtype of ``x``, contiguous.
+
+    Raises:
+        ValueError: a shape or dtype does not fit the others, the activation is not known or has no
+            such constant, or ``K`` is not 1 where the weight goes to the input.
+
+    Source: Shazeer et al., arXiv:1701.06538; Mixtral, arXiv:2401.04088. Clamped: gpt-oss,
+    arXiv:2508.10925.
+    """
+    act = bound_activation(activation, alpha, beta, limit)
+    check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
+    routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
+    if len(w13) == 0:
+        return torch.zeros_like(routed.x)
+    bias = None if w13_bias is None else w13_bias.flatten()
+    hidden = functional.linear(routed.x, w13.flatten(0, 1), bias)
+    hidden = act(torch.unflatten(hidden, -1, tuple(w13.shape[:2])))
+    outputs = torch.einsum("tei,eoi->teo", hidden, w2)
+    if w2_bias is not None:
+        outputs = outputs + w2_bias
+    index = routed.experts.long()[..., None].expand(-1, -1, w2.shape[1])
+    return combine(outputs.gather(1, index), routed)
+
+
+class Routed(NamedTuple):
+    """Tokens and where they go.
+
+    Attributes:
+        x: the tokens, with their weights applied if these are for the input.
+        weights: ``(T, K)``: what multiplies each result, or None for nothing.
+        experts: ``(T, K)``: places in the weights; 0 where there is no expert.
+        valid: ``(T, K)``: whether there is an expert.
+    """
+
+    x: Tensor
+    weights: Tensor | None
+    experts: Tensor
+    valid: Tensor
+
+
+def route(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    num_local: int,
+    expert_map: Tensor | None,
+    weight_on_input: bool,
+) -> Routed:
+    """Resolve ids to places in the weights.
+
+    Raises:
+        ValueError: the weight is for the input, and there is more than one.
+    """
+    known = num_local if expert_map is None else expert_map.shape[0]
+    valid = (topk_ids >= 0) & (topk_ids < known)
+    experts = torch.where(valid, topk_ids, 0)
+    if expert_map is not None:
+        experts = expert_map[experts.long()] if known else experts
+        valid = valid & (experts >= 0) & (experts < num_local)
+        experts = torch.where(valid, experts, 0)
+    if not weight_on_input:
+        return Routed(x, topk_weights, experts, valid)
+    if topk_ids.shape[1] != 1:
+        raise ValueError(
+            "fused_experts: apply_router_weight_on_input is for one expert per token; topk_ids has "
+            f"{topk_ids.shape[1]}."
+        )
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return Routed((x.to(wide) * topk_weights.to(wide)).to(x.dtype), None, experts, valid)
+
+
+def combine(outputs: Tensor, routed: Routed) -> Tensor:
+    """Weigh and add the results ``(T, K, hidden)`` of each token's experts."""
+    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    if routed.weights is not None:
+        wide = wide * routed.weights.to(wide.dtype)[..., None]
+    # Not a product with zero: what was computed where there is no expert may be infinite.
+    wide = torch.where(routed.valid[..., None], wide, 0.0)
+    return wide.sum(dim=1).to(outputs.dtype)
+
+
+def check_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+) -> None:
+    """Raise ValueError unless shapes and dtypes fit each other."""
+    for name, tensor, ndim, shape in (
+        ("x", x, 2, "(tokens, hidden)"),
+        ("w13", w13, 3, "(experts, rows, hidden)"),
+        ("w2", w2, 3, "(experts, hidden, intermediate)"),
+        ("topk_ids", topk_ids, 2, "(tokens, experts per token)"),
+    ):
+        if tensor.ndim != ndim:
+            raise ValueError(
+                f"fused_experts: {name} must have shape {shape}; found {tuple(tensor.shape)}."
+            )
+    experts, hidden, size = w2.shape
+    rows = 2 * size if expert_activation(activation).gated else size
+    _check_shape("w13", w13, (experts, rows, hidden), f"w2 of {tuple(w2.shape)} and {activation!r}")
+    _check_shape("x", x, (x.shape[0], hidden), f"w2 of {tuple(w2.shape)}")
+    _check_shape("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[1]), f"{x.shape[0]} tokens")
+    _check_shape("topk_weights", topk_weights, tuple(topk_ids.shape), "topk_ids")
+    if w13_bias is not None:
+        _check_shape("w13_bias", w13_bias, (experts, rows), f"w13 of {tuple(w13.shape)}")
+    if w2_bias is not None:
+        _check_shape("w2_bias", w2_bias, (experts, hidden), f"w2 of {tuple(w2.shape)}")
+    weights = {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias}
+    for name, weight in weights.items():
+        if weight is not None and weight.dtype != x.dtype:
+            raise ValueError(
+                f"fused_experts: {name} must have the dtype of x, {x.dtype}; it is {weight.dtype}."
+            )
+
+
+def _check_shape(name: str, tensor: Tensor, wanted: tuple[int, ...], because: str) -> None:
+    if tuple(tensor.shape) != wanted:
+        raise ValueError(
+            f"fused_experts: {name} must have shape {wanted}, to go with {because}; found "
+            f"{tuple(tensor.shape)}."
+        )
+
+
+@fused_experts.register_input_generator
+def _inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    intermediate_size: int = 32,
+    num_experts: int = 8,
+    topk: int = 2,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Any, ...]:
+    x = torch.randn(num_tokens, hidden_size, device=device)
+    w13 = torch.randn(num_experts, 2 * intermediate_size, hidden_size, device=device)
+    w2 = torch.randn(num_experts, hidden_size, intermediate_size, device=device)
+    scores = torch.rand(num_tokens, num_experts, device=device)
+    weights, ids = scores.topk(topk)
+    w13, w2 = w13 / hidden_size**0.5, w2 / intermediate_size**0.5
+    weights = weights / weights.sum(-1, keepdim=True)
+    values = x.to(dtype), w13.to(dtype), w2.to(dtype), weights, ids.to(torch.int32)
+    return *values, "silu", None, None, None, False, None, None, None
+
+
+# Sums of the same products in another order, rounded to the dtype three times on the way: the
+# error grows with the number of terms.
+fused_experts.override_tolerance(torch.float32, atol=1e-4, rtol=1e-5)
+fused_experts.override_tolerance(torch.bfloat16, atol=3e-2, rtol=1.6e-2)
+fused_experts.override_tolerance(torch.float16, atol=4e-3, rtol=2e-3)

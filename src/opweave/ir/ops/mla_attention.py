@@ -1,0 +1,218 @@
+"""Multi-head latent attention (MLA): keys and values of all heads from one small row per token.
+
+A token's row is ``[kv_c | k_pe]``: the latent vector, normalised, and one rotated key part that all
+heads share. A head's key is ``[kv_c @ W_UK.T | k_pe]``, its value ``kv_c @ W_UV.T``.
+The two ops evaluate the same attention. *Prefill* expands keys and values, which costs least where
+many queries share them. *Decode* multiplies the queries by ``W_UK`` and the result by ``W_UV``
+instead, and so attends to the rows as they are cached.
+
+Both are written in other ops and round where those round.
+
+Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opweave.ir.ops.attention import varlen_attention
+from opweave.ir.ops.linear import linear
+from opweave.ir.ops.paged_attention import paged_attention
+from opweave.ir.registry import register_op
+from opweave.ir.traits import BATCH_INVARIANT
+
+
+# Where batch invariance is required, it is required of linear and varlen_attention, too.
+@register_op(composite=True, native_traits={BATCH_INVARIANT})
+def mla_attention_prefill(
+    query: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_b_weight: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """Latent attention over packed sequences, with expanded keys and values.
+
+    ``varlen_attention`` of the queries, and the keys and values that ``linear(kv_c, kv_b_weight)``
+    holds.
+
+    Args:
+        query: ``(q_tokens, heads, nope + rope)``; the last ``rope`` dimensions are rotated.
+        kv_c: ``(k_tokens, latent)``, the dtype of the queries, normalised.
+        k_pe: ``(k_tokens, rope)``, the dtype of the queries, rotated.
+        kv_b_weight: ``(heads * (nope + value_size), latent)``, the dtype of the queries; a head's
+            rows are ``W_UK``, then ``W_UV``.
+        cu_seqlens_q, cu_seqlens_k, causal: as in ``varlen_attention``.
+        scale: factor on the scores; by default ``(nope + rope) ** -0.5``.
+
+    Returns:
+        ``(q_tokens, heads, value_size)`` in the dtype of the queries, contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    name = "mla_attention_prefill"
+    if kv_c.ndim != 2:
+        raise _misfit(name, "kv_c", kv_c, "(k_tokens, latent)")
+    if k_pe.ndim != 2 or k_pe.shape[0] != kv_c.shape[0]:
+        raise _misfit(name, "k_pe", k_pe, f"({kv_c.shape[0]}, rope)")
+    sizes = _sizes(name, query, kv_b_weight, kv_c.shape[1], k_pe.shape[1])
+    expanded = torch.unflatten(linear(kv_c, kv_b_weight), -1, (sizes.heads, -1))
+    k_nope, value = expanded.split_with_sizes([sizes.nope, sizes.value], -1)
+    key = torch.cat((k_nope, k_pe[:, None].expand(-1, sizes.heads, -1)), -1)
+    out: Tensor = varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, scale, causal)
+    return out
+
+
+@register_op(composite=True)
+def mla_attention_decode(
+    query: Tensor,
+    kv_cache: Tensor,
+    kv_b_weight: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal latent attention over a paged cache of rows, in the absorbed form.
+
+    ``paged_attention`` of one key head, whose keys are the rows and whose values are their latent
+    parts, between two products with ``W_UK`` and ``W_UV``.
+
+    Args:
+        query: ``(tokens, heads, nope + rope)``; the last ``rope`` dimensions are rotated.
+        kv_cache: ``(blocks, block_size, latent + rope)``, rows ``[kv_c | k_pe]`` in the dtype of
+            the queries.
+        kv_b_weight: ``(heads * (nope + value_size), latent)``, as in ``mla_attention_prefill``.
+        block_tables, seq_lens, cu_seqlens_q: as in ``paged_attention``.
+        scale: factor on the scores; by default ``(nope + rope) ** -0.5``.
+
+    Returns:
+        ``(tokens, heads, value_size)`` in the dtype of the queries, contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        IndexError: a block that is used is not in the cache (RuntimeError from native kernels,
+            which also check lengths).
+    """
+    name = "mla_attention_decode"
+    latent = kv_b_weight.shape[-1]
+    if kv_cache.ndim != 3 or kv_cache.shape[2] < latent:
+        raise _misfit(name, "kv_cache", kv_cache, f"(blocks, block_size, {latent} + rope)")
+    sizes = _sizes(name, query, kv_b_weight, latent, kv_cache.shape[2] - latent)
+    weights = torch.unflatten(kv_b_weight, 0, (sizes.heads, -1))
+    w_uk, w_uv = weights.split_with_sizes([sizes.nope, sizes.value], 1)
+    absorbed = torch.einsum("tnp,npl->tnl", query[..., : sizes.nope], w_uk)
+    rows = kv_cache[:, None]  # one key head
+    # A row as its own value: kernels want whole rows, and the rotated part is cut off afterwards.
+    attended = paged_attention(
+        torch.cat((absorbed, query[..., sizes.nope :]), -1),
+        rows,
+        rows,
+        block_tables,
+        seq_lens,
+        cu_seqlens_q,
+        query.shape[2] ** -0.5 if scale is None else scale,
+    )
+    return torch.einsum("tnl,nvl->tnv", attended[..., :latent], w_uv).contiguous()
+
+
+class _Sizes(NamedTuple):
+    heads: int
+    nope: int
+    value: int
+
+
+def _sizes(name: str, query: Tensor, kv_b_weight: Tensor, latent: int, rope: int) -> _Sizes:
+    if query.ndim != 3 or query.shape[1] == 0 or query.shape[2] < rope:
+        raise _misfit(name, "query", query, f"(tokens, heads, nope + {rope})")
+    heads, nope = query.shape[1], query.shape[2] - rope
+    rows = kv_b_weight.shape[0]
+    fits = kv_b_weight.ndim == 2 and kv_b_weight.shape[1] == latent
+    if not fits or rows % heads or rows // heads < nope:
+        wanted = f"({heads} * ({nope} + value_size), {latent})"
+        raise _misfit(name, "kv_b_weight", kv_b_weight, wanted)
+    if kv_b_weight.dtype != query.dtype:
+        wanted = f"{str(query.dtype).removeprefix('torch.')}, as query is"
+        raise _misfit(name, "kv_b_weight", kv_b_weight, wanted)
+    return _Sizes(heads, nope, rows // heads - nope)
+
+
+def _misfit(name: str, argument: str, tensor: Tensor, wanted: str) -> ValueError:
+    found = f"{str(tensor.dtype).removeprefix('torch.')}, {tuple(tensor.shape)}"
+    return ValueError(f"{name}: {argument} must be {wanted}; found {found}.")
+
+
+def _queries_and_weight(
+    num_tokens: int, num_heads: int, head_size: int, rope: int, latent: int, device: str
+) -> tuple[Tensor, Tensor]:
+    query = torch.randn(num_tokens, num_heads, head_size + rope, device=device)
+    # Values are as large as the latents, so that results have magnitude about one.
+    weight = torch.randn(num_heads * 2 * head_size, latent, device=device) / latent**0.5
+    return query, weight
+
+
+@mla_attention_prefill.register_input_generator
+def _prefill_inputs(
+    num_tokens: int = 8,
+    num_heads: int = 4,
+    head_size: int = 16,
+    rope_size: int = 8,
+    latent_size: int = 24,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, None, bool]:
+    """Two sequences, each with some tokens before its queries."""
+    query, weight = _queries_and_weight(
+        num_tokens, num_heads, head_size, rope_size, latent_size, device
+    )
+    first, keys = num_tokens // 3, num_tokens + 5
+    kv_c = torch.randn(keys, latent_size, device=device)
+    k_pe = torch.randn(keys, rope_size, device=device)
+    cu_q = torch.tensor([0, first, num_tokens], dtype=torch.int32, device=device)
+    cu_k = torch.tensor([0, first + 2, keys], dtype=torch.int32, device=device)
+    return query.to(dtype), kv_c.to(dtype), k_pe.to(dtype), weight.to(dtype), cu_q, cu_k, None, True
+
+
+@mla_attention_decode.register_input_generator
+def _decode_inputs(
+    num_tokens: int = 8,
+    num_heads: int = 4,
+    head_size: int = 16,
+    rope_size: int = 8,
+    latent_size: int = 24,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, None]:
+    """One new token for each sequence, after 3, 4, 5, ... cached ones."""
+    query, weight = _queries_and_weight(
+        num_tokens, num_heads, head_size, rope_size, latent_size, device
+    )
+    width = -(-(num_tokens + 3) // block_size)
+    blocks = num_tokens * width
+    cache = torch.randn(blocks + 1, block_size, latent_size + rope_size, device=device)
+    tables = torch.randperm(blocks + 1, device=device)[:blocks].view(num_tokens, width)
+    return (
+        query.to(dtype),
+        cache.to(dtype),
+        weight.to(dtype),
+        tables.to(torch.int32),
+        torch.arange(4, num_tokens + 4, dtype=torch.int32, device=device),
+        torch.arange(num_tokens + 1, dtype=torch.int32, device=device),
+        None,
+    )
+
+
+for _op in (mla_attention_prefill, mla_attention_decode):
+    # As for attention, but 16 bits also round what is expanded or absorbed on the way: scores and
+    # values are then off by some units in their last place.
+    _op.override_tolerance(torch.float32, atol=2e-5, rtol=1e-4)
+    _op.override_tolerance(torch.bfloat16, atol=4e-2, rtol=1.6e-2)
+    _op.override_tolerance(torch.float16, atol=5e-3, rtol=2e-3)

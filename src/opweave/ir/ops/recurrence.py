@@ -1,0 +1,44 @@
+"""The linear recurrence behind every state-space scan, in blocks that a compiler can trace."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_BLOCK = 16
+
+
+def linear_recurrence(gate: Tensor, value: Tensor) -> Tensor:
+    """Return ``h`` with ``h[t] = gate[t] * h[t - 1] + value[t]`` and ``h[-1] = 0``.
+
+    Steps go through all blocks of 16 at once; then the last steps of the blocks are a recurrence of
+    their own. So the number of operations is that of ``log16`` of the length, and what is traced
+    for one length holds up to the next power of 16.
+
+    Args:
+        gate: ``(length, ...)``; broadcasts to the shape of *value*.
+        value: ``(length, ...)``.
+    """
+    length = value.shape[0]
+    if length == 0:
+        return value
+    gate, value = (_in_blocks(t) for t in (gate, value))
+    h, through = [value[:, 0]], [gate[:, 0]]
+    for i in range(1, _BLOCK):
+        h.append(gate[:, i] * h[-1] + value[:, i])
+        through.append(gate[:, i] * through[-1])
+    inside = torch.stack(h, 1)
+    if length > _BLOCK:
+        ends = linear_recurrence(through[-1], h[-1])
+        before = torch.cat((torch.zeros_like(ends[:1]), ends[:-1]))
+        inside = inside + torch.stack(through, 1) * before[:, None]
+    return inside.flatten(0, 1)[:length]
+
+
+def _in_blocks(t: Tensor) -> Tensor:
+    """Return *t* as ``(blocks, 16, ...)``, with zeros at the end."""
+    blocks = (t.shape[0] + _BLOCK - 1) // _BLOCK
+    missing = blocks * _BLOCK - t.shape[0]
+    padded = functional.pad(t, (0, 0) * (t.ndim - 1) + (0, missing))
+    return padded.reshape(blocks, _BLOCK, *t.shape[1:])

@@ -1,0 +1,231 @@
+"""Routing: which experts a token goes to, and with what weights.
+
+Scores that are not finite count as zero, and of equal scores the expert of the lower number wins:
+every row has ``topk`` different experts and finite weights, whatever the logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from opweave.ir.registry import register_op
+from opweave.ir.traits import ROWWISE
+
+_SMALLEST_SUM = 1e-20  # keeps 0 / 0 away; added to any other sum it is rounded off
+
+
+@register_op(activations=["gating_output"], native_traits={ROWWISE})
+def topk_softmax(
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool = False,
+    bias: Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The *topk* experts with the highest ``softmax(logits)``, and these probabilities.
+
+    Args:
+        gating_output: ``(T, E)``, the logits of ``E`` experts for each token, floating point.
+        topk: how many experts a token goes to.
+        renormalize: divide the weights of a token by their sum: a softmax over the chosen logits.
+        bias: ``(E,)`` or None; added to the scores to choose by, not to the weights.
+        routed_scaling_factor: multiplies the weights, last.
+
+    Returns:
+        The weights ``(T, topk)``, float32 (float64 for float64 logits), and the experts ``(T,
+        topk)``, int32; the highest score first.
+
+    Raises:
+        ValueError: there are fewer than ``topk`` experts, or a shape does not fit.
+
+    Source: Shazeer et al., arXiv:1701.06538; renormalised: Mixtral, arXiv:2401.04088.
+    """
+    scores = torch.softmax(_wide(gating_output), dim=-1)
+    return _plain(scores, topk, renormalize, bias, routed_scaling_factor, "topk_softmax")
+
+
+@register_op(activations=["gating_output"], native_traits={ROWWISE})
+def topk_sigmoid(
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool = False,
+    bias: Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The *topk* experts with the highest ``sigmoid(logits)``, and these scores.
+
+    Arguments, results and errors are those of :func:`topk_softmax`.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, without groups; Llama 4, with ``topk=1``.
+    """
+    scores = torch.sigmoid(_wide(gating_output))
+    return _plain(scores, topk, renormalize, bias, routed_scaling_factor, "topk_sigmoid")
+
+
+@register_op(activations=["gating_output"], native_traits={ROWWISE})
+def topk_sqrtsoftplus(
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool = False,
+    bias: Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The *topk* experts with the highest ``sqrt(softplus(logits))``, and these scores.
+
+    Arguments, results and errors are those of :func:`topk_softmax`.
+
+    Source: DeepSeek-V4.
+    """
+    scores = torch.sqrt(functional.softplus(_wide(gating_output)))
+    return _plain(scores, topk, renormalize, bias, routed_scaling_factor, "topk_sqrtsoftplus")
+
+
+@register_op(activations=["gating_output"], native_traits={ROWWISE})
+def grouped_topk(
+    gating_output: Tensor,
+    topk: int,
+    num_expert_group: int,
+    topk_group: int,
+    renormalize: bool = False,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The *topk* best experts out of the *topk_group* best groups of neighbouring experts.
+
+    A group is as good as its best expert; with a bias, as the sum of its two best.
+
+    Args:
+        gating_output: ``(T, E)``, the logits of ``E`` experts for each token, floating point.
+        topk: how many experts a token goes to.
+        num_expert_group: into how many groups of the same size the experts fall.
+        topk_group: from how many groups a token takes its experts.
+        renormalize: divide the weights of a token by their sum.
+        scoring_func: makes scores of logits: ``"softmax"`` or ``"sigmoid"``.
+        routed_scaling_factor: multiplies the weights, last.
+        e_score_correction_bias: ``(E,)`` or None; added to the scores to choose by, not to the
+            weights.
+
+    Returns:
+        As :func:`topk_softmax`.
+
+    Raises:
+        ValueError: ``scoring_func`` is not known, the groups do not divide the experts, or there
+            are not enough of either.
+
+    Source: DeepSeek-V2, arXiv:2405.04434; with a bias DeepSeek-V3, arXiv:2412.19437.
+    """
+    if scoring_func not in ("softmax", "sigmoid"):
+        raise ValueError(
+            f"grouped_topk: scoring_func={scoring_func!r} is neither 'softmax' nor 'sigmoid'."
+        )
+    logits = _wide(gating_output)
+    raw = torch.softmax(logits, dim=-1) if scoring_func == "softmax" else torch.sigmoid(logits)
+    scores, choice = _choice(raw, topk, e_score_correction_bias, "grouped_topk")
+    size = _group_size(
+        scores.shape[1], topk, num_expert_group, topk_group, e_score_correction_bias is not None
+    )
+    groups = torch.unflatten(choice, -1, (num_expert_group, size))
+    best = 1 if e_score_correction_bias is None else 2
+    group_scores = groups.topk(best, dim=-1).values.sum(dim=-1)
+    kept = torch.zeros_like(group_scores, dtype=torch.bool)
+    kept = kept.scatter(1, _highest(group_scores, topk_group), True)
+    masked = groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    return _weights(scores, masked, topk, renormalize, routed_scaling_factor)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _plain(
+    raw: Tensor, topk: int, renormalize: bool, bias: Tensor | None, scale: float, name: str
+) -> tuple[Tensor, Tensor]:
+    scores, choice = _choice(raw, topk, bias, name)
+    return _weights(scores, choice, topk, renormalize, scale)
+
+
+def _choice(raw: Tensor, topk: int, bias: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+    """Return the scores that weigh, and those that choose."""
+    if raw.ndim != 2:
+        raise ValueError(
+            f"{name}: gating_output must have shape (tokens, experts); found {tuple(raw.shape)}."
+        )
+    if not 1 <= topk <= raw.shape[1]:
+        raise ValueError(
+            f"{name}: topk={topk} must be from 1 to the number of experts, {raw.shape[1]}."
+        )
+    if bias is not None and bias.shape != raw.shape[1:]:
+        raise ValueError(
+            f"{name}: the bias must have one element for each of the {raw.shape[1]} experts; "
+            f"found shape {tuple(bias.shape)}."
+        )
+    scores = torch.where(raw.isfinite(), raw, 0.0)
+    return scores, scores if bias is None else scores + bias.to(scores.dtype)
+
+
+def _highest(choice: Tensor, count: int) -> Tensor:
+    """Return where the highest of each row are; the first of equal ones, unlike torch.topk."""
+    return torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def _weights(
+    scores: Tensor, choice: Tensor, topk: int, renormalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    ids = _highest(choice, topk)
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + _SMALLEST_SUM)
+    return weights * scale, ids.to(torch.int32)
+
+
+def _group_size(experts: int, topk: int, groups: int, kept: int, has_bias: bool) -> int:
+    if groups < 1 or experts % groups:
+        raise ValueError(
+            f"grouped_topk: num_expert_group={groups} does not divide the {experts} experts."
+        )
+    size = experts // groups
+    if not 1 <= kept <= groups:
+        raise ValueError(
+            f"grouped_topk: topk_group={kept} must be from 1 to num_expert_group={groups}."
+        )
+    if topk > kept * size:
+        raise ValueError(
+            f"grouped_topk: topk={topk} experts cannot come from topk_group={kept} groups of "
+            f"{size}."
+        )
+    if has_bias and size < 2:
+        raise ValueError(
+            "grouped_topk: with a bias a group counts as its two best experts, but "
+            f"num_expert_group={groups} leaves one of the {experts} in each. Take fewer groups, or "
+            "topk_sigmoid."
+        )
+    return size
+
+
+@topk_softmax.register_input_generator
+@topk_sigmoid.register_input_generator
+@topk_sqrtsoftplus.register_input_generator
+def _inputs(
+    num_tokens: int = 8,
+    num_experts: int = 16,
+    topk: int = 4,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, int, bool, Tensor, float]:
+    logits = torch.randn(num_tokens, num_experts, device=device).to(dtype)
+    return logits, topk, True, 0.1 * torch.randn(num_experts, device=device), 1.5
+
+
+@grouped_topk.register_input_generator
+def _grouped_inputs(
+    num_tokens: int = 8,
+    num_experts: int = 16,
+    topk: int = 4,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, int, int, int, bool, str, float, Tensor]:
+    logits, topk, renormalize, bias, scale = _inputs(num_tokens, num_experts, topk, dtype, device)
+    return logits, topk, 4, 2, renormalize, "sigmoid", scale, bias

@@ -1,0 +1,193 @@
+"""The selective state space of Mamba: a scan over packed sequences, and one step of it.
+
+Names follow the paper: ``h = exp(dt a) h + dt b x``, ``y = c h + d x``, then ``y silu(z)``.
+
+Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces",
+arXiv:2312.00752.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from opweave.ir.ops.attention import _locate
+from opweave.ir.ops.recurrence import linear_recurrence
+from opweave.ir.ops.state_slots import (
+    check_sequences,
+    check_shape,
+    initial_states,
+    is_computed,
+    misfit,
+    write_states,
+)
+from opweave.ir.registry import register_op
+
+
+@register_op(allow_inplace=True)
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    x_state: Tensor,
+    query_start_loc: Tensor,
+    slot_idx: Tensor,
+    has_initial_state: Tensor,
+    dt_softplus: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Scan packed sequences: for each channel, ``N`` states that decay at their own rates.
+
+    ``dt`` is ``softplus(dt + dt_bias)`` with *dt_softplus*. A sequence begins with the state in its
+    slot if it *has_initial_state*, else with zeros. Everything is in float32 (float64 stays),
+    rounded once. Tokens after the last sequence, and those of a sequence with slot -1, give zeros.
+    Two sequences must not have one slot.
+
+    Args:
+        x: ``(tokens, channels)``, floating point.
+        dt: the shape of ``x``: the time step of each channel.
+        a: ``(channels, N)``, negative.
+        b, c: ``(tokens, N)``, or ``(tokens, groups, N)`` where each group serves as many
+            consecutive channels.
+        d: ``(channels,)`` or None.
+        z: the gate, the shape of ``x``, or None.
+        dt_bias: ``(channels,)`` or None.
+        x_state: ``(slots, channels, N)``, any floating dtype; float32 is best.
+        query_start_loc: ``(sequences + 1,)``, integer, non-decreasing, from 0.
+        slot_idx: ``(sequences,)``, integer: where each state is; -1 for padding.
+        has_initial_state: ``(sequences,)``, bool.
+        dt_softplus: whether the time step goes through softplus.
+
+    Returns:
+        The result in the shape and dtype of ``x``, and the states after the sequences' tokens.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        IndexError: there is no such slot.
+    """
+    check_scan(x, dt, a, b, c, d, z, dt_bias, x_state)
+    check_sequences("selective_scan", query_start_loc, slot_idx, has_initial_state)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    tokens, count = x.shape[0], slot_idx.shape[0]
+    sequence, position = _locate(tokens, query_start_loc)
+    known = initial_states(x_state, slot_idx, has_initial_state).to(dtype)
+    step = time_step(dt, dt_bias, dt_softplus, None, None, dtype)
+    gate = torch.exp(step[..., None] * a.to(dtype))  # (tokens, channels, N)
+    value = (step * x.to(dtype))[..., None] * by_channel(b.to(dtype), x.shape[1])
+    # One token more, so that sequences without tokens have somewhere to look.
+    gate, value = (functional.pad(t, (0, 0, 0, 0, 0, 1)) for t in (gate, value))
+    starts, ends = query_start_loc[:-1], query_start_loc[1:]
+    some = (ends > starts)[:, None, None]
+    # Nothing passes from one sequence to the next; each begins with what it knows.
+    first = torch.where(some[:, 0, 0], starts, tokens).long()
+    value = value.index_add(0, first, torch.where(some, gate[first] * known, 0))
+    begins = functional.pad((position == 0) & (sequence < count), (0, 1), value=True)
+    h = linear_recurrence(torch.where(begins[:, None, None], 0, gate), value)
+    y = (h[:tokens] * by_channel(c.to(dtype), x.shape[1])).sum(-1)
+    y = torch.where(is_computed(sequence, slot_idx)[:, None], finish(y, x, d, z), 0)
+    last = torch.where(some, h[(ends - 1).clamp(min=0).long()], known)
+    return y.to(x.dtype), write_states(x_state, slot_idx, last)
+
+
+def time_step(
+    dt: Tensor,
+    dt_bias: Tensor | None,
+    softplus: bool,
+    smallest: float | None,
+    largest: float | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the time step of a scan, within its limits."""
+    step = dt.to(dtype)
+    if dt_bias is not None:
+        step = step + dt_bias.to(dtype)
+    if softplus:
+        step = functional.softplus(step)
+    return step if smallest is None and largest is None else step.clamp(smallest, largest)
+
+
+def by_channel(t: Tensor, channels: int) -> Tensor:
+    """Return *t*, ``(tokens, N)`` or ``(tokens, groups, N)``, so that it fits every channel."""
+    if t.ndim == 2:
+        return t[:, None]
+    return t.repeat_interleave(channels // t.shape[1], dim=1)
+
+
+def finish(y: Tensor, x: Tensor, d: Tensor | None, z: Tensor | None) -> Tensor:
+    """Return ``(y + d * x) * silu(z)`` in the dtype of *y*; *d* has the last dimensions of *x*."""
+    if d is not None:
+        y = y + d.to(y.dtype) * x.to(y.dtype)
+    return y if z is None else y * functional.silu(z.to(y.dtype))
+
+
+def check_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    x_state: Tensor,
+) -> None:
+    """Raise ValueError unless the arguments of ``selective_scan`` fit together."""
+    op = "selective_scan"
+    check_shape(op, "x", x, -1, -1)
+    check_shape(op, "a", a, x.shape[1], -1)
+    for name, tensor in (("dt", dt), ("z", z)):
+        if tensor is not None:
+            check_shape(op, name, tensor, *x.shape)
+    for name, vector in (("d", d), ("dt_bias", dt_bias)):
+        if vector is not None:
+            check_shape(op, name, vector, x.shape[1])
+    check_groups(op, x, b, c, a.shape[1])
+    check_shape(op, "x_state", x_state, -1, *a.shape)
+
+
+def check_groups(op: str, x: Tensor, b: Tensor, c: Tensor, states: int) -> None:
+    """Raise ValueError unless *b* and *c* are ``(tokens, [groups,] N)`` for the heads of *x*."""
+    if b.ndim == 2:
+        check_shape(op, "b", b, x.shape[0], states)
+    else:
+        check_shape(op, "b", b, x.shape[0], -1, states)
+        if b.shape[1] == 0 or x.shape[1] % b.shape[1]:
+            wanted = f"({x.shape[0]}, a divisor of {x.shape[1]}, {states})"
+            raise misfit(op, "b", b, wanted)
+    check_shape(op, "c", c, *b.shape)
+
+
+@selective_scan.register_input_generator
+def _inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 24,
+    state_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    bool,
+]:  # fmt: skip
+    """A sequence that continues and one that begins."""
+    x, dt, z = torch.randn(3, num_tokens, hidden_size, device=device).to(dtype)
+    b, c = torch.randn(2, num_tokens, state_size, device=device).to(dtype)
+    d, dt_bias = torch.randn(2, hidden_size, device=device).to(dtype)
+    a = -torch.rand(hidden_size, state_size, device=device) - 0.1
+    wide = torch.promote_types(dtype, torch.float32)
+    state = torch.randn(4, hidden_size, state_size, device=device)
+    starts = torch.tensor([0, num_tokens // 3, num_tokens], dtype=torch.int32, device=device)
+    slots = torch.tensor([2, 0], dtype=torch.int32, device=device)
+    known = torch.tensor([True, False], device=device)
+    return x, dt, a.to(wide), b, c, d, z, dt_bias, state.to(wide), starts, slots, known, True
+
+
+# Sums over many tokens in another order, and an exponential of another make; results have
+# magnitude up to ten, whose own rounding is what counts in 16 bits.
+selective_scan.override_tolerance(torch.float32, atol=1e-4, rtol=1e-4)
+selective_scan.override_tolerance(torch.bfloat16, atol=2e-2, rtol=1.6e-2)
+selective_scan.override_tolerance(torch.float16, atol=4e-3, rtol=2e-3)

@@ -1,0 +1,162 @@
+"""One step of a selective state space, for many sequences at once: decoding.
+
+Source: Gu and Dao, arXiv:2312.00752; with heads, Dao and Gu, arXiv:2405.21060.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opweave.ir.ops.selective_scan import by_channel, check_groups, finish, time_step
+from opweave.ir.ops.state_slots import (
+    check_shape,
+    check_slots,
+    misfit,
+    read_states,
+    write_states,
+)
+from opweave.ir.registry import register_op
+
+
+@register_op(allow_inplace=True)
+def selective_state_update(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    x_state: Tensor,
+    slot_idx: Tensor,
+    dt_softplus: bool = True,
+    dt_min: float | None = None,
+    dt_max: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advance every sequence by one token: a step of ``selective_scan`` or ``ssd_chunk_scan``.
+
+    Without heads, *x* is ``(sequences, channels)`` and the other shapes are those of
+    ``selective_scan``. With heads, *x* is ``(sequences, heads, head_size)`` and they are those of
+    ``ssd_chunk_scan``; or ``dt``, ``d`` and ``dt_bias`` have a head's elements too, and ``a`` those
+    and the states, where they differ within a head.
+
+    Args:
+        x: ``(sequences, channels)`` or ``(sequences, heads, head_size)``, floating point.
+        dt: ``(sequences, channels)``, ``(sequences, heads)`` or the shape of ``x``.
+        a: ``(channels, N)``, ``(heads,)`` or ``(heads, head_size, N)``, negative.
+        b, c: ``(sequences, N)`` or ``(sequences, groups, N)``.
+        d, dt_bias: ``(channels,)``, ``(heads,)`` or ``(heads, head_size)``; or None.
+        z: the gate, the shape of ``x``, or None.
+        x_state: ``(slots, channels, N)`` or ``(slots, heads, head_size, N)``.
+        slot_idx: ``(sequences,)``, integer: where each state is, no two at one place; -1 for
+            padding, whose result is zeros.
+        dt_softplus: whether the time step goes through softplus.
+        dt_min, dt_max: limits of the time step; None: none.
+
+    Returns:
+        The result in the shape and dtype of ``x``, and the states after the tokens.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        IndexError: there is no such slot.
+    """
+    check_update(x, dt, a, b, c, d, z, dt_bias, x_state, slot_idx)
+    state = read_states(x_state, slot_idx)
+    y, h = scan_step(x, dt, a, b, c, d, z, dt_bias, state, dt_softplus, dt_min, dt_max)
+    y = torch.where(slot_idx.view(-1, *[1] * (x.ndim - 1)) >= 0, y, 0)
+    return y, write_states(x_state, slot_idx, h)
+
+
+def scan_step(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    dt_softplus: bool,
+    dt_min: float | None,
+    dt_max: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the results of one token for each sequence, and the sequences' new states."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    one = x.ndim - 1  # the dimensions of a token
+    bias = None if dt_bias is None else _filled(dt_bias, one)
+    step = time_step(_filled(dt, x.ndim), bias, dt_softplus, dt_min, dt_max, dtype)[..., None]
+    b, c = (by_channel(t.to(dtype), x.shape[1]) for t in (b, c))
+    if x.ndim == 3:
+        b, c = b[:, :, None], c[:, :, None]
+    gate = torch.exp(step * _filled(a.to(dtype), one + 1))
+    h = gate * state.to(dtype) + step * x.to(dtype)[..., None] * b
+    y = finish((h * c).sum(-1), x, None if d is None else _filled(d, one), z)
+    return y.to(x.dtype), h
+
+
+def check_update(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    x_state: Tensor,
+    slot_idx: Tensor,
+) -> None:
+    """Raise ValueError unless the arguments of ``selective_state_update`` fit together."""
+    op = "selective_state_update"
+    if x.ndim not in (2, 3):
+        raise misfit(op, "x", x, "(sequences, channels) or (sequences, heads, head_size)")
+    check_shape(op, "x_state", x_state, -1, *x.shape[1:], -1)
+    check_shape(op, "a", a, *x_state.shape[1 : 2 if a.ndim == 1 and x.ndim == 3 else None])
+    check_shape(op, "dt", dt, *x.shape[: 2 if dt.ndim == 2 else None])
+    if z is not None:
+        check_shape(op, "z", z, *x.shape)
+    for name, vector in (("d", d), ("dt_bias", dt_bias)):
+        if vector is not None:
+            check_shape(op, name, vector, *x.shape[1 : 2 if vector.ndim == 1 else None])
+    check_groups(op, x, b, c, x_state.shape[-1])
+    check_slots(op, slot_idx, x.shape[0])
+
+
+def _filled(t: Tensor, ndim: int) -> Tensor:
+    """Return *t* with dimensions of size 1 at the end, up to *ndim* of them."""
+    return t.view(*t.shape, *[1] * (ndim - t.ndim))
+
+
+@selective_state_update.register_input_generator
+def _inputs(
+    num_tokens: int = 8,
+    num_heads: int = 4,
+    head_size: int = 6,
+    state_size: int = 5,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    bool, float | None, float | None,
+]:  # fmt: skip
+    """One token for each of as many sequences, the first of which is padding if they are some."""
+    x, z = torch.randn(2, num_tokens, num_heads, head_size, device=device).to(dtype)
+    dt = torch.randn(num_tokens, num_heads, device=device).to(dtype)
+    b, c = torch.randn(2, num_tokens, 1, state_size, device=device).to(dtype)
+    d, dt_bias = torch.randn(2, num_heads, device=device).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    a = (-torch.rand(num_heads, device=device) - 0.1).to(wide)
+    state = torch.randn(num_tokens + 4, num_heads, head_size, state_size, device=device).to(wide)
+    slots = torch.randperm(num_tokens + 4, device=device)[:num_tokens].to(torch.int32)
+    slots[: num_tokens // 4] = -1
+    return x, dt, a, b, c, d, z, dt_bias, state, slots, True, None, None
+
+
+# A sum over the states in another order; results have magnitude up to ten, whose own rounding is
+# what counts in 16 bits.
+selective_state_update.override_tolerance(torch.float32, atol=2e-5, rtol=1e-5)
+selective_state_update.override_tolerance(torch.bfloat16, atol=2e-2, rtol=1.6e-2)
+selective_state_update.override_tolerance(torch.float16, atol=4e-3, rtol=2e-3)

@@ -1,0 +1,234 @@
+"""The scan of Mamba-2, a selective state space with one rate of decay for each head, by chunks.
+
+Within a chunk the scan is a product of matrices; between chunks it is a recurrence of their states.
+
+Source: Dao and Gu, "Transformers are SSMs", arXiv:2405.21060, section 6.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opweave.ir.ops.attention import _locate
+from opweave.ir.ops.recurrence import linear_recurrence
+from opweave.ir.ops.selective_scan import check_groups, finish, time_step
+from opweave.ir.ops.state_slots import (
+    check_sequences,
+    check_shape,
+    initial_states,
+    is_computed,
+    write_states,
+)
+from opweave.ir.registry import register_op
+
+
+@register_op(allow_inplace=True)
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    x_state: Tensor,
+    query_start_loc: Tensor,
+    slot_idx: Tensor,
+    has_initial_state: Tensor,
+    chunk_size: int = 256,
+    dt_softplus: bool = True,
+    dt_min: float | None = None,
+    dt_max: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Scan packed sequences of heads: ``h = exp(dt a) h + dt x bᵀ``, ``y = h c + d x``.
+
+    ``dt`` is ``softplus(dt + dt_bias)`` with *dt_softplus*, within its limits; with *z*, the result
+    is ``y silu(z)``. A sequence begins with the state in its slot if it *has_initial_state*, else
+    with zeros. Everything is in float32 (float64 stays), rounded once. Tokens after the last
+    sequence, and those of a sequence with slot -1, give zeros. Two sequences must not have one
+    slot. The chunk size changes nothing but the order of sums.
+
+    Args:
+        x: ``(tokens, heads, head_size)``, floating point.
+        dt: ``(tokens, heads)``: the time step of each head.
+        a: ``(heads,)``, negative.
+        b, c: ``(tokens, groups, N)``, where each group serves as many consecutive heads; or
+            ``(tokens, N)`` for all of them.
+        d: ``(heads,)`` or None.
+        z: the gate, the shape of ``x``, or None.
+        dt_bias: ``(heads,)`` or None.
+        x_state: ``(slots, heads, head_size, N)``, any floating dtype; float32 is best.
+        query_start_loc: ``(sequences + 1,)``, integer, non-decreasing, from 0.
+        slot_idx: ``(sequences,)``, integer: where each state is; -1 for padding.
+        has_initial_state: ``(sequences,)``, bool.
+        chunk_size: so many tokens of a sequence are computed together.
+        dt_softplus: whether the time step goes through softplus.
+        dt_min, dt_max: limits of the time step; None: none.
+
+    Returns:
+        The result in the shape and dtype of ``x``, and the states after the sequences' tokens.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or *chunk_size* is not positive.
+        IndexError: there is no such slot.
+    """
+    check_ssd(x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
+    check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    sequence, position = _locate(x.shape[0], query_start_loc)
+    known = initial_states(x_state, slot_idx, has_initial_state).to(dtype)
+    step = time_step(dt, dt_bias, dt_softplus, dt_min, dt_max, dtype)
+    chunks = _Chunks(query_start_loc, x.shape[0], chunk_size)
+    place = chunks.first[sequence] * chunk_size + position
+    parts = (step * a.to(dtype), x.to(dtype) * step[..., None], grouped(b), grouped(c))
+    decay, inputs, keys, queries = (chunks.pack(t.to(dtype), place) for t in parts)
+    y, ends, total = scan_chunks(decay, inputs, keys, queries)
+    # What enters a chunk is what left the one before it, or what its sequence begins with.
+    first, some = chunks.first[:-1].long(), (query_start_loc.diff() > 0)[:, None, None, None]
+    begins = torch.zeros_like(total[:, 0], dtype=torch.bool).index_fill(0, first, True)
+    gate = _after(torch.exp(total)).masked_fill(begins[:, None], 0)[..., None, None]
+    value = torch.where(begins[:, None, None, None], 0, _after(ends))
+    # An empty sequence has the place of the next one's first chunk, to which it adds nothing.
+    value = value.index_add(0, first, torch.where(some, known, 0))
+    enter = linear_recurrence(gate, value)
+    y = y + read_out(enter, queries, decay)
+    ended = torch.exp(total)[..., None, None] * enter + ends
+    last = torch.where(some, ended[(chunks.first[1:] - 1).clamp(min=0).long()], known)
+    y = finish(y.flatten(0, 1)[place], x, None if d is None else d[:, None], z)
+    y = torch.where(is_computed(sequence, slot_idx)[:, None, None], y, 0)
+    return y.to(x.dtype), write_states(x_state, slot_idx, last)
+
+
+class _Chunks:
+    """Where each sequence's chunks are, if a chunk never holds two sequences.
+
+    As many as there may be at most: how many there are is not known to a compiler. The last one is
+    for tokens after the last sequence, and for the first chunk of empty sequences at the end.
+    """
+
+    def __init__(self, query_start_loc: Tensor, tokens: int, size: int) -> None:
+        counts = (query_start_loc.diff() + size - 1) // size
+        before = torch.cat((query_start_loc.new_zeros(1), counts.cumsum(0)))
+        self.first = before  # the first chunk of each sequence, and the number of all chunks
+        self.size = size
+        # Tokens after the last sequence may need chunks like any other.
+        self.number = tokens // size + query_start_loc.shape[0] + 1
+
+    def pack(self, t: Tensor, place: Tensor) -> Tensor:
+        """Return ``(chunks, size, ...)`` with the tokens at their places, and zeros."""
+        room = t.new_zeros(self.number * self.size, *t.shape[1:])
+        return torch.unflatten(room.index_copy(0, place, t), 0, (self.number, self.size))
+
+
+def scan_chunks(
+    decay: Tensor, inputs: Tensor, keys: Tensor, queries: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scan each chunk alone, from zeros.
+
+    Args:
+        decay: ``dt a``, ``(chunks, size, heads)``.
+        inputs: ``dt x``, ``(chunks, size, heads, head_size)``.
+        keys, queries: ``b`` and ``c``, ``(chunks, size, groups, N)``.
+
+    Returns:
+        The results, like *inputs*; the states at the end, ``(chunks, heads, head_size, N)``; and
+        the logarithm of how much of a state passes through, ``(chunks, heads)``.
+    """
+    size, heads = decay.shape[1:]
+    share = heads // keys.shape[2]
+    passed = decay.cumsum(1).transpose(1, 2)  # (chunks, heads, size)
+    later = torch.ones(size, size, dtype=torch.bool, device=decay.device).triu(1)
+    # Masked before the exponential: what is above the diagonal could overflow.
+    kept = (passed[..., :, None] - passed[..., None, :]).masked_fill(later, float("-inf")).exp()
+    scores = queries.transpose(1, 2) @ keys.permute(0, 2, 3, 1)  # (chunks, groups, size, size)
+    weights = kept * scores.repeat_interleave(share, dim=1)
+    values = inputs.transpose(1, 2)  # (chunks, heads, size, head_size)
+    y = (weights @ values).transpose(1, 2)
+    total = passed[..., -1]
+    left = torch.exp(total[..., None] - passed)[..., None] * values
+    keys_of_heads = keys.transpose(1, 2).repeat_interleave(share, dim=1)
+    return y, left.transpose(-1, -2) @ keys_of_heads, total
+
+
+def read_out(enter: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
+    """Return what the states that *enter* chunks add to their results."""
+    share = enter.shape[1] // queries.shape[2]
+    queries_of_heads = queries.transpose(1, 2).repeat_interleave(share, dim=1)
+    read = (queries_of_heads @ enter.transpose(-1, -2)).transpose(1, 2)
+    return read * torch.exp(decay.cumsum(1))[..., None]
+
+
+def grouped(t: Tensor) -> Tensor:
+    """Return ``(tokens, groups, N)``; without groups, there is one."""
+    return t[:, None] if t.ndim == 2 else t
+
+
+def _after(t: Tensor) -> Tensor:
+    """Return for each chunk what *t* says of the one before it; zeros for the first."""
+    return torch.cat((torch.zeros_like(t[:1]), t[:-1]))
+
+
+def check_ssd(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    x_state: Tensor,
+    chunk_size: int,
+) -> None:
+    """Raise ValueError unless the arguments of ``ssd_chunk_scan`` fit together."""
+    op = "ssd_chunk_scan"
+    check_shape(op, "x", x, -1, -1, -1)
+    check_shape(op, "dt", dt, *x.shape[:2])
+    check_shape(op, "x_state", x_state, -1, *x.shape[1:], -1)
+    for name, vector in (("a", a), ("d", d), ("dt_bias", dt_bias)):
+        if vector is not None:
+            check_shape(op, name, vector, x.shape[1])
+    if z is not None:
+        check_shape(op, "z", z, *x.shape)
+    check_groups(op, x, b, c, x_state.shape[-1])
+    if chunk_size < 1:
+        raise ValueError(f"{op}: chunk_size={chunk_size} is not positive.")
+
+
+@ssd_chunk_scan.register_input_generator
+def _inputs(
+    num_tokens: int = 8,
+    num_heads: int = 4,
+    head_size: int = 6,
+    state_size: int = 5,
+    num_groups: int = 1,
+    chunk_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    int, bool, float | None, float | None,
+]:  # fmt: skip
+    """A sequence that continues and one that begins."""
+    x, z = torch.randn(2, num_tokens, num_heads, head_size, device=device).to(dtype)
+    dt = torch.randn(num_tokens, num_heads, device=device).to(dtype)
+    b, c = torch.randn(2, num_tokens, num_groups, state_size, device=device).to(dtype)
+    d, dt_bias = torch.randn(2, num_heads, device=device).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    a = (-torch.rand(num_heads, device=device) - 0.1).to(wide)
+    state = torch.randn(4, num_heads, head_size, state_size, device=device).to(wide)
+    starts = torch.tensor([0, num_tokens // 3, num_tokens], dtype=torch.int32, device=device)
+    slots = torch.tensor([2, 0], dtype=torch.int32, device=device)
+    known = torch.tensor([True, False], device=device)
+    return (
+        x, dt, a, b, c, d, z, dt_bias, state, starts, slots, known, chunk_size, True, None, None
+    )  # fmt: skip
+
+
+# Sums over many tokens in another order, and exponentials of another make; results have magnitude
+# up to ten, whose own rounding is what counts in 16 bits.
+ssd_chunk_scan.override_tolerance(torch.float32, atol=1e-4, rtol=1e-4)
+ssd_chunk_scan.override_tolerance(torch.bfloat16, atol=2e-2, rtol=1.6e-2)
+ssd_chunk_scan.override_tolerance(torch.float16, atol=4e-3, rtol=2e-3)

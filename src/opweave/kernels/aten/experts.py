@@ -1,0 +1,56 @@
+"""A mixture of experts with two matrix products for each expert that has tokens.
+
+How many tokens an expert has is read on the host, so this cannot be traced: compiled code calls it
+as it is. Not marked differentiable for the same reason: gradients go through native.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opweave.ir import ops
+from opweave.ir.ops.expert_activation import bound_activation
+from opweave.ir.ops.fused_experts import Routed, check_experts, combine, route
+
+
+@ops.fused_experts.register_impl("aten")
+def fused_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    alpha: float | None = None,
+    beta: float | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    act = bound_activation(activation, alpha, beta, limit)
+    if activation == "silu":
+        act = ops.silu_and_mul  # the same, for which there may be a kernel
+    check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
+    routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
+    outputs = x.new_zeros(topk_ids.numel(), x.shape[1])
+    for expert, slots, tokens in _groups(routed, len(w13)):
+        bias = None if w13_bias is None else w13_bias[expert]
+        hidden = act(ops.linear(routed.x[tokens], w13[expert], bias))
+        bias = None if w2_bias is None else w2_bias[expert]
+        outputs[slots] = ops.linear(hidden, w2[expert], bias)
+    return combine(torch.unflatten(outputs, 0, tuple(topk_ids.shape)), routed)
+
+
+def _groups(routed: Routed, num_experts: int) -> list[tuple[int, Tensor, Tensor]]:
+    """Return the experts that have tokens: each with its places in ``(T * K,)``, and the tokens."""
+    expert_of = torch.where(routed.valid, routed.experts, num_experts).flatten()
+    counts = expert_of.bincount(minlength=num_experts + 1).tolist()
+    slots = expert_of.argsort(stable=True)
+    tokens = slots // max(routed.valid.shape[1], 1)
+    split = torch.split_with_sizes
+    parts = zip(split(slots, counts), split(tokens, counts), strict=True)
+    found = zip(range(num_experts), counts, parts, strict=False)  # the last has no expert
+    return [(expert, *part) for expert, count, part in found if count]

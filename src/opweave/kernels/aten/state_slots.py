@@ -1,0 +1,34 @@
+"""Which tokens and slots are whose, read on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+
+def own_slots(count: int, slot_idx: Tensor) -> list[int]:
+    """Return the slot of each sequence, -1 for padding (IndexError: there is no such slot)."""
+    slots: list[int] = slot_idx.tolist()
+    for slot in slots:
+        if not -1 <= slot < count:
+            raise IndexError(f"slot {slot} is none of {count} slots, and not -1.")
+    return slots
+
+
+def sequences(
+    query_start_loc: Tensor, slots: list[int], has_initial_state: Tensor
+) -> Iterator[tuple[slice, int, bool]]:
+    """Yield the tokens of each sequence that is no padding, its slot, and if it has a state."""
+    starts, known = query_start_loc.tolist(), has_initial_state.tolist()
+    for i, slot in enumerate(slots):
+        if slot >= 0:
+            yield slice(starts[i], starts[i + 1]), slot, known[i]
+
+
+def padded_slots(count: int, slot_idx: Tensor) -> tuple[Tensor | slice, Tensor]:
+    """Return which rows are no padding, and their slots."""
+    if min(own_slots(count, slot_idx), default=0) >= 0:
+        return slice(None), slot_idx.long()
+    rows = (slot_idx >= 0).nonzero()[:, 0]
+    return rows, slot_idx[rows].long()

@@ -1,0 +1,100 @@
+"""A mixture of experts, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from opweave.ir import IrOp, ops
+from opweave.ir.ops.fused_experts import check_experts
+from opweave.ir.traits import BATCH_INVARIANT
+from opweave.kernels.row_by_row.opaque import opaque
+
+_TRAITS = {BATCH_INVARIANT}
+
+
+@ops.fused_experts.register_impl("row_by_row", traits=_TRAITS)
+@opaque(ops.fused_experts)
+def fused_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    alpha: float | None = None,
+    beta: float | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
+    # Only the experts of the token: native would send it through all of them.
+    one = ops.fused_experts.impls["aten"].impl_fn
+    rest = (activation, expert_map, w13_bias, w2_bias, apply_router_weight_on_input)
+
+    def row(x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor]:
+        return (one(x, w13, w2, weights, ids, *rest, alpha, beta, limit),)
+
+    return _joined(row, x, topk_weights, topk_ids)[0]
+
+
+@ops.moe_sum.register_impl("row_by_row", traits=_TRAITS)
+@opaque(ops.moe_sum)
+def moe_sum(x: Tensor) -> Tensor:
+    return _joined(lambda row: (ops.moe_sum.native(row),), x)[0]
+
+
+def _topk(op_name: str) -> None:
+    op: IrOp = getattr(ops, op_name)
+
+    @op.register_impl("row_by_row", traits=_TRAITS)
+    @opaque(op)
+    def topk(
+        gating_output: Tensor,
+        topk: int,
+        renormalize: bool = False,
+        bias: Tensor | None = None,
+        routed_scaling_factor: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        rest = (topk, renormalize, bias, routed_scaling_factor)
+        weights, ids = _joined(lambda row: op.native(row, *rest), gating_output)
+        return weights, ids
+
+
+for _name in ("topk_softmax", "topk_sigmoid", "topk_sqrtsoftplus"):
+    _topk(_name)
+
+
+@ops.grouped_topk.register_impl("row_by_row", traits=_TRAITS)
+@opaque(ops.grouped_topk)
+def grouped_topk(
+    gating_output: Tensor,
+    topk: int,
+    num_expert_group: int,
+    topk_group: int,
+    renormalize: bool = False,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    groups = (num_expert_group, topk_group)
+    rest = (renormalize, scoring_func, routed_scaling_factor, e_score_correction_bias)
+    weights, ids = _joined(
+        lambda row: ops.grouped_topk.native(row, topk, *groups, *rest), gating_output
+    )
+    return weights, ids
+
+
+def _joined(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Call *function* with each row of *tensors*, and put its results one after the other."""
+    if tensors[0].ndim == 0 or tensors[0].shape[0] < 2:
+        return function(*tensors)  # nothing else in the batch; or wrong, which it says itself
+    # Copies, so that memory alignment is the same whatever the position in the batch.
+    rows = zip(*tensors, strict=True)
+    results = [function(*(part.clone()[None] for part in row)) for row in rows]
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))

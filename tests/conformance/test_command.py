@@ -1,0 +1,151 @@
+"""``opweave verify`` and the pytest plugin, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from opweave.cli import main
+
+from .zoo import ZOO
+
+ROOT = Path(__file__).parents[2]
+QUICK = ("--check", "values", "--check", "mutation")
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def in_this_process(*arguments: str | Path) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            main(["verify", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return in_this_process
+
+
+def test_a_table_and_a_certificate(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "certificate.json"
+    code, out, err = run("--op", "silu-and-mul", *QUICK, "--certificate", file)
+    assert code == 0
+    assert "silu_and_mul" in out
+    assert "row_by_row" in out
+    assert out.strip().endswith(" passed")
+    assert err == f"wrote {file}\n"
+    issued = json.loads(file.read_text(encoding="utf-8"))
+    assert {result["op"] for result in issued["results"]} == {"silu_and_mul"}
+
+
+def test_json_is_the_certificate(run: Run) -> None:
+    code, out, _ = run("--op", "relu2", "--provider", "native", *QUICK, "--json", "--seed", "5")
+    issued = json.loads(out)
+    assert (code, issued["seed"]) == (0, 5)
+    assert [result["status"] for result in issued["results"]] == ["passed"]
+
+
+def test_a_wrong_implementation_is_red(run: Run) -> None:
+    broken = next(specimen for specimen in ZOO if specimen.name == "mutates_its_input")
+    with broken.registered():
+        code, out, _ = run("--op", "silu_and_mul", "--provider", "broken", *QUICK)
+    assert code == 1
+    assert "✗ silu_and_mul:broken mutation: wrote into x" in out
+    assert "1 failed" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--op", "rms_nrom"), "Did you mean 'rms_norm'"),
+        (("--provider", "nobody"), "no implementation from 'nobody'"),
+        (("--check", "value"), "Did you mean 'values'"),
+        (("--platform", "gpu"), "unknown platform 'gpu'"),
+        (("--import", "no_such_module"), "--import 'no_such_module' failed"),
+        (("--certificate", "no/such/folder/file.json"), "no directory"),
+        (("--json", "--certificate", "-"), "standard output"),
+        (("--seed", "many"), "seed"),
+    ],
+)
+def test_bad_input_ends_in_one_line(run: Run, arguments: tuple[str, ...], named: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("opweave: ")
+    assert err.count("\n") == 1
+    assert named in err
+
+
+KERNELS = """
+import torch
+from opweave import ir
+
+@ir.ops.silu_and_mul.register_impl("mine")
+def silu_and_mul(x):
+    d = x.shape[-1] // 2
+    return torch.nn.functional.silu(x[..., :d]) * x[..., d:]
+
+@ir.ops.mul_and_silu.register_impl("mine")
+def mul_and_silu(x):
+    return silu_and_mul(x)
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A folder with a package of kernels, and pytest's entry point as pyproject.toml says it."""
+    (tmp_path / "mine.py").write_text(KERNELS, encoding="utf-8")
+    (tmp_path / "test_own.py").write_text("def test_own(): pass", encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    entries = project["project"]["entry-points"]["pytest11"]
+    for module in entries.values():
+        shutil.copytree(ROOT / "src" / module, tmp_path / module)
+    info = tmp_path / "stand_in-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stand-in\nVersion: 1\n")
+    lines = [f"{name} = {module}" for name, module in entries.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[pytest11]", *lines]))
+    return tmp_path
+
+
+def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_another_package_has_it_in_pytest(package: Path) -> None:
+    arguments = ("--pyargs", "opweave.conformance", "--provider", "mine", "--check", "values")
+    done = pytest_in(package, *arguments)
+    assert done.returncode == 1
+    assert "1 failed, 1 passed" in done.stdout
+    assert "FAILED test_conformance.py::test_conformance[mul_and_silu:mine-values]" in done.stdout
+    assert "mul_and_silu:mine fails" in done.stdout
+
+
+def test_bad_options_of_the_plugin(package: Path) -> None:
+    done = pytest_in(package, "--pyargs", "opweave.conformance", "--provider", "nobody")
+    assert done.returncode != 0
+    assert "no implementation from 'nobody'" in done.stdout
+
+
+def test_nobody_else_has_the_options(package: Path) -> None:
+    """Nor torch: the entry point imports nothing of opweave."""
+    code = "import sys; assert not {'torch', 'opweave'} & set(sys.modules), sorted(sys.modules)"
+    (package / "test_own.py").write_text(f"def test_own():\n    {code}\n", encoding="utf-8")
+    assert pytest_in(package, "test_own.py").returncode == 0
+    assert "unrecognized arguments" in pytest_in(package, "--provider", "mine").stderr

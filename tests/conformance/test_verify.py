@@ -1,0 +1,147 @@
+"""Verifying the implementations that come with opweave, and what the kit says of others."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opweave import ir
+from opweave.conformance import (
+    CHECKS,
+    NonconformingError,
+    NothingToVerifyError,
+    Subject,
+    UnknownCheckError,
+    UnknownPlatformError,
+    certificate,
+    subjects,
+    summary,
+    verify,
+)
+from opweave.conformance.checks import COMPILING
+from opweave.ir.errors import UnknownOpError
+from opweave.ir.testing import restored
+
+from .zoo import ZOO
+
+ALL = subjects()
+# A family with a kernel of each provider; all of them are a slow test.
+SOME = subjects(["rms_norm", "fused_add_rms_norm", "dynamic_per_token_quant_fp8"])
+QUICK = [name for name in CHECKS if name not in COMPILING]
+
+
+@pytest.mark.parametrize("subject", SOME, ids=str)
+def test_some_implementations_are_right(subject: Subject) -> None:
+    result = verify(subject, QUICK)
+    result.raise_if_failed()
+    assert result.status == "passed"
+    assert result.passed > 50
+
+
+@pytest.mark.parametrize("subject", subjects(["rms_norm"], ["row_by_row", "opweave_c"]), ids=str)
+def test_compiled_calls_are_right(subject: Subject) -> None:
+    result = verify(subject, COMPILING)
+    result.raise_if_failed()
+    assert all(outcome.status == "passed" for outcome in result.outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", ALL, ids=str)
+def test_every_registered_implementation_is_right(subject: Subject) -> None:
+    result = verify(subject)
+    result.raise_if_failed()
+    assert result.status == "passed" or not subject.impl.supported, result.obstacle
+
+
+def test_a_finding_names_the_case_and_can_be_had_again() -> None:
+    broken = next(specimen for specimen in ZOO if specimen.name == "wrong_last_column")
+    with broken.registered() as subject:
+        first, second, other = (verify(subject, ["values"], seed=s) for s in (3, 3, 4))
+        with pytest.raises(NonconformingError, match=r"silu_and_mul:broken fails:\nvalues: output"):
+            first.raise_if_failed()
+    problems = first.outcomes[0].problems
+    assert problems == second.outcomes[0].problems != other.outcomes[0].problems
+    assert "silu_and_mul(float32[1, 128]) [num_tokens=1, dtype=float32]" in problems[0]
+
+
+def test_verifying_leaves_no_trace() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    verify(SOME[0], ["values", "determinism", "extremes"])
+    assert torch.equal(torch.rand(3), expected)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_what_cannot_run_here_is_not_called_right() -> None:
+    op = ir.ops.silu_and_mul
+    with restored(op):
+        op.register_impl("absent", supported=False, unsupported_reason="no such device")(op.native)
+        op.register_impl("elsewhere", supports_args=ir.rules.cuda("x"))(op.native)
+        absent, elsewhere = (verify(Subject(op, name)) for name in ("absent", "elsewhere"))
+    assert absent.status == elsewhere.status == "unverified"
+    assert absent.obstacle == "no such device"
+    assert elsewhere.obstacle == "it accepts none of the op's usual arguments on cpu"
+    assert summary([absent, elsewhere]) == {"passed": 0, "failed": 0, "unverified": 2}
+
+
+def test_a_claim_that_nothing_can_show_is_no_pass(registry: ir.Registry) -> None:
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    op = ir.register_op(native_traits={"batch_invariant"})(doubled)
+    op.register_input_generator(lambda width=4: (torch.randn(3, width),))
+    result = verify(Subject(op, "native"), ["batch_invariance"])
+    assert result.status == "failed"
+    assert "needs num_tokens" in result.outcomes[0].problems[0]
+
+
+def test_an_op_without_inputs_is_unverified(registry: ir.Registry) -> None:
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    result = verify(Subject(ir.register_op(doubled), "native"))
+    assert (result.status, result.obstacle) == ("unverified", "the op has no input generator")
+
+
+def test_subjects() -> None:
+    assert {str(s) for s in subjects(["silu-and-mul"])} >= {"silu_and_mul:native"}
+    assert {s.provider for s in subjects(providers=["aten"])} == {"aten"}
+    assert len(ALL) == sum(len(op.impls) for op in ir.current_registry().ops.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        ({"ops": ["silu_and_mull"]}, UnknownOpError, "silu_and_mul"),
+        ({"providers": ["opweave-c"]}, NothingToVerifyError, "Did you mean 'opweave_c'"),
+        ({"ops": ["embedding"], "providers": ["aten"]}, NothingToVerifyError, "for embedding"),
+        ({"platform": "cpuu"}, UnknownPlatformError, "Did you mean 'cpu'"),
+    ],
+)
+def test_what_does_not_exist(arguments: dict[str, Any], error: type, named: str) -> None:
+    with pytest.raises(error, match=named):
+        subjects(**arguments)
+
+
+def test_an_unknown_check() -> None:
+    with pytest.raises(UnknownCheckError, match="Did you mean 'values'"):
+        verify(SOME[0], ["value"])
+
+
+def test_a_certificate_says_what_was_verified() -> None:
+    results = [verify(subject, ["values", "mutation"]) for subject in SOME[:2]]
+    issued = json.loads(json.dumps(certificate(results, seed=0)))
+    assert issued["summary"] == {"passed": 2, "failed": 0, "unverified": 0}
+    assert issued["versions"]["torch"] == torch.__version__
+    native, other = issued["results"]
+    assert (native["op"], native["provider"]) == ("rms_norm", "native")
+    assert native["source"] == other["definition"] != other["source"]
+    [values] = [check for check in other["checks"] if check["check"] == "values"]
+    assert values["cases"] > 50
+    assert values["problems"] == []
+    assert all(check["promise"] for check in other["checks"])
