@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from opweave.ir.errors import SettingError, did_you_mean
 
+COMPILATION_PREFIX = "OPWEAVE_COMPILATION_CONFIG__"
 PRIORITY_PREFIX = "OPWEAVE_IR_OP_PRIORITY__"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -54,6 +55,13 @@ VARIABLES = (
         "0",
         "After `maybe_inplace`, overwrite donated inputs that were not reused with NaN, so that "
         "reading them shows.",
+    ),
+    Variable(
+        COMPILATION_PREFIX + "<KEY>",
+        "string",
+        "",
+        "A key of `CompilationConfig`: `BACKEND`, `MODE` or `CUSTOM_OPS`. "
+        "`OPWEAVE_COMPILATION_CONFIG__CUSTOM_OPS=none,+rms_norm`.",
     ),
     Variable(
         "OPWEAVE_CONFIG",
@@ -106,11 +114,12 @@ def logging_level(environ: Mapping[str, str] = os.environ) -> str | None:
 
 def priorities(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the priority lists by op, as written."""
-    return {
-        name.removeprefix(PRIORITY_PREFIX).lower(): value
-        for name, value in environ.items()
-        if name.startswith(PRIORITY_PREFIX)
-    }
+    return _below(PRIORITY_PREFIX, environ)
+
+
+def compilation_config(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what is said of the compilation config, as written; empty counts as unset."""
+    return {key: value for key, value in _below(COMPILATION_PREFIX, environ).items() if value}
 
 
 def in_use(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -123,5 +132,15 @@ def unknown_names(environ: Mapping[str, str] = os.environ) -> list[str]:
     return sorted(n for n in environ if n.startswith("OPWEAVE_") and not _is_known(n))
 
 
+def _below(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name.removeprefix(prefix).lower(): value
+        for name, value in environ.items()
+        if name.startswith(prefix)
+    }
+
+
 def _is_known(name: str) -> bool:
-    return name.startswith(PRIORITY_PREFIX) or name in {v.name for v in VARIABLES}
+    return name.startswith((COMPILATION_PREFIX, PRIORITY_PREFIX)) or name in {
+        v.name for v in VARIABLES
+    }

@@ -7,6 +7,9 @@
     [ir_op_priority]
     rms_norm = ["triton", "opweave_c"]
 
+    [compilation_config]
+    custom_ops = ["none", "+rms_norm"]
+
 The nearest file counts, from the working directory upwards; an ``opweave.toml`` beats a
 ``pyproject.toml`` beside it.
 """
@@ -21,7 +24,8 @@ from typing import Any
 
 from opweave.ir.errors import SettingError, did_you_mean
 
-_KEYS = ("batch_invariant", "check_donation", "ir_op_priority")
+_TABLES = ("compilation_config", "ir_op_priority")
+_KEYS = ("batch_invariant", "check_donation", *_TABLES)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class FileSettings:
     batch_invariant: bool = False
     check_donation: bool = False
     ir_op_priority: dict[str, list[str] | str] = field(default_factory=dict)
+    compilation_config: dict[str, object] = field(default_factory=dict)
 
 
 def find(start: Path | None = None) -> FileSettings:
@@ -84,7 +89,7 @@ def _settings(table: Any, path: Path) -> FileSettings:
     for key, value in table.items():
         if key not in _KEYS:
             raise SettingError(f"{path}: unknown key {key!r}. {did_you_mean(key, _KEYS)}")
-        wanted = dict if key == "ir_op_priority" else bool
+        wanted = dict if key in _TABLES else bool
         if not isinstance(value, wanted):
             raise SettingError(
                 f"{path}: {key} = {value!r} should be a {'table' if wanted is dict else 'bool'}."

@@ -1,6 +1,7 @@
 """The engine: loads a checkpoint and answers prompts."""
 
 from opweave.engine.checkpoint import Checkpoint
+from opweave.engine.checkpoint_model import load_checkpoint
 from opweave.engine.errors import (
     CheckpointError,
     EngineError,
@@ -34,5 +35,6 @@ __all__ = [
     "SamplingParamsError",
     "Tokenizer",
     "TokenizerError",
+    "load_checkpoint",
     "load_model",
 ]

@@ -10,8 +10,9 @@ from typing import TypeVar
 
 import torch
 
-from opweave.config import EngineConfig
+from opweave.config import EngineConfig, compilation_config
 from opweave.engine.checkpoint import Checkpoint
+from opweave.engine.compilation import check_backend
 from opweave.engine.completion import Completion
 from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.loader import Progress, check_dtype, load_model
@@ -23,6 +24,7 @@ from opweave.engine.sampler import SamplingRequest, sample
 from opweave.engine.sampling_params import SamplingParams
 from opweave.engine.sequence import Sequence
 from opweave.engine.tokenizer import IncrementalDecoder, Tokenizer
+from opweave.layers.unused import warn_of_unused_ops
 
 T = TypeVar("T")
 
@@ -39,7 +41,7 @@ class LLM:
             or the ``torch.dtype`` of that name.
         seed: seeds the sampling of requests that bring no seed of their own.
         ir_op_priority: which kernels to prefer, by op; holds for this object's forwards only.
-        config: the same settings, and more, in one object.
+        config: the same settings, and more, in one object; how to compile is one of them.
         progress: called while loading, with the number of tensors loaded so far and in total.
 
     Raises:
@@ -69,8 +71,12 @@ class LLM:
         dtype = check_dtype(_once("dtype", check_dtype(dtype), given.dtype, default="auto"))
         seed = _check_seed(_once("seed", seed, given.seed, default=0))
         self._priorities = engine_priorities(ir_op_priority, given)
+        check_backend(given.compilation)
         self.tokenizer = Tokenizer(Checkpoint(model))
-        self._runner = ModelRunner(load_model(model, dtype=dtype, progress=progress))
+        with compilation_config(given.compilation) as compiling:
+            loaded = load_model(model, dtype=dtype, progress=progress)
+        warn_of_unused_ops(compiling)
+        self._runner = ModelRunner(loaded, compiling)
         self.config = self._runner.model.config
         self._prompts = PromptReader(
             self.tokenizer, self.config.vocab_size, self.config.max_position_embeddings

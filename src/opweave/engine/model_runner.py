@@ -8,6 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from opweave.config import CompilationConfig
+from opweave.engine.compilation import compiled_forward
 from opweave.engine.kv_cache import PackedCaches, SequenceCache
 from opweave.engine.sequence import Sequence
 from opweave.models import ForwardContext, LlamaForCausalLM, forward_context
@@ -18,8 +20,9 @@ _FIRST_ALLOCATION = 256  # generated tokens that a sequence's cache has room for
 class ModelRunner:
     """Computes the next token's scores; prefill and decode differ in the number of tokens only."""
 
-    def __init__(self, model: LlamaForCausalLM) -> None:
+    def __init__(self, model: LlamaForCausalLM, config: CompilationConfig) -> None:
         self.model = model
+        self._forward = compiled_forward(model, config)
 
     @torch.inference_mode()
     def forward(self, sequences: Batch[Sequence]) -> Tensor:
@@ -40,7 +43,8 @@ class ModelRunner:
         packed = PackedCaches(caches, counts)
         starts = self._starts(counts)
         with forward_context(ForwardContext(starts, self._starts(lengths), packed)):
-            hidden = self.model(self._ids([i for new in tokens for i in new]), self._ids(positions))
+            ids = self._ids([i for new in tokens for i in new])
+            hidden = self._forward(ids, self._ids(positions))
         packed.advance()
         return self.model.compute_logits(hidden[starts[1:] - 1])
 

@@ -13,10 +13,12 @@ class Platform:
     Attributes:
         name: a short name, such as ``"cpu"``.
         device_type: torch's name for its devices.
+        simple_compile_backend: the backend of ``torch.compile`` for a single operation.
     """
 
     name: str
     device_type: str
+    simple_compile_backend: str = "inductor"
 
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None

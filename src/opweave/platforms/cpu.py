@@ -47,6 +47,19 @@ _NATIVE_OPS = (
     "xielu",
 )
 
+# Ops whose first choice is a fused call of torch.
+_TORCHS_OPS = (
+    "bidirectional_attention",
+    "causal_attention",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "fused_experts",
+    "selective_scan",
+    "selective_state_update",
+    "ssd_chunk_scan",
+    "varlen_attention",
+)
+
 
 class CpuPlatform(Platform):
     """Host memory and processor."""
@@ -58,4 +71,5 @@ class CpuPlatform(Platform):
         self, config: EngineConfig | None = None
     ) -> Mapping[str, list[str]]:
         own = {op: ["opweave_c"] for op in _NATIVE_OPS}
-        return {**own, "causal_attention": ["aten"], "varlen_attention": ["aten"]}
+        torchs = {op: ["aten"] for op in _TORCHS_OPS}
+        return {**own, **torchs}

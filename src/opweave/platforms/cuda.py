@@ -20,6 +20,7 @@ class CudaPlatform(Platform):
         return {
             "rms_norm": ["aten"],
             "fused_add_rms_norm": ["aten"],
+            "bidirectional_attention": ["aten"],
             "causal_attention": ["aten"],
             "varlen_attention": ["aten"],
         }

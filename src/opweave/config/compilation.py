@@ -1,0 +1,125 @@
+"""How a model is compiled, and which of its ops stay the platform's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import IntEnum
+
+from opweave.config.custom_ops import CustomOps
+from opweave.ir.errors import SettingError, did_you_mean
+
+
+class CompilationMode(IntEnum):
+    """How much compiling is done."""
+
+    NONE = 0
+    """Nothing is compiled."""
+    STOCK_TORCH_COMPILE = 1
+    """``torch.compile`` as it comes."""
+    DYNAMO_TRACE_ONCE = 2
+    """``torch.compile``, of the whole model in one graph."""
+    OPWEAVE_COMPILE = 3
+    """One graph, with opweave's passes."""
+    VLLM_COMPILE = 3
+    """The name by which configurations written for vLLM know the last one."""
+
+
+@dataclass(frozen=True)
+class CompilationConfig:
+    """How to compile, and which ops of ``CustomOp`` run their platform's method.
+
+    Args:
+        backend: the backend of ``torch.compile``.
+        mode: a :class:`CompilationMode`, or its number or name.
+        custom_ops: ``all`` or ``none``, and ``+op`` and ``-op`` for those that differ; a list or
+            one string with commas. Unless it says ``all`` or ``none``, that is appended: ``none``
+            where Inductor compiles, since it can fuse what it sees, else ``all``.
+
+    Attributes:
+        enabled_custom_ops: how many instances of each op were built enabled under this config.
+        disabled_custom_ops: how many were built disabled.
+
+    Raises:
+        SettingError: (a ValueError) a value is malformed, or contradicts itself.
+
+    >>> CompilationConfig(mode=3, custom_ops="+rms_norm").custom_ops
+    ('+rms_norm', 'none')
+    """
+
+    backend: str = "inductor"
+    mode: CompilationMode | int | str = CompilationMode.NONE
+    custom_ops: str | Iterable[str] = ()
+    enabled_custom_ops: Counter[str] = field(
+        default_factory=Counter, init=False, compare=False, repr=False
+    )
+    disabled_custom_ops: Counter[str] = field(
+        default_factory=Counter, init=False, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.backend, str) or not self.backend:
+            raise SettingError(f"backend={self.backend!r} should name a backend of torch.compile.")
+        mode = _mode(self.mode)
+        default = "none" if self.backend == "inductor" and mode != CompilationMode.NONE else "all"
+        object.__setattr__(self, "mode", mode)
+        object.__setattr__(self, "custom_ops", CustomOps.parse(self.custom_ops, default=default))
+
+    @property
+    def compiles(self) -> bool:
+        """Whether anything is to be compiled: no in mode ``NONE``, and with backend ``eager``."""
+        return self.mode != CompilationMode.NONE and self.backend != "eager"
+
+    @property
+    def custom_ops_default_on(self) -> bool:
+        """Whether ops are enabled that ``custom_ops`` does not name."""
+        return self._ops.default_on
+
+    @property
+    def named_custom_ops(self) -> frozenset[str]:
+        """The ops that ``custom_ops`` names."""
+        return self._ops.named
+
+    def enables_custom_op(self, name: str | None) -> bool:
+        """Say whether the op of that registered name, if it has one, is enabled."""
+        return self._ops.enables(name)
+
+    def count_custom_op(self, name: str, *, enabled: bool) -> None:
+        """Count one op that was built under this config."""
+        (self.enabled_custom_ops if enabled else self.disabled_custom_ops)[name] += 1
+
+    def updated(self, values: Mapping[str, object], origin: str) -> CompilationConfig:
+        """Return this config with the *values* that a source gives; ``-`` and ``_`` are alike.
+
+        The counters of the new one start empty.
+
+        Raises:
+            SettingError: a key is unknown or a value malformed; the message names *origin*.
+        """
+        known = [each.name for each in fields(self) if each.init]
+        normalised = {str(key).replace("-", "_"): value for key, value in values.items()}
+        for key in normalised:
+            if key not in known:
+                raise SettingError(f"{origin}: unknown key {key!r}. {did_you_mean(key, known)}")
+        try:
+            return replace(self, **normalised)  # type: ignore[arg-type]
+        except SettingError as error:
+            raise SettingError(f"{origin}: {error}") from error
+
+    @property
+    def _ops(self) -> CustomOps:
+        assert isinstance(self.custom_ops, CustomOps)
+        return self.custom_ops
+
+
+def _mode(given: object) -> CompilationMode:
+    found = given
+    if isinstance(given, str):
+        text = given.strip()
+        name = text.upper().replace("-", "_")
+        found = CompilationMode.__members__.get(name, int(text) if text.isdecimal() else None)
+    if isinstance(found, int) and not isinstance(found, bool) and found in list(CompilationMode):
+        return CompilationMode(found)
+    possible = ", ".join(f"{mode.value} ({mode.name})" for mode in CompilationMode)
+    raise SettingError(f"mode={given!r} should be one of {possible}.")

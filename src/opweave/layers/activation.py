@@ -1,0 +1,185 @@
+"""Activations as layers. Each is the functional op of its name; XIELU has parameters of its own.
+
+``forward_native`` is that op's native implementation, which a compiler can fuse; the platforms'
+methods call the op, which runs the implementation that is selected for it.
+"""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+
+from torch import Tensor
+
+from opweave import ir
+from opweave.layers.custom_op import CustomOp
+from opweave.layers.errors import LayerArgumentError
+
+
+@CustomOp.register("silu_and_mul")
+class SiluAndMul(CustomOp):
+    """``silu(x1) * x2`` for the halves of the last dimension: ``ir.ops.silu_and_mul``.
+
+    ``(..., 2 * d)`` to ``(..., d)``, as all activations here whose names end in ``_and_mul``.
+    """
+
+    def __init__(self, *, compile_native: bool = True) -> None:
+        super().__init__(compile_native=compile_native)
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.silu_and_mul.native(x)
+        return activated
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.silu_and_mul(x)
+        return activated
+
+    forward_cpu = forward_xpu = forward_cuda
+
+
+@CustomOp.register("mul_and_silu")
+class MulAndSilu(CustomOp):
+    """``x1 * silu(x2)`` for the halves of the last dimension: ``ir.ops.mul_and_silu``."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.mul_and_silu.native(x)
+        return activated
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.mul_and_silu(x)
+        return activated
+
+    forward_cpu = forward_xpu = forward_cuda
+
+
+@CustomOp.register("gelu_and_mul")
+class GeluAndMul(CustomOp):
+    """``gelu(x1) * x2`` for the halves of the last dimension: ``ir.ops.gelu_and_mul``.
+
+    Args:
+        approximate: ``"none"`` for the exact function, ``"tanh"`` for its approximation.
+
+    Raises:
+        LayerArgumentError: *approximate* is something else.
+    """
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        self.approximate = _check_approximate(approximate)
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.gelu_and_mul.native(x, self.approximate)
+        return activated
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.gelu_and_mul(x, self.approximate)
+        return activated
+
+    forward_cpu = forward_xpu = forward_cuda
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+@CustomOp.register("gelu_and_mul_sparse")
+class GeluAndMulSparse(CustomOp):
+    """``gelu_and_mul`` of the largest elements of ``x1`` only: ``ir.ops.gelu_and_mul_sparse``.
+
+    Mean and standard deviation are those of what this rank has of a row.
+
+    Args:
+        activation_sparsity: the share of normally distributed elements that become zero; between 0
+            and 1.
+        approximate: as in :class:`GeluAndMul`.
+
+    Raises:
+        LayerArgumentError: *activation_sparsity* is not between 0 and 1, or *approximate* is not
+            known.
+    """
+
+    def __init__(self, activation_sparsity: float, approximate: str = "none") -> None:
+        super().__init__()
+        if activation_sparsity == 0.0:
+            raise LayerArgumentError(
+                "activation_sparsity=0.0: nothing would become zero; use GeluAndMul."
+            )
+        if not 0.0 < activation_sparsity < 1.0:
+            raise LayerArgumentError(
+                f"activation_sparsity={activation_sparsity} must be between 0 and 1."
+            )
+        self.activation_sparsity = activation_sparsity
+        self.approximate = _check_approximate(approximate)
+        self.std_multiplier = NormalDist().inv_cdf(activation_sparsity)
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.gelu_and_mul_sparse.native(
+            x, self.std_multiplier, self.approximate
+        )
+        return activated
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.gelu_and_mul_sparse(x, self.std_multiplier, self.approximate)
+        return activated
+
+    forward_cpu = forward_xpu = forward_cuda
+
+    def extra_repr(self) -> str:
+        return f"activation_sparsity={self.activation_sparsity}, approximate={self.approximate!r}"
+
+
+@CustomOp.register("swigluoai_and_mul")
+class SwigluOAIAndMul(CustomOp):
+    """gpt-oss's gate, of clamped pairs of neighbours: ``ir.ops.swigluoai_and_mul``.
+
+    Args:
+        alpha: the steepness of the sigmoid.
+        limit: what gates are clamped to from above, and the others from both sides.
+    """
+
+    def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
+        super().__init__()
+        self.alpha, self.limit = alpha, limit
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.swigluoai_and_mul.native(x, self.alpha, self.limit)
+        return activated
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.swigluoai_and_mul(x, self.alpha, self.limit)
+        return activated
+
+    forward_cpu = forward_xpu = forward_cuda
+
+    def extra_repr(self) -> str:
+        return f"alpha={self.alpha}, limit={self.limit}"
+
+
+@CustomOp.register("fatrelu_and_mul")
+class FatreluAndMul(CustomOp):
+    """``(x1 if x1 > threshold else 0) * x2``: ``ir.ops.fatrelu_and_mul``.
+
+    Args:
+        threshold: what is not above it becomes zero.
+    """
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.fatrelu_and_mul.native(x, self.threshold)
+        return activated
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.fatrelu_and_mul(x, self.threshold)
+        return activated
+
+    forward_cpu = forward_xpu = forward_cuda
+
+    def extra_repr(self) -> str:
+        return f"threshold={self.threshold}"
+
+
+def _check_approximate(approximate: str) -> str:
+    if approximate not in ("none", "tanh"):
+        raise LayerArgumentError(f"approximate={approximate!r} is neither 'none' nor 'tanh'.")
+    return approximate

@@ -1,0 +1,152 @@
+"""Operations as modules, with a method for each platform."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+from opweave import platforms
+from opweave.config import current_compilation_config
+from opweave.layers.compile_native import compiled_native
+from opweave.layers.dispatch import method_for
+from opweave.layers.registry import full_name
+from opweave.layers.replaceable import Replaceable
+
+T = TypeVar("T", bound=type[nn.Module])
+_log = logging.getLogger(__name__)
+
+
+class CustomOp(Replaceable):
+    """An operation that each platform may compute in its own way.
+
+    A subclass gives it ``forward_native``, in plain PyTorch, and any of ``forward_cpu``,
+    ``forward_cuda``, ``forward_hip``, ``forward_xpu``, ``forward_tpu`` and ``forward_oot`` (for
+    platforms that other packages bring). When an op is built, ``custom_ops`` of the current
+    :class:`opweave.config.CompilationConfig` decides: enabled, it runs its platform's method;
+    disabled, ``forward_native``, which a compiler can fuse. Later changes of the configuration do
+    not affect it.
+
+    Args:
+        enforce_enable: run the platform's method whatever the configuration says.
+        compile_native: where the op is disabled, run ``forward_native`` under ``torch.compile``,
+            unless the configuration says that nothing is to be compiled.
+
+    Example::
+
+        @CustomOp.register("silu_and_mul")
+        class SiluAndMul(CustomOp):
+            def forward_native(self, x: Tensor) -> Tensor: ...
+            def forward_cuda(self, x: Tensor) -> Tensor: ...
+    """
+
+    dynamic_arg_dims: Mapping[str, int | list[int]] | None = None
+
+    def __init__(self, *, enforce_enable: bool = False, compile_native: bool = False) -> None:
+        super().__init__()
+        self._enforce_enable = enforce_enable
+        self._forward_method = self.dispatch_forward(compile_native=compile_native)
+
+    @classmethod
+    def register(
+        cls, name: str, dynamic_arg_dims: Mapping[str, int | list[int]] | None = None
+    ) -> Callable[[T], T]:
+        """Register the decorated class under *name*, and set its ``name``.
+
+        Args:
+            name: what ``custom_ops`` calls it.
+            dynamic_arg_dims: for ``compile_native``: the dimensions, by argument of
+                ``forward_native``, whose size varies; all others are compiled for one size. By
+                default every size may vary.
+
+        Raises:
+            LayerNameError: *name* is no identifier, or is ``all`` or ``none``.
+            InvalidLayerError: (a TypeError) what is decorated is not a class of this kind.
+            DuplicateLayerError: (a ValueError) the name is taken, by a layer of either kind.
+        """
+        enter = super().register(name)
+
+        def decorate(layer: T) -> T:
+            enter(layer)
+            if dynamic_arg_dims is not None:
+                layer.dynamic_arg_dims = dict(dynamic_arg_dims)  # type: ignore[attr-defined]
+            return layer
+
+        return decorate
+
+    @staticmethod
+    def default_on() -> bool:
+        """Say whether ops that ``custom_ops`` does not name are enabled."""
+        return current_compilation_config().custom_ops_default_on
+
+    @classmethod
+    def enabled(cls) -> bool:
+        """Say whether ``custom_ops`` of the current configuration enables this op.
+
+        A class that is not registered goes by its parent's name; without any, by the default.
+        """
+        return current_compilation_config().enables_custom_op(getattr(cls, "name", None))
+
+    def dispatch_forward(self, *, compile_native: bool = False) -> Callable[..., Any]:
+        """Return the method that ``forward`` is to run, and count the op in the configuration."""
+        config = current_compilation_config()
+        enabled = self._enforce_enable or self.enabled()
+        config.count_custom_op(getattr(self, "name", type(self).__name__), enabled=enabled)
+        if enabled:
+            method = method_for(platforms.current_platform.name)
+            if method in ("forward_cuda", "forward_hip"):
+                _note_missing(type(self), method)
+            return getattr(self, method)  # type: ignore[no-any-return]
+        if compile_native and config.compiles:
+            return compiled_native(self, self.dynamic_arg_dims)
+        return self.forward_native
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method chosen when the op was built."""
+        return self._forward_method(*args, **kwargs)
+
+    def forward_native(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the op in plain PyTorch."""
+        raise NotImplementedError(
+            f"{full_name(type(self))} has no forward_native, which is what runs where the op is "
+            "disabled or has nothing for the platform. Define it."
+        )
+
+    def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the op on CUDA; by default as ``forward_native``."""
+        return self.forward_native(*args, **kwargs)
+
+    def forward_hip(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the op on ROCm; by default as ``forward_cuda``."""
+        return self.forward_cuda(*args, **kwargs)
+
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the op on the CPU; by default as ``forward_native``."""
+        return self.forward_native(*args, **kwargs)
+
+    def forward_xpu(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the op on an XPU; by default as ``forward_native``."""
+        return self.forward_native(*args, **kwargs)
+
+    def forward_tpu(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the op on a TPU; by default as ``forward_native``."""
+        return self.forward_native(*args, **kwargs)
+
+    def forward_oot(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the op on another package's platform; by default as ``forward_native``."""
+        return self.forward_native(*args, **kwargs)
+
+
+def _note_missing(cls: type[CustomOp], method: str) -> None:
+    """Say once that an enabled op has nothing for the GPU."""
+    own = any(
+        getattr(cls, name) is not getattr(CustomOp, name) for name in (method, "forward_cuda")
+    )
+    if not own and cls not in _noted:
+        _noted.add(cls)
+        _log.info("%s is enabled, but has no %s: forward_native runs.", full_name(cls), method)
+
+
+_noted: set[type[CustomOp]] = set()

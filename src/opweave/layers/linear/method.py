@@ -1,0 +1,74 @@
+"""How a linear layer keeps its weights and multiplies by them: the seam for quantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from opweave import ir
+from opweave.layers.weight_loading import set_weight_attrs
+
+
+class LinearMethod(Protocol):
+    """Creates the parameters of a linear layer, and applies them. One object may serve many."""
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: Sequence[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register the parameters on *layer*.
+
+        Each gets ``extra_weight_attrs`` as attributes, the loader among them; and ``output_dim``
+        and ``input_dim``, the dimensions that are divided over ranks, where it has them. Along
+        ``output_dim``, merged outputs must take shares proportional to their sizes.
+
+        Args:
+            layer: the linear layer.
+            input_size_per_partition: input features of this rank.
+            output_partition_sizes: output features of this rank, of each merged output.
+            input_size, output_size: features on all ranks together.
+            params_dtype: the dtype of weights that are not quantised.
+        """
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ``x @ weight.T + bias``, ``(..., outputs of this rank)``."""
+
+
+class QuantConfig(Protocol):
+    """Chooses a method for each layer of a model."""
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
+        """Return the method for *layer*, which the model calls *prefix*; None: not quantised."""
+
+
+class UnquantizedLinearMethod:
+    """One weight ``(out, in)``, multiplied by ``ir.ops.linear``."""
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: Sequence[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        rows = sum(output_partition_sizes)
+        data = torch.empty(rows, input_size_per_partition, dtype=params_dtype)
+        weight = nn.Parameter(data, requires_grad=False)
+        set_weight_attrs(weight, input_dim=1, output_dim=0, **extra_weight_attrs)
+        layer.register_parameter("weight", weight)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        output: Tensor = ir.ops.linear(x, layer.weight, bias)
+        return output

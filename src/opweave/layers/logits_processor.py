@@ -1,0 +1,135 @@
+"""Logits of the next token: the head's product, gathered, trimmed, capped and scaled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opweave import ir
+from opweave.layers.errors import LayerArgumentError
+from opweave.layers.parallel_lm_head import ParallelLMHead
+from opweave.layers.pluggable_layer import PluggableLayer
+from opweave.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+_NO_ID = torch.iinfo(torch.int64).max  # comes after every id
+
+
+@PluggableLayer.register("logits_processor")
+class LogitsProcessor(PluggableLayer):
+    """``scale * soft_cap * tanh(hidden @ weight.T / soft_cap)``, for every id.
+
+    Composed of ``ir.ops.linear`` and ``all_gather``; the rest is plain PyTorch. Caps as Gemma 2
+    (arXiv:2408.00118) and scales as Granite and Cohere do: the cap first.
+
+    Args:
+        vocab_size: the number of ids.
+        org_vocab_size: return logits of so many ids only; default: of all.
+        scale: a factor.
+        logits_as_input: what is passed as hidden states are logits already.
+        soft_cap: logits stay between minus and plus this.
+        head_dtype: compute and return logits in this dtype; default: that of the hidden states.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        org_vocab_size: int | None = None,
+        scale: float = 1.0,
+        logits_as_input: bool = False,
+        soft_cap: float | None = None,
+        *,
+        head_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.org_vocab_size = vocab_size if org_vocab_size is None else org_vocab_size
+        self.scale, self.soft_cap = scale, soft_cap
+        self.logits_as_input, self.head_dtype = logits_as_input, head_dtype
+
+    def forward(
+        self,
+        lm_head: ParallelLMHead,
+        hidden_states: Tensor,
+        embedding_bias: Tensor | None = None,
+        skip_gather: bool = False,
+    ) -> Tensor:
+        """Return ``(..., org_vocab_size)``: a logit for each id.
+
+        Args:
+            lm_head: the head. Its own bias is not added unless it is *embedding_bias*.
+            hidden_states: ``(..., embedding_dim)``, or ``(..., org_vocab_size)`` with
+                *logits_as_input*.
+            embedding_bias: a bias for the head's rows on this rank, or None.
+            skip_gather: return the logits of this rank's rows, padding included.
+
+        Raises:
+            LayerArgumentError: *head_dtype* is set, and the head is quantised.
+        """
+        if self.logits_as_input:
+            return self._capped(hidden_states)
+        logits = self._project(lm_head, hidden_states, embedding_bias)
+        if skip_gather:
+            return self._capped(logits)
+        if lm_head.tp_size > 1:
+            logits = lm_head.parallel.all_gather(logits, -1)
+        return self._capped(lm_head.columns_of_ids(logits, self.org_vocab_size))
+
+    def get_top_tokens(
+        self,
+        lm_head: ParallelLMHead,
+        hidden_states: Tensor,
+        embedding_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Return ``forward(…).argmax(-1)``, int64, without gathering the logits.
+
+        Each rank sends its largest logit and whose it is. The lowest of several ids wins.
+
+        Raises:
+            LayerArgumentError: *scale* is not positive; or *head_dtype*, as in :meth:`forward`.
+        """
+        if not self.scale > 0:
+            raise LayerArgumentError(
+                f"get_top_tokens needs a positive scale; it is {self.scale}. Use forward(…)."
+            )
+        if self.logits_as_input:
+            return self._capped(hidden_states).argmax(-1)
+        logits = self._capped(self._project(lm_head, hidden_states, embedding_bias))
+        ids = self._ids(lm_head, logits.device)
+        logits = logits.masked_fill(ids >= self.org_vocab_size, float("-inf"))
+        # The rows of a rank are in the order of their ids: the first one wins.
+        row = logits.argmax(-1)
+        tokens = ids[row]
+        if lm_head.tp_size == 1:
+            return tokens
+        values = logits.gather(-1, row.unsqueeze(-1))
+        values = lm_head.parallel.all_gather(values, -1)
+        tokens = lm_head.parallel.all_gather(tokens.unsqueeze(-1), -1)
+        wins = (values == values.amax(-1, keepdim=True)) | values.isnan()
+        return tokens.masked_fill(~wins, _NO_ID).amin(-1)
+
+    def _project(self, lm_head: ParallelLMHead, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        dtype, method = self.head_dtype, lm_head.quant_method
+        if dtype is None:
+            return method.apply(lm_head, hidden, bias)
+        if not isinstance(method, UnquantizedEmbeddingMethod):
+            raise LayerArgumentError(
+                f"head_dtype={dtype} is for heads that are not quantised; this one has "
+                f"{type(method).__name__}. Leave head_dtype out."
+            )
+        bias = None if bias is None else bias.to(dtype)
+        logits: Tensor = ir.ops.linear(hidden.to(dtype), lm_head.weight.to(dtype), bias)
+        return logits
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        if self.soft_cap is not None:
+            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+        return logits if self.scale == 1.0 else logits * self.scale
+
+    def _ids(self, lm_head: ParallelLMHead, device: torch.device) -> Tensor:
+        """Return the id of each row on this rank; a number beyond all ids for padding."""
+        shard = lm_head.shard
+        rows = torch.arange(shard.rows, device=device)
+        base, added = rows + shard.org_start, rows - shard.org_rows + shard.added_start
+        ids = torch.where(rows < shard.org_rows, base, added)
+        is_padding = (base >= shard.org_end) & (rows < shard.org_rows) | (added >= shard.added_end)
+        return ids.masked_fill(is_padding, _NO_ID)

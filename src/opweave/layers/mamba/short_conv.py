@@ -1,0 +1,95 @@
+"""The gated short convolution of LFM2."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from opweave.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from opweave.layers.linear.method import QuantConfig
+from opweave.layers.mamba.columns import CausalConv1d, tensor_of
+from opweave.layers.mamba.stateful import StatefulLayer
+from opweave.layers.pluggable_layer import PluggableLayer
+
+
+class ShortConvConfig(Protocol):
+    """What a model's configuration says of its short convolutions."""
+
+    conv_L_cache: int  # noqa: N815 - the name in config.json
+    conv_bias: bool
+
+
+@PluggableLayer.register("short_conv")
+class ShortConv(StatefulLayer):
+    """``out_proj(C * conv(B * x))``, where ``B``, ``C`` and ``x`` are projected from the tokens.
+
+    ``ir.ops.causal_conv1d``, without activation, between linear maps. Inside
+    :func:`sequence_states` tokens follow the states of their sequences; without, they are one
+    sequence from its beginning. Channels are divided over ranks.
+
+    Args:
+        config: ``conv_L_cache`` is how many inputs the convolution sees; ``conv_bias`` says whether
+            it and the linear maps have a bias.
+        dim: of a token, and the number of channels.
+        layer_idx: the index of this layer, kept as an attribute.
+        model_config, cache_config: kept as attributes, for replacements of this layer.
+        quant_config: how the linear maps keep their weights.
+        prefix: the name of this layer in its model, by which its states are known.
+        params_dtype: of the weights; by default torch's default dtype.
+
+    Raises:
+        ShardingError: the channels cannot be divided over the ranks.
+        DuplicateLayerError: the model has another layer of that name.
+
+    Source: LFM2 technical report, Liquid AI, arXiv:2511.23404.
+    """
+
+    def __init__(
+        self,
+        config: ShortConvConfig,
+        dim: int,
+        layer_idx: int,
+        model_config: Any = None,
+        cache_config: Any = None,
+        quant_config: QuantConfig | None = None,
+        prefix: str = "",
+        *,
+        params_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(prefix)
+        self.layer_idx, self.model_config, self.cache_config = (
+            layer_idx, model_config, cache_config,
+        )  # fmt: skip
+        self.in_proj = MergedColumnParallelLinear(
+            dim,
+            [dim] * 3,
+            bias=config.conv_bias,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=f"{prefix}.in_proj",
+            return_bias=False,
+        )
+        self.conv = CausalConv1d(
+            [dim],
+            config.conv_L_cache,
+            self.prefix,
+            bias=config.conv_bias,
+            params_dtype=params_dtype,
+        )
+        self.out_proj = RowParallelLinear(
+            dim,
+            dim,
+            bias=config.conv_bias,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=f"{prefix}.out_proj",
+            return_bias=False,
+        )
+        self.state_shapes = {"conv": self.conv.state_shape}
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return ``(T, dim)``, for as many tokens."""
+        b, c, x = tensor_of(self.in_proj(hidden_states)).chunk(3, -1)
+        return tensor_of(self.out_proj(c * self.conv(b * x)))

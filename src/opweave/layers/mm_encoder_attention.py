@@ -1,0 +1,141 @@
+"""Attention in the encoders of images, sound and video."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from opweave import ir
+from opweave.layers.custom_op import CustomOp
+from opweave.layers.errors import LayerArgumentError
+
+
+@CustomOp.register("mm_encoder_attn")
+class MMEncoderAttention(CustomOp):
+    """Every token sees every token of its segment.
+
+    Made of ``ir.ops.bidirectional_attention``, or with segments ``ir.ops.varlen_attention``. It
+    is enabled whatever the configuration says: encoders run the platform's kernels.
+
+    Args:
+        num_heads: the number of query heads of this rank.
+        head_size: the size of a head.
+        scale: factor on the scores; by default ``head_size ** -0.5``.
+        num_kv_heads: the number of key heads of this rank, by default as many; it divides
+            *num_heads*, and each key head serves a group of consecutive query heads.
+        prefix: the name of the layer in its model.
+
+    Raises:
+        LayerArgumentError: *num_kv_heads* does not divide *num_heads*.
+
+    Source: Vaswani et al., arXiv:1706.03762.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float | None = None,
+        num_kv_heads: int | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.head_size, self.prefix = num_heads, head_size, prefix
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+            raise LayerArgumentError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={num_heads}."
+            )
+        self.scale = head_size**-0.5 if scale is None else scale
+
+    @classmethod
+    def enabled(cls) -> bool:
+        """Say yes."""
+        return True
+
+    def forward_native(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: Tensor | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``(batch, tokens, num_heads * head_size)`` or ``(batch, tokens, num_heads,
+                head_size)``.
+            key, value: the same with *num_kv_heads*; without segments, any number of tokens.
+            cu_seqlens: ``(segments + 1,)``, integer, from 0 to the number of tokens: segment ``i``
+                of every batch element is ``cu_seqlens[i]:cu_seqlens[i + 1]``. None: one segment.
+            max_seqlen: the longest segment, for kernels that want to know; none here does.
+
+        Returns:
+            The shape and dtype of the query, contiguous.
+
+        Raises:
+            LayerArgumentError: a tensor has neither shape.
+        """
+        dense, packed = ir.ops.bidirectional_attention, ir.ops.varlen_attention
+        return self._run(query, key, value, cu_seqlens, dense.native, packed.native)
+
+    def forward_cuda(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: Tensor | None = None,
+    ) -> Tensor:
+        dense, packed = ir.ops.bidirectional_attention, ir.ops.varlen_attention
+        return self._run(query, key, value, cu_seqlens, dense, packed)
+
+    forward_cpu = forward_xpu = forward_cuda
+
+    def _run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor | None,
+        dense: Callable[..., Tensor],
+        packed: Callable[..., Tensor],
+    ) -> Tensor:
+        q = self._heads(query, self.num_heads, "query")
+        k, v = (
+            self._heads(x, self.num_kv_heads, name) for x, name in ((key, "key"), (value, "value"))
+        )
+        if cu_seqlens is None:
+            return dense(q, k, v, self.scale).reshape(query.shape)
+        ends = _ends_of_all(cu_seqlens, q.shape[0], q.shape[1])
+        out = packed(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ends, ends, self.scale)
+        return out.reshape(query.shape)
+
+    def _heads(self, x: Tensor, heads: int, name: str) -> Tensor:
+        """Return *x* as ``(batch, tokens, heads, head_size)``."""
+        if x.ndim == 3 and x.shape[-1] == heads * self.head_size:
+            return torch.unflatten(x, -1, (heads, self.head_size))
+        if x.ndim == 4 and x.shape[2:] == (heads, self.head_size):
+            return x
+        raise LayerArgumentError(
+            f"mm_encoder_attn: {name} has shape {tuple(x.shape)}; it should be (batch, tokens, "
+            f"{heads * self.head_size}) or (batch, tokens, {heads}, {self.head_size})."
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, head_size={self.head_size}, "
+            f"num_kv_heads={self.num_kv_heads}, scale={self.scale}"
+        )
+
+
+def _ends_of_all(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
+    """Return the boundaries of the segments of all batch elements, one after the other."""
+    if batch == 1:
+        return cu_seqlens
+    first = torch.arange(batch, device=cu_seqlens.device, dtype=cu_seqlens.dtype) * tokens
+    starts = (cu_seqlens[:-1] + first[:, None]).flatten()
+    return torch.cat((starts, starts.new_full((1,), batch * tokens)))

@@ -1,0 +1,327 @@
+"""A mixture of experts as a layer: routing, experts, shared experts, the sum over ranks."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from opweave.ir.ops.expert_activation import expert_activation
+from opweave.layers.errors import LayerArgumentError, ShardingError, WeightLoadError
+from opweave.layers.moe.grouped_topk import GroupedTopk
+from opweave.layers.moe.method import ExpertShapes, FusedMoEMethod, QuantConfig
+from opweave.layers.moe.placement import ExpertPlacement
+from opweave.layers.moe.router import Router, RoutingFunction
+from opweave.layers.moe.unquantized import UnquantizedFusedMoEMethod
+from opweave.layers.moe.weights import SHARDS, load_expert
+from opweave.layers.parallel import current_tensor_parallel
+from opweave.layers.pluggable_layer import PluggableLayer
+
+Mapping = tuple[str, str, int, str]
+
+
+class ActivationOptions(TypedDict):
+    """Constants of the activation; None: its own."""
+
+    alpha: float | None
+    beta: float | None
+    limit: float | None
+
+
+@PluggableLayer.register("fused_moe")
+class FusedMoE(PluggableLayer):
+    """Sends each token to the best of many experts, and adds up what they return.
+
+    Routing is an op of :mod:`opweave.ir.ops.routing`; the experts are ``ir.ops.fused_experts``,
+    called by the layer's method. Sharded over the current tensor-parallel group: every expert over
+    all ranks, or, with *ep_size*, every expert on the ranks of one part of the group.
+
+    Args:
+        num_experts: how many experts there are, on all ranks.
+        top_k: how many a token goes to.
+        hidden_size: of a token.
+        intermediate_size: between an expert's two products, on all ranks.
+        params_dtype: of the weights; by default torch's default dtype.
+        reduce_results: add up the ranks' parts at the end. Without it, the caller does:
+            :meth:`all_reduce`.
+        renormalize: divide a token's weights by their sum.
+        use_grouped_topk: choose groups of experts first; needs *num_expert_group* and *topk_group*.
+        quant_config: chooses the method; see :class:`QuantConfig`. None: weights as they are.
+        ep_size: into how many parts the ranks fall, each with experts of its own.
+        prefix: the layer's name in the model, for *quant_config*.
+        custom_routing_function: ``f(hidden_states, logits, top_k, renormalize)`` returns the
+            weights and the experts.
+        scoring_func: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
+        routed_scaling_factor: multiplies the routing weights, once.
+        e_score_correction_bias: ``(num_experts,)``, added to the scores to choose by. The model's
+            own parameter; the layer does not register it.
+        apply_router_weight_on_input: multiply the token rather than the result; for ``top_k == 1``.
+        activation: see ``ir.ops.fused_experts``, which knows *alpha*, *beta* and *limit* too.
+        has_bias: both products have a bias.
+        expert_placement_strategy: which experts a part has: ``"linear"`` or ``"round_robin"``.
+        shared_experts: a module of the tokens whose result is added. With several ranks it must
+            return its rank's part of a sum (``reduce_results=False``).
+        device: of the weights; by default torch's.
+
+    Raises:
+        ShardingError: the ranks cannot share the experts equally.
+        LayerArgumentError: an option is not known, or lacks another.
+    """
+
+    w13_weight: nn.Parameter
+    w2_weight: nn.Parameter
+    w13_bias: nn.Parameter | None
+    w2_bias: nn.Parameter | None
+    expert_map: Tensor | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        params_dtype: torch.dtype | None = None,
+        reduce_results: bool = True,
+        renormalize: bool = True,
+        use_grouped_topk: bool = False,
+        num_expert_group: int | None = None,
+        topk_group: int | None = None,
+        quant_config: QuantConfig | None = None,
+        ep_size: int = 1,
+        prefix: str = "",
+        custom_routing_function: RoutingFunction | None = None,
+        scoring_func: str = "softmax",
+        routed_scaling_factor: float = 1.0,
+        e_score_correction_bias: Tensor | None = None,
+        apply_router_weight_on_input: bool = False,
+        activation: str = "silu",
+        has_bias: bool = False,
+        *,
+        alpha: float | None = None,
+        beta: float | None = None,
+        limit: float | None = None,
+        expert_placement_strategy: str = "linear",
+        shared_experts: nn.Module | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.parallel = current_tensor_parallel()
+        self.placement = ExpertPlacement.of(
+            num_experts, self.parallel, ep_size, expert_placement_strategy
+        )
+        self.num_experts, self.top_k = num_experts, top_k
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.reduce_results, self.prefix = reduce_results, prefix
+        self.apply_router_weight_on_input = apply_router_weight_on_input
+        if apply_router_weight_on_input and top_k != 1:
+            raise LayerArgumentError(
+                f"apply_router_weight_on_input is for top_k=1; this layer has top_k={top_k}."
+            )
+        self.activation = activation
+        self.activation_options = ActivationOptions(alpha=alpha, beta=beta, limit=limit)
+        self.grouped_topk = None
+        if use_grouped_topk:
+            self.grouped_topk = _grouped_topk(
+                top_k,
+                renormalize,
+                num_expert_group,
+                topk_group,
+                scoring_func,
+                routed_scaling_factor,
+            )
+        self.router = Router(
+            top_k,
+            renormalize,
+            scoring_func,
+            routed_scaling_factor,
+            e_score_correction_bias,
+            self.grouped_topk,
+            custom_routing_function,
+        )
+        self.shared_experts = shared_experts
+        expert_map = self.placement.expert_map(device)
+        self.register_buffer("expert_map", expert_map, persistent=False)
+        self.quant_method = _method(self, quant_config)
+        self.quant_method.create_weights(self, self._shapes(has_bias, params_dtype, device))
+        for parameter in self.parameters(recurse=False):
+            parameter.weight_loader = self.weight_loader  # type: ignore[attr-defined]
+
+    def forward(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
+        """Return ``(T, hidden_size)`` in the dtype of *hidden_states*.
+
+        Args:
+            hidden_states: ``(T, hidden_size)``, the dtype of the weights.
+            router_logits: ``(T, num_experts)``.
+        """
+        routed = self.quant_method.apply_monolithic(self, hidden_states, router_logits)
+        return self._finished(hidden_states, routed)
+
+    def select_experts(self, hidden_states: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights ``(T, top_k)``, float32, and experts ``(T, top_k)``, int32."""
+        return self.router(hidden_states, router_logits)
+
+    def all_reduce(self, output: Tensor) -> Tensor:
+        """Add up the ranks' parts of a result."""
+        return self.parallel.all_reduce(output) if self.parallel.size > 1 else output
+
+    @property
+    def added_w2_bias(self) -> Tensor | None:
+        """``w2_bias`` on the one rank of those that share an expert that adds it, else None."""
+        return self.w2_bias if self.placement.tp_rank == 0 else None
+
+    @torch.no_grad()
+    def weight_loader(
+        self,
+        param: nn.Parameter,
+        loaded_weight: Tensor,
+        shard_id: str,
+        expert_id: int | None = None,
+        is_transposed: bool = False,
+    ) -> bool:
+        """Fill a parameter of this layer from a checkpoint; every parameter has this as its own.
+
+        Args:
+            param: ``w13_weight``, ``w2_weight`` or a bias of theirs.
+            loaded_weight: ``(out, in)`` for one expert, ``(experts, out, in)`` for all; a bias has
+                no last dimension. For all ranks, or this rank's part.
+            shard_id: ``"w1"``: the gate; ``"w3"``: what it is multiplied with; ``"w13"``: both, one
+                after the other (by turns for ``"swigluoai"``); ``"w2"``: the second product.
+            expert_id: counted over all ranks; None: *loaded_weight* holds all experts.
+            is_transposed: weights are ``(in, out)``.
+
+        Returns:
+            Whether there was something to load: not for an expert of another rank.
+
+        Raises:
+            WeightLoadError: the shape does not fit.
+            LayerArgumentError: the parameter, the shard or the expert is none of this layer's.
+        """
+        target = self._target(param, shard_id)
+        loaded = loaded_weight.mT if is_transposed and "weight" in target else loaded_weight
+        local = self.placement.local_experts
+        if expert_id is None:
+            if loaded.shape[0] not in (self.num_experts, len(local)):
+                raise WeightLoadError(
+                    f"{target} has {loaded.shape[0]} experts in the checkpoint; the layer has "
+                    f"{self.num_experts}, of which {len(local)} on this rank."
+                )
+            whole = loaded.shape[0] == self.num_experts
+            sources = {e: loaded[e if whole else place] for place, e in enumerate(local)}
+        elif 0 <= expert_id < self.num_experts:
+            sources = {expert_id: loaded} if expert_id in local else {}
+        else:
+            raise LayerArgumentError(
+                f"expert_id={expert_id}, but there are {self.num_experts} experts."
+            )
+        for expert, source in sources.items():
+            load_expert(
+                param[local.index(expert)],
+                source,
+                shard_id,
+                self.placement,
+                gated=expert_activation(self.activation).gated,
+                interleaved=self.activation == "swigluoai",
+            )
+        return bool(sources)
+
+    @staticmethod
+    def make_expert_params_mapping(
+        ckpt_gate_proj_name: str,
+        ckpt_down_proj_name: str,
+        ckpt_up_proj_name: str,
+        num_experts: int,
+    ) -> list[Mapping]:
+        """Return ``(parameter, part of a checkpoint's name, expert, shard)`` for every expert.
+
+        Replacing the second by the first in the name of a checkpoint's tensor gives the name of the
+        parameter; the others are for its weight loader.
+        """
+        names = (
+            ("w1", ckpt_gate_proj_name),
+            ("w2", ckpt_down_proj_name),
+            ("w3", ckpt_up_proj_name),
+        )
+        return [
+            ("experts.w2_" if shard == "w2" else "experts.w13_", f"experts.{e}.{name}.", e, shard)
+            for e in range(num_experts)
+            for shard, name in names
+        ]
+
+    def extra_repr(self) -> str:
+        here = len(self.placement.local_experts)
+        return (
+            f"{self.num_experts} experts, {here} of them here, top {self.top_k}, "
+            f"{self.hidden_size} x {self.intermediate_size}, {self.activation}"
+        )
+
+    def _finished(self, hidden_states: Tensor, routed: Tensor) -> Tensor:
+        if self.shared_experts is not None:
+            routed = routed + self.shared_experts(hidden_states)
+        return self.all_reduce(routed) if self.reduce_results else routed
+
+    def _shapes(
+        self, has_bias: bool, dtype: torch.dtype | None, device: torch.device | str | None
+    ) -> ExpertShapes:
+        size, ranks = self.intermediate_size, self.placement.tp_size
+        if size % ranks:
+            raise ShardingError(
+                f"intermediate_size={size} cannot be divided over the {ranks} ranks that share an "
+                "expert; use a number of ranks that divides it, or a larger ep_size."
+            )
+        size //= ranks
+        return ExpertShapes(
+            num_experts=len(self.placement.local_experts),
+            rows=2 * size if expert_activation(self.activation).gated else size,
+            intermediate_size=size,
+            hidden_size=self.hidden_size,
+            has_bias=has_bias,
+            dtype=dtype or torch.get_default_dtype(),
+            device=device,
+        )
+
+    def _target(self, param: nn.Parameter, shard_id: str) -> str:
+        """Return the name of *param*, of which *shard_id* must be a part."""
+        for name, own in self.named_parameters(recurse=False):
+            if own is not param:
+                continue
+            shards = SHARDS.get(name.partition("_")[0], ())
+            if shard_id not in shards:
+                raise LayerArgumentError(
+                    f"shard_id={shard_id!r} of {name} is none of {', '.join(shards)}."
+                )
+            return name
+        raise LayerArgumentError(
+            f"a parameter of shape {tuple(param.shape)} is none of this layer's: "
+            f"{', '.join(dict(self.named_parameters(recurse=False)))}."
+        )
+
+
+def _grouped_topk(
+    top_k: int,
+    renormalize: bool,
+    num_expert_group: int | None,
+    topk_group: int | None,
+    scoring_func: str,
+    routed_scaling_factor: float,
+) -> GroupedTopk:
+    if num_expert_group is None or topk_group is None:
+        raise LayerArgumentError(
+            "use_grouped_topk needs num_expert_group and topk_group; found "
+            f"num_expert_group={num_expert_group}, topk_group={topk_group}."
+        )
+    return GroupedTopk(
+        top_k, renormalize, num_expert_group, topk_group, scoring_func, routed_scaling_factor
+    )
+
+
+def _method(layer: FusedMoE, quant_config: QuantConfig | None) -> FusedMoEMethod:
+    chosen = quant_config.get_quant_method(layer, layer.prefix) if quant_config else None
+    if chosen is None:
+        return UnquantizedFusedMoEMethod()
+    if not isinstance(chosen, FusedMoEMethod):
+        raise LayerArgumentError(
+            f"{type(quant_config).__name__}.get_quant_method returned {chosen!r} for FusedMoE "
+            f"{layer.prefix!r}; it must be a FusedMoEMethod, or None for weights as they are."
+        )
+    return chosen

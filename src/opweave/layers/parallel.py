@@ -1,0 +1,126 @@
+"""Tensor parallelism as a layer sees it: which rank it is, and two collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor, distributed
+
+from opweave.ir import compat
+from opweave.layers.errors import ShardingError
+
+
+class AllGather(Protocol):
+    """Puts the ranks' tensors side by side in one dimension, in the order of the ranks."""
+
+    def __call__(self, x: Tensor, dim: int = -1) -> Tensor: ...
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _alone(x: Tensor, dim: int = -1) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """One rank of a tensor-parallel group. Layers read it when they are built, and keep it.
+
+    Attributes:
+        rank: this rank, from 0.
+        size: the number of ranks. 1 needs no collectives.
+        all_reduce: the sum of the ranks' tensors, as a new tensor.
+        all_gather: ``all_gather(x, dim=-1)``, the ranks' tensors side by side.
+
+    Raises:
+        ShardingError: *rank* is not below *size*, or several ranks have no collectives.
+
+    >>> TensorParallel().divide(64, "intermediate_size")
+    64
+    """
+
+    rank: int = 0
+    size: int = 1
+    all_reduce: Callable[[Tensor], Tensor] = _same
+    all_gather: AllGather = _alone
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ShardingError(
+                f"rank={self.rank} is none of size={self.size} ranks; ranks count from 0."
+            )
+        if self.size > 1 and (self.all_reduce is _same or self.all_gather is _alone):
+            raise ShardingError(
+                f"size={self.size} ranks need all_reduce= and all_gather=; "
+                "TensorParallel.from_process_group() has those of torch.distributed."
+            )
+
+    @classmethod
+    def from_process_group(cls, group: distributed.ProcessGroup | None = None) -> TensorParallel:
+        """Return this process's place in *group*, by default in the group of all processes.
+
+        The collectives are functional ones, which torch.compile traces.
+
+        Raises:
+            ShardingError: torch.distributed is not initialised, or this process is not in *group*.
+        """
+        if not (distributed.is_available() and distributed.is_initialized()):
+            raise ShardingError(
+                "there is no process group; call torch.distributed.init_process_group first."
+            )
+        found = distributed.group.WORLD if group is None else group
+        rank = distributed.get_rank(found)
+        if found is None or rank < 0:
+            raise ShardingError(
+                f"this process, rank {distributed.get_rank()} of all, is not in the process group."
+            )
+        size, name = distributed.get_world_size(found), found.group_name
+        if size == 1:
+            return cls()
+        return cls(
+            rank,
+            size,
+            partial(compat.all_reduce_sum, group=name),
+            partial(_gather, size=size, group=name),
+        )
+
+    def divide(self, total: int, what: str) -> int:
+        """Return one rank's part of *total*, of which an error speaks as *what*.
+
+        Raises:
+            ShardingError: the ranks cannot have equal parts.
+        """
+        if total % self.size:
+            raise ShardingError(
+                f"{what}={total} cannot be divided over {self.size} tensor-parallel ranks; "
+                f"use a number of ranks that divides it, or disable_tp=True for this layer."
+            )
+        return total // self.size
+
+
+def _gather(x: Tensor, dim: int = -1, *, size: int, group: str) -> Tensor:
+    stacked = compat.all_gather(x.contiguous(), size, group).view(size, *x.shape)
+    dim %= x.ndim
+    return stacked.movedim(0, dim).flatten(dim, dim + 1)
+
+
+ALONE = TensorParallel()
+_current: ContextVar[TensorParallel] = ContextVar("opweave_tensor_parallel", default=ALONE)
+current_tensor_parallel = _current.get
+
+
+@contextmanager
+def tensor_parallel(parallel: TensorParallel) -> Iterator[None]:
+    """Build layers for *parallel* inside the block, in this thread or asyncio task."""
+    token = _current.set(parallel)
+    try:
+        yield
+    finally:
+        _current.reset(token)

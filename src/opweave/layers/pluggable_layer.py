@@ -1,0 +1,21 @@
+"""Layers that another package can replace as a whole."""
+
+from __future__ import annotations
+
+from opweave.layers.replaceable import Replaceable
+
+
+class PluggableLayer(Replaceable):
+    """A layer with parameters and sub-modules of its own, which an accelerator package may replace.
+
+    It has no switch and no method per platform: what it computes, it computes through ops and
+    other layers, which have. Its registry is that of :class:`CustomOp`.
+
+    Example::
+
+        @PluggableLayer.register("row_parallel_linear")
+        class RowParallelLinear(PluggableLayer): ...
+
+        @RowParallelLinear.register_oot      # in another package
+        class MyRowParallelLinear(RowParallelLinear): ...
+    """

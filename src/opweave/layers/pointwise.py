@@ -1,0 +1,137 @@
+"""Activations of single elements as layers; see :mod:`opweave.layers.activation`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opweave import ir
+from opweave.layers.custom_op import CustomOp
+
+
+@CustomOp.register("gelu_new")
+class NewGELU(CustomOp):
+    """GELU by tanh, as in GPT-2: ``ir.ops.gelu_new``."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.gelu_new.native(x)
+        return activated
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.gelu_new(x)
+        return activated
+
+    forward_cpu = forward_xpu = forward_cuda
+
+
+@CustomOp.register("gelu_fast")
+class FastGELU(CustomOp):
+    """GELU by tanh with a shorter constant: ``ir.ops.gelu_fast``."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.gelu_fast.native(x)
+        return activated
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.gelu_fast(x)
+        return activated
+
+    forward_cpu = forward_xpu = forward_cuda
+
+
+@CustomOp.register("quick_gelu")
+class QuickGELU(CustomOp):
+    """``x * sigmoid(1.702 * x)``, as in CLIP: ``ir.ops.quick_gelu``."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.quick_gelu.native(x)
+        return activated
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.quick_gelu(x)
+        return activated
+
+    forward_cpu = forward_xpu = forward_cuda
+
+
+@CustomOp.register("relu2")
+class ReLUSquaredActivation(CustomOp):
+    """``relu(x) ** 2``: ``ir.ops.relu2``."""
+
+    def __init__(self, *, compile_native: bool = True) -> None:
+        super().__init__(compile_native=compile_native)
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.relu2.native(x)
+        return activated
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.relu2(x)
+        return activated
+
+    forward_cpu = forward_xpu = forward_cuda
+
+
+@CustomOp.register("xielu")
+class XIELU(CustomOp):
+    """xIELU, with a learned curvature on each side of zero: ``ir.ops.xielu``.
+
+    ``alpha_p`` and ``alpha_n``, ``(1,)``, are parameters; ``beta`` and ``eps``, of no dimension,
+    are buffers, which checkpoints have too. Loading a state dict changes all four.
+
+    Args:
+        alpha_p_init, alpha_n_init: the curvatures to begin with; the second above *beta*.
+        beta: the slope at zero.
+        eps: a small negative number, the largest argument of ``expm1``.
+        dtype: of parameters and buffers.
+        with_vector_loads: a hint to kernels, which no implementation here needs.
+    """
+
+    beta: Tensor
+    eps: Tensor
+
+    def __init__(
+        self,
+        alpha_p_init: float = 0.8,
+        alpha_n_init: float = 0.8,
+        beta: float = 0.5,
+        eps: float = -1e-6,
+        dtype: torch.dtype = torch.bfloat16,
+        with_vector_loads: bool = False,
+    ) -> None:
+        super().__init__()
+        self.alpha_p = nn.Parameter(_inverse_softplus(alpha_p_init, dtype))
+        self.alpha_n = nn.Parameter(_inverse_softplus(alpha_n_init - beta, dtype))
+        self.register_buffer("beta", torch.tensor(beta, dtype=dtype))
+        self.register_buffer("eps", torch.tensor(eps, dtype=dtype))
+        self.with_vector_loads = with_vector_loads
+        # The op takes numbers: reading a tensor's value in forward would wait for the device.
+        self._numbers = beta, eps
+        self.register_load_state_dict_post_hook(_read_numbers)  # type: ignore[no-untyped-call]
+        for buffer in (self.beta, self.eps):
+            buffer.weight_loader = self._load_number  # type: ignore[attr-defined]
+
+    def _load_number(self, buffer: Tensor, loaded_weight: Tensor) -> None:
+        buffer.data.copy_(loaded_weight.reshape(()))
+        _read_numbers(self)
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.xielu.native(x, self.alpha_p, self.alpha_n, *self._numbers)
+        return activated
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        activated: Tensor = ir.ops.xielu(x, self.alpha_p, self.alpha_n, *self._numbers)
+        return activated
+
+    forward_cpu = forward_xpu = forward_cuda
+
+
+def _read_numbers(layer: XIELU, *_: Any) -> None:
+    layer._numbers = float(layer.beta), float(layer.eps)
+
+
+def _inverse_softplus(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor([math.log(math.expm1(value))], dtype=dtype)

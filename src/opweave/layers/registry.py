@@ -1,0 +1,136 @@
+"""The registries of layers: which class a name stands for, and which class replaces another.
+
+``CustomOp`` and ``PluggableLayer`` share both, so a name stands for one layer, whatever its kind.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar, cast
+
+from torch import nn
+
+from opweave.layers.errors import (
+    DuplicateLayerError,
+    InvalidLayerError,
+    LayerNameError,
+    ReplacementError,
+)
+
+L = TypeVar("L", bound=nn.Module)
+
+op_registry: dict[str, type[nn.Module]] = {}
+"""The layers by registered name."""
+
+op_registry_oot: dict[str, type[nn.Module]] = {}
+"""The replacements, by the class name or the registered name of what they replace."""
+
+_RESERVED = ("all", "none")  # what `custom_ops` says of every op at once
+
+
+def register(kind: type[nn.Module], name: str, layer: type[L]) -> type[L]:
+    """Enter *layer* under *name*, and set its ``name``.
+
+    Raises:
+        LayerNameError: *name* is no identifier, or reserved.
+        InvalidLayerError: (a TypeError) *layer* is not a class, or not derived from *kind*.
+        DuplicateLayerError: (a ValueError) the name is taken.
+    """
+    _check_name(name)
+    _check_layer(kind, layer)
+    taken = op_registry.get(name)
+    if taken is not None:
+        raise DuplicateLayerError(
+            f"Duplicate op name: {name!r} is {full_name(taken)} already, so it cannot be "
+            f"{full_name(layer)}. Choose another name, or replace that layer with register_oot."
+        )
+    layer.name = name  # type: ignore[attr-defined]
+    op_registry[name] = layer
+    return layer
+
+
+def register_oot(kind: type[nn.Module], key: str, layer: type[L]) -> type[L]:
+    """Let *layer* replace the layer whose class name or registered name is *key*.
+
+    Its ``name`` stays the inherited one, so ``custom_ops`` speaks of the replacement as it did of
+    what it replaces.
+
+    Raises:
+        InvalidLayerError: (a TypeError) *layer* is not a class, or not derived from *kind*.
+        DuplicateLayerError: (a ValueError) something else is to replace it already.
+        ReplacementError: (a TypeError) *layer* is not a subclass of what it is to replace.
+    """
+    _check_name(key)
+    _check_layer(kind, layer)
+    if key in op_registry_oot:
+        raise DuplicateLayerError(
+            f"Duplicate replacement: {full_name(op_registry_oot[key])} replaces {key!r} already, "
+            f"so {full_name(layer)} cannot. Install one of the two only."
+        )
+    for replaced in op_registry.values():
+        if _stands_for(key, replaced):
+            check_replacement(replaced, layer)
+    op_registry_oot[key] = layer
+    return layer
+
+
+def replacement(layer: type[L]) -> type[L]:
+    """Return the class that is built where *layer* is asked for: its replacement, or itself.
+
+    Subclasses of a replaced class are not replaced. Use it to call a class method on the class
+    that will be built.
+
+    Raises:
+        DuplicateLayerError: one class is registered for the class name, another for the name.
+        ReplacementError: the replacement is not a subclass.
+    """
+    by_class = op_registry_oot.get(layer.__name__)
+    by_name = op_registry_oot.get(layer.__dict__.get("name", ""))
+    found = by_class or by_name
+    if found is None or found is layer:
+        return layer
+    if by_class is not None and by_name is not None and by_class is not by_name:
+        raise DuplicateLayerError(
+            f"{full_name(layer)} has two replacements: {full_name(by_class)} by its class name, "
+            f"and {full_name(by_name)} by its registered name. Install one of the two only."
+        )
+    check_replacement(layer, found)
+    return cast(type[L], found)
+
+
+def check_replacement(replaced: type[nn.Module], layer: type[nn.Module]) -> None:
+    """Raise :class:`ReplacementError` unless *layer* can be built where *replaced* is asked for."""
+    if not issubclass(layer, replaced):
+        raise ReplacementError(
+            f"{full_name(layer)} cannot replace {full_name(replaced)}: it is not a subclass, so "
+            f"Python would not initialise it. Derive it from {replaced.__name__}, or register it "
+            "for the class that it does derive from."
+        )
+
+
+def full_name(layer: type[object]) -> str:
+    """Return module and name of a class."""
+    return f"{layer.__module__}.{layer.__qualname__}"
+
+
+def _stands_for(key: str, layer: type[nn.Module]) -> bool:
+    return key in (layer.__name__, layer.__dict__.get("name"))
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name.isidentifier() or name in _RESERVED:
+        raise LayerNameError(
+            f"{name!r} cannot name a layer: it should be an identifier, such as 'rms_norm', and "
+            "not 'all' or 'none', so that custom_ops can speak of it."
+        )
+
+
+def _check_layer(kind: type[nn.Module], layer: object) -> None:
+    if not isinstance(layer, type):
+        raise InvalidLayerError(
+            f"Decorator can only be applied to classes. It was applied to {layer!r}."
+        )
+    if not issubclass(layer, kind):
+        raise InvalidLayerError(
+            f"{full_name(layer)} is no {kind.__name__}. Derive it from {kind.__name__}, or "
+            "register it with the base class that it does derive from."
+        )

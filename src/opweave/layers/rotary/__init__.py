@@ -1,0 +1,31 @@
+"""Rotary position embedding: the layers, and the scalings that stretch them to longer contexts."""
+
+from opweave.layers.rotary.apply_rotary_emb import ApplyRotaryEmb
+from opweave.layers.rotary.dual_chunk import DualChunkRotaryEmbedding
+from opweave.layers.rotary.get_rope import get_rope
+from opweave.layers.rotary.mrope import MRotaryEmbedding
+from opweave.layers.rotary.parameters import ROPE_TYPES
+from opweave.layers.rotary.rotary_embedding import RotaryEmbedding
+from opweave.layers.rotary.scaling import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Scaling,
+    YarnScaling,
+)
+
+__all__ = [
+    "ROPE_TYPES",
+    "ApplyRotaryEmb",
+    "DualChunkRotaryEmbedding",
+    "DynamicNTKScaling",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
+    "MRotaryEmbedding",
+    "RotaryEmbedding",
+    "Scaling",
+    "YarnScaling",
+    "get_rope",
+]

@@ -1,0 +1,92 @@
+"""The rotary layer that a model's configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from opweave.layers.errors import LayerArgumentError
+from opweave.layers.registry import replacement
+from opweave.layers.rotary.dual_chunk import DualChunkRotaryEmbedding
+from opweave.layers.rotary.mrope import MRotaryEmbedding
+from opweave.layers.rotary.parameters import Context, number, read_scaling
+from opweave.layers.rotary.rotary_embedding import RotaryEmbedding
+
+Rope = RotaryEmbedding | DualChunkRotaryEmbedding
+_made: dict[object, Rope] = {}
+
+
+def get_rope(
+    head_size: int,
+    max_position: int,
+    is_neox_style: bool = True,
+    rope_parameters: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    dual_chunk_attention_config: Mapping[str, Any] | None = None,
+    *,
+    max_model_len: int | None = None,
+) -> Rope:
+    """Return the rotary layer for these arguments; the same one for the same arguments.
+
+    Args:
+        head_size: the size of a head.
+        max_position: the positions that the configuration names (``max_position_embeddings``).
+        is_neox_style: the layout of the pairs.
+        rope_parameters: as Hugging Face writes them: ``rope_type`` (one of
+            ``opweave.layers.rotary.ROPE_TYPES``), ``rope_theta`` (10000 by default),
+            ``partial_rotary_factor`` or ``rope_dim`` (how much of a head is rotated), those of the
+            type, and ``mrope_section`` for M-RoPE, which goes with every type.
+        dtype: of the table; by default, torch's default dtype.
+        dual_chunk_attention_config: ``chunk_size`` and ``local_size``, for dual chunk attention.
+        max_model_len: the longest sequence that will be run, by default *max_position*, by which
+            ``longrope`` takes its long or its short factors.
+
+    Raises:
+        LayerArgumentError: a parameter is missing, unknown, or out of its range.
+    """
+    parameters = dict(rope_parameters or {})
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    cls: type[Rope] = RotaryEmbedding
+    options: dict[str, Any]
+    if dual_chunk_attention_config is not None:
+        cls, options = DualChunkRotaryEmbedding, _dual_chunk(dual_chunk_attention_config)
+    else:
+        context = Context(max_position, max_position if max_model_len is None else max_model_len)
+        options = {"scaling": read_scaling(parameters, context)}
+        if "mrope_section" in parameters:
+            cls = MRotaryEmbedding
+            options["mrope_section"] = tuple(parameters["mrope_section"])
+            options["mrope_interleaved"] = bool(parameters.get("mrope_interleaved", False))
+    base = number(parameters, "rope_theta", 10000.0)
+    size = _rotary_dim(head_size, parameters)
+    sizes = (head_size, size, max_position, base, is_neox_style, dtype)
+    # What would be built also depends on where, on replacements, and on what is enabled.
+    surroundings = (torch.get_default_device(), replacement(cls), cls.enabled())
+    key = (cls, sizes, tuple(options.items()), surroundings)
+    if key not in _made:
+        _made[key] = cls(*sizes, **options)
+    return _made[key]
+
+
+def _rotary_dim(head_size: int, parameters: Mapping[str, Any]) -> int:
+    if parameters.get("rope_dim") is not None:
+        return int(number(parameters, "rope_dim"))
+    share = number(parameters, "partial_rotary_factor", 1.0)
+    if share > 1:
+        raise LayerArgumentError(
+            f"rope_parameters: partial_rotary_factor={share} must be above 0 and at most 1."
+        )
+    return int(head_size * share)
+
+
+def _dual_chunk(config: Mapping[str, Any]) -> dict[str, Any]:
+    wanted = ("chunk_size", "local_size")
+    for key in wanted:
+        found = config.get(key)
+        if isinstance(found, bool) or not isinstance(found, int):
+            raise LayerArgumentError(
+                f"dual_chunk_attention_config: {key} must be an integer, found {found!r}."
+            )
+    return {key: config[key] for key in wanted}

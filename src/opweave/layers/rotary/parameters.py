@@ -1,0 +1,133 @@
+"""The rotary parameters of a model's configuration, as Hugging Face writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opweave.layers.errors import LayerArgumentError
+from opweave.layers.rotary.scaling import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Scaling,
+    YarnScaling,
+)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a scaling depends on beside its own parameters.
+
+    Attributes:
+        max_position: the positions that the configuration names.
+        longest: the longest sequence that will be run.
+    """
+
+    max_position: int
+    longest: int
+
+
+def read_scaling(parameters: Mapping[str, Any], context: Context) -> Scaling:
+    """Return the scaling that ``rope_parameters`` (formerly ``rope_scaling``) ask for.
+
+    Raises:
+        LayerArgumentError: the type is not known, or a parameter is missing or wrong.
+    """
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in _READERS:
+        raise LayerArgumentError(
+            f"rope_parameters: rope_type={kind!r} is none of {', '.join(_READERS)}."
+        )
+    return _READERS[kind](parameters, context)
+
+
+def number(parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """Return a positive number; without a default it is required.
+
+    Raises:
+        LayerArgumentError: it is missing, or no positive number.
+    """
+    found = parameters.get(key)
+    if found is None:
+        found = default
+    if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        raise LayerArgumentError(
+            f"rope_parameters of type {kind!r}: {key} must be a positive number, found {found!r}."
+        )
+    return found
+
+
+def _default(parameters: Mapping[str, Any], context: Context) -> Scaling:
+    return Scaling()
+
+
+def _linear(parameters: Mapping[str, Any], context: Context) -> Scaling:
+    return LinearScaling(number(parameters, "factor"))
+
+
+def _dynamic(parameters: Mapping[str, Any], context: Context) -> Scaling:
+    return DynamicNTKScaling(number(parameters, "factor"))
+
+
+def _original(parameters: Mapping[str, Any], context: Context) -> int:
+    return int(number(parameters, "original_max_position_embeddings", context.max_position))
+
+
+def _llama3(parameters: Mapping[str, Any], context: Context) -> Scaling:
+    low, high = number(parameters, "low_freq_factor"), number(parameters, "high_freq_factor")
+    if not low < high:
+        raise LayerArgumentError(
+            f"rope_parameters of type 'llama3': low_freq_factor={low} must be less than "
+            f"high_freq_factor={high}."
+        )
+    factor = number(parameters, "factor")
+    return Llama3Scaling(factor, low, high, _original(parameters, context))
+
+
+def _yarn(parameters: Mapping[str, Any], context: Context) -> Scaling:
+    original = int(number(parameters, "original_max_position_embeddings"))
+    return YarnScaling(
+        number(parameters, "factor", context.max_position / original),
+        original,
+        # Null and zero mean the default, as they do to transformers.
+        parameters.get("beta_fast") or 32.0,
+        parameters.get("beta_slow") or 1.0,
+        parameters.get("attention_factor"),
+        parameters.get("mscale") or 0.0,
+        parameters.get("mscale_all_dim") or 0.0,
+        parameters.get("truncate", True),
+    )
+
+
+def _longrope(parameters: Mapping[str, Any], context: Context) -> Scaling:
+    original = _original(parameters, context)
+    length = "long" if context.longest > original else "short"
+    factors = parameters.get(f"{length}_factor")
+    if not isinstance(factors, list | tuple):
+        raise LayerArgumentError(
+            f"rope_parameters of type 'longrope': {length}_factor must be a list of numbers, found "
+            f"{factors!r}."
+        )
+    return LongRopeScaling(
+        tuple(factors),
+        number(parameters, "factor", context.max_position / original),
+        original,
+        parameters.get(f"{length}_mscale", parameters.get("attention_factor")),
+    )
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], Context], Scaling]] = {
+    "default": _default,
+    "dynamic": _dynamic,
+    "linear": _linear,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "mrope": _default,
+    "yarn": _yarn,
+}
+ROPE_TYPES = tuple(_READERS)
+"""What ``rope_type`` may be."""

@@ -1,0 +1,222 @@
+"""How rotary embedding is stretched to more positions than a model was trained on.
+
+A scaling says three things: the frequencies, the number of positions they are good for, and a
+factor on cosines and sines.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opweave.layers.errors import LayerArgumentError
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """None: the frequencies ``theta ** (-2 * i / size)``.
+
+    Source: Su et al., "RoFormer", arXiv:2104.09864.
+    """
+
+    @property
+    def magnitude(self) -> float:
+        """The factor on cosines and sines."""
+        return 1.0
+
+    def frequencies(self, size: int, theta: float) -> Tensor:
+        """Return each pair's angle per position: ``(size / 2,)``, float32, on the CPU.
+
+        Args:
+            size: how many dimensions of a head are rotated.
+            theta: the base of the frequencies.
+        """
+        return 1.0 / _powers(size, theta)
+
+    def rows(self, max_positions: int) -> int:
+        """Return the number of positions of a model that names *max_positions*."""
+        return max_positions
+
+
+@dataclass(frozen=True)
+class LinearScaling(Scaling):
+    """All frequencies are divided by *factor*.
+
+    Source: Chen et al., "Extending Context Window via Positional Interpolation", arXiv:2306.15595.
+    """
+
+    factor: float
+
+    def frequencies(self, size: int, theta: float) -> Tensor:
+        return super().frequencies(size, theta) / self.factor
+
+    def rows(self, max_positions: int) -> int:
+        return int(max_positions * self.factor)
+
+
+@dataclass(frozen=True)
+class DynamicNTKScaling(Scaling):
+    """A larger base, for sequences *factor* times as long as those trained on.
+
+    The base is fixed: that of the longest sequence. Keys in a cache were rotated by it too.
+
+    Source: the NTK-aware scaling described in section 3.1 of YaRN, arXiv:2309.00071.
+    """
+
+    factor: float
+
+    def frequencies(self, size: int, theta: float) -> Tensor:
+        if size <= 2:
+            raise LayerArgumentError(
+                f"dynamic rotary scaling needs more than 2 rotated dimensions, found {size}."
+            )
+        # factor * length / trained - (factor - 1), where length = factor * trained
+        growth = self.factor * self.factor - (self.factor - 1)
+        return super().frequencies(size, theta * growth ** (size / (size - 2)))
+
+    def rows(self, max_positions: int) -> int:
+        return int(max_positions * self.factor)
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(Scaling):
+    """Long wavelengths are stretched by *factor*, short ones kept, those between interpolated.
+
+    Wavelengths above ``original_max_positions / low_freq_factor`` are long, those below
+    ``original_max_positions / high_freq_factor`` short.
+
+    Source: The Llama 3 Herd of Models, arXiv:2407.21783.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+    def frequencies(self, size: int, theta: float) -> Tensor:
+        inverse = super().frequencies(size, theta)
+        turns = self.original_max_positions * inverse / (2 * math.pi)  # within the original context
+        span = self.high_freq_factor - self.low_freq_factor
+        keep = ((turns - self.low_freq_factor) / span).clamp(0.0, 1.0)
+        return (1 - keep) * inverse / self.factor + keep * inverse
+
+
+@dataclass(frozen=True)
+class YarnScaling(Scaling):
+    """Dimensions that turn seldom are stretched by *factor*, fast ones kept, with a ramp between.
+
+    Args:
+        factor: by how much the context grows.
+        original_max_positions: the context trained on.
+        beta_fast, beta_slow: the ramp goes from dimensions that turn *beta_fast* times in that
+            context to those that turn *beta_slow* times.
+        attention_factor: the magnitude; None: computed from the others.
+        mscale, mscale_all_dim: DeepSeek's: the magnitude is the quotient of two, of these weights.
+        truncate: begin and end the ramp at whole dimensions.
+
+    Source: Peng et al., "YaRN", arXiv:2309.00071; DeepSeek-V2, arXiv:2405.04434.
+    """
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+    @property
+    def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    def _magnitude(self, weight: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+
+    def frequencies(self, size: int, theta: float) -> Tensor:
+        powers = _powers(size, theta)
+        low, high = (
+            self._dimension(beta, size, theta) for beta in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        if low == high:
+            high += 0.001  # a step
+        places = torch.arange(size // 2, dtype=torch.float32, device="cpu")
+        stretch = ((places - low) / (high - low)).clamp(0.0, 1.0)
+        return stretch / (self.factor * powers) + (1 - stretch) / powers
+
+    def _dimension(self, turns: float, size: int, theta: float) -> float:
+        """Return the pair, as a real number, that turns so often in the original context."""
+        wavelength = self.original_max_positions / (turns * 2 * math.pi)
+        return size * math.log(wavelength) / (2 * math.log(theta))
+
+    def rows(self, max_positions: int) -> int:
+        return max(max_positions, int(self.original_max_positions * self.factor))
+
+
+@dataclass(frozen=True)
+class LongRopeScaling(Scaling):
+    """Every pair has a factor of its own: one for short sequences, another for long ones.
+
+    Which of the two holds is decided here, once, and not by what is in a batch: keys in a cache
+    were rotated by it too.
+
+    Args:
+        factors: divide the frequencies, one for each pair.
+        factor: by how much the context grows.
+        original_max_positions: the context trained on.
+        attention_factor: the magnitude; None: computed from the two before it.
+
+    Source: Ding et al., "LongRoPE", arXiv:2402.13753.
+    """
+
+    factors: tuple[float, ...]
+    factor: float
+    original_max_positions: int
+    attention_factor: float | None = None
+
+    @property
+    def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_positions))
+
+    def frequencies(self, size: int, theta: float) -> Tensor:
+        if len(self.factors) != size // 2:
+            raise LayerArgumentError(
+                f"longrope: {len(self.factors)} factors for {size} rotated dimensions; it takes "
+                f"one for each pair, {size // 2}."
+            )
+        factors = torch.tensor(self.factors, dtype=torch.float32, device="cpu")
+        return 1.0 / (factors * _powers(size, theta))
+
+
+def _powers(size: int, theta: float) -> Tensor:
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
+    powers: Tensor = theta**exponents
+    return powers
+
+
+def cos_sin_table(frequencies: Tensor, rows: int, magnitude: float = 1.0) -> Tensor:
+    """Return cosines and sines of the first positions: ``(rows, 2 * n)``, float32, on the CPU.
+
+    Each row holds ``n`` cosines, then ``n`` sines.
+
+    Args:
+        frequencies: ``(n,)``, the angle per position.
+        rows: the number of positions.
+        magnitude: the factor on all.
+    """
+    angles = torch.outer(torch.arange(rows, dtype=torch.float32, device="cpu"), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitude

@@ -1,0 +1,30 @@
+"""Names in ``custom_ops`` that had no effect on a model."""
+
+from __future__ import annotations
+
+import warnings
+
+from opweave.config import CompilationConfig
+from opweave.ir.errors import did_you_mean
+from opweave.layers.errors import UnusedOpWarning
+from opweave.layers.registry import op_registry
+
+
+def warn_of_unused_ops(config: CompilationConfig) -> None:
+    """Warn of each op that ``custom_ops`` names and that was not built under *config*.
+
+    Call it when a model is built; the warning points at the caller of the caller.
+    """
+    built = config.enabled_custom_ops.keys() | config.disabled_custom_ops.keys()
+    for name in sorted(config.named_custom_ops - built):
+        if name in op_registry:
+            reason = "is not present in the model, so it has no effect"
+        else:
+            reason = "doesn't exist (or wasn't imported or registered). " + did_you_mean(
+                name, op_registry
+            )
+        warnings.warn(
+            f"custom_ops names {name!r}, which {reason.rstrip('.')}.",
+            UnusedOpWarning,
+            stacklevel=3,
+        )

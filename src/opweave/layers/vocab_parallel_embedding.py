@@ -1,0 +1,170 @@
+"""An embedding whose vocabulary is divided over ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from opweave import ir
+from opweave.layers.errors import LayerArgumentError
+from opweave.layers.linear import LinearMethod, QuantConfig, UnquantizedLinearMethod
+from opweave.layers.parallel import ALONE, current_tensor_parallel
+from opweave.layers.pluggable_layer import PluggableLayer
+from opweave.layers.vocab_shard import VocabShard
+from opweave.layers.weight_loading import describe, dim_of, fill
+
+
+@runtime_checkable
+class EmbeddingMethod(LinearMethod, Protocol):
+    """Keeps a vocabulary table: a :class:`LinearMethod` that can look up rows as well."""
+
+    def embedding(self, layer: VocabParallelEmbedding, input_ids: Tensor) -> Tensor:
+        """Return the rows of *input_ids*, zeros for those that ``layer.shard`` does not have."""
+
+
+class UnquantizedEmbeddingMethod(UnquantizedLinearMethod):
+    """One table ``(rows, embedding_dim)``: ``ir.ops.embedding`` and ``ir.ops.masked_embedding``."""
+
+    def embedding(self, layer: VocabParallelEmbedding, input_ids: Tensor) -> Tensor:
+        shard = layer.shard
+        if shard.size == 1 and shard.num_added == 0:
+            whole: Tensor = ir.ops.embedding(input_ids, layer.weight)
+            return whole
+        first = shard.org_start, shard.org_end
+        second = shard.added_start, shard.added_end, shard.org_rows
+        own: Tensor = ir.ops.masked_embedding(input_ids, layer.weight, *first, *second)
+        return own
+
+
+@PluggableLayer.register("vocab_parallel_embedding")
+class VocabParallelEmbedding(PluggableLayer):
+    """A table of vectors by id, padded, of which each rank has some rows.
+
+    Composed of ``ir.ops.embedding`` or ``ir.ops.masked_embedding``, and ``all_reduce``. Whatever
+    the number of ranks, the result is the lookup in the whole table, bit for bit; and ids added to
+    a vocabulary have rows of their own after the padding of the others (see :class:`VocabShard`).
+    The parameter is filled by ``weight.weight_loader``. Source: Megatron-LM, arXiv:1909.08053.
+
+    Args:
+        num_embeddings: the number of ids, the added ones included.
+        embedding_dim: the size of a vector.
+        params_dtype: default: ``torch.get_default_dtype()``.
+        org_num_embeddings: the number of ids without the added ones; default: all.
+        padding_size: numbers of rows are multiples of it.
+        quant_config: chooses how the table is kept; default: as it is.
+        prefix: what the model calls this layer; for *quant_config* and errors.
+        disable_tp: every rank has all of the table.
+        reduce_results: sum over the ranks; False: return this rank's rows, and zeros.
+
+    Attributes:
+        shard: the ids and rows of this rank.
+        org_vocab_size_padded, num_embeddings_padded: with padding, on all ranks together.
+        num_embeddings_per_partition: the rows of this rank.
+
+    Raises:
+        ShardingError: the number of ranks does not divide the padded sizes.
+        LayerArgumentError: sizes do not fit each other, or the method of *quant_config* has no
+            ``embedding``.
+    """
+
+    weight: nn.Parameter
+    quant_method: LinearMethod
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        params_dtype: torch.dtype | None = None,
+        org_num_embeddings: int | None = None,
+        padding_size: int = 64,
+        quant_config: QuantConfig | None = None,
+        prefix: str = "",
+        *,
+        disable_tp: bool = False,
+        reduce_results: bool = True,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.org_vocab_size = num_embeddings if org_num_embeddings is None else org_num_embeddings
+        self.padding_size, self.prefix = padding_size, prefix
+        self.reduce_results = reduce_results
+        self.parallel = ALONE if disable_tp else current_tensor_parallel()
+        self.tp_rank, self.tp_size = self.parallel.rank, self.parallel.size
+        self.shard = VocabShard.of(num_embeddings, self.org_vocab_size, padding_size, self.parallel)
+        self.num_embeddings_per_partition = self.shard.rows
+        self.org_vocab_size_padded = self.shard.org_rows * self.tp_size
+        self.num_embeddings_padded = self.shard.rows * self.tp_size
+        self.params_dtype = params_dtype or torch.get_default_dtype()
+        chosen = None if quant_config is None else quant_config.get_quant_method(self, prefix)
+        self.quant_method = chosen or UnquantizedEmbeddingMethod()
+        self._check_method()
+        self.quant_method.create_weights(
+            self,
+            embedding_dim,
+            [self.shard.rows],
+            embedding_dim,
+            self.num_embeddings_padded,
+            self.params_dtype,
+            weight_loader=self.weight_loader,
+        )
+
+    def _check_method(self) -> None:
+        if not isinstance(self.quant_method, EmbeddingMethod):
+            raise LayerArgumentError(
+                f"{type(self.quant_method).__name__} has no embedding(layer, input_ids), which "
+                f"{type(self).__name__} {self.prefix} needs; let the quant_config return None for "
+                "embeddings."
+            )
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor) -> None:
+        """Fill *param*; rows that no id has, or that *loaded_weight* does not have, become zero.
+
+        Args:
+            param: a parameter of this layer.
+            loaded_weight: with the rows of all base ids, or of all ids, or this rank's rows.
+
+        Raises:
+            WeightLoadError: the shape of *loaded_weight* is none of these.
+        """
+        dim, what = dim_of(param, "output_dim"), describe(self, self.prefix, param)
+        if dim is None or loaded_weight.ndim != param.ndim:
+            return fill(param.data, loaded_weight, what)
+        shard, count = self.shard, loaded_weight.shape[dim]
+        if count not in (self.org_vocab_size, self.num_embeddings):
+            what += f" (of {self.org_vocab_size} ids, or {self.num_embeddings} with the added ones)"
+            return fill(param.data, loaded_weight, what)
+        ids = loaded_weight.narrow(dim, shard.org_start, shard.num_org)
+        values = torch.zeros_like(param.data)
+        fill(values.narrow(dim, 0, shard.num_org), ids, what)
+        if count > self.org_vocab_size:
+            ids = loaded_weight.narrow(dim, shard.added_start, shard.num_added_here)
+            fill(values.narrow(dim, shard.org_rows, shard.num_added_here), ids, what)
+        return fill(param.data, values, what)
+
+    def get_sharded_to_full_mapping(self) -> list[int] | None:
+        """Return where each row of a whole table is in those of all ranks, one after the other.
+
+        Rows of base ids come first, then those of added ids, then padding. None for a single rank.
+        """
+        return self.shard.order() if self.tp_size > 1 else None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return ``(*input_ids.shape, embedding_dim)``.
+
+        Args:
+            input_ids: any shape, int32 or int64, values in ``[0, num_embeddings)``.
+        """
+        method = cast("EmbeddingMethod", self.quant_method)  # checked when the layer was built
+        rows = method.embedding(self, input_ids)
+        if not self.reduce_results or self.tp_size == 1:
+            return rows
+        if rows.dtype.itemsize == 1:  # no sums in 8 bits: but every byte has one owner
+            return self.parallel.all_reduce(rows.view(torch.int8)).view(rows.dtype)
+        return self.parallel.all_reduce(rows)
+
+    def extra_repr(self) -> str:
+        """Return sizes, for ``repr(model)``."""
+        ranks = f", rank={self.tp_rank} of {self.tp_size}" if self.tp_size > 1 else ""
+        return f"{self.num_embeddings}, {self.embedding_dim}{ranks}"

@@ -1,0 +1,157 @@
+"""Which method runs: by platform, configuration and options, decided when an op is built."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from opweave import platforms
+from opweave.config import CompilationConfig, compilation_config
+from opweave.layers import CustomOp
+
+pytestmark = pytest.mark.usefixtures("registries")
+
+METHODS = {
+    "cuda": "forward_cuda",
+    "rocm": "forward_hip",
+    "cpu": "forward_cpu",
+    "tpu": "forward_tpu",
+    "xpu": "forward_xpu",
+    "oot": "forward_oot",
+    "unspecified": "forward_native",
+}
+EVERY = sorted({*METHODS.values()})
+
+
+def op_with(*methods: str) -> type[CustomOp]:
+    """Return a class that has these methods, each of which returns its name."""
+    own = {name: (lambda self, *_, name=name: name) for name in methods}
+    return CustomOp.register("probe")(type("Probe", (CustomOp,), own))
+
+
+each_platform = pytest.mark.parametrize("platform", METHODS, indirect=True)
+
+
+@each_platform
+def test_each_platform_has_its_method(platform: str) -> None:
+    assert op_with(*EVERY)()() == METHODS[platform]
+
+
+@each_platform
+def test_native_is_what_is_left(platform: str) -> None:
+    assert op_with("forward_native")()() == "forward_native"
+
+
+@each_platform
+def test_disabled_is_native_everywhere(platform: str) -> None:
+    op = op_with(*EVERY)
+    with compilation_config(CompilationConfig(custom_ops="none")):
+        assert op()() == "forward_native"
+
+
+@pytest.mark.parametrize("platform", ["my_npu"], indirect=True)
+def test_any_other_name_is_out_of_tree(platform: str) -> None:
+    assert op_with(*EVERY)()() == "forward_oot"
+
+
+@pytest.mark.parametrize("platform", ["rocm"], indirect=True)
+def test_rocm_falls_back_on_cuda(platform: str) -> None:
+    assert op_with("forward_native", "forward_cuda")()() == "forward_cuda"
+
+
+@pytest.mark.parametrize(
+    ("platform", "other"), [("cuda", "forward_hip"), ("rocm", "forward_cpu")], indirect=["platform"]
+)
+def test_a_gpu_without_a_method_is_noted_once(
+    platform: str, other: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    op = op_with("forward_native", other)
+    with caplog.at_level(logging.INFO, "opweave"):
+        assert [op()() for _ in range(2)] == ["forward_native"] * 2
+    assert len(caplog.messages) == 1
+    assert f"Probe is enabled, but has no {METHODS[platform]}" in caplog.messages[0]
+
+
+def test_a_method_may_choose_by_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gated(CustomOp):
+        def forward_native(self, size: int) -> str:
+            return "native"
+
+        def forward_cpu(self, size: int) -> Any:
+            return "kernel" if size % 2 == 0 else self.forward_native(size)
+
+    gated = Gated()
+    assert [gated(2), gated(3)] == ["kernel", "native"]
+
+
+# Options
+
+
+def test_enforce_enable(config: CompilationConfig) -> None:
+    op = op_with("forward_native", "forward_cpu")
+    with compilation_config(CompilationConfig(custom_ops="none,-probe")) as none:
+        assert op(enforce_enable=True)() == "forward_cpu"
+        assert op()() == "forward_native"
+    assert none.enabled_custom_ops == none.disabled_custom_ops == {"probe": 1}
+
+
+def test_a_class_may_decide_for_itself() -> None:
+    class Always(CustomOp):
+        @classmethod
+        def enabled(cls) -> bool:
+            return True
+
+        def forward_cpu(self) -> str:
+            return "cpu"
+
+    with compilation_config(CompilationConfig(custom_ops="none")) as config:
+        assert Always()() == "cpu"
+    assert config.enabled_custom_ops == {"Always": 1}
+
+
+# When it is decided
+
+
+def test_it_is_decided_when_an_op_is_built() -> None:
+    op = op_with("forward_native", "forward_cpu")
+    enabled = op()
+    with compilation_config(CompilationConfig(custom_ops="none")):
+        disabled = op()
+        assert enabled() == "forward_cpu"
+    assert disabled() == "forward_native"
+
+
+def test_each_config_counts_what_is_built_under_it(config: CompilationConfig) -> None:
+    op = op_with("forward_native")
+    op()
+    with compilation_config(CompilationConfig(custom_ops="-probe")) as inner:
+        op()
+        op()
+    op()
+    assert (config.enabled_custom_ops, config.disabled_custom_ops) == ({"probe": 2}, {})
+    assert (inner.enabled_custom_ops, inner.disabled_custom_ops) == ({}, {"probe": 2})
+    assert config == CompilationConfig()  # counts are no part of what a config says
+
+
+def test_no_config_is_needed() -> None:
+    assert op_with("forward_native", "forward_cpu")()() == "forward_cpu"
+
+
+def test_importing_does_not_resolve_the_platform(fresh_python: Any) -> None:
+    fresh_python(
+        """
+        import opweave.layers
+        from opweave import platforms
+        assert platforms._resolve.cache_info().currsize == 0
+        opweave.layers.op_registry["silu_and_mul"]()
+        assert platforms._resolve.cache_info().currsize == 1
+        """
+    )
+
+
+def test_the_current_platform_here_is_known() -> None:
+    assert platforms.current_platform.name in METHODS
+    assert torch.device(platforms.current_platform.device_type)

@@ -1,0 +1,198 @@
+"""Every scaling against transformers' frequencies and magnitude."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from opweave.layers import LayerArgumentError, MRotaryEmbedding, RotaryEmbedding, get_rope
+from opweave.layers.rotary import ROPE_TYPES, LongRopeScaling, Scaling
+
+HEAD, TRAINED = 64, 128
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn-betas": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 8.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+    },
+    "yarn-step": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 1e9,
+        "beta_slow": 1e9,
+    },
+    "yarn-deepseek": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 0.707,
+        "mscale_all_dim": 1.0,
+    },
+    "yarn-factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.7,
+    },
+    "longrope-short": {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * i for i in range(HEAD // 2)],
+        "long_factor": [2.0 + 0.3 * i for i in range(HEAD // 2)],
+        "original_max_position_embeddings": 32,
+    },
+}
+PARAMETERS["longrope-long"] = PARAMETERS["longrope-short"]
+PARAMETERS["longrope-factor"] = {**PARAMETERS["longrope-short"], "attention_factor": 1.25}
+
+
+def hugging_face(
+    parameters: dict[str, Any], length: int | None, share: float, theta: float
+) -> tuple[Tensor, float]:
+    config = LlamaConfig(
+        hidden_size=4 * HEAD,
+        num_attention_heads=4,
+        head_dim=HEAD,
+        max_position_embeddings=TRAINED,
+        rope_parameters={**parameters, "rope_theta": theta, "partial_rotary_factor": share},
+    )
+    found: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
+        config, torch.device("cpu"), seq_len=length
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("theta", [10000.0, 5e5])
+def test_frequencies_and_table(name: str, share: float, theta: float) -> None:
+    parameters, size = dict(PARAMETERS[name]), int(HEAD * share)
+    for key in ("short_factor", "long_factor"):
+        if key in parameters:
+            parameters[key] = parameters[key][: size // 2]
+    longest = 16 if name == "longrope-short" else TRAINED
+    length = int(TRAINED * 3.0) if name == "dynamic" else longest
+    frequencies, magnitude = hugging_face(parameters, length, share, theta)
+    given = {**parameters, "rope_theta": theta, "partial_rotary_factor": share}
+    layer = get_rope(HEAD, TRAINED, True, given, torch.float32, max_model_len=longest)
+    assert isinstance(layer, RotaryEmbedding)
+    assert layer.rotary_dim == size
+    assert layer.scaling.magnitude == pytest.approx(magnitude)
+    found = layer.scaling.frequencies(size, theta)
+    torch.testing.assert_close(found, frequencies, atol=0, rtol=1e-6)
+    angles = torch.outer(torch.arange(len(layer.cos_sin_cache)).double(), frequencies.double())
+    expected = torch.cat((angles.cos(), angles.sin()), -1) * magnitude
+    torch.testing.assert_close(layer.cos_sin_cache.double(), expected, atol=2e-4, rtol=0)
+    assert len(layer.cos_sin_cache) >= TRAINED
+
+
+@pytest.mark.parametrize("name", ["plain", "linear", "dynamic", "llama3", "yarn"])
+def test_rows_suffice_for_the_stretched_context(name: str) -> None:
+    rows = {"plain": 128, "linear": 512, "dynamic": 384, "llama3": 128, "yarn": 128}
+    layer = get_rope(HEAD, TRAINED, True, PARAMETERS.get(name), torch.float32)
+    assert len(layer.cos_sin_cache) == rows[name]
+
+
+def test_every_type_is_tested() -> None:
+    tested = {p["rope_type"] for p in PARAMETERS.values()} | {"default", "mrope"}
+    assert set(ROPE_TYPES) == tested
+
+
+def test_the_older_key_means_the_same() -> None:
+    old = get_rope(HEAD, 64, True, {"type": "linear", "factor": 2.0})
+    assert old is get_rope(HEAD, 64, True, {"rope_type": "linear", "factor": 2.0})
+
+
+def test_plain_frequencies_one_by_one() -> None:
+    found = Scaling().frequencies(8, 100.0)
+    assert found.tolist() == pytest.approx([100.0 ** (-2 * i / 8) for i in range(4)])
+
+
+def test_yarn_without_a_factor_takes_the_quotient_of_the_contexts() -> None:
+    parameters = {"rope_type": "yarn", "original_max_position_embeddings": 32}
+    layer = get_rope(HEAD, TRAINED, True, parameters)
+    assert isinstance(layer, RotaryEmbedding)
+    assert layer.scaling.magnitude == pytest.approx(0.1 * math.log(4.0) + 1)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "match"),
+    [
+        ({"rope_type": "yarm"}, "'yarm'.*yarn"),
+        ({"rope_type": "linear"}, "'linear': factor.*None"),
+        ({"rope_type": "linear", "factor": -1.0}, "factor.*-1.0"),
+        ({"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings"),
+        ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
+        (
+            {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4, "high_freq_factor": 4},
+            "less than",
+        ),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 8}, "long_factor"),
+        (
+            {
+                "rope_type": "longrope",
+                "original_max_position_embeddings": 8,
+                "long_factor": [1.0],
+            },
+            "1 factors.*32",
+        ),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
+        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor.*0.0"),
+        ({"rope_theta": "big"}, "rope_theta.*'big'"),
+        ({"rope_dim": 7}, "rotary_dim=7"),
+        ({"rope_dim": 66}, "rotary_dim=66"),
+        ({"mrope_section": [16, 16]}, "mrope_section"),
+        ({"mrope_section": [16, 8, 9]}, "mrope_section"),
+    ],
+)
+def test_mistakes(parameters: dict[str, Any], match: str) -> None:
+    with pytest.raises(LayerArgumentError, match=match):
+        get_rope(HEAD, TRAINED, True, parameters)
+
+
+def test_dynamic_needs_more_than_one_pair() -> None:
+    with pytest.raises(LayerArgumentError, match="more than 2"):
+        get_rope(2, TRAINED, True, {"rope_type": "dynamic", "factor": 2.0})
+
+
+def test_the_same_arguments_give_the_same_layer() -> None:
+    one = get_rope(HEAD, 77, True, {"rope_theta": 1e4}, torch.float32)
+    assert one is get_rope(HEAD, 77)
+    assert one is not get_rope(HEAD, 77, False)
+    assert one is not get_rope(HEAD, 77, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        other = get_rope(HEAD, 77)
+    assert other is not one
+    assert other.cos_sin_cache.is_meta
+
+
+def test_yarn_goes_with_mrope() -> None:
+    parameters = {**PARAMETERS["yarn"], "mrope_section": [16, 8, 8]}
+    layer = get_rope(HEAD, TRAINED, True, parameters)
+    assert isinstance(layer, MRotaryEmbedding)
+    assert layer.scaling.magnitude > 1
+
+
+def test_longrope_of_short_factors() -> None:
+    scaling = LongRopeScaling((1.0, 2.0), 1.0, 32)
+    assert scaling.magnitude == 1.0
+    assert scaling.frequencies(4, 1e4).tolist() == pytest.approx([1.0, 0.005])

@@ -1,0 +1,413 @@
+"""The rotary layers against transformers', against each other, and against the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layers.switch import both_ways, built
+from opweave import ir
+from opweave.config import CompilationConfig, compilation_config
+from opweave.layers import (
+    ApplyRotaryEmb,
+    DualChunkRotaryEmbedding,
+    LayerArgumentError,
+    MRotaryEmbedding,
+    RotaryEmbedding,
+    get_rope,
+)
+
+DTYPES = (torch.float32, torch.bfloat16)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_style = pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
+ROWS = 96
+
+
+def close(found: Tensor | None, expected: Tensor | None) -> None:
+    assert found is not None
+    assert expected is not None
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    atol, rtol = ir.ops.rotary_embedding.get_tolerance(found.dtype)
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+
+
+def definition(x: Tensor, positions: Tensor, size: int, neox: bool, base: float = 1e4) -> Tensor:
+    """Turn the pairs of ``(tokens, heads, head_size)`` as complex numbers, in float64."""
+    wide, half = x.double(), size // 2
+    frequencies = base ** (-torch.arange(half).double() / half)
+    turns = torch.polar(torch.ones(()).double(), torch.outer(positions.double(), frequencies))
+    rotated = wide[..., :size]
+    pairs = torch.unflatten(rotated, -1, (2, half) if neox else (half, 2))
+    real, imaginary = pairs.unbind(-2 if neox else -1)
+    turned = torch.complex(real, imaginary) * turns[:, None]
+    joined = torch.stack((turned.real, turned.imag), -2 if neox else -1).flatten(-2)
+    return torch.cat((joined, wide[..., size:]), -1)
+
+
+@both_ways
+@each_dtype
+@each_style
+@pytest.mark.parametrize("head", [64, 80, 120, 256])
+@pytest.mark.parametrize("size", [None, 32])
+def test_rotary_embedding(
+    head: int, size: int | None, neox: bool, dtype: torch.dtype, custom_ops: str
+) -> None:
+    rotated = head if size is None else size
+    layer = built(custom_ops, lambda: RotaryEmbedding(head, rotated, ROWS, 1e4, neox, dtype))
+    positions = torch.randint(ROWS, (7,))
+    query = torch.randn(7, 4 * head + 5).to(dtype)[:, 5:]  # a slice of something wider
+    key = torch.randn(7, 2 * head).to(dtype)
+    wanted = [
+        definition(torch.unflatten(x, -1, (-1, head)), positions, rotated, neox)
+        for x in (query, key)
+    ]
+    # An angle of up to 96 in float32 is off by 4e-6, and elements go up to 5.
+    atol = 4e-5 if dtype is torch.float32 else 0.06
+    for heads in (False, True):
+        q, k = (x.clone() for x in (query, key))
+        if heads:
+            q, k = (torch.unflatten(x, -1, (-1, head)) for x in (q, k))
+        shapes = q.shape, k.shape
+        found = layer(positions, q, k)
+        alone, nothing = layer(positions, query.clone().view(shapes[0]))
+        assert nothing is None
+        for x, expected, shape in zip((*found, alone), (*wanted, wanted[0]), (*shapes, shapes[0]),
+                                      strict=True):  # fmt: skip
+            assert x.shape == shape
+            assert x.dtype is dtype
+            difference = x.double() - expected.reshape(shape)
+            assert difference.abs().max() <= atol
+
+
+@both_ways
+@each_dtype
+def test_that_of_llama(dtype: torch.dtype, custom_ops: str) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama import modeling_llama as llama
+
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, max_position_embeddings=ROWS)
+    positions = torch.randint(ROWS, (1, 9))
+    cos, sin = llama.LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=dtype), positions)
+    query, key = torch.randn(9, 4, 64).to(dtype), torch.randn(9, 2, 64).to(dtype)
+    theirs = llama.apply_rotary_pos_emb(query[None], key[None], cos, sin, unsqueeze_dim=2)
+    layer = built(custom_ops, lambda: RotaryEmbedding(64, 64, ROWS, 1e4, True, dtype))
+    for found, expected in zip(
+        layer(positions[0], query.clone(), key.clone()), theirs, strict=True
+    ):
+        close(found, expected[0])
+    apply = built(custom_ops, ApplyRotaryEmb)
+    close(apply(query, cos[0, :, :32], sin[0, :, :32]), theirs[0][0])
+
+
+@both_ways
+@pytest.mark.parametrize("shape", [(2, 3), (6,)], ids=str)
+@pytest.mark.parametrize("leading", [(2, 3), (6,)], ids=str)
+def test_tokens_and_positions_may_be_flattened_differently(
+    shape: tuple[int, ...], leading: tuple[int, ...], custom_ops: str
+) -> None:
+    layer = built(custom_ops, lambda: RotaryEmbedding(16, 16, ROWS, 1e4, True, torch.float32))
+    positions, query = torch.randint(ROWS, (6,)), torch.randn(6, 4, 16)
+    expected = definition(query, positions, 16, True).float()
+    for last in ((64,), (4, 16)):
+        given = query.clone().view(*leading, *last)
+        found, key = layer(positions.view(shape), given, given.clone())
+        close(found, expected.view(given.shape))
+        close(key, expected.view(given.shape))
+
+
+def test_a_wrong_number_of_positions() -> None:
+    layer = RotaryEmbedding(16, 16, ROWS, 1e4, True, torch.float32)
+    with pytest.raises(LayerArgumentError, match=r"\(5,\).*\(6, 64\)"):
+        layer(torch.arange(5), torch.randn(6, 64))
+
+
+@both_ways
+def test_no_tokens(custom_ops: str) -> None:
+    layer = built(custom_ops, lambda: RotaryEmbedding(16, 8, ROWS, 1e4, True, torch.float32))
+    query, key = layer(torch.arange(0), torch.randn(0, 64), torch.randn(0, 32))
+    assert (query.shape, key.shape) == ((0, 64), (0, 32))
+
+
+def test_the_table_is_a_buffer_in_the_dtype_that_is_not_saved() -> None:
+    exact = RotaryEmbedding(16, 8, ROWS, 1e4, True, torch.float32)
+    rounded = RotaryEmbedding(16, 8, ROWS, 1e4, True, torch.bfloat16)
+    assert exact.cos_sin_cache.shape == (ROWS, 8)
+    assert torch.equal(rounded.cos_sin_cache, exact.cos_sin_cache.bfloat16())
+    assert not exact.state_dict()
+    without = RotaryEmbedding(16, 8, ROWS, 1e4, True, torch.float32, init_cache=False)
+    assert not [*without.buffers()]
+
+
+@both_ways
+@each_style
+def test_apply_in_float32(neox: bool, custom_ops: str) -> None:
+    x = torch.randn(2, 5, 3, 16, dtype=torch.bfloat16)
+    angles = torch.rand(5, 4) * 6
+    layer = built(custom_ops, lambda: ApplyRotaryEmb(False, neox, enable_fp32_compute=True))
+    found = layer(x, angles.cos(), angles.sin())
+    wide = built(custom_ops, lambda: ApplyRotaryEmb(False, neox))
+    expected = wide(x.float(), angles.cos(), angles.sin()).bfloat16()
+    torch.testing.assert_close(found, expected, atol=0, rtol=2**-8)
+    assert torch.equal(found[..., 8:], x[..., 8:])
+
+
+def test_apply_is_that_of_a_vision_model() -> None:
+    from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
+
+    x = torch.randn(7, 4, 16, dtype=torch.bfloat16)
+    angles = torch.rand(7, 8) * 6
+    both = torch.cat((angles, angles), -1)
+    theirs, _ = qwen2_vl.apply_rotary_pos_emb_vision(x, x, both.cos(), both.sin())
+    layer = ApplyRotaryEmb(enforce_enable=True, enable_fp32_compute=True)
+    close(layer(x, angles.cos(), angles.sin()), theirs)
+
+
+# M-RoPE
+
+
+def multimodal_positions(tokens: int) -> Tensor:
+    return torch.randint(ROWS, (3, tokens))
+
+
+@both_ways
+@each_dtype
+def test_mrope_is_that_of_qwen2_vl(dtype: torch.dtype, custom_ops: str) -> None:
+    from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+
+    parameters = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
+    config = Qwen2VLTextConfig(hidden_size=128, num_attention_heads=4, rope_parameters=parameters)
+    positions = multimodal_positions(9)
+    rotary: Any = qwen2_vl.Qwen2VLRotaryEmbedding
+    cos, sin = rotary(config)(torch.zeros(1, dtype=dtype), positions[:, None])
+    query, key = torch.randn(9, 4, 32).to(dtype), torch.randn(9, 2, 32).to(dtype)
+    theirs = apply_qwen2(qwen2_vl, query, key, cos, sin)
+    layer = built(custom_ops, lambda: get_rope(32, ROWS, True, parameters, dtype))
+    for flat in (False, True):
+        q, k = (x.flatten(1) if flat else x for x in (query.clone(), key.clone()))
+        for found, expected in zip(layer(positions, q, k), theirs, strict=True):
+            close(found, expected.flatten(1) if flat else expected)
+
+
+def apply_qwen2(
+    module: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    heads_first = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
+    q, k = module.apply_rotary_pos_emb(*heads_first, cos, sin)
+    return q[0].transpose(0, 1), k[0].transpose(0, 1)
+
+
+@both_ways
+def test_interleaved_mrope_is_that_of_qwen3_vl(custom_ops: str) -> None:
+    from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+
+    parameters = {
+        "rope_type": "default",
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+        "rope_theta": 1e4,
+    }
+    config = Qwen3VLTextConfig(
+        hidden_size=128, num_attention_heads=4, head_dim=32, rope_parameters=parameters
+    )
+    positions = multimodal_positions(9)
+    rotary = qwen3_vl.Qwen3VLTextRotaryEmbedding(config)
+    cos, sin = rotary(torch.zeros(1), positions[:, None])
+    query, key = torch.randn(9, 4, 32), torch.randn(9, 2, 32)
+    theirs = apply_qwen2(qwen3_vl, query, key, cos, sin)
+    layer = built(custom_ops, lambda: get_rope(32, ROWS, True, parameters, torch.float32))
+    for found, expected in zip(layer(positions, query, key), theirs, strict=True):
+        close(found, expected)
+
+
+def mrope(neox: bool = True) -> MRotaryEmbedding:
+    return MRotaryEmbedding(32, 24, ROWS, 1e4, neox, torch.float32, [4, 4, 4])
+
+
+@both_ways
+@each_style
+def test_text_has_one_position(neox: bool, custom_ops: str) -> None:
+    layer = built(custom_ops, lambda: mrope(neox))
+    plain = RotaryEmbedding(32, 24, ROWS, 1e4, neox, torch.float32)
+    positions, query, key = torch.randint(ROWS, (5,)), torch.randn(5, 4, 32), torch.randn(5, 64)
+    expected = plain.forward_native(positions, query, key)
+    for given in (positions, positions.expand(3, 5)):
+        for found, wanted in zip(layer(given, query.clone(), key.clone()), expected, strict=True):
+            close(found, wanted)
+    alone, nothing = layer(positions.expand(3, 5), query.clone())
+    close(alone, expected[0])
+    assert nothing is None
+
+
+def test_mrope_of_other_positions() -> None:
+    with pytest.raises(LayerArgumentError, match=r"\(2, 5\)"):
+        mrope()(torch.zeros(2, 5, dtype=torch.int64), torch.randn(5, 4, 32))
+
+
+def test_native_form_never_dispatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where ``apply_rotary_emb`` is enabled and the layer is not, and the other way round."""
+    ran = []
+    native = ApplyRotaryEmb.forward_native
+
+    def noted(self: ApplyRotaryEmb, *angles: Tensor) -> Tensor:
+        ran.append("native")
+        return native(self, *angles)
+
+    def dispatched(self: ApplyRotaryEmb, *angles: Tensor) -> Tensor:
+        ran.append("dispatched")
+        return native(self, *angles)
+
+    monkeypatch.setattr(ApplyRotaryEmb, "forward_native", noted)
+    monkeypatch.setattr(ApplyRotaryEmb, "forward_cpu", dispatched)
+    with compilation_config(CompilationConfig(custom_ops=["none", "+apply_rotary_emb"])):
+        layer = mrope()
+    arguments = multimodal_positions(5), torch.randn(5, 4, 32), torch.randn(5, 2, 32)
+    layer(*arguments)
+    assert ran == ["native", "native"]
+    layer.forward_cuda(*arguments)
+    assert ran[2:] == ["dispatched", "dispatched"]
+
+
+# Dual chunk attention
+
+
+def dual_chunk(chunk: int, local: int, head: int = 16, size: int = 16) -> DualChunkRotaryEmbedding:
+    return DualChunkRotaryEmbedding(head, size, 4096, 1e4, True, torch.float32, chunk, local)
+
+
+@both_ways
+@pytest.mark.parametrize(("chunk", "local"), [(12, 4), (12, 0), (5, 4), (64, 1)])
+@pytest.mark.parametrize("size", [16, 8])
+def test_each_slot_is_a_plain_rotation(chunk: int, local: int, size: int, custom_ops: str) -> None:
+    layer = built(custom_ops, lambda: dual_chunk(chunk, local, size=size))
+    positions = torch.randint(1000, (9,))
+    query, key = torch.randn(9, 64), torch.randn(9, 32)
+    found, rotated_key = layer(positions, query, key)
+    assert found.shape == (9, 5 * 64)
+    length = chunk - local
+    where = positions % length
+    slots = [
+        where,
+        (where + length).clamp(max=chunk),
+        torch.full_like(where, min(2 * length - 1, chunk)),
+        where + length,
+        where + chunk,
+    ]
+    for part, slot in zip(found.chunk(5, -1), slots, strict=True):
+        wanted = definition(query.view(9, 4, 16), slot, size, True).float().view(9, 64)
+        torch.testing.assert_close(part, wanted, atol=1e-5, rtol=0)
+    wanted = definition(key.view(9, 2, 16), where, size, True).float().view(9, 32)
+    torch.testing.assert_close(rotated_key, wanted, atol=1e-5, rtol=0)
+
+
+@both_ways
+def test_within_the_first_chunk_it_is_ordinary(custom_ops: str) -> None:
+    layer = built(custom_ops, lambda: dual_chunk(64, 8))
+    plain = RotaryEmbedding(16, 16, 64, 1e4, True, torch.float32)
+    positions, query, key = torch.arange(40), torch.randn(40, 64), torch.randn(40, 32)
+    found, rotated_key = layer(positions, query, key)
+    expected = plain.forward_native(positions, query, key)
+    close(found[:, :64], expected[0])
+    close(rotated_key, expected[1])
+
+
+def scores(query: Tensor, key: Tensor) -> Tensor:
+    return torch.einsum("qd,kd->qk", query, key)
+
+
+def test_scores_depend_on_the_distance_in_a_chunk_and_to_the_one_before() -> None:
+    """Near keys of the chunk before keep their distance, which is what the overlap is for."""
+    chunk, local, tokens = 16, 4, 24
+    layer = dual_chunk(chunk, local)
+    query, key = torch.randn(16).expand(tokens, 16), torch.randn(16).expand(tokens, 16)
+    queries, keys = layer(torch.arange(tokens), query, key)
+    intra, succ = queries.chunk(5, -1)[:2]
+    plain = RotaryEmbedding(16, 16, 64, 1e4, True, torch.float32)
+    q, k = plain.forward_native(torch.arange(tokens), query, key)
+    assert k is not None
+    expected, length = scores(q, k), chunk - local
+    first, second = slice(0, length), slice(length, 2 * length)
+    for part in (first, second):
+        torch.testing.assert_close(
+            scores(intra[part], keys[part]), expected[part, part], atol=1e-4, rtol=1e-4
+        )
+    near = slice(length, length + local)  # at most ``chunk`` from the start of the chunk before
+    torch.testing.assert_close(
+        scores(succ[near], keys[first]), expected[near, first], atol=1e-4, rtol=1e-4
+    )
+
+
+@both_ways
+def test_dual_chunk_of_one_token_with_an_offset(custom_ops: str) -> None:
+    layer = built(custom_ops, lambda: dual_chunk(12, 4))
+    query, key = torch.randn(1, 64), torch.randn(1, 32)
+    found = layer(torch.tensor([3]), query, key, torch.tensor([70]))
+    expected = layer(torch.tensor([73]), query, key)
+    assert found[0].shape == (1, 5 * 64)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def test_dual_chunk_by_configuration() -> None:
+    config = {"chunk_size": 12, "local_size": 4, "original_max_position_embeddings": 64}
+    layer = get_rope(16, 64, dual_chunk_attention_config=config)
+    assert isinstance(layer, DualChunkRotaryEmbedding)
+    assert layer.cos_sin_cache.shape == (20, 16)
+    with pytest.raises(LayerArgumentError, match="local_size"):
+        get_rope(16, 64, dual_chunk_attention_config={"chunk_size": 12})
+    with pytest.raises(LayerArgumentError, match="local_size=12"):
+        dual_chunk(12, 12)
+
+
+def test_a_replacement_is_built_in_place_of_the_layer() -> None:
+    class Other(RotaryEmbedding):
+        def forward_oot(self, *arguments: Any) -> Any:
+            return super().forward_oot(*arguments)
+
+    assert type(get_rope(16, 33)) is RotaryEmbedding
+    RotaryEmbedding.register_oot(Other)
+    try:
+        layer = RotaryEmbedding(16, 16, 33, 1e4, True, torch.float32)
+        assert type(layer) is Other
+        assert type(get_rope(16, 33)) is Other
+        assert type(mrope()) is MRotaryEmbedding  # a subclass is not replaced
+        arguments = torch.arange(3), torch.randn(3, 32), torch.randn(3, 16)
+        for found, expected in zip(
+            layer.forward_oot(*arguments), layer.forward_native(*arguments), strict=True
+        ):
+            close(found, expected)
+    finally:
+        del RotaryEmbedding.op_registry_oot["RotaryEmbedding"]
+
+
+@pytest.mark.parametrize("size", [7, 0, 18])
+def test_sizes_that_cannot_be_rotated(size: int) -> None:
+    with pytest.raises(LayerArgumentError, match=f"rotary_dim={size}"):
+        RotaryEmbedding(16, size, ROWS, 1e4, True, torch.float32)
+
+
+def test_compiles_in_one_graph() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain = RotaryEmbedding(16, 16, ROWS, 1e4, True, torch.float32)
+            self.multimodal = MRotaryEmbedding(16, 16, ROWS, 1e4, True, torch.float32, [4, 2, 2])
+
+        def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+            q, k = self.plain(positions[0], query, key)
+            multi: tuple[Tensor, ...] = self.multimodal(positions, q, k)
+            return multi
+
+    block = Block()
+    compiled = torch.compile(block, fullgraph=True, backend="eager")
+    for tokens in (5, 9):
+        arguments = multimodal_positions(tokens), torch.randn(tokens, 64), torch.randn(tokens, 32)
+        given = [a.clone() for a in arguments]
+        for dim, a in zip((1, 0, 0), given, strict=True):
+            torch._dynamo.mark_dynamic(a, dim)
+        for found, wanted in zip(compiled(*given), block(*arguments), strict=True):
+            close(found, wanted)
