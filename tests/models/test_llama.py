@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.running import GrowingCache, assert_near, expected, in_steps, whole
 from models.tiny_checkpoints import KINDS, random_ids
 from opweave import ir
 from opweave.engine import load_model
 from opweave.ir.testing import restored
-from opweave.models import ForwardContext, LlamaForCausalLM, forward_context
+from opweave.models import ForwardContext, forward_context
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 TOKENS = 17  # more than the sliding windows
@@ -28,46 +29,6 @@ def _providers() -> list[tuple[str, str]]:
     ir.current_registry().ensure_ready()
     ops = [ir.current_registry().op(name) for name in OPS]
     return [(op.name, provider) for op in ops for provider in op.supported_providers()]
-
-
-class GrowingCache:
-    """A cache of one sequence that is a list of what was appended."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if layer in self.layers:
-            old_key, old_value = self.layers[layer]
-            key, value = torch.cat((old_key, key)), torch.cat((old_value, value))
-        self.layers[layer] = key.clone(), value.clone()
-        return self.layers[layer]
-
-
-def assert_near(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-4)
-
-
-def whole(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    return model.compute_logits(model(ids, torch.arange(len(ids))))
-
-
-def in_steps(model: LlamaForCausalLM, ids: Tensor, prefill: int) -> Tensor:
-    """Prefill some tokens, then one token at a time."""
-    cache, logits = GrowingCache(), []
-    for start, end in [(0, prefill), *((i, i + 1) for i in range(prefill, len(ids)))]:
-        starts = torch.tensor([0, end - start], dtype=torch.int32)
-        ends = torch.tensor([0, end], dtype=torch.int32)
-        with forward_context(ForwardContext(starts, ends, cache)):
-            hidden = model(ids[start:end], torch.arange(start, end))
-        logits.append(model.compute_logits(hidden))
-    return torch.cat(logits)
-
-
-def expected(reference: Any, ids: Tensor) -> Tensor:
-    with torch.inference_mode():
-        logits: Tensor = reference(ids[None]).logits[0]
-    return logits
 
 
 @pytest.fixture(autouse=True)

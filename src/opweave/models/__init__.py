@@ -1,22 +1,66 @@
-"""Language models made of IR ops. Forward is ``(input_ids, positions)``; no engine is known."""
+"""Models made of IR ops and layers. Forward is ``(input_ids, positions)``; no engine is known."""
 
+from opweave.models.bert import BertModel
+from opweave.models.bert_config import BertConfig
+from opweave.models.causal_lm import CausalLM
 from opweave.models.config import SUPPORTED_ARCHITECTURES, LlamaConfig
-from opweave.models.errors import InvalidConfigError, ModelError, UnsupportedModelError
+from opweave.models.deepseek import DeepseekV3ForCausalLM
+from opweave.models.deepseek_config import DeepseekV3Config
+from opweave.models.errors import (
+    InvalidConfigError,
+    ModelError,
+    UnsupportedModelError,
+    WeightsError,
+)
 from opweave.models.forward_context import ForwardContext, KeyValueCache, forward_context
+from opweave.models.gemma3 import Gemma3ForCausalLM
+from opweave.models.gemma3_config import Gemma3Config
+from opweave.models.gpt_oss import GptOssMoE
 from opweave.models.linear import checkpoint_tensors
 from opweave.models.llama import LlamaForCausalLM
+from opweave.models.mamba2 import Mamba2ForCausalLM
+from opweave.models.mamba2_config import Mamba2Config
+from opweave.models.mixtral import MixtralForCausalLM
+from opweave.models.mixture_config import MixtureConfig
+from opweave.models.patch_grid import PatchGrid, PatchGridError
+from opweave.models.qwen2_vision import Qwen2VisionTransformer
+from opweave.models.qwen2_vision_config import Qwen2VisionConfig
+from opweave.models.qwen3_moe import Qwen3MoeForCausalLM
+from opweave.models.registry import MODELS, build_model
 from opweave.models.rope import RopeConfig
+from opweave.models.weights import CheckpointModel
 
 __all__ = [
+    "MODELS",
     "SUPPORTED_ARCHITECTURES",
+    "BertConfig",
+    "BertModel",
+    "CausalLM",
+    "CheckpointModel",
+    "DeepseekV3Config",
+    "DeepseekV3ForCausalLM",
     "ForwardContext",
+    "Gemma3Config",
+    "Gemma3ForCausalLM",
+    "GptOssMoE",
     "InvalidConfigError",
     "KeyValueCache",
     "LlamaConfig",
     "LlamaForCausalLM",
+    "Mamba2Config",
+    "Mamba2ForCausalLM",
+    "MixtralForCausalLM",
+    "MixtureConfig",
     "ModelError",
+    "PatchGrid",
+    "PatchGridError",
+    "Qwen2VisionConfig",
+    "Qwen2VisionTransformer",
+    "Qwen3MoeForCausalLM",
     "RopeConfig",
     "UnsupportedModelError",
+    "WeightsError",
+    "build_model",
     "checkpoint_tensors",
     "forward_context",
 ]

@@ -18,11 +18,18 @@ class Attention(nn.Module):
     Args:
         layer: the index of the layer, by which the cache knows it.
         window: attend to this many positions at most; None: all.
+        scale, soft_cap: of the scores, as in ``ir.ops.varlen_attention``.
     """
 
-    def __init__(self, layer: int, window: int | None) -> None:
+    def __init__(
+        self,
+        layer: int,
+        window: int | None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> None:
         super().__init__()
-        self.layer, self.window = layer, window
+        self.layer, self.window, self.scale, self.soft_cap = layer, window, scale, soft_cap
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return ``(T, heads * head_dim)``.
@@ -33,13 +40,24 @@ class Attention(nn.Module):
         """
         # A graph must hold for every context, so that it looks the context up when it runs.
         attend = _opaque if torch.compiler.is_dynamo_compiling() else _attend
-        return attend(query, key, value, self.layer, self.window).flatten(1)
+        options = self.window, self.scale, self.soft_cap
+        return attend(query, key, value, self.layer, *options).flatten(1)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, window: int | None) -> Tensor:
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    window: int | None,
+    scale: float | None,
+    soft_cap: float | None,
+) -> Tensor:
     context = current_forward_context()
     if context is None:
-        dense: Tensor = ir.ops.causal_attention(query[None], key[None], value[None], window=window)
+        dense: Tensor = ir.ops.causal_attention(
+            query[None], key[None], value[None], scale, window, soft_cap
+        )
         return dense[0]
     key, value = context.kv_cache.append(layer, key, value)
     packed: Tensor = ir.ops.varlen_attention(
@@ -48,8 +66,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, window: int |
         value,
         context.cu_seqlens_q,
         context.cu_seqlens_k,
+        scale=scale,
         causal=True,
         window=window,
+        soft_cap=soft_cap,
     )
     return packed
 
@@ -58,5 +78,13 @@ _opaque = torch.library.custom_op("opweave::attention_in_context", _attend, muta
 
 
 @_opaque.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, layer: int, window: int | None) -> Tensor:
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    window: int | None,
+    scale: float | None,
+    soft_cap: float | None,
+) -> Tensor:
     return query.new_empty(*query.shape[:-1], value.shape[-1])

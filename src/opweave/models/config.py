@@ -91,7 +91,7 @@ class LlamaConfig:
             mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
             qk_norm=architecture == "Qwen3ForCausalLM",
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            dtype=_dtype(fields),
+            dtype=fields.dtype(),
         )
 
 
@@ -164,8 +164,3 @@ def _windows(fields: Fields, architecture: str, layers: int) -> tuple[int | None
         window if fields.require("layer_types", kind, *_LAYER_TYPES) == _LAYER_TYPES[1] else None
         for kind in types
     )
-
-
-def _dtype(fields: Fields) -> str | None:
-    key = "dtype" if "dtype" in fields else "torch_dtype"
-    return fields.text(key).removeprefix("torch.") if key in fields else None

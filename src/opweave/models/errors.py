@@ -15,3 +15,7 @@ class InvalidConfigError(ModelError, ValueError):
 
 class UnsupportedModelError(ModelError, ValueError):
     """The configuration asks for an architecture or a feature that no model here has."""
+
+
+class WeightsError(ModelError, ValueError):
+    """A checkpoint's tensors are not those of the model: some are missing, or do not fit."""

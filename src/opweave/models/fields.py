@@ -32,6 +32,13 @@ class Fields:
             raise self._wrong(key, value, "a positive integer")
         return value
 
+    def natural(self, key: str, default: int | None = None) -> int:
+        """Return an integer from 0."""
+        value = self._value(key, default, "an integer from 0")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._wrong(key, value, "an integer from 0")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number."""
         value = self._value(key, default, "a positive number")
@@ -63,6 +70,11 @@ class Fields:
     def nested(self, key: str) -> Fields:
         """Return a nested JSON object; empty if the key is absent."""
         return Fields(self._value(key, {}, "an object"), f"{key!r} in {self.name}")
+
+    def dtype(self) -> str | None:
+        """Return the name of the checkpoint's dtype; None if it does not say."""
+        key = "dtype" if "dtype" in self else "torch_dtype"
+        return self.text(key).removeprefix("torch.") if key in self else None
 
     def require(self, key: str, value: T, *supported: T) -> T:
         """Return *value* if it is supported; say what is, if not."""

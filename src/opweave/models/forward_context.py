@@ -1,4 +1,4 @@
-"""Where attention finds the keys and values of earlier tokens, while a model runs.
+"""Where layers find what they know of earlier tokens, while a model runs.
 
 A model's forward is ``(input_ids, positions)``: what else a step needs is in the context, so that
 the model's code and graph are the same for every way to batch.
@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from opweave.layers.mamba.states import (
+    SequenceStates,
+    current_sequence_states,
+    sequence_states,
+)
 
 
 class KeyValueCache(Protocol):
@@ -38,11 +44,14 @@ class ForwardContext:
         cu_seqlens_q: ``(sequences + 1,)``, int32: where each sequence's new tokens begin.
         cu_seqlens_k: the same for all of its tokens, the cached ones included.
         kv_cache: their keys and values.
+        states: where layers with states of another kind find them; None: there are no such layers,
+            or :func:`~opweave.layers.sequence_states` says it.
     """
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     kv_cache: KeyValueCache
+    states: SequenceStates | None = None
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("opweave_forward_context", default=None)
@@ -54,6 +63,7 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
     """Make *context* the current one inside the block, in this thread or asyncio task."""
     token = _current.set(context)
     try:
-        yield
+        with sequence_states(context.states or current_sequence_states()):
+            yield
     finally:
         _current.reset(token)

@@ -6,13 +6,13 @@ Llama 3 Herd of Models, arXiv:2407.21783.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from opweave import ir
+from opweave.layers.rotary.scaling import LinearScaling, Llama3Scaling, Scaling, cos_sin_table
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
 
@@ -70,21 +70,19 @@ class RopeConfig:
             )
         return cls(rope_type, theta, rope.number("factor"), low, high, original)
 
-    def frequencies(self, head_dim: int) -> Tensor:
-        """Return each pair's angle per position: ``(head_dim / 2,)``, float32."""
-        powers = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-        inverse = 1.0 / self.theta**powers
+    @property
+    def scaling(self) -> Scaling:
+        """How the frequencies differ from the plain ones."""
         if self.rope_type == "linear":
-            return inverse / self.factor
+            return LinearScaling(self.factor)
         if self.rope_type == "llama3":
-            return self._llama3(inverse)
-        return inverse
-
-    def _llama3(self, inverse: Tensor) -> Tensor:
-        turns = self.original_max_positions * inverse / (2 * math.pi)  # within the original context
-        span = self.high_freq_factor - self.low_freq_factor
-        keep = ((turns - self.low_freq_factor) / span).clamp(0.0, 1.0)
-        return (1 - keep) * inverse / self.factor + keep * inverse
+            return Llama3Scaling(
+                self.factor,
+                self.low_freq_factor,
+                self.high_freq_factor,
+                self.original_max_positions,
+            )
+        return Scaling()
 
 
 class RotaryEmbedding(nn.Module):
@@ -110,10 +108,9 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
-        positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
-        angles = torch.outer(positions, config.frequencies(head_dim))
-        cache = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=device, dtype=dtype)
-        self.register_buffer("cos_sin_cache", cache, persistent=False)
+        frequencies = config.scaling.frequencies(head_dim, config.theta)
+        table = cos_sin_table(frequencies, max_positions).to(device=device, dtype=dtype)
+        self.register_buffer("cos_sin_cache", table, persistent=False)
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return *query* and *key*, ``(T, heads, head_dim)``, rotated. Both are donated."""

@@ -1,0 +1,94 @@
+"""What language models of layers have in common: embedding, blocks, last norm, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from opweave.layers import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
+from opweave.models.weights import CheckpointModel, Merged
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and the last norm, between which go a hidden state and a residual.
+
+    Args:
+        embed_tokens: ids to hidden states.
+        layers: each takes positions, hidden state and residual (None for the first one), and
+            returns the last two.
+        norm: adds the residual, and normalises.
+        embed_scale: factor on the embedding.
+    """
+
+    def __init__(
+        self,
+        embed_tokens: VocabParallelEmbedding,
+        layers: Iterable[nn.Module],
+        norm: nn.Module,
+        embed_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens, self.layers, self.norm = embed_tokens, nn.ModuleList(layers), norm
+        self.embed_scale = embed_scale
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        hidden, residual = self.embed_tokens(input_ids), None
+        if self.embed_scale is not None:
+            hidden = hidden * self.embed_scale
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        normed: Tensor = self.norm(hidden, residual)[0]
+        return normed
+
+
+class CausalLM(CheckpointModel):
+    """A language model that predicts the next token; :meth:`load_weights` fills it.
+
+    Args:
+        model: from ids to hidden states.
+        vocab_size, hidden_size: as its configuration says.
+        dtype: of weights and activations.
+        tied: whether the embedding is the output matrix, too.
+        soft_cap: of the logits.
+    """
+
+    merged: ClassVar[Merged] = {
+        "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+        "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
+    }
+
+    def __init__(
+        self,
+        model: Decoder,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        dtype: torch.dtype,
+        tied: bool,
+        soft_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.model, self.dtype = model, dtype
+        self.lm_head = ParallelLMHead(vocab_size, hidden_size, params_dtype=dtype)
+        if tied:
+            self.lm_head = self.lm_head.tie_weights(model.embed_tokens)
+        self.logits_processor = LogitsProcessor(vocab_size, soft_cap=soft_cap)
+        self.requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the hidden state of every token: ``(T, hidden_size)``.
+
+        Args:
+            input_ids: ``(T,)``, integer. One sequence, unless a forward context says otherwise.
+            positions: ``(T,)``, integer: the place of each token in its sequence.
+        """
+        hidden: Tensor = self.model(input_ids, positions)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return the scores of the next token, ``(..., vocab_size)``, in the dtype of the model."""
+        logits: Tensor = self.logits_processor(self.lm_head, hidden)
+        return logits

@@ -1,0 +1,204 @@
+"""DeepSeek-V3: latent attention and a mixture of experts (arXiv:2412.19437)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from opweave.layers import (
+    ColumnParallelLinear,
+    FusedMoE,
+    MergedColumnParallelLinear,
+    MLAModules,
+    MultiHeadLatentAttentionWrapper,
+    ReplicatedLinear,
+    RMSNorm,
+    RowParallelLinear,
+    SiluAndMul,
+    VocabParallelEmbedding,
+    get_rope,
+)
+from opweave.layers.parallel import current_tensor_parallel
+from opweave.models.causal_lm import CausalLM, Decoder
+from opweave.models.deepseek_config import DeepseekV3Config
+from opweave.models.latent_attention import LatentAttention
+from opweave.models.mlp import GatedMlp
+from opweave.models.weights import Merged
+
+# The norms of latent vectors do not follow rms_norm_eps.
+_LATENT_EPSILON = 1e-6
+
+
+class DeepseekMoE(nn.Module):
+    """Routed experts, chosen by group, and shared ones."""
+
+    def __init__(self, config: DeepseekV3Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        # The scores of experts lie close to each other: they are computed in float32.
+        self.gate = ReplicatedLinear(
+            config.hidden_size,
+            config.n_routed_experts,
+            bias=False,
+            params_dtype=torch.float32,
+            return_bias=False,
+        )
+        correction = nn.Parameter(torch.zeros(config.n_routed_experts, dtype=torch.float32))
+        self.gate.e_score_correction_bias = correction
+        self.shared_experts = GatedMlp(
+            config.hidden_size,
+            config.n_shared_experts * config.moe_intermediate_size,
+            SiluAndMul(),
+            dtype=dtype,
+            reduce_results=False,
+        )
+        self.experts = FusedMoE(
+            config.n_routed_experts,
+            config.num_experts_per_tok,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            dtype,
+            renormalize=config.norm_topk_prob,
+            use_grouped_topk=True,
+            num_expert_group=config.n_group,
+            topk_group=config.topk_group,
+            scoring_func="sigmoid",
+            routed_scaling_factor=config.routed_scaling_factor,
+            e_score_correction_bias=correction,
+            shared_experts=self.shared_experts,
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed: Tensor = self.experts(hidden, self.gate(hidden.float()))
+        return mixed
+
+
+class DeepseekLayer(nn.Module):
+    """Latent attention, and an MLP or experts, each after a norm."""
+
+    def __init__(self, config: DeepseekV3Config, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        size, epsilon = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, epsilon, dtype=dtype)
+        self.self_attn = latent_attention(config, layer, dtype)
+        self.post_attention_layernorm = RMSNorm(size, epsilon, dtype=dtype)
+        self.mlp = (
+            GatedMlp(size, config.intermediate_size, SiluAndMul(), dtype=dtype)
+            if layer < config.first_k_dense_replace
+            else DeepseekMoE(config, dtype)
+        )
+
+    def forward(
+        self, positions: Tensor, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(positions, hidden)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class DeepseekV3ForCausalLM(CausalLM):
+    """A DeepSeek-V3 language model.
+
+    Args:
+        config: the model.
+        dtype: of weights and activations.
+    """
+
+    merged: ClassVar[Merged] = {
+        "fused_qkv_a_proj": {"q_a_proj": 0, "kv_a_proj_with_mqa": 1},
+        "gate_up_proj": CausalLM.merged["gate_up_proj"],
+    }
+
+    def __init__(self, config: DeepseekV3Config, *, dtype: torch.dtype = torch.float32) -> None:
+        size = config.hidden_size
+        decoder = Decoder(
+            VocabParallelEmbedding(config.vocab_size, size, params_dtype=dtype),
+            (DeepseekLayer(config, i, dtype) for i in range(config.num_hidden_layers)),
+            RMSNorm(size, config.rms_norm_eps, dtype=dtype),
+        )
+        super().__init__(
+            decoder, config.vocab_size, size, dtype=dtype, tied=config.tie_word_embeddings
+        )
+        self.config = config
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
+        return cls(DeepseekV3Config.from_hf(config), dtype=dtype)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights(self._own(tensors))
+
+    def _own(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors but those of the layers that predict further tokens."""
+        end = self.config.num_hidden_layers
+        others = range(end, end + self.config.num_nextn_predict_layers)
+        prefixes = tuple(f"model.layers.{layer}." for layer in others)
+        return ((name, tensor) for name, tensor in tensors if not name.startswith(prefixes))
+
+
+def latent_attention(
+    config: DeepseekV3Config, layer: int, dtype: torch.dtype
+) -> MultiHeadLatentAttentionWrapper:
+    """Build the attention of one layer, with this rank's heads."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    query_size = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    value_size = heads * config.v_head_dim
+    rope = get_rope(
+        config.qk_rope_head_dim,
+        config.max_position_embeddings,
+        not config.rope_interleave,
+        config.rope,
+        dtype,
+    )
+    modules = MLAModules(
+        kv_a_layernorm=RMSNorm(config.kv_lora_rank, _LATENT_EPSILON, dtype=dtype),
+        kv_b_proj=ColumnParallelLinear(
+            config.kv_lora_rank,
+            heads * config.qk_nope_head_dim + value_size,
+            bias=False,
+            params_dtype=dtype,
+        ),
+        rotary_emb=rope,
+        o_proj=RowParallelLinear(
+            value_size, hidden, bias=config.attention_bias, params_dtype=dtype
+        ),
+        **_query_modules(config, query_size, dtype),
+    )
+    return MultiHeadLatentAttentionWrapper(
+        hidden,
+        current_tensor_parallel().divide(heads, "num_attention_heads"),
+        config.softmax_scale,
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+        config.v_head_dim,
+        config.q_lora_rank,
+        config.kv_lora_rank,
+        modules,
+        attention=LatentAttention(layer),
+    )
+
+
+def _query_modules(
+    config: DeepseekV3Config, query_size: int, dtype: torch.dtype
+) -> dict[str, nn.Module]:
+    """Return what leads to queries and to the latent vectors of keys."""
+    hidden, rank, biased = config.hidden_size, config.q_lora_rank, config.attention_bias
+    row = config.kv_lora_rank + config.qk_rope_head_dim
+    if rank is None:
+        return {
+            "kv_a_proj_with_mqa": ReplicatedLinear(hidden, row, bias=biased, params_dtype=dtype),
+            "q_proj": ColumnParallelLinear(hidden, query_size, bias=False, params_dtype=dtype),
+        }
+    return {
+        "fused_qkv_a_proj": MergedColumnParallelLinear(
+            hidden, [rank, row], bias=biased, params_dtype=dtype, disable_tp=True
+        ),
+        "q_a_layernorm": RMSNorm(rank, _LATENT_EPSILON, dtype=dtype),
+        "q_b_proj": ColumnParallelLinear(rank, query_size, bias=False, params_dtype=dtype),
+    }

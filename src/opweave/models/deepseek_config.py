@@ -1,0 +1,137 @@
+"""The configuration of DeepSeek-V3, read from a checkpoint's ``config.json``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opweave.models.errors import InvalidConfigError
+from opweave.models.fields import Fields
+
+
+@dataclass(frozen=True)
+class DeepseekV3Config:
+    """A DeepSeek-V3 model. Sizes have the names that ``config.json`` gives them.
+
+    Attributes:
+        q_lora_rank: None where queries are projected directly.
+        rope: ``rope_parameters``, ``rope_theta`` included.
+        rope_interleave: whether neighbours are the pairs that rotate, rather than halves.
+        softmax_scale: factor on the scores.
+        first_k_dense_replace: the layers before this one have a plain MLP, the others experts.
+        num_nextn_predict_layers: the layers at the end of a checkpoint that predict further tokens,
+            which are not loaded.
+        dtype: the name of the checkpoint's dtype; None if it does not say.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    first_k_dense_replace: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: Mapping[str, Any]
+    rope_interleave: bool
+    softmax_scale: float
+    attention_bias: bool
+    tie_word_embeddings: bool
+    num_nextn_predict_layers: int
+    dtype: str | None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> DeepseekV3Config:
+        """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
+
+        A key that is absent means what it means to transformers.
+
+        Raises:
+            UnsupportedModelError: an activation or quantization that is not supported.
+            InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
+        """
+        fields = Fields(config)
+        fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
+        fields.require("quantization_config", fields.values.get("quantization_config"), None)
+        nope, turned = fields.count("qk_nope_head_dim", 128), fields.count("qk_rope_head_dim", 64)
+        rope = rope_parameters(fields)
+        direct = "q_lora_rank" in fields.values and fields.values["q_lora_rank"] is None
+        found = cls(
+            vocab_size=fields.count("vocab_size"),
+            hidden_size=fields.count("hidden_size"),
+            intermediate_size=fields.count("intermediate_size"),
+            moe_intermediate_size=fields.count("moe_intermediate_size", 2048),
+            num_hidden_layers=fields.count("num_hidden_layers"),
+            num_attention_heads=fields.count("num_attention_heads"),
+            q_lora_rank=None if direct else fields.count("q_lora_rank", 1536),
+            kv_lora_rank=fields.count("kv_lora_rank", 512),
+            qk_nope_head_dim=nope,
+            qk_rope_head_dim=turned,
+            v_head_dim=fields.count("v_head_dim", 128),
+            n_routed_experts=fields.count("n_routed_experts", 256),
+            n_shared_experts=fields.count("n_shared_experts", 1),
+            num_experts_per_tok=fields.count("num_experts_per_tok", 8),
+            n_group=fields.count("n_group", 8),
+            topk_group=fields.count("topk_group", 4),
+            norm_topk_prob=fields.flag("norm_topk_prob", True),
+            routed_scaling_factor=fields.number("routed_scaling_factor", 2.5),
+            first_k_dense_replace=fields.natural("first_k_dense_replace", 3),
+            max_position_embeddings=fields.count("max_position_embeddings", 4096),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope=rope,
+            rope_interleave=fields.flag("rope_interleave", True),
+            softmax_scale=(nope + turned) ** -0.5 * _stretch(rope) ** 2,
+            attention_bias=fields.flag("attention_bias", False),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            num_nextn_predict_layers=fields.natural("num_nextn_predict_layers", 1),
+            dtype=fields.dtype(),
+        )
+        found._check(fields.name)
+        return found
+
+    def _check(self, name: str) -> None:
+        if self.n_routed_experts % self.n_group or self.topk_group > self.n_group:
+            raise InvalidConfigError(
+                f"{name} has {self.n_routed_experts} 'n_routed_experts' in {self.n_group} "
+                f"'n_group', of which {self.topk_group} 'topk_group' are chosen; groups must be "
+                "equal, and no more can be chosen than there are."
+            )
+        if self.qk_rope_head_dim % 2:
+            raise InvalidConfigError(
+                f"{name} has 'qk_rope_head_dim': {self.qk_rope_head_dim}; rotary embedding needs "
+                "pairs."
+            )
+
+
+def rope_parameters(fields: Fields, theta: float = 10000.0) -> dict[str, Any]:
+    """Return ``rope_parameters``, or what the older ``rope_scaling`` and ``rope_theta`` say.
+
+    *theta* is that of configurations without one.
+    """
+    rope = fields.nested("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
+    theta = rope.number("rope_theta", fields.number("rope_theta", theta))
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    return {**rope.values, "rope_theta": theta, "rope_type": kind}
+
+
+def _stretch(rope: Mapping[str, Any]) -> float:
+    """Return by how much a longer context sharpens the attention: YaRN, arXiv:2309.00071."""
+    every, factor = rope.get("mscale_all_dim"), rope.get("factor")
+    if rope["rope_type"] == "default" or not every or not factor or factor <= 1:
+        return 1.0
+    return 0.1 * float(every) * math.log(factor) + 1.0

@@ -1,0 +1,122 @@
+"""The configuration of Gemma 3's language model, read from a checkpoint's ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opweave.models.errors import InvalidConfigError
+from opweave.models.fields import Fields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
+
+
+@dataclass(frozen=True)
+class Gemma3Config:
+    """A Gemma 3 text model. Sizes have the names that ``config.json`` gives them.
+
+    Attributes:
+        layer_types: ``"full_attention"`` or ``"sliding_attention"``, for each layer.
+        sliding_window: how many positions the attention of a sliding layer sees.
+        ropes: for each layer type, its ``rope_parameters``, ``rope_theta`` included.
+        query_pre_attn_scalar: scores are divided by its square root.
+        attn_logit_softcapping, final_logit_softcapping: caps of scores and logits; None: none.
+        dtype: the name of the checkpoint's dtype; None if it does not say.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    query_pre_attn_scalar: float
+    layer_types: tuple[str, ...]
+    sliding_window: int
+    ropes: Mapping[str, Mapping[str, Any]]
+    attn_logit_softcapping: float | None
+    final_logit_softcapping: float | None
+    attention_bias: bool
+    tie_word_embeddings: bool
+    dtype: str | None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Gemma3Config:
+        """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
+
+        A key that is absent means what it means to transformers.
+
+        Raises:
+            UnsupportedModelError: an activation, layer type or quantization that is not supported,
+                or attention to later tokens.
+            InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
+        """
+        fields = Fields(config)
+        activation = fields.text("hidden_activation", "gelu_pytorch_tanh")
+        fields.require("hidden_activation", activation, "gelu_pytorch_tanh")
+        fields.require("quantization_config", fields.values.get("quantization_config"), None)
+        backward = fields.flag("use_bidirectional_attention", False)
+        fields.require("use_bidirectional_attention", backward, False)
+        heads, kv_heads = fields.count("num_attention_heads"), fields.count("num_key_value_heads")
+        if heads % kv_heads:
+            raise InvalidConfigError(
+                f"{fields.name} has 'num_attention_heads': {heads}, which is not a multiple of "
+                f"'num_key_value_heads': {kv_heads}."
+            )
+        return cls(
+            vocab_size=fields.count("vocab_size"),
+            hidden_size=fields.count("hidden_size"),
+            intermediate_size=fields.count("intermediate_size"),
+            num_hidden_layers=fields.count("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=fields.count("head_dim", 256),
+            max_position_embeddings=fields.count("max_position_embeddings", 131_072),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            query_pre_attn_scalar=fields.number("query_pre_attn_scalar", 256),
+            layer_types=_layer_types(fields),
+            sliding_window=fields.count("sliding_window", 4096),
+            ropes={kind: _rope(fields, kind) for kind in _THETA},
+            attn_logit_softcapping=_cap(fields, "attn_logit_softcapping"),
+            final_logit_softcapping=_cap(fields, "final_logit_softcapping"),
+            attention_bias=fields.flag("attention_bias", False),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+            dtype=fields.dtype(),
+        )
+
+    def window(self, layer: int) -> int | None:
+        """Return how many positions the attention of *layer* sees; None: all."""
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+
+def _cap(fields: Fields, key: str) -> float | None:
+    return fields.number(key) if key in fields else None
+
+
+def _layer_types(fields: Fields) -> tuple[str, ...]:
+    layers, types = fields.count("num_hidden_layers"), fields.texts("layer_types")
+    if not types:
+        pattern = fields.count("sliding_window_pattern", fields.count("_sliding_window_pattern", 6))
+        return tuple(FULL if (i + 1) % pattern == 0 else SLIDING for i in range(layers))
+    if len(types) != layers:
+        raise InvalidConfigError(
+            f"{fields.name} has {len(types)} 'layer_types' for {layers} layers."
+        )
+    return tuple(fields.require("layer_types", kind, *_THETA) for kind in types)
+
+
+def _rope(fields: Fields, kind: str) -> dict[str, Any]:
+    """Return the parameters of one layer type, from ``rope_parameters`` or the older keys."""
+    rope = fields.nested("rope_parameters").nested(kind)
+    older = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}[kind]
+    # The older format scales the layers that see everything, and no others.
+    if kind == FULL and "rope_scaling" in fields:
+        rope = fields.nested("rope_scaling")
+    theta = rope.number("rope_theta", fields.number(older, _THETA[kind]))
+    rope_type = rope.text("rope_type", rope.text("type", "default"))
+    return {**rope.values, "rope_theta": theta, "rope_type": rope_type}

@@ -1,0 +1,117 @@
+"""Mamba-2: mixers alone, no attention (arXiv:2405.21060)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from opweave.layers import MambaMixer2, RMSNorm, VocabParallelEmbedding, stateful_layers
+from opweave.models.causal_lm import CausalLM, Decoder
+from opweave.models.mamba2_config import Mamba2Config
+from opweave.models.weights import Place
+
+
+class ResidualNorm(nn.Module):
+    """Adds a layer's output to the sum of those before it, and normalises.
+
+    Args:
+        size: of a token.
+        epsilon: of the norm.
+        dtype: of the weight, and of what is normalised.
+        wide: keep the sum in float32.
+    """
+
+    def __init__(self, size: int, epsilon: float, dtype: torch.dtype, wide: bool) -> None:
+        super().__init__()
+        self.rms_norm = RMSNorm(size, epsilon, dtype=dtype)
+        # In float32 the sum is no wider, and one op adds and normalises.
+        self.wide, self.dtype = wide and dtype.itemsize < 4, dtype
+
+    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the norm of the sum, and the sum."""
+        if self.wide:
+            residual = hidden.float() if residual is None else residual + hidden
+            return self.rms_norm(residual.to(self.dtype)), residual
+        if residual is None:
+            return self.rms_norm(hidden), hidden
+        both: tuple[Tensor, Tensor] = self.rms_norm(hidden, residual)
+        return both
+
+
+class Mamba2Layer(nn.Module):
+    """A norm and a mixer."""
+
+    def __init__(self, config: Mamba2Config, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        least, largest = config.time_step_limit
+        self.norm = ResidualNorm(
+            config.hidden_size, config.layer_norm_epsilon, dtype, config.residual_in_fp32
+        )
+        self.mixer = MambaMixer2(
+            config.hidden_size,
+            config.state_size,
+            config.conv_kernel,
+            config.intermediate_size,
+            config.use_conv_bias,
+            config.use_bias,
+            config.n_groups,
+            config.num_heads,
+            config.head_dim,
+            config.layer_norm_epsilon,
+            prefix=f"backbone.layers.{layer}.mixer",
+            chunk_size=config.chunk_size,
+            dt_min=least,
+            dt_max=largest,
+            params_dtype=dtype,
+        )
+
+    def forward(
+        self, positions: Tensor, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        hidden, residual = self.norm(hidden, residual)
+        return self.mixer(hidden), residual
+
+
+class Mamba2ForCausalLM(CausalLM):
+    """A Mamba-2 language model. Positions are not used: states know what came before.
+
+    Args:
+        config: the model.
+        dtype: of weights and activations; rates of decay and states of scans are in float32.
+
+    Attributes:
+        mixers: the layers that keep states, by the names under which they do.
+    """
+
+    def __init__(self, config: Mamba2Config, *, dtype: torch.dtype = torch.float32) -> None:
+        size = config.hidden_size
+        with stateful_layers() as mixers:
+            decoder = Decoder(
+                VocabParallelEmbedding(config.vocab_size, size, params_dtype=dtype),
+                (Mamba2Layer(config, i, dtype) for i in range(config.num_hidden_layers)),
+                ResidualNorm(size, config.layer_norm_epsilon, dtype, config.residual_in_fp32),
+            )
+        tied = config.tie_word_embeddings
+        super().__init__(decoder, config.vocab_size, size, dtype=dtype, tied=tied)
+        self.config, self.mixers = config, mixers
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
+        return cls(Mamba2Config.from_hf(config), dtype=dtype)
+
+    def places(self) -> dict[str, Place]:
+        return {_name_in_checkpoint(name): place for name, place in super().places().items()}
+
+
+def _name_in_checkpoint(name: str) -> str:
+    for ours, theirs in (
+        ("model.norm.rms_norm.", "backbone.norm_f."),
+        (".norm.rms_norm.", ".norm."),
+        ("model.embed_tokens.", "backbone.embeddings."),
+        ("model.", "backbone."),
+    ):
+        name = name.replace(ours, theirs)
+    return f"{name}_log" if name.endswith(".mixer.A") else name

@@ -1,0 +1,153 @@
+"""The configuration of Mixtral and Qwen3-MoE, read from a checkpoint's ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opweave.models.deepseek_config import rope_parameters
+from opweave.models.errors import InvalidConfigError
+from opweave.models.fields import Fields
+
+MIXTRAL, QWEN3_MOE = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """A language model of Llama's form whose MLPs are mixtures of experts.
+
+    Sizes have the names that ``config.json`` gives them.
+
+    Attributes:
+        intermediate_size: of the layers without experts.
+        moe_intermediate_size: of one expert.
+        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        sparse_layers: for each layer, whether it has experts.
+        rope: ``rope_parameters``, ``rope_theta`` included.
+        sliding_window: how many positions attention sees; None: all.
+        attention_bias: whether the linear maps of attention have a bias.
+        qk_norm: whether queries and keys are normalised, head by head.
+        dtype: the name of the checkpoint's dtype; None if it does not say.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    sparse_layers: tuple[bool, ...]
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: Mapping[str, Any]
+    sliding_window: int | None
+    attention_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    dtype: str | None
+
+    @classmethod
+    def mixtral(cls, config: Mapping[str, Any]) -> MixtureConfig:
+        """Read the ``config.json`` of Mixtral, as transformers 4 or 5 writes it.
+
+        A key that is absent means what it means to transformers.
+
+        Raises:
+            UnsupportedModelError: an activation or quantization that is not supported.
+            InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
+        """
+        fields = Fields(config)
+        size = fields.count("intermediate_size", 14336)
+        return cls(
+            **_common(fields, kv_heads=8, theta=1e6, positions=131072, epsilon=1e-5),
+            intermediate_size=size,
+            moe_intermediate_size=size,
+            **_experts(fields, "num_local_experts", 8, 2),
+            norm_topk_prob=True,
+            sparse_layers=(True,) * fields.count("num_hidden_layers"),
+            sliding_window=_window(fields, None),
+            attention_bias=False,
+            qk_norm=False,
+        )
+
+    @classmethod
+    def qwen3_moe(cls, config: Mapping[str, Any]) -> MixtureConfig:
+        """Read the ``config.json`` of Qwen3-MoE; as :meth:`mixtral`."""
+        fields = Fields(config)
+        key = "num_experts" if "num_experts" in fields else "num_local_experts"
+        windowed = fields.flag("use_sliding_window", False)
+        return cls(
+            **_common(fields, kv_heads=4, theta=10000.0, positions=32768, epsilon=1e-6),
+            intermediate_size=fields.count("intermediate_size", 6144),
+            moe_intermediate_size=fields.count("moe_intermediate_size", 768),
+            **_experts(fields, key, 128, 8),
+            norm_topk_prob=fields.flag("norm_topk_prob", False),
+            sparse_layers=_sparse(fields),
+            sliding_window=_window(fields, 4096) if windowed else None,
+            attention_bias=fields.flag("attention_bias", False),
+            qk_norm=True,
+        )
+
+
+def _common(
+    fields: Fields, *, kv_heads: int, theta: float, positions: int, epsilon: float
+) -> dict[str, Any]:
+    """Read what both have; the arguments are the values of absent keys."""
+    fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
+    fields.require("quantization_config", fields.values.get("quantization_config"), None)
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    shared = "num_key_value_heads"
+    # A null means as many as queries have.
+    kv_heads = fields.count(shared, heads if shared in fields.values else kv_heads)
+    if heads % kv_heads:
+        raise InvalidConfigError(
+            f"{fields.name} has 'num_attention_heads': {heads}, which is not a multiple of "
+            f"'num_key_value_heads': {kv_heads}."
+        )
+    if "head_dim" not in fields and hidden % heads:
+        raise InvalidConfigError(
+            f"{fields.name} has no 'head_dim', and 'hidden_size' {hidden} is not a multiple of "
+            f"'num_attention_heads' {heads}."
+        )
+    return {
+        "vocab_size": fields.count("vocab_size"),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": fields.count("head_dim", hidden // heads),
+        "max_position_embeddings": fields.count("max_position_embeddings", positions),
+        "rms_norm_eps": fields.number("rms_norm_eps", epsilon),
+        "rope": rope_parameters(fields, theta),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
+        "dtype": fields.dtype(),
+    }
+
+
+def _experts(fields: Fields, key: str, experts: int, chosen: int) -> dict[str, Any]:
+    found, top = fields.count(key, experts), fields.count("num_experts_per_tok", chosen)
+    if top > found:
+        raise InvalidConfigError(
+            f"{fields.name} has 'num_experts_per_tok': {top}, but {key!r}: {found}."
+        )
+    return {"num_experts": found, "num_experts_per_tok": top}
+
+
+def _window(fields: Fields, absent: int | None) -> int | None:
+    if "sliding_window" not in fields.values:
+        return absent
+    return fields.count("sliding_window") if "sliding_window" in fields else None
+
+
+def _sparse(fields: Fields) -> tuple[bool, ...]:
+    step, plain = fields.count("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or []
+    if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
+        raise InvalidConfigError(
+            f"{fields.name} has 'mlp_only_layers': {plain!r}; it must be a list of integers."
+        )
+    layers = range(fields.count("num_hidden_layers"))
+    return tuple(layer not in plain and (layer + 1) % step == 0 for layer in layers)

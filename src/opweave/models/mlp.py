@@ -1,0 +1,51 @@
+"""The gated MLP of language models."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from opweave.layers import MergedColumnParallelLinear, RowParallelLinear
+
+
+class GatedMlp(nn.Module):
+    """``down(activation([gate(x) | up(x)]))``.
+
+    Args:
+        hidden_size: of a token.
+        intermediate_size: between the two products, on all ranks.
+        activation: of ``gate`` and ``up``, side by side: a module such as ``SiluAndMul``.
+        dtype: of the weights.
+        reduce_results: add up the ranks' parts; without it, the caller does.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: nn.Module,
+        *,
+        dtype: torch.dtype,
+        reduce_results: bool = True,
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size,
+            [intermediate_size] * 2,
+            bias=False,
+            params_dtype=dtype,
+            return_bias=False,
+        )
+        self.down_proj = RowParallelLinear(
+            intermediate_size,
+            hidden_size,
+            bias=False,
+            reduce_results=reduce_results,
+            params_dtype=dtype,
+            return_bias=False,
+        )
+        self.activation = activation
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(self.activation(self.gate_up_proj(hidden)))
+        return output

@@ -1,0 +1,120 @@
+"""Fills a model that is made of layers from a checkpoint's tensors, strictly.
+
+Every parameter is filled, and every tensor is used. The layers' own loaders do the work, so that a
+rank of a tensor-parallel group keeps its part of what a checkpoint holds whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from opweave.layers.moe import FusedMoE
+from opweave.models.errors import WeightsError
+
+# The name of a merged module -> the names that checkpoints give its parts -> what its loader calls
+# them, such as {"gate_up_proj": {"gate_proj": 0, "up_proj": 1}}.
+Merged = Mapping[str, Mapping[str, object]]
+_SHOWN = 10  # names of each kind in an error
+
+
+class Place(NamedTuple):
+    """Where a tensor goes: a parameter, and what its loader takes after the tensor."""
+
+    parameter: nn.Parameter
+    shard: tuple[object, ...] = ()
+
+    def fill(self, tensor: Tensor) -> None:
+        """Load *tensor*, with the layer's loader or as a whole."""
+        loader = getattr(self.parameter, "weight_loader", None)
+        if loader is not None:
+            loader(self.parameter, tensor, *self.shard)
+        elif tensor.shape == self.parameter.shape:
+            self.parameter.data.copy_(tensor)
+        else:
+            raise ValueError(f"it is {tuple(tensor.shape)}, not {tuple(self.parameter.shape)}")
+
+
+class CheckpointModel(nn.Module):
+    """A model of layers that Hugging Face checkpoints fill.
+
+    Attributes:
+        merged: its merged modules.
+        experts: what checkpoints call the maps of an expert: gate, down, up.
+        dtype: of weights and activations.
+    """
+
+    merged: ClassVar[Merged] = {}
+    experts: ClassVar[tuple[str, str, str]] = ("gate_proj", "down_proj", "up_proj")
+    dtype: torch.dtype
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
+        """Build the model that the object in a ``config.json`` describes; weights are not set.
+
+        Raises:
+            ModelError: the configuration is invalid or not supported.
+        """
+        raise NotImplementedError
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill every parameter with *tensors*, by the names that checkpoints give them.
+
+        Raises:
+            WeightsError: tensors are missing, unexpected or do not fit; the message lists them.
+        """
+        fill(self.places(), tensors)
+
+    def places(self) -> dict[str, Place]:
+        """Return where each tensor of a checkpoint goes, by its name."""
+        layers = {n: m for n, m in self.named_modules() if isinstance(m, FusedMoE)}
+        found = {}
+        for name, parameter in self.named_parameters():
+            module, _, leaf = name.rpartition(".")
+            parent, dot, last = module.rpartition(".")
+            if module in layers:
+                continue
+            for part, *shard in self.merged.get(last, {}).items() or [(last,)]:
+                found[f"{parent}{dot}{part}.{leaf}"] = Place(parameter, tuple(shard))
+        for name, layer in layers.items():
+            found |= _expert_places(name, layer, self.experts)
+        return found
+
+
+def _expert_places(name: str, layer: FusedMoE, parts: tuple[str, str, str]) -> dict[str, Place]:
+    targets = (("w1", layer.w13_weight), ("w2", layer.w2_weight), ("w3", layer.w13_weight))
+    return {
+        f"{name}.{expert}.{part}.weight": Place(parameter, (shard, expert))
+        for expert in range(layer.num_experts)
+        for part, (shard, parameter) in zip(parts, targets, strict=True)
+    }
+
+
+def fill(where: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Load each of *tensors*, by name, to its place.
+
+    Raises:
+        WeightsError: tensors are missing, unexpected or do not fit; the message lists them.
+    """
+    missing, unexpected, unfit = set(where), [], []
+    for name, tensor in tensors:
+        if name not in where:
+            unexpected.append(name)
+            continue
+        missing.discard(name)
+        try:
+            where[name].fill(tensor)
+        except ValueError as error:  # what loaders raise for a shape
+            unfit.append(f"{name}: {error}")
+    problems = {"missing": sorted(missing), "unexpected": unexpected, "do not fit": unfit}
+    lines = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
+    if lines:
+        raise WeightsError(f"The checkpoint's tensors do not fit the model. {'; '.join(lines)}.")
+
+
+def _some(names: list[str]) -> str:
+    hidden = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")

@@ -1,0 +1,130 @@
+"""Small random checkpoints of the models that are made of layers, written by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+from models.tiny_checkpoints import BOS, EOS, PAD, VOCABULARY
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 3.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 96,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+}
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+_GEMMA: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+# Name -> (model type, what differs from _SIZES).
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek": ("deepseek_v3", {**_DEEPSEEK, "rope_parameters": YARN}),
+    "deepseek_direct": (
+        "deepseek_v3",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **_GEMMA,
+            "final_logit_softcapping": 2.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "gemma3_untied": (
+        "gemma3_text",
+        {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "bert": ("bert", {}),
+    "bert_gelu_new": ("bert", {"hidden_act": "gelu_new", "type_vocab_size": 3}),
+}
+
+
+def hf_model(kind: str) -> Any:
+    """Return transformers' model of that kind, every weight of it random."""
+    torch.manual_seed(sum(map(ord, kind)))
+    if kind == "qwen2_vision":
+        return randomised(_vision())
+    model_type, differences = KINDS[kind]
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **differences})
+    factory = AutoModel if model_type == "bert" else AutoModelForCausalLM
+    return randomised(factory.from_config(config, attn_implementation="eager"))
+
+
+def write_checkpoint(path: Path, kind: str) -> Any:
+    """Save a model of that kind in *path*; return transformers' model."""
+    model = hf_model(kind)
+    model.save_pretrained(path)
+    return model
+
+
+def randomised(model: Any) -> Any:
+    """Give every weight a random value, large enough to show in the results."""
+    model = model.float().eval()
+    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name, weight in weights.items():
+            if "e_score_correction_bias" in name:
+                weight.copy_(torch.randn_like(weight) * 0.1)
+            elif isinstance(weight, torch.nn.Parameter):
+                centre = 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0
+                spread = 0.3 if "norm" in name.lower() else 0.12
+                weight.copy_(centre + spread * torch.randn_like(weight))
+    return model
+
+
+def _vision() -> Any:
+    config = Qwen2VLVisionConfig(
+        depth=2, embed_dim=48, hidden_size=40, num_heads=4, patch_size=4, mlp_ratio=2
+    )
+    config._attn_implementation = "eager"
+    return Qwen2VisionTransformerPretrainedModel(config)

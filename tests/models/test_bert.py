@@ -1,0 +1,88 @@
+"""BERT gives transformers' hidden states, packed or alone, eager and compiled, on two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModel
+
+from models.running import assert_near, compiled, each_codegen, on_ranks
+from models.tiny_checkpoints import random_ids
+from opweave.engine import load_checkpoint
+from opweave.models import BertModel
+
+Checkpoints = Callable[[str], tuple[Path, Any]]
+LENGTHS = (5, 1, 8)
+POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])
+ENDS = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
+
+
+def load(path: Path, dtype: str = "auto") -> BertModel:
+    model = load_checkpoint(path, dtype=dtype)
+    assert isinstance(model, BertModel)
+    return model
+
+
+def texts(seed: int) -> tuple[Tensor, Tensor]:
+    """Return the ids and kinds of packed sequences."""
+    return torch.tensor(random_ids(seed, sum(LENGTHS))), (POSITIONS > 2).long()
+
+
+def alone(reference: Any, ids: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states, and what is pooled of each sequence, one sequence at a time."""
+    results = [
+        reference(input_ids=i[None], token_type_ids=k[None])
+        for i, k in zip(ids.split(LENGTHS), kinds.split(LENGTHS), strict=True)
+    ]
+    hidden = torch.cat([r.last_hidden_state[0] for r in results])
+    return hidden, torch.cat([r.pooler_output for r in results])
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("kind", ["bert", "bert_gelu_new"])
+def test_hidden_states_are_those_of_transformers(kind: str, layer_checkpoint: Checkpoints) -> None:
+    path, reference = layer_checkpoint(kind)
+    model, (ids, kinds) = load(path), texts(1)
+    hidden, pooled = alone(reference, ids, kinds)
+    found = model(ids, POSITIONS, kinds, ENDS)
+    assert_near(found, hidden)
+    assert_near(model.pool(found[ENDS[:-1]]), pooled)
+    single = reference(input_ids=ids[None, :5]).last_hidden_state[0]
+    assert_near(model(ids[:5], POSITIONS[:5]), single)
+
+
+def test_two_ranks_give_the_same_hidden_states(layer_checkpoint: Checkpoints) -> None:
+    path, reference = layer_checkpoint("bert")
+    ids, kinds = texts(2)
+    hidden, _ = alone(reference, ids, kinds)
+    for found in on_ranks(2, lambda: load(path), lambda m: m(ids, POSITIONS, kinds, ENDS)):
+        assert_near(found, hidden)
+
+
+def test_bfloat16_is_near_transformers(layer_checkpoint: Checkpoints) -> None:
+    path, _ = layer_checkpoint("bert")
+    theirs = AutoModel.from_pretrained(path, dtype=torch.bfloat16)
+    ids, kinds = texts(3)
+    hidden, _ = alone(theirs, ids, kinds)
+    found = load(path, "bfloat16")(ids, POSITIONS, kinds, ENDS)
+    error = (found.float() - hidden.float()).abs().mean() / hidden.float().std()
+    assert found.dtype == torch.bfloat16
+    assert error < 0.02
+
+
+@each_codegen
+def test_compiled_is_the_same_and_one_graph(codegen: bool, layer_checkpoint: Checkpoints) -> None:
+    model, (ids, kinds) = load(layer_checkpoint("bert")[0]), texts(4)
+    model.encoder.layer = model.encoder.layer[:1]  # one says all that others would
+    run = compiled(model, codegen)
+    assert_near(run(ids, POSITIONS, kinds, ENDS), model(ids, POSITIONS, kinds, ENDS))

@@ -1,0 +1,84 @@
+"""Checkpoints of the models of layers are loaded strictly: what does not fit is listed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opweave.engine import Checkpoint, CheckpointError, load_checkpoint
+from opweave.engine.checkpoint import TensorFile
+from opweave.models import CheckpointModel, WeightsError, build_model
+
+Checkpoints = Callable[[str], tuple[Path, Any]]
+
+
+@pytest.fixture
+def saved(layer_checkpoint: Checkpoints) -> tuple[CheckpointModel, dict[str, Tensor]]:
+    """Return an empty DeepSeek model, and the tensors of its checkpoint."""
+    checkpoint = Checkpoint(layer_checkpoint("deepseek")[0])
+    model = build_model(checkpoint.config(), dtype=torch.float32)
+    with TensorFile(checkpoint.tensor_files()[0]) as file:
+        return model, {name: file.tensor(name) for name in file.shapes()}
+
+
+Saved = tuple[CheckpointModel, dict[str, Tensor]]
+
+
+def test_every_tensor_has_a_place(saved: Saved) -> None:
+    model, tensors = saved
+    assert model.places().keys() == tensors.keys()
+    model.load_weights(tensors.items())
+
+
+def test_missing_and_unexpected_tensors_are_listed(saved: Saved) -> None:
+    model, tensors = saved
+    tensors["model.layers.0.mlp.extra.weight"] = torch.zeros(1)
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"], tensors["model.norm.weight"]
+    with pytest.raises(WeightsError) as error:
+        model.load_weights(tensors.items())
+    message = str(error.value)
+    assert "2 missing: model.layers.1.mlp.experts.3.up_proj.weight, model.norm.weight" in message
+    assert "1 unexpected: model.layers.0.mlp.extra.weight" in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_a_proj.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.1.mlp.experts.0.down_proj.weight",
+        "model.embed_tokens.weight",
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(name: str, saved: Saved) -> None:
+    model, tensors = saved
+    tensors[name] = tensors[name][1:]
+    with pytest.raises(WeightsError, match=f"1 do not fit: {name}: .+"):
+        model.load_weights(tensors.items())
+
+
+def test_a_long_list_is_cut(saved: Saved) -> None:
+    with pytest.raises(WeightsError, match=r"missing: .+ and \d+ more"):
+        saved[0].load_weights([])
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(saved: Saved) -> None:
+    model, tensors = saved
+    further = {name.replace(".1.", ".2.", 1): t for name, t in tensors.items() if ".1." in name}
+    assert any(name.startswith("model.layers.2.") for name in further)
+    model.load_weights({**tensors, **further}.items())
+
+
+def test_a_dtype_that_cannot_be_followed_is_named(
+    layer_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    path, _ = layer_checkpoint("bert")
+    config = (path / "config.json").read_text().replace('"float32"', '"float8_e4m3fn"')
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=r"'float8_e4m3fn'.*float32, bfloat16, float16"):
+        load_checkpoint(tmp_path)
