@@ -257,7 +257,9 @@ def test_gradients_survive_check_mode(checked: ir.IrOp) -> None:
 
 
 def test_the_declared_ops_under_check_mode() -> None:
-    settings = ir.ops.rms_norm.registry.settings
+    registry = ir.ops.rms_norm.registry
+    registry.ensure_ready()  # which reads the environment's setting
+    settings = registry.settings
     settings.check_donation = True
     try:
         for name in ir.ops.__all__:

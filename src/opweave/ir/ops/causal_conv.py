@@ -108,7 +108,7 @@ def causal_conv1d_update(
     check_conv("causal_conv1d_update", x, weight, bias, x_state, activation)
     check_slots("causal_conv1d_update", slot_idx, x.shape[0])
     y, inputs = conv_step(x, weight, bias, read_states(x_state, slot_idx), activation)
-    y = torch.where(slot_idx[:, None] >= 0, y, 0)
+    y = torch.where(slot_idx[:, None] >= 0, y, 0).contiguous()
     return y, write_states(x_state, slot_idx, inputs)
 
 

@@ -70,7 +70,7 @@ def mla_attention_prefill(
     return out
 
 
-@register_op(composite=True)
+@register_op  # no composite to look for: where its slices cut depends on the sizes of a model
 def mla_attention_decode(
     query: Tensor,
     kv_cache: Tensor,

@@ -91,7 +91,7 @@ def selective_scan(
     y = (h[:tokens] * by_channel(c.to(dtype), x.shape[1])).sum(-1)
     y = torch.where(is_computed(sequence, slot_idx)[:, None], finish(y, x, d, z), 0)
     last = torch.where(some, h[(ends - 1).clamp(min=0).long()], known)
-    return y.to(x.dtype), write_states(x_state, slot_idx, last)
+    return y.to(x.dtype).contiguous(), write_states(x_state, slot_idx, last)
 
 
 def time_step(
@@ -160,6 +160,28 @@ def check_groups(op: str, x: Tensor, b: Tensor, c: Tensor, states: int) -> None:
             wanted = f"({x.shape[0]}, a divisor of {x.shape[1]}, {states})"
             raise misfit(op, "b", b, wanted)
     check_shape(op, "c", c, *b.shape)
+
+
+@selective_scan.register_fake
+def _fake(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    x_state: Tensor,
+    query_start_loc: Tensor,
+    slot_idx: Tensor,
+    has_initial_state: Tensor,
+    dt_softplus: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Shapes alone: native asks how long the sequences are, which would bind a graph to that."""
+    check_scan(x, dt, a, b, c, d, z, dt_bias, x_state)
+    check_sequences("selective_scan", query_start_loc, slot_idx, has_initial_state)
+    return x.new_empty(x.shape), x_state.new_empty(x_state.shape)
 
 
 @selective_scan.register_input_generator

@@ -66,7 +66,7 @@ def selective_state_update(
     state = read_states(x_state, slot_idx)
     y, h = scan_step(x, dt, a, b, c, d, z, dt_bias, state, dt_softplus, dt_min, dt_max)
     y = torch.where(slot_idx.view(-1, *[1] * (x.ndim - 1)) >= 0, y, 0)
-    return y, write_states(x_state, slot_idx, h)
+    return y.contiguous(), write_states(x_state, slot_idx, h)
 
 
 def scan_step(

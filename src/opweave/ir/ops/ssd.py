@@ -98,7 +98,7 @@ def ssd_chunk_scan(
     last = torch.where(some, ended[(chunks.first[1:] - 1).clamp(min=0).long()], known)
     y = finish(y.flatten(0, 1)[place], x, None if d is None else d[:, None], z)
     y = torch.where(is_computed(sequence, slot_idx)[:, None, None], y, 0)
-    return y.to(x.dtype), write_states(x_state, slot_idx, last)
+    return y.to(x.dtype).contiguous(), write_states(x_state, slot_idx, last)
 
 
 class _Chunks:
@@ -195,6 +195,31 @@ def check_ssd(
     check_groups(op, x, b, c, x_state.shape[-1])
     if chunk_size < 1:
         raise ValueError(f"{op}: chunk_size={chunk_size} is not positive.")
+
+
+@ssd_chunk_scan.register_fake
+def _fake(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    x_state: Tensor,
+    query_start_loc: Tensor,
+    slot_idx: Tensor,
+    has_initial_state: Tensor,
+    chunk_size: int = 256,
+    dt_softplus: bool = True,
+    dt_min: float | None = None,
+    dt_max: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Shapes alone: native asks how long the sequences are, which would bind a graph to that."""
+    check_ssd(x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
+    check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
+    return x.new_empty(x.shape), x_state.new_empty(x_state.shape)
 
 
 @ssd_chunk_scan.register_input_generator
