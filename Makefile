@@ -24,7 +24,7 @@ run: $(VENV)/run.stamp ## install, then write a paragraph with the small checkpo
 	  --temperature 0.7 --seed 1 --explain
 
 test: $(VENV)/dev.stamp ## run the tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
 test-all: $(VENV)/dev.stamp ## run the tests, slow sweeps included
 	$(BIN)/python -m pytest

@@ -70,10 +70,10 @@ def causal_conv1d(
     # All inputs in one row, those of a sequence after what it knows; then an output is a sum of
     # neighbours. Tokens after the last sequence follow room that nobody reads.
     places = torch.arange(tokens, device=x.device) + (sequence + 1) * history
-    befores = _windows(query_start_loc[:-1], count, history)
+    earlier = _windows(query_start_loc[:-1], count, history)
     inputs = x.new_zeros(tokens + (count + 1) * history, x.shape[1], dtype=dtype)
     inputs = inputs.index_copy(0, places, x.to(dtype))
-    inputs = inputs.index_copy(0, befores.flatten(), known.flatten(0, 1))
+    inputs = inputs.index_copy(0, earlier.flatten(), known.flatten(0, 1))
     length = tokens + count * history
     taps = [inputs[j : j + length] for j in range(history + 1)]
     y = convolve(taps, weight.to(dtype), bias, activation)[places - history]

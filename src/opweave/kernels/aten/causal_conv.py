@@ -14,10 +14,12 @@ from opweave.ir.ops.causal_conv import check_conv, conv_step, convolve
 from opweave.ir.ops.state_slots import check_sequences, check_slots
 from opweave.kernels.aten.state_slots import own_slots, padded_slots, sequences
 
-_HOST_VALUES = rules.has_values("query_start_loc", "slot_idx", "has_initial_state")
+# What an op returns is laid out as native returns it: contiguous.
+_IN_PLACE = rules.contiguous("x_state") & rules.has_values("slot_idx")
+_PACKED = _IN_PLACE & rules.has_values("query_start_loc", "has_initial_state")
 
 
-@ops.causal_conv1d.register_impl("aten", supports_args=_HOST_VALUES, inplace=True)
+@ops.causal_conv1d.register_impl("aten", supports_args=_PACKED, inplace=True)
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -44,9 +46,7 @@ def causal_conv1d(
     return out, x_state
 
 
-@ops.causal_conv1d_update.register_impl(
-    "aten", supports_args=rules.has_values("slot_idx"), inplace=True
-)
+@ops.causal_conv1d_update.register_impl("aten", supports_args=_IN_PLACE, inplace=True)
 def causal_conv1d_update(
     x: Tensor,
     weight: Tensor,

@@ -9,10 +9,8 @@ from torch import Tensor
 
 def own_slots(count: int, slot_idx: Tensor) -> list[int]:
     """Return the slot of each sequence, -1 for padding (IndexError: there is no such slot)."""
+    _check(count, slot_idx)
     slots: list[int] = slot_idx.tolist()
-    for slot in slots:
-        if not -1 <= slot < count:
-            raise IndexError(f"slot {slot} is none of {count} slots, and not -1.")
     return slots
 
 
@@ -26,9 +24,16 @@ def sequences(
             yield slice(starts[i], starts[i + 1]), slot, known[i]
 
 
-def padded_slots(count: int, slot_idx: Tensor) -> tuple[Tensor | slice, Tensor]:
-    """Return which rows are no padding, and their slots."""
-    if min(own_slots(count, slot_idx), default=0) >= 0:
-        return slice(None), slot_idx.long()
+def padded_slots(count: int, slot_idx: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which rows are no padding, and their slots (IndexError: there is no such slot)."""
+    _check(count, slot_idx)
     rows = (slot_idx >= 0).nonzero()[:, 0]
     return rows, slot_idx[rows].long()
+
+
+def _check(count: int, slot_idx: Tensor) -> None:
+    # Asked of the values first: a tracer stops here, and has not yet taken their number for fixed.
+    outside = (slot_idx < -1) | (slot_idx >= count)
+    if outside.any():
+        slots = slot_idx[outside].tolist()
+        raise IndexError(f"slots {slots} are none of {count} slots, and not -1.")

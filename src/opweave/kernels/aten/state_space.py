@@ -16,11 +16,13 @@ from opweave.ir.ops.ssd import check_ssd, grouped, read_out, scan_chunks
 from opweave.ir.ops.state_slots import check_sequences
 from opweave.kernels.aten.state_slots import own_slots, padded_slots, sequences
 
-_HOST_VALUES = rules.has_values("query_start_loc", "slot_idx", "has_initial_state")
+# What an op returns is laid out as native returns it: contiguous.
+_IN_PLACE = rules.contiguous("x_state") & rules.has_values("slot_idx")
+_PACKED = _IN_PLACE & rules.has_values("query_start_loc", "has_initial_state")
 _BLOCK = 32  # tokens whose gates and inputs are computed at once: they should stay in the cache
 
 
-@ops.selective_scan.register_impl("aten", supports_args=_HOST_VALUES, inplace=True)
+@ops.selective_scan.register_impl("aten", supports_args=_PACKED, inplace=True)
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -60,9 +62,7 @@ def selective_scan(
     return out, x_state
 
 
-@ops.selective_state_update.register_impl(
-    "aten", supports_args=rules.has_values("slot_idx"), inplace=True
-)
+@ops.selective_state_update.register_impl("aten", supports_args=_IN_PLACE, inplace=True)
 def selective_state_update(
     x: Tensor,
     dt: Tensor,
@@ -91,7 +91,7 @@ def selective_state_update(
     return out, x_state
 
 
-@ops.ssd_chunk_scan.register_impl("aten", supports_args=_HOST_VALUES, inplace=True)
+@ops.ssd_chunk_scan.register_impl("aten", supports_args=_PACKED, inplace=True)
 def ssd_chunk_scan(
     x: Tensor,
     dt: Tensor,

@@ -32,9 +32,9 @@ def _register(op: IrOp, check: Callable[..., None]) -> None:
     one, checked = op.impls["aten"].impl_fn, inspect.signature(check).parameters
     traits = {BATCH_INVARIANT}
 
-    @op.register_impl(
-        "row_by_row", supports_args=rules.has_values(*read), inplace=True, traits=traits
-    )
+    fits = rules.contiguous("x_state") & rules.has_values(*read)
+
+    @op.register_impl("row_by_row", supports_args=fits, inplace=True, traits=traits)
     @functools.wraps(op.native)
     def alone(*args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         given = dict(zip(op.schema.names, op.bind(*args, **kwargs), strict=True))
@@ -43,7 +43,7 @@ def _register(op: IrOp, check: Callable[..., None]) -> None:
         if packed:
             check_sequences(op.name, *(given[name] for name in _SEQUENCES))
         else:
-            check_slots(op.name, given["slot_idx"], len(x))
+            check_slots(op.name, given["slot_idx"], x.shape[0])
         tokens = {name: given[name] for name in _PER_TOKEN if given.get(name) is not None}
         out = torch.zeros_like(x, memory_format=torch.contiguous_format)
         for rows, slot, where in _sequences(packed, given):
@@ -59,7 +59,7 @@ def _sequences(
 ) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
     """Yield each sequence's tokens, its slot, and the arguments that say where they are then."""
     slot_idx = given["slot_idx"]
-    own, first = own_slots(len(given["x_state"]), slot_idx), torch.zeros_like(slot_idx[:1])
+    own, first = own_slots(given["x_state"].shape[0], slot_idx), torch.zeros_like(slot_idx[:1])
     if not packed:
         for i, slot in enumerate(own):
             if slot >= 0:
