@@ -29,11 +29,11 @@ from opweave.ir.ops.fused_quant import (
     silu_and_mul_static_quant_fp8,
 )
 from opweave.ir.ops.gated_norm import rms_norm_gated
-from opweave.ir.ops.kv_cache import reshape_and_cache
+from opweave.ir.ops.kv_cache import reshape_and_cache, rope_reshape_and_cache
 from opweave.ir.ops.layer_norm import layer_norm
 from opweave.ir.ops.linear import linear, linear_w8a16
 from opweave.ir.ops.norm import fused_add_rms_norm, rms_norm
-from opweave.ir.ops.paged_attention import paged_attention
+from opweave.ir.ops.paged_attention import attention_quant, paged_attention
 from opweave.ir.ops.pointwise import gelu_fast, gelu_new, quick_gelu, relu2, xielu
 from opweave.ir.ops.quant import (
     dynamic_per_tensor_quant_fp8,
@@ -50,6 +50,7 @@ __all__ = [
     "advance_step_flashattn",
     "all_reduce_rms_norm",
     "apply_rotary_emb",
+    "attention_quant",
     "causal_attention",
     "dynamic_per_tensor_quant_fp8",
     "dynamic_per_token_quant_fp8",
@@ -79,6 +80,7 @@ __all__ = [
     "rms_norm_dynamic_per_token_quant_int8",
     "rms_norm_gated",
     "rms_norm_static_quant_fp8",
+    "rope_reshape_and_cache",
     "rotary_embedding",
     "silu_and_mul",
     "silu_and_mul_dynamic_per_token_quant_fp8",
