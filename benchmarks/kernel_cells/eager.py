@@ -58,12 +58,12 @@ def rotate_and_write_slots(
     slot_mapping: Tensor,
     head_size: int,
     is_neox_style: bool,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate, then write into the cache, in place."""
     rotate = ir.ops.rotary_embedding.native
     rotated, keys = rotate(query, key, positions, cos_sin_cache, head_size, is_neox_style)
     write_slots(keys.view_as(value), value, key_cache, value_cache, slot_mapping)
-    return rotated
+    return rotated, key_cache, value_cache
 
 
 def gather_and_attend(

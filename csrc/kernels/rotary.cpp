@@ -1,5 +1,5 @@
-// Rotary position embedding, alone, after RMS normalisation or into a paged cache, compiled once per
-// instruction set.
+// Rotary position embedding, alone, after RMS normalisation, or into a paged cache; compiled once
+// per instruction set.
 //
 // The rounding is part of the op's definition: angles, products and sums are each rounded to x's
 // type.
