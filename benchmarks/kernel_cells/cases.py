@@ -40,6 +40,14 @@ def new_tokens(arguments: Arguments, outputs: Sequence[Tensor]) -> tuple[int, in
     return size_of([key, value, slots]), size_of([key, value])
 
 
+def rotated_tokens(arguments: Arguments, outputs: Sequence[Tensor]) -> tuple[int, int]:
+    """The same with queries, which are read and written, and rows of the table of angles."""
+    query, key, value, positions, table, _, _, slots, *_ = arguments
+    used = table[:1].nbytes * min(positions.numel(), table.shape[0])
+    tokens = [query, key, value]
+    return size_of([*tokens, positions, slots]) + used, size_of(tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """How to measure an op.
@@ -102,6 +110,12 @@ def _new_tokens(s: Shape) -> Arguments:
     return key, value, *_cache(s, blocks), slots.flatten()[: s.tokens].contiguous()
 
 
+def _rotated_tokens(s: Shape) -> Arguments:
+    query, key, positions, table, size, is_neox = _rotary(s, True)
+    _, value, *cache_and_slots = _new_tokens(s)
+    return query, key, value, positions, table, *cache_and_slots, size, is_neox
+
+
 def _attention(s: Shape) -> Arguments:
     """One token each of several sequences, or all of one prompt."""
     sequences = s.tokens if is_decode(s.tokens) else 1
@@ -111,6 +125,10 @@ def _attention(s: Shape) -> Arguments:
     starts = torch.arange(sequences + 1, dtype=torch.int32) * (s.tokens // sequences)
     query = s.values(s.tokens, s.heads, HEAD_SIZE)
     return query, *_cache(s, sequences * blocks), tables, lengths, starts
+
+
+def _attention_quant(s: Shape) -> Arguments:
+    return *_attention(s), s.scale()
 
 
 def is_decode(tokens: int) -> bool:
@@ -198,6 +216,24 @@ CASES: dict[str, list[Case]] = {
         Case(
             _attention,
             eager=eager.gather_and_attend,
+            streams=True,
+            attends=True,
+            least_share=0.6,
+        )
+    ],
+    "rope_reshape_and_cache": [
+        Case(
+            _rotated_tokens,
+            eager=eager.rotate_and_write_slots,
+            traffic=rotated_tokens,
+            moves=True,
+            states=("reused",),
+        )
+    ],
+    "attention_quant": [
+        Case(
+            _attention_quant,
+            eager=eager.gather_attend_and_quantise,
             streams=True,
             attends=True,
             least_share=0.6,

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+from opweave import ir
 from opweave.ir import IrOp
 
 
@@ -46,6 +47,25 @@ def write_slots(
     value_cache[blocks, :, offsets] = value
 
 
+def rotate_and_write_slots(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    head_size: int,
+    is_neox_style: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate, then write into the cache, in place."""
+    rotate = ir.ops.rotary_embedding.native
+    rotated, keys = rotate(query, key, positions, cos_sin_cache, head_size, is_neox_style)
+    write_slots(keys.view_as(value), value, key_cache, value_cache, slot_mapping)
+    return rotated, key_cache, value_cache
+
+
 def gather_and_attend(
     query: Tensor,
     key_cache: Tensor,
@@ -67,3 +87,12 @@ def gather_and_attend(
         queries, keys, values, is_causal=is_prompt, enable_gqa=True
     )
     return attended.transpose(1, 2).reshape(-1, heads, size)
+
+
+def gather_attend_and_quantise(*arguments: Tensor) -> Tensor:
+    """The same, and quantise by one scale, which comes last."""
+    *attention, scale = arguments
+    quantised: Tensor = ir.ops.static_quant_fp8.native(
+        gather_and_attend(*attention).flatten(1), scale
+    )
+    return quantised

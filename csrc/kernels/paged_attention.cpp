@@ -8,6 +8,7 @@
 // Blocks are the outer loop and kv heads the inner one, which walks memory in order.
 #include "kernels/paged_attention.h"
 
+#include "kernels/quant_row.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
 #include "kernels/vec_math.h"
@@ -193,13 +194,23 @@ class Part {
   void store_outputs() const {
     const int64_t heads = call_.kv_heads * call_.group;
     for_each_row([&](int64_t row, int64_t token, int64_t head) {
-      T* out = static_cast<T*>(call_.out) + (token * heads + head) * call_.value_size;
+      const int64_t first = (token * heads + head) * call_.value_size;
       const float* output = outputs_ + row * output_stride_;
       // A query without keys gives zeros.
       const Vec factor = splat(totals_[row] == 0 ? 0.0f : 1.0f / totals_[row]);
-      for_each_vec(call_.value_size, [&](int64_t d, auto part) {
-        Lanes<T>::store(out + d, mul(Lanes<float>::load(output + d, Full{}), factor), part);
-      });
+      const auto value = [=](int64_t d, auto) {
+        return mul(Lanes<float>::load(output + d, Full{}), factor);
+      };
+      if (call_.out_scale == nullptr) {
+        T* out = static_cast<T*>(call_.out) + first;
+        for_each_vec(call_.value_size, [=](int64_t d, auto part) {
+          Lanes<T>::store(out + d, value(d, part), part);
+        });
+      } else {  // what is quantised is the result as it would have been stored
+        uint8_t* out = static_cast<uint8_t*>(call_.out) + first;
+        quantise<Fp8>(out, call_.value_size, *call_.out_scale,
+                      [=](int64_t d, auto part) { return Lanes<T>::round(value(d, part)); });
+      }
     });
   }
 

@@ -13,6 +13,7 @@ extern "C" {
 // is in the cache, and lengths are not negative.
 struct OpweavePagedAttention {
   void* out;
+  const float* out_scale;  // out is float8_e4m3fn of this scale; null if it has the dtype
   const void* query;
   const void* key_cache;
   const void* value_cache;

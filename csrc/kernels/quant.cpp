@@ -20,7 +20,7 @@ float largest_of_row(const T* x, int64_t width) {
     most = magnitude > most ? magnitude : most;
   }
   const T value{most};
-  return largest(Lanes<T>::load(&value, Tail{1}));
+  return largest_or_nan(Lanes<T>::load(&value, Tail{1}));
 }
 
 inline float largest_of_row(const float* x, int64_t width) {

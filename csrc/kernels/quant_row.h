@@ -76,7 +76,7 @@ inline float largest_magnitude(int64_t n, Value value) {
     const Tail rest{n - i};
     most[1] = larger_magnitude(most[1], keep(value(i, rest), rest));
   }
-  return largest(larger_magnitude(most[0], most[1]));
+  return largest_or_nan(larger_magnitude(most[0], most[1]));
 }
 
 // Quantise a row by the scale of its largest magnitude, which is returned. value is computed once

@@ -1,9 +1,11 @@
-// Rotary position embedding, alone or after RMS normalisation, compiled once per instruction set.
+// Rotary position embedding, alone, after RMS normalisation, or into a paged cache; compiled once
+// per instruction set.
 //
 // The rounding is part of the op's definition: angles, products and sums are each rounded to x's
 // type.
 #include "kernels/rotary.h"
 
+#include "kernels/cache_rows.h"
 #include "kernels/rms.h"
 #include "kernels/row_cursor.h"
 #include "kernels/storage.h"
@@ -149,9 +151,42 @@ struct TokenRows {
   }
 };
 
+// The keys of a token go to its slot, and nowhere if it has none.
+template <class T>
+inline void rotate_into_slot(const OpweaveRotaryToCache& call, int64_t token, const RowCursor& key,
+                             const Angles<T>& angles) {
+  const OpweaveReshapeAndCache& cache = call.cache;
+  const OpweaveHeads& heads = call.rotary.key;
+  const int64_t slot = cache.slots[token];
+  if (slot < 0) return;
+  char* target = first_row(cache.key, slot, cache.block_size);
+  const char* x = key.in(static_cast<const char*>(heads.x), 1);
+  for (int64_t h = 0; h < heads.count; ++h, x += heads.x_stride) {
+    angles.rotate(reinterpret_cast<T*>(target), reinterpret_cast<const T*>(x));
+    target += cache.block_size * cache.key.row_bytes;
+  }
+  write_heads(cache.value, token, slot, cache.heads, cache.block_size);
+}
+
+void rope_reshape_and_cache(int64_t begin, int64_t end, void* erased) {
+  const OpweaveRotaryToCache& call = *static_cast<const OpweaveRotaryToCache*>(erased);
+  with_storage(call.rotary.dtype, [&](auto storage) {
+    using T = decltype(storage);
+    Angles<T> angles(call.rotary);
+    RowCursor query(call.rotary.query.tokens, begin);
+    RowCursor key(call.rotary.key.tokens, begin);
+    for (int64_t token = begin; token < end; ++token, query.advance(), key.advance()) {
+      angles.load(token);
+      Rotate::run(call.rotary, call.rotary.query, query, angles);
+      rotate_into_slot(call, token, key, angles);
+    }
+  });
+}
+
 }  // namespace
 
 OPWEAVE_KERNEL_TABLE(OpweaveRotaryKernels, rotary) = {
     run_for_type<TokenRows<Rotate>, OpweaveRotary>,
     run_for_type<TokenRows<NormaliseAndRotate>, OpweaveRotary>,
+    rope_reshape_and_cache,
 };

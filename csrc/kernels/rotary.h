@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/types.h"
+#include "kernels/kv_cache.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -41,9 +42,19 @@ struct OpweaveRotary {
 
 #define OPWEAVE_MAX_ROTARY_SIZE 1024
 
+// The same, but the rotated keys are written into the slots of their tokens in a paged cache (both
+// operands of key.tokens are x, and key.out is not used), and so are values. cache.key says where,
+// not what from.
+struct OpweaveRotaryToCache {
+  struct OpweaveRotary rotary;
+  struct OpweaveReshapeAndCache cache;
+};
+
 struct OpweaveRotaryKernels {
   OpweaveRangeKernel rotary_embedding;  // call: OpweaveRotary*; rows are tokens
   OpweaveRangeKernel qk_norm_rope;      // call: OpweaveRotary*; rows are tokens
+  // call: OpweaveRotaryToCache*; rows are tokens. Two tokens of one slot must not run at once.
+  OpweaveRangeKernel rope_reshape_and_cache;
 };
 
 #ifdef __cplusplus

@@ -1,6 +1,6 @@
 // The vector operations of quantisation, for every instruction set of vec.h:
 //   larger_magnitude   max(so_far, |v|) of non-negative so_far; a NaN wins
-//   largest            the largest lane of non-negative ones; a NaN wins
+//   largest_or_nan     the largest lane of non-negative ones; a NaN wins
 //   store_fp8          to float8_e4m3fn, nearest even, saturated; NaN stays
 //   store_int8         to int8, nearest even, saturated; NaN becomes 0
 //   quotient           v / divisor, given 1 / divisor; all finite, the divisor at least 2^-18
@@ -31,7 +31,7 @@ inline Vec larger_magnitude(Vec so_far, Vec v) {
   return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(so_far), magnitude));
 }
 
-inline float largest(Vec v) {
+inline float largest_or_nan(Vec v) {
   const int bits = _mm512_reduce_max_epi32(_mm512_castps_si512(v));
   float result;
   memcpy(&result, &bits, sizeof(result));
@@ -80,7 +80,7 @@ inline Vec larger_magnitude(Vec so_far, Vec v) {
   return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(so_far), magnitude));
 }
 
-inline float largest(Vec v) {
+inline float largest_or_nan(Vec v) {
   const __m256i bits = _mm256_castps_si256(v);
   __m128i m = _mm_max_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
   m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
@@ -143,7 +143,7 @@ inline Vec larger_magnitude(Vec so_far, Vec v) {
   return as_float(choose(reinterpret_cast<Bits>(magnitude > old), magnitude, old));
 }
 
-inline float largest(Vec v) {
+inline float largest_or_nan(Vec v) {
   const Bits bits = bits_of(v);
   uint32_t most = bits[0];
   for (int k = 1; k < kLanes; ++k) most = bits[k] > most ? bits[k] : most;

@@ -1,12 +1,15 @@
-// paged_attention: argument checks, the division of the work, then the kernel.
+// paged_attention and attention_quant: argument checks, the division of the work, then the kernel.
 #include "kernels/paged_attention.h"
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
+#include <initializer_list>
 #include <vector>
 
 #include "module/module.h"
+#include "module/row_checks.h"
 #include "module/scratch.h"
 #include "module/shapes.h"
 
@@ -24,8 +27,7 @@ void check_cache(const View& cache, const View& query) {
   check_contiguous_blocks(cache);
 }
 
-void check_layout(const View& out, const View& query, const View& key_cache,
-                  const View& value_cache) {
+void check_layout(const View& query, const View& key_cache, const View& value_cache) {
   check_dtype(query, {OPWEAVE_FLOAT32, OPWEAVE_BFLOAT16, OPWEAVE_FLOAT16});
   if (query.rank != 3) refuse_shape(query, "[tokens, heads, head_size]");
   check_unit_stride(query);
@@ -50,11 +52,12 @@ void check_layout(const View& out, const View& query, const View& key_cache,
     refuse_shape(key_cache, "[blocks, kv_heads, a multiple of " +
                                 std::to_string(OPWEAVE_PAGED_STEP) + ", head_size]");
   }
-  check_same_dtype(out, query);
-  if (out.rank != 3 || out.sizes[0] != query.sizes[0] || out.sizes[1] != query.sizes[1] ||
-      out.sizes[2] != values[3]) {
-    refuse_shape(out, "[" + std::to_string(query.sizes[0]) + ", " + std::to_string(query.sizes[1]) +
-                          ", " + std::to_string(values[3]) + "]");
+}
+
+void check_sizes(const View& out, std::initializer_list<int64_t> sizes) {
+  const int rank = static_cast<int>(sizes.size());
+  if (out.rank != rank || !std::equal(sizes.begin(), sizes.end(), out.sizes)) {
+    refuse_shape(out, to_string(sizes.begin(), rank));
   }
   check_contiguous(out);
 }
@@ -150,21 +153,36 @@ void run_parts(const OpweavePagedAttention& call, const Plan& plan) {
   });
 }
 
-// out[token] = attention of the token's query over the keys of its sequence in the cache.
-void paged_attention(const View& out, const View& query, const View& key_cache,
-                     const View& value_cache, const View& block_tables, const View& seq_lens,
-                     const View& cu_seqlens_q, double scale, bool causal,
-                     std::optional<int64_t> window, std::optional<double> soft_cap) {
-  check_layout(out, query, key_cache, value_cache);
+// The byte that every zero is stored as: zero, or of a zero that a scale has been applied to.
+int stored_zero(const float* out_scale) {
+  if (out_scale == nullptr) return 0;
+  const float zero = 0.0f * (1.0f / *out_scale);
+  if (zero != zero) return 0x7f;
+  return std::signbit(zero) ? 0x80 : 0;
+}
+
+struct Options {
+  double scale;
+  bool causal;
+  std::optional<int64_t> window;
+  std::optional<double> soft_cap;
+};
+
+// Everything is checked here but the sizes, out and its scale.
+void attend(const View& out, const float* out_scale, const View& query, const View& key_cache,
+            const View& value_cache, const View& block_tables, const View& seq_lens,
+            const View& cu_seqlens_q, const Options& options) {
   check_dtype(block_tables, {OPWEAVE_INT32});
   if (block_tables.rank != 2) refuse_shape(block_tables, "[sequences, blocks]");
   check_unit_stride(block_tables);
   check_vector(seq_lens, block_tables.sizes[0]);
   check_vector(cu_seqlens_q, block_tables.sizes[0] + 1);
-  if (window.has_value() && (*window < 1 || !causal)) {
+  const std::optional<int64_t>& window = options.window;
+  if (window.has_value() && (*window < 1 || !options.causal)) {
     throw CheckFailed("window must be None or, with causal, positive, found " +
-                      std::to_string(*window) + (causal ? "" : " without causal"));
+                      std::to_string(*window) + (options.causal ? "" : " without causal"));
   }
+  const std::optional<double>& soft_cap = options.soft_cap;
   if (soft_cap.has_value() && !(*soft_cap > 0)) {
     throw CheckFailed("soft_cap must be None or positive, found " + std::to_string(*soft_cap));
   }
@@ -174,6 +192,7 @@ void paged_attention(const View& out, const View& query, const View& key_cache,
   }
   OpweavePagedAttention call;
   call.out = out.data;
+  call.out_scale = out_scale;
   call.query = query.data;
   call.key_cache = key_cache.data;
   call.value_cache = value_cache.data;
@@ -191,18 +210,44 @@ void paged_attention(const View& out, const View& query, const View& key_cache,
   call.value_size = value_cache.sizes[3];
   call.block_size = key_cache.sizes[2];
   call.window = window.value_or(0);
-  call.is_causal = causal ? 1 : 0;
-  call.scale = static_cast<float>(scale);
+  call.is_causal = options.causal ? 1 : 0;
+  call.scale = static_cast<float>(options.scale);
   call.soft_cap = static_cast<float>(soft_cap.value_or(0));
   call.dtype = query.dtype;
   check_sequences(block_tables, call, key_cache.sizes[0], query.sizes[0]);
   const int64_t row_bytes = query.sizes[1] * call.value_size * out.element_size();
   const int64_t used = call.cu_seqlens_q[block_tables.sizes[0]];
   if (out.element_count() == 0) return;
-  std::memset(out.data + used * row_bytes, 0,
+  std::memset(out.data + used * row_bytes, stored_zero(out_scale),
               static_cast<size_t>((query.sizes[0] - used) * row_bytes));
   const Plan plan = plan_of(call, block_tables.sizes[0]);
   if (!plan.parts.empty()) run_parts(call, plan);
+}
+
+// out[token] = attention of the token's query over the keys of its sequence in the cache.
+void paged_attention(const View& out, const View& query, const View& key_cache,
+                     const View& value_cache, const View& block_tables, const View& seq_lens,
+                     const View& cu_seqlens_q, double scale, bool causal,
+                     std::optional<int64_t> window, std::optional<double> soft_cap) {
+  check_layout(query, key_cache, value_cache);
+  check_same_dtype(out, query);
+  check_sizes(out, {query.sizes[0], query.sizes[1], value_cache.sizes[3]});
+  attend(out, nullptr, query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q,
+         {scale, causal, window, soft_cap});
+}
+
+// The same, quantised by one scale.
+void attention_quant(const View& out, const View& query, const View& key_cache,
+                     const View& value_cache, const View& block_tables, const View& seq_lens,
+                     const View& cu_seqlens_q, const View& out_scale, double scale, bool causal,
+                     std::optional<int64_t> window, std::optional<double> soft_cap) {
+  check_layout(query, key_cache, value_cache);
+  check_dtype(out, {OPWEAVE_FLOAT8_E4M3FN});
+  check_sizes(out, {query.sizes[0], query.sizes[1] * value_cache.sizes[3]});
+  check_one_scale(out_scale);
+  check_disjoint(out, out_scale);
+  attend(out, reinterpret_cast<const float*>(out_scale.data), query, key_cache, value_cache,
+         block_tables, seq_lens, cu_seqlens_q, {scale, causal, window, soft_cap});
 }
 
 }  // namespace
@@ -214,4 +259,9 @@ OPWEAVE_EXTENSION_MODULE(m) {
       "Tensor block_tables, Tensor seq_lens, Tensor cu_seqlens_q, float scale, bool causal, "
       "int? window, float? soft_cap) -> ()",
       opweave::paged_attention);
+  m.def(
+      "attention_quant(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, "
+      "Tensor block_tables, Tensor seq_lens, Tensor cu_seqlens_q, Tensor out_scale, float scale, "
+      "bool causal, int? window, float? soft_cap) -> ()",
+      opweave::attention_quant);
 }

@@ -1,6 +1,7 @@
-// rotary_embedding and qk_norm_rope: argument checks, then the kernels.
+// rotary_embedding, qk_norm_rope and rope_reshape_and_cache: argument checks, then the kernels.
 #include "kernels/rotary.h"
 
+#include "module/cache_write.h"
 #include "module/module.h"
 #include "module/shapes.h"
 
@@ -129,7 +130,7 @@ OpweaveHeads heads_of(const View& out, const View& x, const View* weight, const 
 
 struct Arguments {
   const View& out_query;
-  const View& out_key;
+  const View* out_key;  // null: the keys go to a cache
   const View& query;
   const View& key;
   const View& positions;
@@ -141,18 +142,25 @@ struct Arguments {
   bool is_neox;
 };
 
+// What is written, operand 0 of its tokens, shares no element with the other tensor.
+void check_apart(const View& written, const OpweaveRows& written_tokens, const View& other,
+                 const OpweaveRows& tokens, int operand, const View& positions) {
+  if (!lie_side_by_side(written, written_tokens, 0, other, tokens, operand, positions)) {
+    check_disjoint(written, other);
+  }
+}
+
 // A tensor that is written shares no element with one that belongs to the other heads.
 void check_separate(const Arguments& a, const OpweaveRotary& call) {
-  const auto check_apart = [&](const View& written, const OpweaveRows& written_rows,
-                               const View& other, const OpweaveRows& rows, int operand) {
-    if (!lie_side_by_side(written, written_rows, 0, other, rows, operand, a.positions)) {
-      check_disjoint(written, other);
-    }
-  };
-  check_apart(a.out_query, call.query.tokens, a.out_key, call.key.tokens, 0);
-  check_apart(a.out_query, call.query.tokens, a.key, call.key.tokens, 1);
-  check_apart(a.out_key, call.key.tokens, a.query, call.query.tokens, 1);
-  for (const View* out : {&a.out_query, &a.out_key}) {
+  const OpweaveRows& query = call.query.tokens;
+  const OpweaveRows& key = call.key.tokens;
+  if (a.out_key != nullptr) {
+    check_apart(a.out_query, query, *a.out_key, key, 0, a.positions);
+    check_apart(*a.out_key, key, a.query, query, 1, a.positions);
+  }
+  check_apart(a.out_query, query, a.key, key, 1, a.positions);
+  for (const View* out : {&a.out_query, a.out_key}) {
+    if (out == nullptr) continue;
     check_disjoint(*out, a.positions);
     check_disjoint(*out, a.cache);
     for (const View* weight : {a.query_weight, a.key_weight}) {
@@ -161,7 +169,7 @@ void check_separate(const Arguments& a, const OpweaveRotary& call) {
   }
 }
 
-void run(const Arguments& a, OpweaveRangeKernel kernel) {
+OpweaveRotary call_of(const Arguments& a) {
   if (a.head_size < 1) {
     throw CheckFailed("head_size must be positive, found " + std::to_string(a.head_size));
   }
@@ -169,7 +177,7 @@ void run(const Arguments& a, OpweaveRangeKernel kernel) {
   check_heads(a.key, a.positions, a.head_size);
   check_same_dtype(a.key, a.query);
   check_pair(a.out_query, a.query);
-  check_pair(a.out_key, a.key);
+  if (a.out_key != nullptr) check_pair(*a.out_key, a.key);
   check_cache(a.cache, a.query, a.head_size);
   check_positions(a.positions, a.cache.sizes[0]);
   for (const View* weight : {a.query_weight, a.key_weight}) {
@@ -179,7 +187,8 @@ void run(const Arguments& a, OpweaveRangeKernel kernel) {
   if (weight != nullptr && a.key_weight != nullptr) check_same_dtype(*a.key_weight, *weight);
   OpweaveRotary call;
   call.query = heads_of(a.out_query, a.query, a.query_weight, a.positions, a.head_size);
-  call.key = heads_of(a.out_key, a.key, a.key_weight, a.positions, a.head_size);
+  const View& out_key = a.out_key != nullptr ? *a.out_key : a.key;
+  call.key = heads_of(out_key, a.key, a.key_weight, a.positions, a.head_size);
   check_separate(a, call);
   call.positions = a.positions.data;
   call.cache = a.cache.data;
@@ -193,6 +202,11 @@ void run(const Arguments& a, OpweaveRangeKernel kernel) {
   call.positions_dtype = a.positions.dtype;
   call.epsilon = static_cast<float>(a.epsilon);
   call.weight_dtype = weight != nullptr ? weight->dtype : a.query.dtype;
+  return call;
+}
+
+void run(const Arguments& a, OpweaveRangeKernel kernel) {
+  OpweaveRotary call = call_of(a);
   const int64_t tokens = a.positions.element_count();
   for_rows(tokens, (call.query.count + call.key.count) * a.head_size, kernel, &call);
 }
@@ -201,7 +215,7 @@ void run(const Arguments& a, OpweaveRangeKernel kernel) {
 void rotary_embedding(const View& out_query, const View& out_key, const View& query,
                       const View& key, const View& positions, const View& cos_sin_cache,
                       int64_t head_size, bool is_neox_style) {
-  run({out_query, out_key, query, key, positions, cos_sin_cache, nullptr, nullptr, 0, head_size,
+  run({out_query, &out_key, query, key, positions, cos_sin_cache, nullptr, nullptr, 0, head_size,
        is_neox_style},
       active_kernels().rotary->rotary_embedding);
 }
@@ -210,9 +224,40 @@ void rotary_embedding(const View& out_query, const View& out_key, const View& qu
 void qk_norm_rope(const View& out_query, const View& out_key, const View& query, const View& key,
                   const View& positions, const View& cos_sin_cache, const View* query_weight,
                   const View* key_weight, double epsilon, int64_t head_size, bool is_neox_style) {
-  run({out_query, out_key, query, key, positions, cos_sin_cache, query_weight, key_weight, epsilon,
+  run({out_query, &out_key, query, key, positions, cos_sin_cache, query_weight, key_weight, epsilon,
        head_size, is_neox_style},
       active_kernels().rotary->qk_norm_rope);
+}
+
+// The same without norms, and the keys go, with the values, to the slots of their tokens.
+void rope_reshape_and_cache(const View& out_query, const View& query, const View& key,
+                            const View& value, const View& positions, const View& cos_sin_cache,
+                            const View& key_cache, const View& value_cache,
+                            const View& slot_mapping, int64_t head_size, bool is_neox_style) {
+  if (positions.rank != 1) refuse_shape(positions, "[tokens]");
+  OpweaveRotaryToCache call;
+  call.rotary = call_of({out_query, nullptr, query, key, positions, cos_sin_cache, nullptr, nullptr,
+                         0, head_size, is_neox_style});
+  const OpweaveHeads& heads = call.rotary.key;
+  const int64_t sizes[] = {key.sizes[0], heads.count, head_size};
+  const int64_t strides[] = {key.strides[0], heads.x_stride / key.element_size(), 1};
+  View rows = key;
+  rows.rank = 3;
+  rows.sizes = sizes;
+  rows.strides = strides;
+  call.cache = cache_write(rows, value, key_cache, value_cache, slot_mapping);
+  const View value_tokens = token_rows(value, positions);
+  check_apart(out_query, call.rotary.query.tokens, value, rows_of(value_tokens, value_tokens), 1,
+              positions);
+  for (const View* other : {&key_cache, &value_cache, &slot_mapping}) {
+    check_disjoint(out_query, *other);
+  }
+  for (const View* cache : {&key_cache, &value_cache}) {
+    for (const View* other : {&query, &positions, &cos_sin_cache}) check_disjoint(*cache, *other);
+  }
+  const int64_t elements = (call.rotary.query.count + heads.count) * head_size;
+  for_rows(positions.sizes[0], elements + heads.count * value.sizes[2],
+           active_kernels().rotary->rope_reshape_and_cache, &call);
 }
 
 }  // namespace
@@ -228,4 +273,9 @@ OPWEAVE_EXTENSION_MODULE(m) {
       "Tensor positions, Tensor cos_sin_cache, Tensor? query_weight, Tensor? key_weight, "
       "float epsilon, int head_size, bool is_neox_style) -> ()",
       opweave::qk_norm_rope);
+  m.def(
+      "rope_reshape_and_cache(Tensor(a!) out_query, Tensor query, Tensor key, Tensor value, "
+      "Tensor positions, Tensor cos_sin_cache, Tensor(b!) key_cache, Tensor(c!) value_cache, "
+      "Tensor slot_mapping, int head_size, bool is_neox_style) -> ()",
+      opweave::rope_reshape_and_cache);
 }

@@ -54,7 +54,7 @@ inline void check_quantised(const View& out) {
 inline void check_one_scale(const View& scale) {
   check_dtype(scale, {OPWEAVE_FLOAT32});
   if (scale.element_count() == 1) return;
-  throw CheckFailed("scale must have one element, found " + describe(scale));
+  throw CheckFailed(std::string(scale.name) + " must have one element, found " + describe(scale));
 }
 
 // scale has the sizes of x but for the last one, which is `last`.

@@ -23,7 +23,28 @@ W = torch.randn(H).to(BF16)
 SCALE = torch.tensor([0.05])
 CACHE = torch.randn(32, 16).to(BF16)
 POSITIONS = torch.arange(T)
+# A paged cache: one sequence of 13 keys, the last 8 of which are new.
+CACHES = torch.randn(2, 3, 2, 16, 16).to(BF16)
+SLOTS = torch.arange(T) + 5
+SEQUENCE = (
+    torch.tensor([[0, 2]], dtype=torch.int32),
+    torch.tensor([13], dtype=torch.int32),
+    torch.tensor([0, T], dtype=torch.int32),
+)
 o = ir.ops
+
+
+def rotate_and_write(
+    q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k = o.rotary_embedding(q, k, POSITIONS, CACHE, 16, *options)
+    k, v = k.view(T, 2, 16), v.view(T, 2, 16)
+    return q, *o.reshape_and_cache(k, v, CACHES[0], CACHES[1], SLOTS)
+
+
+def attend(q: Tensor, *options: Any) -> Tensor:
+    found: Tensor = o.paged_attention(q.view(T, 4, 16), CACHES[0], CACHES[1], *SEQUENCE, *options)
+    return found
 
 
 def fused(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[FusionReport]:
@@ -119,6 +140,40 @@ FORMS: dict[str, tuple[str, Callable[..., Any]]] = {
             False,
         ),
     ),
+    "rotation into the cache": (
+        "rope_reshape_and_cache",
+        lambda a, r: rotate_and_write(a, *r.split(32, -1)),
+    ),
+    "rotation into the cache, by heads, interleaved": (
+        "rope_reshape_and_cache",
+        lambda a, r: rotate_and_write(
+            torch.unflatten(a, -1, (-1, 16)), *torch.unflatten(r, -1, (-1, 16)).split(2, 1), False
+        ),
+    ),
+    "rotation into the cache, queries seen as heads": (
+        "rope_reshape_and_cache",
+        lambda a, r: (
+            (p := rotate_and_write(a, *r.split(32, -1))) and p[0].view(T, 4, 16).sin(),
+            p[1],
+        ),
+    ),
+    "rotation into the cache, queries used before": (
+        "rope_reshape_and_cache",
+        lambda a, r: (
+            (p := o.rotary_embedding(a, r[:, :32], POSITIONS, CACHE, 16)) and p[0] * 2,
+            *o.reshape_and_cache(
+                p[1].view(T, 2, 16), r[:, 32:].view(T, 2, 16), CACHES[0], CACHES[1], SLOTS
+            ),
+        ),
+    ),
+    "attention and static fp8": (
+        "attention_quant",
+        lambda a, r: (o.static_quant_fp8(attend(a).view(T, H), SCALE),),
+    ),
+    "attention and static fp8, with options": (
+        "attention_quant",
+        lambda a, r: (o.static_quant_fp8(attend(a, 0.3, True, 5, 8.0).flatten(1), SCALE),),
+    ),
 }
 
 
@@ -168,6 +223,45 @@ MISSES: dict[str, tuple[str, str, Callable[..., Any]]] = {
             16,
         ),
     ),
+    "the rotated keys are returned": (
+        "rope_reshape_and_cache",
+        "is used elsewhere, by output",
+        lambda a, r: (
+            (p := o.rotary_embedding(a, r[:, :32], POSITIONS, CACHE, 16))[1],
+            *o.reshape_and_cache(
+                p[1].view(T, 2, 16), r[:, 32:].view(T, 2, 16), CACHES[0], CACHES[1], SLOTS
+            ),
+        ),
+    ),
+    "the cache has other heads": (
+        "rope_reshape_and_cache",
+        "rope_reshape_and_cache does not take these arguments: .*key must be|not bfloat16",
+        lambda a, r: (
+            (p := o.rotary_embedding(a, r[:, :32], POSITIONS, CACHE, 16))[0],
+            *o.reshape_and_cache(
+                p[1].view(T, 1, 32),
+                r[:, 32:].view(T, 1, 32),
+                CACHES[0].view(3, 1, 16, 32),
+                CACHES[1].view(3, 1, 16, 32),
+                SLOTS,
+            ),
+        ),
+    ),
+    "the attention is used, too": (
+        "attention_quant",
+        "is used elsewhere, by output",
+        lambda a, r: ((y := attend(a)), o.static_quant_fp8(y.flatten(1), SCALE)),
+    ),
+    "quantised by heads": (
+        "attention_quant",
+        r"operand 0 of static_quant_fp8.* is bfloat16\[8, 4, 16\], not bfloat16\[8, 64\]",
+        lambda a, r: (o.static_quant_fp8(attend(a), SCALE),),
+    ),
+    "a scale for each token": (
+        "attention_quant",
+        "no kernel for it: opweave_c: out_scale: 8 elements",
+        lambda a, r: (o.static_quant_fp8(attend(a).flatten(1), SCALE.repeat(T)[:, None]),),
+    ),
     "its own result is an argument": (
         "fused_add_rms_norm",
         "needs its result",
@@ -184,6 +278,38 @@ def test_near_misses_say_what_is_in_the_way(miss: str) -> None:
     reasons = [f.reason for f in fusions if f.composite == composite and f.outcome == "rejected"]
     assert reasons, fusions
     assert any(re.search(reason, text) for text in reasons), reasons
+
+
+def test_a_longer_chain_keeps_its_ops() -> None:
+    """Norms and rotation are one kernel; the cache that follows does not take the rotation away."""
+
+    def function(a: Tensor, r: Tensor) -> Any:
+        q, k = (o.rms_norm(t.view(T, -1, 16), None, 1e-6).flatten(1) for t in (a, r[:, :32]))
+        return rotate_and_write(q, k, r[:, 32:])
+
+    assert names(fused(function, x(), x())) == ["qk_norm_rope"]
+
+
+def test_a_cache_is_written_in_place() -> None:
+    """A layer of a model: one projection, the donated cache, attention, quantisation."""
+
+    def function(qkv: Tensor, keys: Tensor, values: Tensor) -> Any:
+        q, k, v = (qkv * 2).split((64, 32, 32), -1)
+        q, k = o.rotary_embedding.maybe_inplace(q, k, POSITIONS, CACHE, 16)
+        k, v = k.view(T, 2, 16), v.view(T, 2, 16)
+        keys, values = o.reshape_and_cache.maybe_inplace(k, v, keys, values, SLOTS)
+        y = o.paged_attention(q.view(T, 4, 16), keys, values, *SEQUENCE, 0.25)
+        return o.static_quant_fp8(y.flatten(1), SCALE), keys, values
+
+    qkv, caches = x(T, 128), CACHES.clone()
+    expected = function(qkv, *CACHES.clone())
+    compiled = torch.compile(function, backend=opweave.compile.backend, options={"codegen": False})
+    found = compiled(qkv, *caches)
+    assert names(opweave.compile.report().fusions) == ["attention_quant", "rope_reshape_and_cache"]
+    assert found[1].data_ptr() == caches[0].data_ptr()
+    assert found[2].data_ptr() == caches[1].data_ptr()
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.float(), wanted.float(), atol=2e-2, rtol=2e-2)
 
 
 def test_nothing_is_fused_without_a_kernel() -> None:

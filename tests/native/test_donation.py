@@ -14,7 +14,7 @@ from torch import Tensor
 from opweave import ir
 from opweave.ir import IrOp
 from opweave.ir.ops.advance_step import advance_step_flashattn
-from opweave.ir.ops.kv_cache import reshape_and_cache
+from opweave.ir.ops.kv_cache import reshape_and_cache, rope_reshape_and_cache
 from opweave.ir.ops.rotary import qk_norm_rope, rotary_embedding
 from opweave.kernels import opweave_c
 
@@ -26,6 +26,7 @@ OPS = [
     rotary_embedding,
     qk_norm_rope,
     reshape_and_cache,
+    rope_reshape_and_cache,
     advance_step_flashattn,
 ]
 
@@ -137,6 +138,44 @@ def caches() -> dict[str, Callable[[], Arguments]]:
     }
 
 
+def rotated_caches() -> dict[str, Callable[[], Arguments]]:
+    def arguments(query: Tensor, cached: Arguments) -> Arguments:
+        key, value, key_cache, value_cache, slots = cached
+        where = torch.tensor([3, 0, 31])
+        return query, key, value, where, table(), key_cache, value_cache, slots, 8
+
+    def rows() -> Tensor:
+        return torch.arange(3.0 * 64).sin().view(3, 64)
+
+    def slices() -> Arguments:
+        qkv, cached = rows(), caches()["halves"]()
+        key, value = (qkv[:, i : i + 16].view(3, 2, 8) for i in (32, 48))
+        return arguments(qkv[:, :32], (key, value, *cached[2:]))
+
+    def one_tensor() -> Arguments:
+        x = rows()[:, :16].contiguous()
+        return arguments(x, (x, x.view(3, 2, 8), *caches()["separate"]()[2:]))
+
+    def shifted() -> Arguments:
+        memory = rows().flatten()
+        cached = caches()["separate"]()
+        return arguments(memory[:96].view(3, 32), (memory[16:64].view(3, 16), *cached[1:]))
+
+    def queries_in_the_cache() -> Arguments:
+        cached = caches()["separate"]()
+        return arguments(cached[2].view(-1)[:96].view(3, 32), cached)
+
+    found = {name: lambda m=make: arguments(rows(), m()) for name, make in caches().items()}
+    return {
+        **found,
+        "slices": slices,
+        "one tensor": one_tensor,
+        "shifted queries": shifted,
+        "queries in the cache": queries_in_the_cache,
+        "expanded queries": lambda: arguments(rows()[:1].expand(3, 64), caches()["separate"]()),
+    }
+
+
 def steps() -> dict[str, Callable[[], Arguments]]:
     def arguments(tokens: Tensor, positions: Tensor) -> Arguments:
         sampled, lengths = torch.tensor([11, 12, 13]), torch.tensor([4, 7, 9])
@@ -162,6 +201,7 @@ def cases() -> dict[str, tuple[IrOp, Callable[[], Arguments]]]:
     makers: list[tuple[IrOp, dict[str, Callable[[], Arguments]]]] = [
         (ir.ops.fused_add_rms_norm, residuals()),
         (reshape_and_cache, caches()),
+        (rope_reshape_and_cache, rotated_caches()),
         (advance_step_flashattn, steps()),
     ]
     for op in (rotary_embedding, qk_norm_rope):

@@ -155,9 +155,9 @@ def _check_escapes(match: Match) -> None:
     """Raise NoMatchError if something that the composite does not return is used elsewhere."""
     inside, returned = set(match.inner), set(match.outputs())
     for node in match.inner:
-        for user in _uses(node):
-            value, reader = user
-            if reader not in inside and value not in returned and node not in returned:
+        for value, reader in _uses(node):
+            outputs = {node, strip_views(value)}
+            if reader not in inside and not outputs & returned:
                 raise NoMatchError(f"{value.name} is used elsewhere, by {reader.name}", WHOLE)
 
 

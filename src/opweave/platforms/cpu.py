@@ -10,6 +10,7 @@ from opweave.platforms.base import Platform
 # Ops with a kernel in the native module, which is the first choice for each.
 _NATIVE_OPS = (
     "advance_step_flashattn",
+    "attention_quant",
     "dynamic_per_tensor_quant_fp8",
     "dynamic_per_token_quant_fp8",
     "dynamic_per_token_quant_int8",
@@ -35,6 +36,7 @@ _NATIVE_OPS = (
     "rms_norm_dynamic_per_token_quant_int8",
     "rms_norm_gated",
     "rms_norm_static_quant_fp8",
+    "rope_reshape_and_cache",
     "rotary_embedding",
     "silu_and_mul",
     "silu_and_mul_dynamic_per_token_quant_fp8",

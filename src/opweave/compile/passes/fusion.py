@@ -1,7 +1,8 @@
 """Fusion: chains of ops that a composite is made of become the composite.
 
 It is formed only where an implementation other than native supports the arguments. Patterns are
-derived from the composites (:mod:`opweave.compile.patterns`); the larger ones are tried first.
+derived from the composites (:mod:`opweave.compile.patterns`). The larger ones are tried first, all
+over the graph: a chain of two ops does not take one of them away from a chain of three.
 """
 
 from __future__ import annotations
@@ -43,16 +44,18 @@ def fuse(graph: Graph, context: Context) -> None:
     for op in _composites(graph, context):
         for pattern in derivation(op).patterns:
             patterns.setdefault(kind(pattern.anchor), []).append(pattern)
+    anchors = [node for node in reversed(graph.nodes) if kind(node) in patterns]
+    chances = [(anchor, pattern) for anchor in anchors for pattern in patterns[kind(anchor)]]
     used: set[Node] = set()
-    for anchor in reversed([node for node in graph.nodes if is_op(node)]):
-        misses: dict[str, NoMatchError] = {}
-        for pattern in sorted(patterns.get(kind(anchor), ()), key=lambda p: -p.size):
-            if anchor in used or _try(graph, pattern, anchor, used, misses, context):
-                break
-        else:
+    misses: dict[Node, dict[str, NoMatchError]] = {anchor: {} for anchor in anchors}
+    for anchor, pattern in sorted(chances, key=lambda chance: -chance[1].size):
+        if anchor not in used:
+            _try(graph, pattern, anchor, used, misses[anchor], context)
+    for anchor in anchors:
+        if anchor not in used:
             context.report.fusions += [
                 FusionReport(name, anchor.name, "rejected", miss.reason)
-                for name, miss in misses.items()
+                for name, miss in misses[anchor].items()
                 if miss.matched > 1
             ]
 
@@ -121,7 +124,7 @@ def _try(
     used: set[Node],
     misses: dict[str, NoMatchError],
     context: Context,
-) -> bool:
+) -> None:
     op = pattern.op
     try:
         match = find(pattern, anchor, context.tracer)
@@ -132,14 +135,13 @@ def _try(
         nearest = misses.get(op.name)
         if nearest is None or miss.matched > nearest.matched:
             misses[op.name] = miss
-        return False
+        return
     used |= set(match.inner)
     names = [node.name for node in match.inner]
     new = _replace(graph, match, anchor)
     context.fused_from[new.name] = names
     context.report.fusions.append(FusionReport(op.name, new.name, "fused", ", ".join(names)))
     context.notes.append(f"{op.name} from {', '.join(names)} ({source_line(new)})")
-    return True
 
 
 def _check_kernel(match: Match, context: Context) -> None:

@@ -37,14 +37,14 @@ from opweave.ir.ops.fused_quant import (
     silu_and_mul_static_quant_fp8,
 )
 from opweave.ir.ops.gated_norm import rms_norm_gated
-from opweave.ir.ops.kv_cache import reshape_and_cache
+from opweave.ir.ops.kv_cache import reshape_and_cache, rope_reshape_and_cache
 from opweave.ir.ops.layer_norm import layer_norm
 from opweave.ir.ops.linear import linear, linear_w8a16
 from opweave.ir.ops.masked_embedding import masked_embedding
 from opweave.ir.ops.mla_attention import mla_attention_decode, mla_attention_prefill
 from opweave.ir.ops.moe_sum import moe_sum
 from opweave.ir.ops.norm import fused_add_rms_norm, rms_norm
-from opweave.ir.ops.paged_attention import paged_attention
+from opweave.ir.ops.paged_attention import attention_quant, paged_attention
 from opweave.ir.ops.pointwise import gelu_fast, gelu_new, quick_gelu, relu2, xielu
 from opweave.ir.ops.quant import (
     dynamic_per_tensor_quant_fp8,
@@ -75,15 +75,16 @@ __all__ = [
     "advance_step_flashattn",
     "all_reduce_rms_norm",
     "apply_rotary_emb",
+    "attention_quant",
     "bidirectional_attention",
     "causal_attention",
     "causal_conv1d",
     "causal_conv1d_update",
     "conv_nd",
+    "dual_chunk_rotary_embedding",
     "dynamic_per_tensor_quant_fp8",
     "dynamic_per_token_quant_fp8",
     "dynamic_per_token_quant_int8",
-    "dual_chunk_rotary_embedding",
     "embedding",
     "fatrelu_and_mul",
     "fused_add_rms_norm",
@@ -100,9 +101,9 @@ __all__ = [
     "linear",
     "linear_w8a16",
     "masked_embedding",
-    "moe_sum",
     "mla_attention_decode",
     "mla_attention_prefill",
+    "moe_sum",
     "mul_and_silu",
     "paged_attention",
     "patch_matmul",
@@ -116,6 +117,7 @@ __all__ = [
     "rms_norm_dynamic_per_token_quant_int8",
     "rms_norm_gated",
     "rms_norm_static_quant_fp8",
+    "rope_reshape_and_cache",
     "rotary_embedding",
     "rotary_embedding_single",
     "selective_scan",

@@ -1,4 +1,4 @@
-"""The paged cache of keys and values.
+"""The paged cache of keys and values, and what writes into it.
 
 A cache is ``(blocks, kv_heads, block_size, head_size)``: a block holds ``block_size`` positions of
 one sequence, head by head, so that attention reads each head's keys in one stretch. Slot ``s`` is
@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opweave.ir.ops.rotary import _heads, rotary_embedding
 from opweave.ir.registry import register_op
 from opweave.ir.traits import BATCH_INVARIANT
 
@@ -47,6 +48,52 @@ def reshape_and_cache(
     """
     _check_layout(key, value, key_cache, value_cache, slot_mapping)
     return _scatter(key, key_cache, slot_mapping), _scatter(value, value_cache, slot_mapping)
+
+
+@register_op(
+    activations=["query", "key_cache", "value_cache"],
+    allow_inplace=True,
+    composite=True,
+    native_traits={BATCH_INVARIANT},
+)
+def rope_reshape_and_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    head_size: int,
+    is_neox_style: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate queries and keys, and write the rotated keys and the values into a paged cache.
+
+    ``rotary_embedding``, then ``reshape_and_cache``: a composite. The rotated keys are nowhere but
+    in the cache.
+
+    Args:
+        query, key, positions, cos_sin_cache, head_size, is_neox_style: as in
+            ``rotary_embedding``; there are as many positions as tokens.
+        value, key_cache, value_cache, slot_mapping: as in ``reshape_and_cache``.
+
+    Returns:
+        The rotated queries, in the shape and dtype that came in, and the new ``key_cache`` and
+        ``value_cache``. With ``maybe_inplace``, these three are what is donated.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or ``r`` exceeds the head size.
+        IndexError: a slot is not in the cache, and not -1, or a position is not in the table
+            (RuntimeError from native kernels).
+    """
+    rotated_query, rotated_key = rotary_embedding(
+        query, key, positions, cos_sin_cache, head_size, is_neox_style
+    )
+    keys, values = reshape_and_cache(
+        _heads(rotated_key, positions, head_size), value, key_cache, value_cache, slot_mapping
+    )
+    return rotated_query, keys, values
 
 
 def _scatter(x: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
@@ -102,5 +149,33 @@ def _inputs(
     return key, value, key_cache, value_cache, slots
 
 
+@rope_reshape_and_cache.register_input_generator
+def _rope_inputs(
+    num_tokens: int = 8,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 16,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, bool]:
+    query, key, positions, table, _, is_neox = rotary_embedding.generate_inputs(
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=dtype,
+        device=device,
+    )
+    _, value, *caches_and_slots = _inputs(
+        num_tokens, num_kv_heads, head_size, block_size, dtype, device
+    )
+    return query, key, value, positions, table, *caches_and_slots, head_size, is_neox
+
+
 for _dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
     reshape_and_cache.override_tolerance(_dtype, atol=0, rtol=0)  # copies
+
+for _dtype in (torch.bfloat16, torch.float16):
+    _atol, _rtol = rotary_embedding.get_tolerance(_dtype)  # the rest is copied
+    rope_reshape_and_cache.override_tolerance(_dtype, atol=_atol, rtol=_rtol)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir.ops.attention import _attend, _locate, _visible, check_attention
+from opweave.ir.ops.quant import static_quant_fp8
 from opweave.ir.registry import register_op
 
 
@@ -70,6 +71,53 @@ def paged_attention(
     own = q_seq[:, None] == torch.arange(num_seqs, device=query.device)  # (queries, sequences)
     visible = (visible[:, None] & own[..., None] & used).flatten(1)
     return _attend(query[None], keys[None], values[None], visible, scale, soft_cap)[0]
+
+
+@register_op(composite=True)
+def attention_quant(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    out_scale: Tensor,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """``static_quant_fp8(paged_attention(query, ...).flatten(1), out_scale)``.
+
+    What an output projection with quantised inputs takes. A composite: the result of the attention
+    is rounded to the dtype of the queries before it is quantised.
+
+    Args:
+        query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q: as in
+            ``paged_attention``.
+        out_scale: the scale of ``static_quant_fp8``, for ``(tokens, query_heads * value_size)``.
+        scale, causal, window, soft_cap: as in ``paged_attention``.
+
+    Returns:
+        float8_e4m3fn, ``(tokens, query_heads * value_size)``, contiguous.
+
+    Raises:
+        ValueError, IndexError: as in ``paged_attention``; or ``out_scale`` has another shape.
+    """
+    attended = paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        cu_seqlens_q,
+        scale,
+        causal,
+        window,
+        soft_cap,
+    )
+    quantised: Tensor = static_quant_fp8(attended.flatten(1), out_scale)
+    return quantised
 
 
 def _gather(cache: Tensor, tables: Tensor, used: Tensor) -> Tensor:
@@ -148,8 +196,26 @@ def _inputs(
     )
 
 
+@attention_quant.register_input_generator
+def _quant_inputs(
+    num_tokens: int = 8,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 16,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, bool, int, float]:
+    """Every option is given, so that a search for the composite finds them all."""
+    tensors = _inputs(num_tokens, num_heads, num_kv_heads, head_size, block_size, dtype, device)[:6]
+    return *tensors, torch.full((1,), 0.02, device=device), 0.3, True, 11, 25.0
+
+
 # Sums of the same terms in another order, and an exponential of another make; averages over keys
 # have magnitude about one. In 16 bits the result's own rounding comes on top.
 paged_attention.override_tolerance(torch.float32, atol=2e-5, rtol=1e-4)
 paged_attention.override_tolerance(torch.bfloat16, atol=1e-2, rtol=1.6e-2)
 paged_attention.override_tolerance(torch.float16, atol=2e-3, rtol=2e-3)
+# Codes as such: where keys cancel out, a difference from above counts in full after the division by
+# the scale, and next to a boundary it is the neighbouring code, up to 1/8 of the value away.
+attention_quant.override_tolerance(torch.float8_e4m3fn, atol=0.25, rtol=0.125)

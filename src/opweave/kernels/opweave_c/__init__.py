@@ -15,6 +15,7 @@ from opweave.kernels.opweave_c import (
     paged_attention,
     pointwise,
     quant,
+    rope_cache,
     rotary,
 )
 
@@ -30,5 +31,6 @@ __all__ = [
     "paged_attention",
     "pointwise",
     "quant",
+    "rope_cache",
     "rotary",
 ]

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from opweave.ir import rules
+from opweave.ir.ops.paged_attention import attention_quant as attention_quant_op
 from opweave.ir.ops.paged_attention import paged_attention as op
-from opweave.kernels.opweave_c.arguments import FLOATS, has_whole_blocks
+from opweave.kernels.opweave_c.arguments import FLOATS, has_whole_blocks, one_float32
 from opweave.kernels.opweave_c.doors import implements, native_op
 
 _BLOCK_STEP = 16
 
+_empty = torch.empty
+
 _attend = native_op("paged_attention")
+_attend_and_quantise = native_op("attention_quant")
 
 
 def _fits(
@@ -48,8 +52,7 @@ def _fits(
     )
 
 
-@implements(
-    op,
+_COMMON = (
     rules.cpu("query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q")
     & rules.dtype("query", *FLOATS)
     & rules.same_dtype("query", "key_cache", "value_cache")
@@ -61,12 +64,31 @@ def _fits(
     & rules.ndim("block_tables", 2)
     & rules.unit_stride("query", "block_tables")
     & rules.contiguous("seq_lens", "cu_seqlens_q")
-    & rules.custom(
-        _fits,
-        "shapes do not fit, blocks are not contiguous or no multiple of 16, "
-        "or window or soft_cap is not positive",
-    ),
 )
+_WHY = (
+    "shapes do not fit, blocks are not contiguous or no multiple of 16, "
+    "or window or soft_cap is not positive"
+)
+
+
+def _quant_fits(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    out_scale: Tensor,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> bool:
+    sequences = (block_tables, seq_lens, cu_seqlens_q)
+    return _fits(query, key_cache, value_cache, *sequences, scale, causal, window, soft_cap)
+
+
+@implements(op, _COMMON & rules.custom(_fits, _WHY))
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -89,6 +111,43 @@ def paged_attention(
         block_tables,
         seq_lens,
         cu_seqlens_q,
+        query.shape[2] ** -0.5 if scale is None else scale,
+        causal,
+        window,
+        soft_cap,
+    )
+    return out
+
+
+@implements(
+    attention_quant_op,
+    _COMMON & one_float32("out_scale") & rules.custom(_quant_fits, _WHY),
+)
+def attention_quant(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    out_scale: Tensor,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Attend to the keys of each query's sequence, and quantise by one given scale."""
+    width = query.shape[1] * value_cache.shape[3]
+    out = _empty(query.shape[0], width, dtype=torch.float8_e4m3fn)
+    _attend_and_quantise(
+        out,
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        cu_seqlens_q,
+        out_scale,
         query.shape[2] ** -0.5 if scale is None else scale,
         causal,
         window,

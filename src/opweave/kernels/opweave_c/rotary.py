@@ -24,9 +24,10 @@ _rotary = native_op("rotary_embedding")
 _norm_rope = native_op("qk_norm_rope")
 
 
-def _fits(
+def rotary_fits(
     x_query: Tensor, x_key: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_size: int
 ) -> bool:
+    """Whether heads, table and head size fit, and the heads are in memory order."""
     table, tokens = cos_sin_cache.shape, positions.shape
     rank = len(tokens)
     if len(table) != 2 or table[1] % 2 or table[1] > _MAX_ROTARY_SIZE:
@@ -48,7 +49,7 @@ def _fits(
     return True
 
 
-def _rotary_fits(
+def _fits(
     x_query: Tensor,
     x_key: Tensor,
     positions: Tensor,
@@ -56,7 +57,7 @@ def _rotary_fits(
     head_size: int,
     is_neox_style: bool = True,
 ) -> bool:
-    return _fits(x_query, x_key, positions, cos_sin_cache, head_size)
+    return rotary_fits(x_query, x_key, positions, cos_sin_cache, head_size)
 
 
 def _norm_rope_fits(
@@ -71,7 +72,7 @@ def _norm_rope_fits(
     is_neox_style: bool = True,
 ) -> bool:
     return (
-        _fits(x_query, x_key, positions, cos_sin_cache, head_size)
+        rotary_fits(x_query, x_key, positions, cos_sin_cache, head_size)
         and (query_weight is None or query_weight.shape == (head_size,))
         and (key_weight is None or key_weight.shape == (head_size,))
     )
@@ -101,14 +102,14 @@ def _rotated(
     head_size: int,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    query, key = _new(x_query), _new(x_key)
+    query, key = new_like(x_query), new_like(x_key)
     _rotary(query, key, x_query, x_key, positions, cos_sin_cache, head_size, is_neox_style)
     return query, key
 
 
 @implements(
     rotary_embedding_op,
-    rules.cpu(*_TENSORS) & _COMMON & rules.custom(_rotary_fits, _WHY),
+    rules.cpu(*_TENSORS) & _COMMON & rules.custom(_fits, _WHY),
     inplace=True,
     functional=_rotated,
     traits={ALIAS_SAFE, BATCH_INVARIANT},
@@ -143,7 +144,7 @@ def _normed_and_rotated(
     head_size: int,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    query, key = _new(x_query), _new(x_key)
+    query, key = new_like(x_query), new_like(x_key)
     weights = (query_weight, key_weight, epsilon)
     rest = (positions, cos_sin_cache, *weights, head_size, is_neox_style)
     _norm_rope(query, key, x_query, x_key, *rest)
@@ -185,5 +186,6 @@ def qk_norm_rope(
     )
 
 
-def _new(x: Tensor) -> Tensor:
+def new_like(x: Tensor) -> Tensor:
+    """Return new memory for the result of rotating *x*, with native's strides."""
     return _empty_like(x, memory_format=_contiguous)

@@ -1,0 +1,95 @@
+// What ops that write tokens into a paged cache ask of their arguments.
+#pragma once
+
+#include "kernels/kv_cache.h"
+#include "module/shapes.h"
+
+namespace opweave {
+
+inline void check_tokens(const View& x, const View& slots) {
+  check_dtype(x, {OPWEAVE_FLOAT32, OPWEAVE_BFLOAT16, OPWEAVE_FLOAT16});
+  if (x.rank != 3 || x.sizes[0] != slots.sizes[0]) {
+    refuse_shape(x, "[" + std::to_string(slots.sizes[0]) +
+                        ", kv_heads, head_size], one token for each slot");
+  }
+  check_unit_stride(x);
+}
+
+inline void check_cache_of(const View& cache, const View& x) {
+  check_same_dtype(cache, x);
+  if (cache.rank != 4 || cache.sizes[1] != x.sizes[1] || cache.sizes[3] != x.sizes[2]) {
+    refuse_shape(cache, "[blocks, " + std::to_string(x.sizes[1]) + ", block_size, " +
+                            std::to_string(x.sizes[2]) + "]");
+  }
+  check_contiguous_blocks(cache);
+}
+
+inline void check_slots(const View& slots, const View& cache) {
+  const int64_t* values = reinterpret_cast<const int64_t*>(slots.data);
+  const int64_t count = cache.sizes[0] * cache.sizes[2];
+  for (int64_t i = 0; i < slots.sizes[0]; ++i) {
+    if (values[i] >= -1 && values[i] < count) continue;
+    throw CheckFailed("slot " + std::to_string(values[i]) + " of token " + std::to_string(i) +
+                      " is not in a cache of " + std::to_string(cache.sizes[0]) + " blocks of " +
+                      std::to_string(cache.sizes[2]) +
+                      " positions, nor -1 for no slot; nothing was changed");
+  }
+}
+
+inline OpweaveCacheWrite write_of(const View& cache, const View& x) {
+  const int64_t size = x.element_size();
+  OpweaveCacheWrite write;
+  write.cache = cache.data;
+  write.tokens = x.data;
+  write.block_stride = cache.strides[0] * size;
+  write.token_stride = x.strides[0] * size;
+  write.head_stride = x.strides[1] * size;
+  write.row_bytes = x.sizes[2] * size;
+  return write;
+}
+
+// Whether two caches are alternate blocks of one tensor: they share rows of blocks, no element.
+inline bool alternate(const View& a, const View& b) {
+  if (a.strides[0] != b.strides[0] || a.strides[0] <= 0) return false;
+  const int64_t size = a.element_size();
+  const int64_t distance = a.strides[0] * size;
+  int64_t shift = (b.data - a.data) % distance;
+  if (shift < 0) shift += distance;
+  const int64_t a_width = a.sizes[1] * a.sizes[2] * a.sizes[3] * size;
+  const int64_t b_width = b.sizes[1] * b.sizes[2] * b.sizes[3] * size;
+  return shift >= a_width && shift + b_width <= distance;
+}
+
+// The call that writes key and value, [tokens, heads, size], into their slots of the caches.
+inline OpweaveReshapeAndCache cache_write(const View& key, const View& value, const View& key_cache,
+                                          const View& value_cache, const View& slot_mapping) {
+  check_dtype(slot_mapping, {OPWEAVE_INT64});
+  if (slot_mapping.rank != 1) refuse_shape(slot_mapping, "[tokens]");
+  check_contiguous(slot_mapping);
+  check_tokens(key, slot_mapping);
+  check_tokens(value, slot_mapping);
+  check_same_dtype(value, key);
+  check_cache_of(key_cache, key);
+  check_cache_of(value_cache, value);
+  if (value.sizes[1] != key.sizes[1] || value_cache.sizes[0] != key_cache.sizes[0] ||
+      value_cache.sizes[2] != key_cache.sizes[2]) {
+    refuse_shape(value_cache, "[" + std::to_string(key_cache.sizes[0]) + ", " +
+                                  std::to_string(key_cache.sizes[1]) + ", " +
+                                  std::to_string(key_cache.sizes[2]) +
+                                  ", head_size], as key_cache has it");
+  }
+  if (!alternate(key_cache, value_cache)) check_disjoint(key_cache, value_cache);
+  for (const View* cache : {&key_cache, &value_cache}) {
+    for (const View* other : {&key, &value, &slot_mapping}) check_disjoint(*cache, *other);
+  }
+  check_slots(slot_mapping, key_cache);
+  OpweaveReshapeAndCache call;
+  call.key = write_of(key_cache, key);
+  call.value = write_of(value_cache, value);
+  call.slots = reinterpret_cast<const int64_t*>(slot_mapping.data);
+  call.heads = key.sizes[1];
+  call.block_size = key_cache.sizes[2];
+  return call;
+}
+
+}  // namespace opweave

@@ -1,0 +1,100 @@
+"""Rotary position embedding and writing into the paged cache by the native module, in one pass.
+
+A slot outside of the cache, or a position outside of the table, is a RuntimeError, and nothing has
+been changed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opweave.ir import rules
+from opweave.ir.ops.kv_cache import rope_reshape_and_cache as op
+from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
+from opweave.kernels.opweave_c.arguments import FLOATS, has_whole_blocks
+from opweave.kernels.opweave_c.doors import implements, native_op
+from opweave.kernels.opweave_c.rotary import new_like, rotary_fits
+
+_rotate_and_write = native_op("rope_reshape_and_cache")
+
+
+def _fits(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    head_size: int,
+    is_neox_style: bool = True,
+) -> bool:
+    _, heads, _, size = key_cache.shape
+    tokens = slot_mapping.shape[0]
+    return (
+        positions.shape[0] == tokens
+        and size == head_size
+        and rotary_fits(query, key, positions, cos_sin_cache, head_size)
+        and key.shape[1] == (heads if key.ndim == 3 else heads * head_size)
+        and value.shape == (tokens, heads, value_cache.shape[3])
+        and key_cache is not value_cache
+        and key_cache.shape[:3] == value_cache.shape[:3]
+        and has_whole_blocks(key_cache)
+        and has_whole_blocks(value_cache)
+    )
+
+
+@implements(
+    op,
+    rules.cpu(
+        *("query", "key", "value", "positions", "cos_sin_cache"),
+        *("key_cache", "value_cache", "slot_mapping"),
+    )
+    & rules.dtype("query", *FLOATS)
+    & rules.same_dtype("query", "key", "value", "key_cache", "value_cache")
+    & (rules.same_dtype("query", "cos_sin_cache") | rules.dtype("cos_sin_cache", torch.float32))
+    & rules.dtype("positions", torch.int64, torch.int32)
+    & rules.dtype("slot_mapping", torch.int64)
+    & rules.ndim("positions", 1)
+    & rules.ndim("slot_mapping", 1)
+    & rules.ndim("value", 3)
+    & rules.ndim("key_cache", 4)
+    & rules.ndim("value_cache", 4)
+    & rules.contiguous("positions", "slot_mapping")
+    & rules.unit_stride("query", "key", "value", "cos_sin_cache")
+    & rules.custom(
+        _fits,
+        "heads, table, caches and head size do not fit, heads are not in memory order, "
+        "or blocks are not contiguous",
+    ),
+    inplace=True,
+    traits={ALIAS_SAFE, BATCH_INVARIANT},
+)
+def rope_reshape_and_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    head_size: int,
+    is_neox_style: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate *query*, in place if it is contiguous, and write into the caches, in place."""
+    rest = (slot_mapping, head_size, is_neox_style)
+    tokens = (query, key, value, positions, cos_sin_cache)
+    # Rows of a wider projection would have to be copied to have the strides of native's result.
+    out = query if query.is_contiguous() else new_like(query)
+    try:
+        _rotate_and_write(out, *tokens, key_cache, value_cache, *rest)
+    except RuntimeError:
+        pass  # something overlaps, or else the next call says what is wrong
+    else:
+        return out, key_cache, value_cache
+    out, key_cache, value_cache = new_like(query), key_cache.clone(), value_cache.clone()
+    _rotate_and_write(out, *tokens, key_cache, value_cache, *rest)
+    return out, key_cache, value_cache

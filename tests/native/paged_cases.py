@@ -1,0 +1,107 @@
+"""Sequences in a paged cache, and attention to each of them alone, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+NAN = float("nan")
+
+
+@dataclass
+class Case:
+    """The arguments of a call, and the packed keys and values that the caches hold."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    tables: Tensor
+    lengths: Tensor
+    starts: Tensor
+    scale: float = 0.3
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+
+    def arguments(self) -> tuple[Any, ...]:
+        return tuple(self.__dict__.values())
+
+    def out(self) -> Tensor:
+        tokens, heads, _ = self.query.shape
+        return torch.full((tokens, heads, self.value_cache.shape[3]), 7.0, dtype=self.query.dtype)
+
+
+def case(
+    sequences: list[tuple[int, int]],  # (queries, keys)
+    *,
+    heads: tuple[int, int] = (4, 2),
+    sizes: tuple[int, int] = (64, 64),
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    extra: int = 0,
+    seed: int = 0,
+    **options: Any,
+) -> Case:
+    """Sequences in shuffled blocks; whatever no key or value was written to is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-keys // block_size) for _, keys in sequences]
+    blocks, width = sum(counts) + 2, max([*counts, 0]) + 1
+    caches = [torch.full((blocks, heads[1], block_size, size), NAN, dtype=dtype) for size in sizes]
+    order = torch.randperm(blocks, generator=generator)
+    tables = torch.randint(-(2**31), 2**31, (len(sequences), width), generator=generator).int()
+    used = 0
+    for i, (_, keys) in enumerate(sequences):
+        tables[i, : counts[i]] = order[used : used + counts[i]].int()
+        used += counts[i]
+        for cache in caches:
+            for p in range(keys):
+                row = torch.randn(heads[1], cache.shape[3], generator=generator)
+                cache[tables[i, p // block_size], :, p % block_size] = row.to(dtype)
+    tokens = sum(queries for queries, _ in sequences)
+    query = torch.randn(tokens + extra, heads[0], sizes[0], generator=generator).to(dtype)
+    starts = torch.tensor([0, *(queries for queries, _ in sequences)]).cumsum(0).int()
+    lengths = torch.tensor([keys for _, keys in sequences], dtype=torch.int32)
+    key_cache, value_cache = caches
+    return Case(query, key_cache, value_cache, tables, lengths, starts, **options)
+
+
+def reference(c: Case) -> Tensor:
+    """Attention of each sequence alone, in float64: torch's own, or spelled out for a soft cap."""
+    out = c.out().double().zero_()
+    block_size = c.key_cache.shape[2]
+    for i, length in enumerate(c.lengths.tolist()):
+        start, end = c.starts[i : i + 2].tolist()
+        places = [(int(c.tables[i, p // block_size]), p % block_size) for p in range(length)]
+        if not places or start == end:
+            continue
+        group = c.query.shape[1] // c.key_cache.shape[1]
+        key, value = (
+            torch.stack([cache[b, :, o] for b, o in places], 1).double().repeat_interleave(group, 0)
+            for cache in (c.key_cache, c.value_cache)
+        )
+        query = c.query[start:end].double().transpose(0, 1)
+        position = torch.arange(length - (end - start), length)[:, None]
+        distance = position - torch.arange(length)
+        seen = distance >= 0 if c.causal else torch.ones_like(distance, dtype=torch.bool)
+        if c.window is not None:
+            seen &= distance < c.window
+        if c.soft_cap is None:
+            found = functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=seen, scale=c.scale
+            )
+        else:
+            scores = c.soft_cap * torch.tanh(query @ key.mT * c.scale / c.soft_cap)
+            found = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
+        found = found.masked_fill(~seen.any(-1, keepdim=True), 0)
+        out[start:end] = found.transpose(0, 1)
+    return out
+
+
+DECODE = [(1, 1), (1, 16), (1, 17), (1, 70), (1, 128), (1, 5)]
+PREFILL = [(1, 1), (5, 5), (33, 70), (17, 17), (3, 129)]
+MIXED = [(0, 9), (1, 40), (0, 0), (20, 20), (7, 65)]
+BLIND = [(3, 0), (5, 2), (1, 1)]  # more queries than keys: the first ones see nothing

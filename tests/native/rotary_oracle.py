@@ -1,0 +1,51 @@
+"""Rotation in float64 as a product of complex numbers, tables, and how results are compared."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+MAX_POSITION = 64
+
+
+def table(size: int, dtype: torch.dtype, seed: int = 7) -> Tensor:
+    angles = 6.3 * torch.rand(
+        MAX_POSITION, size // 2, generator=torch.Generator().manual_seed(seed)
+    )
+    return torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+
+
+def positions(*shape: int, seed: int = 3, dtype: torch.dtype = torch.int64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-MAX_POSITION, MAX_POSITION, shape, generator=generator).to(dtype)
+
+
+def rotated(x: Tensor, where: Tensor, cache: Tensor, head_size: int, is_neox: bool) -> Tensor:
+    """The rotation as a product of complex numbers, in float64."""
+    size = cache.shape[1]
+    heads = (
+        x.double().reshape(where.numel(), math.prod(x.shape[1:]) // head_size, head_size).clone()
+    )
+    cos, sin = cache[where.flatten()].to(x.dtype).double().chunk(2, -1)
+    turn = torch.complex(cos, sin)[:, None]
+    pairs = torch.unflatten(heads[..., :size], -1, (2, -1) if is_neox else (-1, 2))
+    dim = -2 if is_neox else -1
+    first, second = pairs.unbind(dim)
+    product = torch.complex(first, second) * turn
+    heads[..., :size] = torch.stack((product.real, product.imag), dim).flatten(-2)
+    return heads.reshape(x.shape)
+
+
+def assert_near(got: Tensor, exact: Tensor) -> None:
+    """Within three roundings of values below 8."""
+    torch.testing.assert_close(got.double(), exact, atol=12 * torch.finfo(got.dtype).eps, rtol=0)
+
+
+def assert_same(got: Tensor, wanted: Tensor, isa: str) -> None:
+    if isa == "avx512bf16" and got.dtype == torch.bfloat16:
+        # It flushes denormals.
+        torch.testing.assert_close(got, wanted, atol=2e-38, rtol=0, equal_nan=True)
+    else:
+        torch.testing.assert_close(got, wanted, atol=0, rtol=0, equal_nan=True)
