@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -28,3 +29,22 @@ def test_each_is_registered(name: str) -> None:
     assert issubclass(layer, (opweave.layers.CustomOp, opweave.layers.PluggableLayer))
     assert layer.__dict__["name"] == name
     assert layer.__doc__
+
+
+def calls(file: Path) -> set[str]:
+    """The names that a test module calls, or hands on to be called: ``Layer(...)``, ``[Layer]``."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return loaded | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+ORACLES = ("transformers", "nn", "functional", "oracle", "expected", "wanted", "reference")
+CALLED = {file.name: calls(file) for file in HERE.glob("test_*.py") if file != Path(__file__)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_is_built_and_compared(name: str) -> None:
+    """Whether the values are right is for those tests; this one finds a layer that has none."""
+    layer = opweave.layers.op_registry[name].__name__
+    files = [file for file, called in CALLED.items() if layer in called]
+    assert any(set(ORACLES) & CALLED[file] for file in files), f"nothing tests {layer}: {files}"
