@@ -23,6 +23,10 @@ from opweave.ir.scope import current_scope
 ROOT = Path(__file__).parents[1]
 SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**31)))
 
+# Workers of pytest-xdist take over the seed. They get a width too, which consoles would read once.
+os.environ["TEST_SEED"] = str(SEED)
+os.environ.pop("COLUMNS", None)
+
 settings.register_profile(
     "opweave",
     deadline=None,

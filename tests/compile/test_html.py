@@ -44,7 +44,10 @@ def full_report(layers: int = 12) -> Report:
                 "x=bfloat16[s72, 4096] cpu, epsilon=1e-06", "opweave_c",
                 [Refusal("triton", "x: cpu (supports cuda)", "platform default, cpu")],
                 "lower in place", [f"add_{i}", f"rms_norm_{i}"],
-                [Reuse("x", True, ""), Reuse("x_residual", False, "the graph returns it")],
+                [
+                    Reuse("x", True, "", copied=False),
+                    Reuse("x_residual", False, "the graph returns it", copied=True),
+                ],
             ),
             NodeReport(
                 f"linear_{i}", "linear", f"/home/ada/linear.py:{i}: F", "", "native", [],
@@ -139,7 +142,7 @@ def test_nothing_is_loaded() -> None:
 
 
 def test_hostile_text_stays_text() -> None:
-    refusal, reuse = Refusal(HOSTILE, HOSTILE, HOSTILE), Reuse(HOSTILE, False, HOSTILE)
+    refusal, reuse = Refusal(HOSTILE, HOSTILE, HOSTILE), Reuse(HOSTILE, False, HOSTILE, copied=True)
     report = Report(
         key=HOSTILE, complete=True, collectives={HOSTILE: 1},
         nodes=[

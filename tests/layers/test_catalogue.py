@@ -39,7 +39,7 @@ def calls(file: Path) -> set[str]:
 
 
 ORACLES = ("transformers", "nn", "functional", "oracle", "expected", "wanted", "reference")
-CALLED = {file.name: calls(file) for file in HERE.glob("test_*.py") if file != Path(__file__)}
+CALLED = {file.name: calls(file) for file in HERE.glob("*.py") if file != Path(__file__)}
 
 
 @pytest.mark.parametrize("name", NAMES)
