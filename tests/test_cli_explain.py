@@ -151,7 +151,8 @@ def test_file_that_cannot_be_filled(run: Run) -> None:
 def test_fusions_and_several_graphs(capsys: pytest.CaptureFixture[str]) -> None:
     node = NodeReport(
         "n", "op_a", "f.py:1", "", "fast", [Refusal("other", "[bold]x[/]: int", "here")],
-        "kept as a call: layout", ["add"], [Reuse("x", False, "is read", True), Reuse("y", True, "", False)],
+        "kept as a call: layout", ["add"],
+        [Reuse("x", False, "is read", copied=True), Reuse("y", True, "", copied=False)],
     )  # fmt: skip
     report = Report(
         complete=True, nodes=[node, node], collectives={"all_gather": 2},
