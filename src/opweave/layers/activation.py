@@ -7,6 +7,7 @@ methods call the op, which runs the implementation that is selected for it.
 from __future__ import annotations
 
 from statistics import NormalDist
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -15,44 +16,53 @@ from opweave.layers.custom_op import CustomOp
 from opweave.layers.errors import LayerArgumentError
 
 
+class Activation(CustomOp):
+    """A layer that is one functional op.
+
+    Attributes:
+        op: the op.
+        options: what the op takes after its input.
+    """
+
+    op: ClassVar[ir.IrOp]
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        return ()
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        activated: Tensor = self.op.native(x, *self.options)
+        return activated
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        activated: Tensor = self.op(x, *self.options)
+        return activated
+
+    forward_cpu = forward_xpu = forward_cuda
+
+
 @CustomOp.register("silu_and_mul")
-class SiluAndMul(CustomOp):
+class SiluAndMul(Activation):
     """``silu(x1) * x2`` for the halves of the last dimension: ``ir.ops.silu_and_mul``.
 
     ``(..., 2 * d)`` to ``(..., d)``, as all activations here whose names end in ``_and_mul``.
     """
 
+    op = ir.ops.silu_and_mul
+
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__(compile_native=compile_native)
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.silu_and_mul.native(x)
-        return activated
-
-    def forward_cuda(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.silu_and_mul(x)
-        return activated
-
-    forward_cpu = forward_xpu = forward_cuda
-
 
 @CustomOp.register("mul_and_silu")
-class MulAndSilu(CustomOp):
+class MulAndSilu(Activation):
     """``x1 * silu(x2)`` for the halves of the last dimension: ``ir.ops.mul_and_silu``."""
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.mul_and_silu.native(x)
-        return activated
-
-    def forward_cuda(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.mul_and_silu(x)
-        return activated
-
-    forward_cpu = forward_xpu = forward_cuda
+    op = ir.ops.mul_and_silu
 
 
 @CustomOp.register("gelu_and_mul")
-class GeluAndMul(CustomOp):
+class GeluAndMul(Activation):
     """``gelu(x1) * x2`` for the halves of the last dimension: ``ir.ops.gelu_and_mul``.
 
     Args:
@@ -62,26 +72,22 @@ class GeluAndMul(CustomOp):
         LayerArgumentError: *approximate* is something else.
     """
 
+    op = ir.ops.gelu_and_mul
+
     def __init__(self, approximate: str = "none") -> None:
         super().__init__()
         self.approximate = _check_approximate(approximate)
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.gelu_and_mul.native(x, self.approximate)
-        return activated
-
-    def forward_cuda(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.gelu_and_mul(x, self.approximate)
-        return activated
-
-    forward_cpu = forward_xpu = forward_cuda
+    @property
+    def options(self) -> tuple[Any, ...]:
+        return (self.approximate,)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"
 
 
 @CustomOp.register("gelu_and_mul_sparse")
-class GeluAndMulSparse(CustomOp):
+class GeluAndMulSparse(Activation):
     """``gelu_and_mul`` of the largest elements of ``x1`` only: ``ir.ops.gelu_and_mul_sparse``.
 
     Mean and standard deviation are those of what this rank has of a row.
@@ -95,6 +101,8 @@ class GeluAndMulSparse(CustomOp):
         LayerArgumentError: *activation_sparsity* is not between 0 and 1, or *approximate* is not
             known.
     """
+
+    op = ir.ops.gelu_and_mul_sparse
 
     def __init__(self, activation_sparsity: float, approximate: str = "none") -> None:
         super().__init__()
@@ -110,24 +118,16 @@ class GeluAndMulSparse(CustomOp):
         self.approximate = _check_approximate(approximate)
         self.std_multiplier = NormalDist().inv_cdf(activation_sparsity)
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.gelu_and_mul_sparse.native(
-            x, self.std_multiplier, self.approximate
-        )
-        return activated
-
-    def forward_cuda(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.gelu_and_mul_sparse(x, self.std_multiplier, self.approximate)
-        return activated
-
-    forward_cpu = forward_xpu = forward_cuda
+    @property
+    def options(self) -> tuple[Any, ...]:
+        return self.std_multiplier, self.approximate
 
     def extra_repr(self) -> str:
         return f"activation_sparsity={self.activation_sparsity}, approximate={self.approximate!r}"
 
 
 @CustomOp.register("swigluoai_and_mul")
-class SwigluOAIAndMul(CustomOp):
+class SwigluOAIAndMul(Activation):
     """gpt-oss's gate, of clamped pairs of neighbours: ``ir.ops.swigluoai_and_mul``.
 
     Args:
@@ -135,45 +135,37 @@ class SwigluOAIAndMul(CustomOp):
         limit: what gates are clamped to from above, and the others from both sides.
     """
 
+    op = ir.ops.swigluoai_and_mul
+
     def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
         super().__init__()
         self.alpha, self.limit = alpha, limit
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.swigluoai_and_mul.native(x, self.alpha, self.limit)
-        return activated
-
-    def forward_cuda(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.swigluoai_and_mul(x, self.alpha, self.limit)
-        return activated
-
-    forward_cpu = forward_xpu = forward_cuda
+    @property
+    def options(self) -> tuple[Any, ...]:
+        return self.alpha, self.limit
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}, limit={self.limit}"
 
 
 @CustomOp.register("fatrelu_and_mul")
-class FatreluAndMul(CustomOp):
+class FatreluAndMul(Activation):
     """``(x1 if x1 > threshold else 0) * x2``: ``ir.ops.fatrelu_and_mul``.
 
     Args:
         threshold: what is not above it becomes zero.
     """
 
+    op = ir.ops.fatrelu_and_mul
+
     def __init__(self, threshold: float = 0.0) -> None:
         super().__init__()
         self.threshold = threshold
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.fatrelu_and_mul.native(x, self.threshold)
-        return activated
-
-    def forward_cuda(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.fatrelu_and_mul(x, self.threshold)
-        return activated
-
-    forward_cpu = forward_xpu = forward_cuda
+    @property
+    def options(self) -> tuple[Any, ...]:
+        return (self.threshold,)
 
     def extra_repr(self) -> str:
         return f"threshold={self.threshold}"

@@ -9,74 +9,43 @@ import torch
 from torch import Tensor, nn
 
 from opweave import ir
+from opweave.layers.activation import Activation
 from opweave.layers.custom_op import CustomOp
 
 
 @CustomOp.register("gelu_new")
-class NewGELU(CustomOp):
+class NewGELU(Activation):
     """GELU by tanh, as in GPT-2: ``ir.ops.gelu_new``."""
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.gelu_new.native(x)
-        return activated
-
-    def forward_cuda(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.gelu_new(x)
-        return activated
-
-    forward_cpu = forward_xpu = forward_cuda
+    op = ir.ops.gelu_new
 
 
 @CustomOp.register("gelu_fast")
-class FastGELU(CustomOp):
+class FastGELU(Activation):
     """GELU by tanh with a shorter constant: ``ir.ops.gelu_fast``."""
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.gelu_fast.native(x)
-        return activated
-
-    def forward_cuda(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.gelu_fast(x)
-        return activated
-
-    forward_cpu = forward_xpu = forward_cuda
+    op = ir.ops.gelu_fast
 
 
 @CustomOp.register("quick_gelu")
-class QuickGELU(CustomOp):
+class QuickGELU(Activation):
     """``x * sigmoid(1.702 * x)``, as in CLIP: ``ir.ops.quick_gelu``."""
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.quick_gelu.native(x)
-        return activated
-
-    def forward_cuda(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.quick_gelu(x)
-        return activated
-
-    forward_cpu = forward_xpu = forward_cuda
+    op = ir.ops.quick_gelu
 
 
 @CustomOp.register("relu2")
-class ReLUSquaredActivation(CustomOp):
+class ReLUSquaredActivation(Activation):
     """``relu(x) ** 2``: ``ir.ops.relu2``."""
+
+    op = ir.ops.relu2
 
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__(compile_native=compile_native)
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.relu2.native(x)
-        return activated
-
-    def forward_cuda(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.relu2(x)
-        return activated
-
-    forward_cpu = forward_xpu = forward_cuda
-
 
 @CustomOp.register("xielu")
-class XIELU(CustomOp):
+class XIELU(Activation):
     """xIELU, with a learned curvature on each side of zero: ``ir.ops.xielu``.
 
     ``alpha_p`` and ``alpha_n``, ``(1,)``, are parameters; ``beta`` and ``eps``, of no dimension,
@@ -89,6 +58,8 @@ class XIELU(CustomOp):
         dtype: of parameters and buffers.
         with_vector_loads: a hint to kernels, which no implementation here needs.
     """
+
+    op = ir.ops.xielu
 
     beta: Tensor
     eps: Tensor
@@ -118,15 +89,9 @@ class XIELU(CustomOp):
         buffer.data.copy_(loaded_weight.reshape(()))
         _read_numbers(self)
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.xielu.native(x, self.alpha_p, self.alpha_n, *self._numbers)
-        return activated
-
-    def forward_cuda(self, x: Tensor) -> Tensor:
-        activated: Tensor = ir.ops.xielu(x, self.alpha_p, self.alpha_n, *self._numbers)
-        return activated
-
-    forward_cpu = forward_xpu = forward_cuda
+    @property
+    def options(self) -> tuple[Any, ...]:
+        return self.alpha_p, self.alpha_n, *self._numbers
 
 
 def _read_numbers(layer: XIELU, *_: Any) -> None:

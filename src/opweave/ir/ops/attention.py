@@ -111,8 +111,8 @@ def varlen_attention(
             ``causal``.
     """
     check_attention(query, key, value, causal, window, "varlen_attention")
-    q_seq, q_pos = _locate(query.shape[0], cu_seqlens_q)
-    k_seq, k_pos = _locate(key.shape[0], cu_seqlens_k)
+    q_seq, q_pos = locate(query.shape[0], cu_seqlens_q)
+    k_seq, k_pos = locate(key.shape[0], cu_seqlens_k)
     # Positions count from the first key: the last query of a sequence sits at its last key.
     num_seqs = cu_seqlens_q.shape[0] - 1
     cached = (cu_seqlens_k.diff() - cu_seqlens_q.diff())[q_seq.clamp(max=num_seqs - 1)]
@@ -121,7 +121,7 @@ def varlen_attention(
     return _attend(query[None], key[None], value[None], visible, scale, soft_cap)[0]
 
 
-def _locate(num_tokens: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def locate(num_tokens: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sequence of each token and its index there (sequence n: after the last one)."""
     token = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opweave.ir.ops.attention import _locate
+from opweave.ir.ops.attention import locate
 from opweave.ir.ops.state_slots import (
     check_sequences,
     check_shape,
@@ -20,6 +20,8 @@ from opweave.ir.ops.state_slots import (
     is_computed,
     misfit,
     read_states,
+    some_slots,
+    two_sequences,
     write_states,
 )
 from opweave.ir.registry import register_op
@@ -65,7 +67,7 @@ def causal_conv1d(
     check_sequences("causal_conv1d", query_start_loc, slot_idx, has_initial_state)
     tokens, count, history = x.shape[0], slot_idx.shape[0], weight.shape[1] - 1
     dtype = torch.promote_types(x.dtype, torch.float32)
-    sequence, _ = _locate(tokens, query_start_loc)
+    sequence, _ = locate(tokens, query_start_loc)
     known = initial_states(x_state, slot_idx, has_initial_state).to(dtype).transpose(1, 2)
     # All inputs in one row, those of a sequence after what it knows; then an output is a sum of
     # neighbours. Tokens after the last sequence follow room that nobody reads.
@@ -174,17 +176,7 @@ def _conv_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, str]:
     """A sequence that continues and one that begins."""
     x, weight, bias, state, _, _ = _update_inputs(num_tokens, hidden_size, width, dtype, device)
-    starts = [0, num_tokens // 3, num_tokens]
-    return (
-        x,
-        weight,
-        bias,
-        state[:4],
-        torch.tensor(starts, dtype=torch.int32, device=device),
-        torch.tensor([2, 0], dtype=torch.int32, device=device),
-        torch.tensor([True, False], device=device),
-        "silu",
-    )
+    return x, weight, bias, state[:4], *two_sequences(num_tokens, device), "silu"
 
 
 @causal_conv1d_update.register_input_generator
@@ -196,8 +188,7 @@ def _update_inputs(
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, str]:
     """One token for each of as many sequences, the first of which is padding if they are some."""
-    slots = torch.randperm(num_tokens + 4, device=device)[:num_tokens].to(torch.int32)
-    slots[: num_tokens // 4] = -1
+    slots = some_slots(num_tokens, device)
     return (
         torch.randn(num_tokens, hidden_size, device=device).to(dtype),
         torch.randn(hidden_size, width, device=device).to(dtype) / width**0.5,

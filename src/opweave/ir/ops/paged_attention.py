@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir.ops.attention import _attend, _locate, _visible, check_attention
+from opweave.ir.ops.attention import _attend, _visible, check_attention, locate
 from opweave.ir.ops.quant import static_quant_fp8
 from opweave.ir.registry import register_op
 
@@ -65,7 +65,7 @@ def paged_attention(
     used = k_pos < seq_lens[:, None]  # (sequences, positions)
     tables = torch.where(used[:, ::block_size], block_tables, 0)
     keys, values = (_gather(cache, tables, used) for cache in (key_cache, value_cache))
-    q_seq, q_pos = _locate(query.shape[0], cu_seqlens_q)
+    q_seq, q_pos = locate(query.shape[0], cu_seqlens_q)
     cached = (seq_lens - cu_seqlens_q.diff())[q_seq.clamp(max=num_seqs - 1)]
     visible = _visible(q_pos + cached, k_pos, causal, window)  # (queries, positions)
     own = q_seq[:, None] == torch.arange(num_seqs, device=query.device)  # (queries, sequences)

@@ -31,9 +31,13 @@ def linear_recurrence(gate: Tensor, value: Tensor) -> Tensor:
     inside = torch.stack(h, 1)
     if length > _BLOCK:
         ends = linear_recurrence(through[-1], h[-1])
-        before = torch.cat((torch.zeros_like(ends[:1]), ends[:-1]))
-        inside = inside + torch.stack(through, 1) * before[:, None]
+        inside = inside + torch.stack(through, 1) * one_before(ends)[:, None]
     return inside.flatten(0, 1)[:length]
+
+
+def one_before(t: Tensor) -> Tensor:
+    """Return at each place what *t* has at the place before; zeros at the first."""
+    return torch.cat((torch.zeros_like(t[:1]), t[:-1]))
 
 
 def _in_blocks(t: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opweave.ir.ops.attention import _locate
+from opweave.ir.ops.attention import locate
 from opweave.ir.ops.recurrence import linear_recurrence
 from opweave.ir.ops.state_slots import (
     check_sequences,
@@ -20,6 +20,7 @@ from opweave.ir.ops.state_slots import (
     initial_states,
     is_computed,
     misfit,
+    two_sequences,
     write_states,
 )
 from opweave.ir.registry import register_op
@@ -74,7 +75,7 @@ def selective_scan(
     check_sequences("selective_scan", query_start_loc, slot_idx, has_initial_state)
     dtype = torch.promote_types(x.dtype, torch.float32)
     tokens, count = x.shape[0], slot_idx.shape[0]
-    sequence, position = _locate(tokens, query_start_loc)
+    sequence, position = locate(tokens, query_start_loc)
     known = initial_states(x_state, slot_idx, has_initial_state).to(dtype)
     step = time_step(dt, dt_bias, dt_softplus, None, None, dtype)
     gate = torch.exp(step[..., None] * a.to(dtype))  # (tokens, channels, N)
@@ -202,10 +203,8 @@ def _inputs(
     a = -torch.rand(hidden_size, state_size, device=device) - 0.1
     wide = torch.promote_types(dtype, torch.float32)
     state = torch.randn(4, hidden_size, state_size, device=device)
-    starts = torch.tensor([0, num_tokens // 3, num_tokens], dtype=torch.int32, device=device)
-    slots = torch.tensor([2, 0], dtype=torch.int32, device=device)
-    known = torch.tensor([True, False], device=device)
-    return x, dt, a.to(wide), b, c, d, z, dt_bias, state.to(wide), starts, slots, known, True
+    where = two_sequences(num_tokens, device)
+    return x, dt, a.to(wide), b, c, d, z, dt_bias, state.to(wide), *where, True
 
 
 # Sums over many tokens in another order, and an exponential of another make; results have

@@ -14,6 +14,7 @@ from opweave.ir.ops.state_slots import (
     check_slots,
     misfit,
     read_states,
+    some_slots,
     write_states,
 )
 from opweave.ir.registry import register_op
@@ -150,8 +151,7 @@ def _inputs(
     wide = torch.promote_types(dtype, torch.float32)
     a = (-torch.rand(num_heads, device=device) - 0.1).to(wide)
     state = torch.randn(num_tokens + 4, num_heads, head_size, state_size, device=device).to(wide)
-    slots = torch.randperm(num_tokens + 4, device=device)[:num_tokens].to(torch.int32)
-    slots[: num_tokens // 4] = -1
+    slots = some_slots(num_tokens, device)
     return x, dt, a, b, c, d, z, dt_bias, state, slots, True, None, None
 
 

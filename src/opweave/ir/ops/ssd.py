@@ -10,14 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir.ops.attention import _locate
-from opweave.ir.ops.recurrence import linear_recurrence
+from opweave.ir.ops.attention import locate
+from opweave.ir.ops.recurrence import linear_recurrence, one_before
 from opweave.ir.ops.selective_scan import check_groups, finish, time_step
 from opweave.ir.ops.state_slots import (
     check_sequences,
     check_shape,
     initial_states,
     is_computed,
+    two_sequences,
     write_states,
 )
 from opweave.ir.registry import register_op
@@ -77,7 +78,7 @@ def ssd_chunk_scan(
     check_ssd(x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
     check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    sequence, position = _locate(x.shape[0], query_start_loc)
+    sequence, position = locate(x.shape[0], query_start_loc)
     known = initial_states(x_state, slot_idx, has_initial_state).to(dtype)
     step = time_step(dt, dt_bias, dt_softplus, dt_min, dt_max, dtype)
     chunks = _Chunks(query_start_loc, x.shape[0], chunk_size)
@@ -88,8 +89,8 @@ def ssd_chunk_scan(
     # What enters a chunk is what left the one before it, or what its sequence begins with.
     first, some = chunks.first[:-1].long(), (query_start_loc.diff() > 0)[:, None, None, None]
     begins = torch.zeros_like(total[:, 0], dtype=torch.bool).index_fill(0, first, True)
-    gate = _after(torch.exp(total)).masked_fill(begins[:, None], 0)[..., None, None]
-    value = torch.where(begins[:, None, None, None], 0, _after(ends))
+    gate = one_before(torch.exp(total)).masked_fill(begins[:, None], 0)[..., None, None]
+    value = torch.where(begins[:, None, None, None], 0, one_before(ends))
     # An empty sequence has the place of the next one's first chunk, to which it adds nothing.
     value = value.index_add(0, first, torch.where(some, known, 0))
     enter = linear_recurrence(gate, value)
@@ -163,11 +164,6 @@ def read_out(enter: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
 def grouped(t: Tensor) -> Tensor:
     """Return ``(tokens, groups, N)``; without groups, there is one."""
     return t[:, None] if t.ndim == 2 else t
-
-
-def _after(t: Tensor) -> Tensor:
-    """Return for each chunk what *t* says of the one before it; zeros for the first."""
-    return torch.cat((torch.zeros_like(t[:1]), t[:-1]))
 
 
 def check_ssd(
@@ -244,12 +240,8 @@ def _inputs(
     wide = torch.promote_types(dtype, torch.float32)
     a = (-torch.rand(num_heads, device=device) - 0.1).to(wide)
     state = torch.randn(4, num_heads, head_size, state_size, device=device).to(wide)
-    starts = torch.tensor([0, num_tokens // 3, num_tokens], dtype=torch.int32, device=device)
-    slots = torch.tensor([2, 0], dtype=torch.int32, device=device)
-    known = torch.tensor([True, False], device=device)
-    return (
-        x, dt, a, b, c, d, z, dt_bias, state, starts, slots, known, chunk_size, True, None, None
-    )  # fmt: skip
+    where = two_sequences(num_tokens, device)
+    return x, dt, a, b, c, d, z, dt_bias, state, *where, chunk_size, True, None, None
 
 
 # Sums over many tokens in another order, and exponentials of another make; results have magnitude

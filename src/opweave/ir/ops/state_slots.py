@@ -73,6 +73,23 @@ def misfit(op: str, name: str, tensor: Tensor, wanted: str) -> ValueError:
     return ValueError(f"{op}: {name} must be {wanted}; found {found}.")
 
 
+def two_sequences(num_tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Make where a sequence that continues and one that begins are: starts, slots, flags."""
+    starts = [0, num_tokens // 3, num_tokens]
+    return (
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        torch.tensor([2, 0], dtype=torch.int32, device=device),
+        torch.tensor([True, False], device=device),
+    )
+
+
+def some_slots(num_tokens: int, device: str) -> Tensor:
+    """Make a slot below ``num_tokens + 4`` for each token; the first of several are padding."""
+    slots = torch.randperm(num_tokens + 4, device=device)[:num_tokens].to(torch.int32)
+    slots[: num_tokens // 4] = -1
+    return slots
+
+
 def _with_spare(x_state: Tensor) -> Tensor:
     """Return the states and one more, which is the padding's."""
     return torch.cat((x_state, x_state.new_zeros(1, *x_state.shape[1:])))

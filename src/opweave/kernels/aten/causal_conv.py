@@ -9,17 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir import ops, rules
+from opweave.ir import ops
 from opweave.ir.ops.causal_conv import check_conv, conv_step, convolve
 from opweave.ir.ops.state_slots import check_sequences, check_slots
-from opweave.kernels.aten.state_slots import own_slots, padded_slots, sequences
-
-# What an op returns is laid out as native returns it: contiguous.
-_IN_PLACE = rules.contiguous("x_state") & rules.has_values("slot_idx")
-_PACKED = _IN_PLACE & rules.has_values("query_start_loc", "has_initial_state")
+from opweave.kernels.aten.state_slots import IN_PLACE, PACKED, own_slots, padded_slots, sequences
 
 
-@ops.causal_conv1d.register_impl("aten", supports_args=_PACKED, inplace=True)
+@ops.causal_conv1d.register_impl("aten", supports_args=PACKED, inplace=True)
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -46,7 +42,7 @@ def causal_conv1d(
     return out, x_state
 
 
-@ops.causal_conv1d_update.register_impl("aten", supports_args=_IN_PLACE, inplace=True)
+@ops.causal_conv1d_update.register_impl("aten", supports_args=IN_PLACE, inplace=True)
 def causal_conv1d_update(
     x: Tensor,
     weight: Tensor,

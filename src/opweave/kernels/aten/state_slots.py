@@ -6,6 +6,15 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from opweave.ir import rules
+
+# What an op returns is laid out as native returns it: contiguous.
+IN_PLACE = rules.contiguous("x_state") & rules.has_values("slot_idx")
+"""What kernels ask that read one slot for each token, and write the state into it."""
+
+PACKED = IN_PLACE & rules.has_values("query_start_loc", "has_initial_state")
+"""What kernels ask that also read where packed sequences begin."""
+
 
 def own_slots(count: int, slot_idx: Tensor) -> list[int]:
     """Return the slot of each sequence, -1 for padding (IndexError: there is no such slot)."""

@@ -9,20 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir import ops, rules
+from opweave.ir import ops
 from opweave.ir.ops.selective_scan import by_channel, check_scan, finish, time_step
 from opweave.ir.ops.selective_state_update import check_update, scan_step
 from opweave.ir.ops.ssd import check_ssd, grouped, read_out, scan_chunks
 from opweave.ir.ops.state_slots import check_sequences
-from opweave.kernels.aten.state_slots import own_slots, padded_slots, sequences
+from opweave.kernels.aten.state_slots import IN_PLACE, PACKED, own_slots, padded_slots, sequences
 
-# What an op returns is laid out as native returns it: contiguous.
-_IN_PLACE = rules.contiguous("x_state") & rules.has_values("slot_idx")
-_PACKED = _IN_PLACE & rules.has_values("query_start_loc", "has_initial_state")
 _BLOCK = 32  # tokens whose gates and inputs are computed at once: they should stay in the cache
 
 
-@ops.selective_scan.register_impl("aten", supports_args=_PACKED, inplace=True)
+@ops.selective_scan.register_impl("aten", supports_args=PACKED, inplace=True)
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -48,10 +45,8 @@ def selective_scan(
         h = state.to(dtype) if known else torch.zeros_like(state, dtype=dtype)
         for start in range(tokens.start, tokens.stop, _BLOCK):
             block = slice(start, min(start + _BLOCK, tokens.stop))
-            u, step = (
-                x[block].to(dtype),
-                time_step(dt[block], dt_bias, dt_softplus, None, None, dtype),
-            )
+            u = x[block].to(dtype)
+            step = time_step(dt[block], dt_bias, dt_softplus, None, None, dtype)
             gate = torch.exp(step[..., None] * rates)
             h_of = (step * u)[..., None] * by_channel(b[block].to(dtype), x.shape[1])
             for i in range(h_of.shape[0]):
@@ -62,7 +57,7 @@ def selective_scan(
     return out, x_state
 
 
-@ops.selective_state_update.register_impl("aten", supports_args=_IN_PLACE, inplace=True)
+@ops.selective_state_update.register_impl("aten", supports_args=IN_PLACE, inplace=True)
 def selective_state_update(
     x: Tensor,
     dt: Tensor,
@@ -91,7 +86,7 @@ def selective_state_update(
     return out, x_state
 
 
-@ops.ssd_chunk_scan.register_impl("aten", supports_args=_PACKED, inplace=True)
+@ops.ssd_chunk_scan.register_impl("aten", supports_args=PACKED, inplace=True)
 def ssd_chunk_scan(
     x: Tensor,
     dt: Tensor,
@@ -121,10 +116,8 @@ def ssd_chunk_scan(
         h = state.to(dtype)[None] if known else torch.zeros_like(state, dtype=dtype)[None]
         for start in range(tokens.start, tokens.stop, chunk_size):
             chunk = slice(start, min(start + chunk_size, tokens.stop))
-            u, step = (
-                x[chunk].to(dtype),
-                time_step(dt[chunk], dt_bias, dt_softplus, dt_min, dt_max, dtype),
-            )
+            u = x[chunk].to(dtype)
+            step = time_step(dt[chunk], dt_bias, dt_softplus, dt_min, dt_max, dtype)
             decay, inputs = step * a.to(dtype), u * step[..., None]
             keys, queries = b[chunk].to(dtype)[None], c[chunk].to(dtype)[None]
             y, end, total = scan_chunks(decay[None], inputs[None], keys, queries)

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from opweave.ir import IrOp, ops, rules
+from opweave.ir import IrOp, ops
 from opweave.ir.ops.causal_conv import check_conv
 from opweave.ir.ops.selective_scan import check_scan
 from opweave.ir.ops.selective_state_update import check_update
 from opweave.ir.ops.ssd import check_ssd
 from opweave.ir.ops.state_slots import check_sequences, check_slots
 from opweave.ir.traits import BATCH_INVARIANT
-from opweave.kernels.aten.state_slots import own_slots, sequences
+from opweave.kernels.aten.state_slots import IN_PLACE, PACKED, own_slots, sequences
 
 _PER_TOKEN = ("x", "dt", "b", "c", "z")
 _SEQUENCES = ("query_start_loc", "slot_idx", "has_initial_state")
@@ -28,11 +28,10 @@ _SEQUENCES = ("query_start_loc", "slot_idx", "has_initial_state")
 
 def _register(op: IrOp, check: Callable[..., None]) -> None:
     packed = "query_start_loc" in op.schema.names
-    read = _SEQUENCES if packed else ("slot_idx",)
     one, checked = op.impls["aten"].impl_fn, inspect.signature(check).parameters
     traits = {BATCH_INVARIANT}
 
-    fits = rules.contiguous("x_state") & rules.has_values(*read)
+    fits = PACKED if packed else IN_PLACE
 
     @op.register_impl("row_by_row", supports_args=fits, inplace=True, traits=traits)
     @functools.wraps(op.native)
