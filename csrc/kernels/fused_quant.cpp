@@ -17,7 +17,7 @@ struct Normalised {
   template <class Part>
   Vec operator()(int64_t i, Part part) const {
     const Vec scaled = mul(Lanes<T>::load(x + i, part), scale);
-    return Lanes<T>::round(weight.apply(scaled, i, part));
+    return Lanes<T>::stored(weight.apply(scaled, i, part));
   }
 
   const T* x;
@@ -87,7 +87,7 @@ struct SiluAndMul {
   template <class Part>
   Vec operator()(int64_t i, Part part) const {
     const Vec activated = Lanes<T>::round(silu<T>(Lanes<T>::load(first + i, part)));
-    return Lanes<T>::round(mul(activated, Lanes<T>::load(second + i, part)));
+    return Lanes<T>::stored(mul(activated, Lanes<T>::load(second + i, part)));
   }
 
   const T* first;

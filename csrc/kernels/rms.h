@@ -20,7 +20,7 @@ template <class T>
 inline float add_and_sum_squares(T* sum, const T* x, const T* residual, int64_t width) {
   return sum_of_squares(width, [=](int64_t i, auto part) {
     const Vec exact = add(Lanes<T>::load(x + i, part), Lanes<T>::load(residual + i, part));
-    const Vec stored = Lanes<T>::round(exact);
+    const Vec stored = Lanes<T>::stored(exact);
     Lanes<T>::store(sum + i, stored, part);
     return stored;
   });
@@ -30,6 +30,8 @@ inline float inverse_rms(float squares, int64_t width, float epsilon) {
   return 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + epsilon);
 }
 
+// apply() leaves the last rounding, to x's type, to whoever stores the value: x's type is the
+// weight's or the narrower one.
 struct NoWeight {
   template <class Part>
   Vec apply(Vec normalised, int64_t, Part) const {
@@ -43,8 +45,7 @@ struct Weight {
 
   template <class Part>
   Vec apply(Vec normalised, int64_t i, Part part) const {
-    const Vec weight = Lanes<W>::load(values + i, part);
-    return Lanes<W>::round(mul(Lanes<W>::round(normalised), weight));
+    return mul(Lanes<W>::round(normalised), Lanes<W>::load(values + i, part));
   }
 
   const W* values;

@@ -35,6 +35,13 @@ class Angles {
     if (!call_.is_neox) interleave();
   }
 
+  // The first and the second vector of a neox head that are rotated into one another.
+  void rotate(T* out, int64_t i, Vec first, Vec second) const {
+    const Vec cosines = angle(cos_ + i);
+    Lanes<T>::store(out + i, combine(first, cosines, second, angle(minus_sin_ + i)), Full{});
+    Lanes<T>::store(out + half_ + i, combine(second, cosines, first, angle(sin_ + i)), Full{});
+  }
+
   // out may be x.
   void rotate(T* out, const T* x) const {
     if (call_.is_neox) {
@@ -121,16 +128,50 @@ struct Rotate {
   }
 };
 
+// One head of any size and rotation.
+template <class T, class W>
+inline void normalise_and_rotate(T* out, const T* x, W weight, const OpweaveRotary& call,
+                                 const Angles<T>& angles) {
+  const int64_t width = call.head_size;
+  const float scale = inverse_rms(sum_of_squares(x, width), width, call.epsilon);
+  write_normalised(out, x, weight, scale, width);
+  angles.rotate(out, out);
+}
+
+// A head of kVecs vectors, all of which rotate as neox: it is read once, and stays in registers.
+template <int kVecs, class T, class W>
+inline void normalise_and_rotate_in_registers(T* out, const T* x, W weight,
+                                              const OpweaveRotary& call,
+                                              const Angles<T>& angles) {
+  Vec head[kVecs];
+  const float squares = sum_of_squares(kVecs * kLanes, [&](int64_t i, auto part) {
+    return head[i / kLanes] = Lanes<T>::load(x + i, part);
+  });
+  const Vec scale = splat(inverse_rms(squares, kVecs * kLanes, call.epsilon));
+  for (int k = 0; k < kVecs; ++k) {
+    head[k] = Lanes<T>::stored(weight.apply(mul(head[k], scale), k * kLanes, Full{}));
+  }
+  for (int k = 0; k < kVecs / 2; ++k) {
+    angles.rotate(out, k * kLanes, head[k], head[k + kVecs / 2]);
+  }
+}
+
 struct NormaliseAndRotate {
   template <class T>
   static void run(const OpweaveRotary& call, const OpweaveHeads& heads, const RowCursor& token,
                   const Angles<T>& angles) {
-    const int64_t width = call.head_size;
+    const int64_t vecs = call.is_neox && call.rotary_size == call.head_size &&
+                                 call.head_size % kLanes == 0
+                             ? call.head_size / kLanes
+                             : 0;
     with_weight<T>(heads.weight, call.weight_dtype, [&](auto weight) {
       for_each_head<T>(heads, token, [&](T* out, const T* x) {
-        const float scale = inverse_rms(sum_of_squares(x, width), width, call.epsilon);
-        write_normalised(out, x, weight, scale, width);
-        angles.rotate(out, out);
+        switch (vecs) {
+          case 4: return normalise_and_rotate_in_registers<4>(out, x, weight, call, angles);
+          case 8: return normalise_and_rotate_in_registers<8>(out, x, weight, call, angles);
+          case 16: return normalise_and_rotate_in_registers<16>(out, x, weight, call, angles);
+          default: return normalise_and_rotate(out, x, weight, call, angles);
+        }
       });
     });
   }

@@ -74,10 +74,12 @@ inline Vec round_to(Vec v, BFloat16) {
 // Rounds to nearest even and keeps NaN, but flushes denormals (below 1.2e-38) to zero. That does for
 // results; intermediate values, which a large factor may follow, are rounded by round_to.
 inline __m256i narrow(Vec v, BFloat16) { return (__m256i)_mm512_cvtneps_pbh(v); }
+inline Vec stored_as(Vec v, BFloat16) { return widen(narrow(v, BFloat16{}), BFloat16{}); }
 #else
 inline __m256i narrow(Vec v, BFloat16) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(v), 16));
 }
+inline Vec stored_as(Vec v, BFloat16) { return round_to(v, BFloat16{}); }
 #endif
 
 inline __m256i narrow(Vec v, Float16) {
@@ -85,6 +87,7 @@ inline __m256i narrow(Vec v, Float16) {
 }
 
 inline Vec round_to(Vec v, Float16) { return widen(narrow(v, Float16{}), Float16{}); }
+inline Vec stored_as(Vec v, Float16) { return round_to(v, Float16{}); }
 
 template <class T>
 struct Lanes {  // a 16-bit storage type
@@ -103,6 +106,7 @@ struct Lanes {  // a 16-bit storage type
     _mm256_mask_storeu_epi16(p, mask_of(tail), narrow(v, T{}));
   }
   static Vec round(Vec v) { return round_to(v, T{}); }
+  static Vec stored(Vec v) { return stored_as(v, T{}); }
 };
 
 template <>
@@ -118,6 +122,7 @@ struct Lanes<float> {
     _mm512_mask_storeu_ps(p, mask_of(tail), v);
   }
   static Vec round(Vec v) { return v; }
+  static Vec stored(Vec v) { return v; }
 };
 
 }  // namespace
