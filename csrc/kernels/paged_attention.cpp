@@ -11,6 +11,7 @@
 #include "kernels/quant_row.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
+#include "kernels/vec_dot.h"
 #include "kernels/vec_math.h"
 #include "kernels/vec_reduce.h"
 
@@ -34,30 +35,35 @@ struct Span {
 };
 
 // Keys and values of one kv head at the positions of a tile.
-template <class K>
+template <class K, class V>
 struct Tile {
   const K* keys;
-  const K* values;
+  const V* values;
   const char* next_keys;  // what to fetch into the cache meanwhile, or null
   const char* next_values;
 };
 
 // The products of R queries and kLanes / R keys: lane r * (kLanes / R) + k.
 template <int R, class K>
-inline Vec products(const float* queries, int64_t query_stride, const K* keys, int64_t size) {
+inline Vec products(const typename Dot<K>::Query* queries, int64_t query_stride, const K* keys,
+                    int64_t size) {
   constexpr int kKeys = kLanes / R;
+  constexpr int64_t kWidth = Dot<K>::kWidth;
   Vec totals[kLanes];
   for (int i = 0; i < kLanes; ++i) totals[i] = splat(0);
-  for_each_vec(size, [&](int64_t d, auto part) {
-    Vec key[kKeys];
-    for (int k = 0; k < kKeys; ++k) key[k] = Lanes<K>::load(keys + k * size + d, part);
+  const auto step = [&](int64_t d, auto part) {
+    decltype(Dot<K>::key(keys, part)) key[kKeys];
+    for (int k = 0; k < kKeys; ++k) key[k] = Dot<K>::key(keys + k * size + d, part);
     for (int r = 0; r < R; ++r) {
-      const Vec query = Lanes<float>::load(queries + r * query_stride + d, Full{});
+      const auto query = Dot<K>::query(queries + r * query_stride + d);
       for (int k = 0; k < kKeys; ++k) {
-        totals[r * kKeys + k] = fma(query, key[k], totals[r * kKeys + k]);
+        totals[r * kKeys + k] = Dot<K>::step(query, key[k], totals[r * kKeys + k]);
       }
     }
-  });
+  };
+  int64_t d = 0;
+  for (; d + kWidth <= size; d += kWidth) step(d, Full{});
+  if (d < size) step(d, Tail{size - d});
   return sums(totals);
 }
 
@@ -152,6 +158,12 @@ class Part {
   }
 
  private:
+  using Query = typename Dot<T>::Query;
+
+  Query* query(int64_t row) const {
+    return reinterpret_cast<Query*>(queries_ + row * query_stride_);
+  }
+
   // The positions that a token sees are first_visible() to end_visible(), which may be negative.
   int64_t first_visible(int64_t token) const {
     return call_.window == 0 ? 0 : most(first_position_ + token - call_.window + 1, 0);
@@ -178,10 +190,7 @@ class Part {
     const T* base = static_cast<const T*>(call_.query);
     for_each_row([&](int64_t row, int64_t token, int64_t head) {
       const T* x = base + token * call_.query_token_stride + head * call_.query_head_stride;
-      float* query = queries_ + row * query_stride_;
-      for_each_vec(call_.head_size, [&](int64_t d, auto part) {
-        Lanes<float>::store(query + d, Lanes<T>::load(x + d, part), Full{});  // zeros to the end
-      });
+      Dot<T>::keep(query(row), x, call_.head_size);
       float* output = outputs_ + row * output_stride_;
       for (int64_t d = 0; d < output_stride_; d += kLanes) {
         Lanes<float>::store(output + d, splat(0), Full{});
@@ -231,7 +240,7 @@ class Part {
 
   // One kv head of one block; next_block and next_head are what comes after it.
   void visit(int64_t block, int64_t head, int64_t next_block, int64_t next_head) {
-    Tile<T> tile{keys_of(block, head), values_of(block, head), nullptr, nullptr};
+    Tile<T, T> tile{keys_of(block, head), values_of(block, head), nullptr, nullptr};
     if (next_block >= 0) {
       tile.next_keys = reinterpret_cast<const char*>(keys_of(next_block, next_head));
       tile.next_values = reinterpret_cast<const char*>(values_of(next_block, next_head));
@@ -249,13 +258,18 @@ class Part {
     }
   }
 
-  void visit_tile(int64_t head, int64_t base, int64_t count, const Tile<T>& tile) {
+  void visit_tile(int64_t head, int64_t base, int64_t count, const Tile<T, T>& tile) {
     if constexpr (sizeof(T) != sizeof(float)) {
       if (rows_per_head_ > 8) {  // from then on, widening once is cheaper than for every four rows
-        widen(wide_keys_, tile.keys, count * call_.head_size);
         widen(wide_values_, tile.values, count * call_.value_size);
-        const Tile<float> wide{wide_keys_, wide_values_, nullptr, nullptr};
-        return visit_rows(head, base, count, wide);
+        if constexpr (sizeof(Query) == sizeof(T)) {
+          const Tile<T, float> wide{tile.keys, wide_values_, nullptr, nullptr};
+          return visit_rows(head, base, count, wide);
+        } else {
+          widen(wide_keys_, tile.keys, count * call_.head_size);
+          const Tile<float, float> wide{wide_keys_, wide_values_, nullptr, nullptr};
+          return visit_rows(head, base, count, wide);
+        }
       }
     }
     visit_rows(head, base, count, tile);
@@ -267,8 +281,8 @@ class Part {
     });
   }
 
-  template <class K>
-  void visit_rows(int64_t head, int64_t base, int64_t count, Tile<K> tile) {
+  template <class K, class V>
+  void visit_rows(int64_t head, int64_t base, int64_t count, Tile<K, V> tile) {
     const int64_t end = rows_per_head_;
     int64_t row = 0;
     for (; row + 4 <= end; row += 4) {
@@ -292,8 +306,8 @@ class Part {
 
   // R rows of one head, from `row` on. Rows that see different positions are taken apart, so that a
   // value that a query does not see cannot reach it, not even as zero times NaN.
-  template <int R, class K>
-  void attend(int64_t head, int64_t row, int64_t base, int64_t count, const Tile<K>& tile) {
+  template <int R, class K, class V>
+  void attend(int64_t head, int64_t row, int64_t base, int64_t count, const Tile<K, V>& tile) {
     const Span span = visible(row, base, count);
     if constexpr (R > 1) {
       if (!(span == visible(row + R - 1, base, count))) {
@@ -313,11 +327,12 @@ class Part {
                                           weights, span, tile.values, call_.value_size, 0);
   }
 
-  template <int R, class K>
-  void score(int64_t first, Span steps, const Tile<K>& tile, float (*scores)[kTile]) {
+  template <int R, class K, class V>
+  void score(int64_t first, Span steps, const Tile<K, V>& tile, float (*scores)[kTile]) {
     constexpr int64_t kKeys = kLanes / R;
     const int64_t size = call_.head_size;
-    const float* queries = queries_ + first * query_stride_;
+    const Query* queries = query(first);
+    const int64_t stride = query(1) - query(0);
     const Vec scale = splat(call_.scale);
     for (int64_t step = steps.begin; step < steps.end; step += kStep) {
       for (int64_t t = step; t < step + kStep; t += kKeys) {
@@ -327,7 +342,7 @@ class Part {
           prefetch(tile.next_values + t * bytes * call_.value_size,
                    kKeys * bytes * call_.value_size);
         }
-        const Vec found = products<R>(queries, query_stride_, tile.keys + t * size, size);
+        const Vec found = products<R>(queries, stride, tile.keys + t * size, size);
         alignas(64) float lanes[kLanes];
         Lanes<float>::store(lanes, limited(mul(found, scale)), Full{});
         for (int r = 0; r < R; ++r) memcpy(scores[r] + t, lanes + r * kKeys, sizeof(float) * kKeys);
