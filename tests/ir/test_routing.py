@@ -133,6 +133,8 @@ def test_every_dtype_and_layout(name: str, dtype: torch.dtype) -> None:
             weights, ids = op.using(f"{provider}!")(layout(logits), *extra)
             assert torch.equal(ids, wanted[1])
             torch.testing.assert_close(weights, wanted[0])
+            assert weights.is_contiguous()
+            assert ids.is_contiguous()
     weights, ids = op(logits[:0], *extra)
     assert weights.shape == ids.shape == (0, 4)
 

@@ -122,15 +122,25 @@ def per_token_group_quant_fp8(
             "per_token_group_quant_fp8: needs rows and a group_size of at least 1; x has shape "
             f"{tuple(x.shape)}, group_size={group_size}."
         )
-    width = x.shape[-1]
-    groups = -(-width // group_size)
-    padded = torch.nn.functional.pad(x.to(torch.float32), (0, groups * group_size - width))
-    blocks = padded.reshape(*x.shape[:-1], groups, group_size)
+    wide = x.to(torch.float32).contiguous()
+    whole = x.shape[-1] // group_size * group_size
+    if whole == x.shape[-1]:
+        return _by_groups(wide, group_size, use_ue8m0)
+    # The shorter last group by itself: where rows are padded to whole groups, and cut again,
+    # Inductor's C++ leaves it out (pytorch issue 195582).
+    codes, scales = _by_groups(wide[..., :whole].contiguous(), group_size, use_ue8m0)
+    last, scale = _by_groups(wide[..., whole:].contiguous(), x.shape[-1] - whole, use_ue8m0)
+    joined = torch.cat((codes.view(torch.uint8), last.view(torch.uint8)), dim=-1)
+    return joined.view(torch.float8_e4m3fn), torch.cat((scales, scale), dim=-1)
+
+
+def _by_groups(x: Tensor, group_size: int, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """Return the codes and the scales of groups of *group_size*, which divides the rows of *x*."""
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
     scale = _fp8_scale(blocks.abs().amax(dim=-1))
     if use_ue8m0:
         scale = _rounded_up_to_power_of_two(scale)
-    quantised = _to_fp8(blocks / scale.unsqueeze(-1)).reshape(padded.shape)
-    return quantised[..., :width].clone(memory_format=torch.contiguous_format), scale
+    return _to_fp8(blocks / scale.unsqueeze(-1)).reshape(x.shape), scale
 
 
 @register_op(native_traits={BATCH_INVARIANT})

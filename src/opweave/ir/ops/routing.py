@@ -137,7 +137,8 @@ def grouped_topk(
 
 
 def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # Contiguous, so that results are: sorting keeps the order of dimensions in memory.
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).contiguous()
 
 
 def _plain(
