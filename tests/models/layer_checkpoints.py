@@ -6,22 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
-from models.tiny_checkpoints import BOS, EOS, PAD, VOCABULARY
+from models.tiny_checkpoints import BOS, EOS, PAD, VOCABULARY, YARN
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 3.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.8,
-}
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -54,6 +45,17 @@ _GEMMA: dict[str, Any] = {
     "sliding_window": 5,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+_MIXTURE: dict[str, Any] = {"num_key_value_heads": 2, "num_experts_per_tok": 2}
+_MIXTRAL: dict[str, Any] = {**_MIXTURE, "num_local_experts": 6}
+_QWEN: dict[str, Any] = {**_MIXTURE, "num_experts": 6, "moe_intermediate_size": 40, "head_dim": 24}
+_MAMBA: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_heads": 8,
+    "head_dim": 8,
+    "state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 4,
+}
 # Name -> (model type, what differs from _SIZES).
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": ("deepseek_v3", {**_DEEPSEEK, "rope_parameters": YARN}),
@@ -84,7 +86,40 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False},
     ),
+    "mixtral": ("mixtral", _MIXTRAL),
+    "mixtral_window": (
+        "mixtral",
+        {**_MIXTRAL, "sliding_window": 5, "tie_word_embeddings": True, "head_dim": 32},
+    ),
+    "mixtral_one_layer": ("mixtral", {**_MIXTRAL, "num_hidden_layers": 1}),
+    "qwen3_moe": ("qwen3_moe", {**_QWEN, "norm_topk_prob": True}),
+    "qwen3_moe_mixed": (
+        "qwen3_moe",
+        {
+            **_QWEN,
+            "mlp_only_layers": [0],
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mamba2": ("mamba2", _MAMBA),
+    "mamba2_one_group": (
+        "mamba2",
+        {**_MAMBA, "n_groups": 1, "use_bias": True, "use_conv_bias": False},
+    ),
+    "mamba2_tied": (
+        "mamba2",
+        {**_MAMBA, "tie_word_embeddings": True, "residual_in_fp32": False, "conv_kernel": 3},
+    ),
+    "mamba2_one_layer": ("mamba2", {**_MAMBA, "num_hidden_layers": 1}),
+    "mamba2_limits": (
+        "mamba2",
+        {**_MAMBA, "time_step_limit": [0.3, 0.8], "chunk_size": 256},
+    ),
     "bert": ("bert", {}),
+    "bert_one_layer": ("bert", {"num_hidden_layers": 1}),
     "bert_gelu_new": ("bert", {"hidden_act": "gelu_new", "type_vocab_size": 3}),
 }
 
@@ -92,12 +127,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def hf_model(kind: str) -> Any:
     """Return transformers' model of that kind, every weight of it random."""
     torch.manual_seed(sum(map(ord, kind)))
-    if kind == "qwen2_vision":
-        return randomised(_vision())
+    if kind.startswith("qwen2_vision"):
+        return randomised(_vision(depth=1 if kind.endswith("one_layer") else 2))
     model_type, differences = KINDS[kind]
     config = AutoConfig.for_model(model_type, **{**_SIZES, **differences})
     factory = AutoModel if model_type == "bert" else AutoModelForCausalLM
-    return randomised(factory.from_config(config, attn_implementation="eager"))
+    attention = {} if model_type == "mamba2" else {"attn_implementation": "eager"}
+    return randomised(factory.from_config(config, **attention))
 
 
 def write_checkpoint(path: Path, kind: str) -> Any:
@@ -105,6 +141,14 @@ def write_checkpoint(path: Path, kind: str) -> Any:
     model = hf_model(kind)
     model.save_pretrained(path)
     return model
+
+
+def gpt_oss_block() -> tuple[dict[str, Any], Any]:
+    """Return a configuration of gpt-oss, and transformers' block of experts."""
+    differences = {"num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 0.5}
+    config = GptOssConfig(**{**_SIZES, "num_key_value_heads": 2, **differences})
+    torch.manual_seed(5)
+    return config.to_dict(), randomised(GptOssMLP(config))
 
 
 def randomised(model: Any) -> Any:
@@ -122,9 +166,9 @@ def randomised(model: Any) -> Any:
     return model
 
 
-def _vision() -> Any:
+def _vision(depth: int) -> Any:
     config = Qwen2VLVisionConfig(
-        depth=2, embed_dim=48, hidden_size=40, num_heads=4, patch_size=4, mlp_ratio=2
+        depth=depth, embed_dim=48, hidden_size=40, num_heads=4, patch_size=4, mlp_ratio=2
     )
     config._attn_implementation = "eager"
     return Qwen2VisionTransformerPretrainedModel(config)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from opweave import ir
+from opweave.conformance import ranks
+from opweave.conformance.ranks import Rank
+from opweave.layers import SequenceStates
 from opweave.layers.parallel import TensorParallel, tensor_parallel
 from opweave.models import ForwardContext, forward_context
 
@@ -44,6 +47,68 @@ class GrowingCache:
         return self.layers[layer]
 
 
+class PackedAttention:
+    """Attention over all keys and values of the sequences, one after the other."""
+
+    def __init__(self, starts: Tensor, ends: Tensor, cache: GrowingCache) -> None:
+        self.starts, self.ends, self.cache = starts, ends, cache
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> Tensor:
+        key, value = self.cache.append(layer, key, value)
+        options = scale, True, window, soft_cap
+        out: Tensor = ir.ops.varlen_attention(query, key, value, self.starts, self.ends, *options)
+        return out
+
+    def attend_latent(
+        self,
+        layer: int,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        kv_b_weight: Tensor,
+        scale: float,
+    ) -> Tensor:
+        kv_c, k_pe = self.cache.append(layer, kv_c, k_pe)
+        if query.shape[0] == len(self.starts) - 1:
+            rows = torch.cat((kv_c, k_pe), -1)[:, None]
+            return self._decode(query, rows, kv_b_weight, scale)
+        out: Tensor = ir.ops.mla_attention_prefill(
+            query, kv_c, k_pe, kv_b_weight, self.starts, self.ends, scale
+        )
+        return out
+
+    def _decode(self, query: Tensor, rows: Tensor, kv_b_weight: Tensor, scale: float) -> Tensor:
+        """Attend to packed rows as to a paged cache, every page of which is one row."""
+        lengths = self.ends.diff()
+        pages = self.ends[:-1, None] + torch.arange(int(lengths.max()), dtype=torch.int32)
+        out: Tensor = ir.ops.mla_attention_decode(
+            query, rows, kv_b_weight, pages, lengths, self.starts, scale
+        )
+        return out
+
+
+def step_context(
+    starts: Tensor, ends: Tensor, cache: GrowingCache, states: SequenceStates | None = None
+) -> ForwardContext:
+    """Return the context of a forward of packed sequences.
+
+    Args:
+        starts: ``(sequences + 1,)``: where each one's new tokens begin.
+        ends: the same for all of its tokens.
+        cache, states: what is known of earlier tokens.
+    """
+    return ForwardContext(PackedAttention(starts.int(), ends.int(), cache), states)
+
+
 def assert_near(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-4)
 
@@ -56,9 +121,8 @@ def in_steps(model: LanguageModel, ids: Tensor, prefill: int) -> Tensor:
     """Prefill some tokens, then one token at a time."""
     cache, logits = GrowingCache(), []
     for start, end in [(0, prefill), *((i, i + 1) for i in range(prefill, len(ids)))]:
-        starts = torch.tensor([0, end - start], dtype=torch.int32)
-        ends = torch.tensor([0, end], dtype=torch.int32)
-        with forward_context(ForwardContext(starts, ends, cache)):
+        starts, ends = torch.tensor([0, end - start]), torch.tensor([0, end])
+        with forward_context(step_context(starts, ends, cache)):
             hidden = model(ids[start:end], torch.arange(start, end))
         logits.append(model.compute_logits(hidden))
     return torch.cat(logits)
@@ -79,35 +143,13 @@ def compiled(model: Any, codegen: bool) -> Any:
 
 def on_ranks(size: int, build: Callable[[], Built], run: Callable[[Built], Result]) -> list[Result]:
     """Build a model's part for each of *size* ranks, and run the parts side by side in threads."""
-    barrier = threading.Barrier(size, timeout=60)
-    shared: list[Tensor] = [torch.empty(0)] * size
+    building = threading.Lock()
 
-    def exchange(rank: int, x: Tensor) -> list[Tensor]:
-        shared[rank] = x
-        barrier.wait()
-        found = list(shared)
-        barrier.wait()
-        return found
+    def one(rank: Rank) -> Result:
+        parallel = TensorParallel(rank.rank, rank.size, rank.all_reduce, rank.all_gather)
+        with torch.inference_mode():
+            with building, tensor_parallel(parallel):
+                part = build()
+            return run(part)
 
-    def rank_of(rank: int) -> TensorParallel:
-        return TensorParallel(
-            rank,
-            size,
-            lambda x: torch.stack(exchange(rank, x)).sum(0),
-            lambda x, dim=-1: torch.cat(exchange(rank, x), dim),
-        )
-
-    def run_one(part: Built) -> Result:
-        try:
-            with torch.inference_mode():
-                return run(part)
-        except BaseException:
-            barrier.abort()
-            raise
-
-    parts = []
-    for rank in range(size):
-        with tensor_parallel(rank_of(rank)):
-            parts.append(build())
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run_one, parts))
+    return ranks.on_ranks(size, one)

@@ -19,12 +19,13 @@ from models.running import (
     expected,
     in_steps,
     on_ranks,
+    step_context,
     whole,
 )
 from models.tiny_checkpoints import random_ids
 from opweave import ir
-from opweave.engine import load_checkpoint
-from opweave.models import CausalLM, ForwardContext, forward_context
+from opweave.engine import load_model
+from opweave.models import CausalLM, forward_context
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 KINDS = ("deepseek", "deepseek_direct", "gemma3", "gemma3_untied")
@@ -32,7 +33,7 @@ TOKENS = 17  # more than the sliding windows
 
 
 def load(path: Path, dtype: str = "auto") -> CausalLM:
-    model = load_checkpoint(path, dtype=dtype)
+    model = load_model(path, dtype=dtype)
     assert isinstance(model, CausalLM)
     return model
 
@@ -84,7 +85,7 @@ def test_packed_sequences_do_not_see_each_other(kind: str, layer_checkpoint: Che
     texts = [torch.tensor(random_ids(4 + i, n)) for i, n in enumerate((5, 1, 7))]
     ends = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
     positions = torch.cat([torch.arange(len(ids)) for ids in texts])
-    with forward_context(ForwardContext(ends, ends, GrowingCache())):
+    with forward_context(step_context(ends, ends, GrowingCache())):
         logits = model.compute_logits(model(torch.cat(texts), positions))
     for ids, found in zip(texts, logits.split([5, 1, 7]), strict=True):
         assert_near(found, expected(reference, ids))
@@ -120,8 +121,8 @@ def test_compiled_is_the_same_and_one_graph(
     logits = expected(reference, ids)
     assert_near(model.compute_logits(run(ids, torch.arange(TOKENS))), logits)
     # The same graph serves with and without a context.
-    cache, starts = GrowingCache(), torch.tensor([0, TOKENS], dtype=torch.int32)
-    with forward_context(ForwardContext(starts, starts, cache)):
+    cache, starts = GrowingCache(), torch.tensor([0, TOKENS])
+    with forward_context(step_context(starts, starts, cache)):
         hidden = run(ids, torch.arange(TOKENS))
     assert_near(model.compute_logits(hidden), logits)
     assert cache.layers.keys() == {0, 1}

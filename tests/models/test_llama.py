@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.running import GrowingCache, assert_near, expected, in_steps, whole
+from models.running import GrowingCache, assert_near, expected, in_steps, step_context, whole
 from models.tiny_checkpoints import KINDS, random_ids
 from opweave import ir
 from opweave.engine import load_model
 from opweave.ir.testing import restored
-from opweave.models import ForwardContext, forward_context
+from opweave.models import forward_context
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 TOKENS = 17  # more than the sliding windows
@@ -154,8 +154,8 @@ def test_the_model_is_one_graph(checkpoint: Checkpoints) -> None:
     logits = expected(reference, ids)
     # The same graph serves with and without a context.
     assert_near(model.compute_logits(compiled(ids, torch.arange(TOKENS))), logits)
-    cache, starts = GrowingCache(), torch.tensor([0, TOKENS], dtype=torch.int32)
-    with forward_context(ForwardContext(starts, starts, cache)):
+    cache, starts = GrowingCache(), torch.tensor([0, TOKENS])
+    with forward_context(step_context(starts, starts, cache)):
         hidden = compiled(ids, torch.arange(TOKENS))
     assert_near(model.compute_logits(hidden), logits)
     assert cache.layers.keys() == {0, 1}

@@ -10,16 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers import Mamba2Config as HfConfig
 
-from models.layer_checkpoints import randomised
-from models.running import GrowingCache, assert_near, expected, on_ranks, whole
+from models.running import GrowingCache, assert_near, expected, on_ranks, step_context, whole
 from models.tiny_checkpoints import BOS, EOS, PAD, VOCABULARY, random_ids
 from opweave import ir
-from opweave.engine import load_checkpoint
+from opweave.engine import load_model
 from opweave.layers import SequenceStates, StateCache, sequence_states
 from opweave.models import (
-    ForwardContext,
     InvalidConfigError,
     Mamba2Config,
     Mamba2ForCausalLM,
@@ -34,32 +31,7 @@ SIZES: dict[str, Any] = {
     "n_groups": 2, "chunk_size": 4, "num_hidden_layers": 2, "bos_token_id": BOS,
     "eos_token_id": EOS, "pad_token_id": PAD,
 }  # fmt: skip
-KINDS: dict[str, dict[str, Any]] = {
-    "groups": {},
-    "one_group": {"n_groups": 1, "use_bias": True, "use_conv_bias": False},
-    "tied": {"tie_word_embeddings": True, "residual_in_fp32": False, "conv_kernel": 3},
-    "one_layer": {"num_hidden_layers": 1},
-    "limits": {"time_step_limit": [0.3, 0.8], "chunk_size": 256},
-}
 TOKENS = 17
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Return a function that gives the directory of a kind, and transformers' model in it."""
-    built: dict[str, tuple[Path, Any]] = {}
-
-    def get(kind: str) -> tuple[Path, Any]:
-        if kind not in built:
-            torch.manual_seed(7)
-            path = tmp_path_factory.mktemp(kind)
-            config = HfConfig(**{**SIZES, **KINDS[kind]})
-            reference = randomised(AutoModelForCausalLM.from_config(config))
-            reference.save_pretrained(path)
-            built[kind] = path, reference
-        return built[kind]
-
-    return get
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +41,7 @@ def _no_grad() -> Any:
 
 
 def load(path: Path, dtype: str = "auto") -> Mamba2ForCausalLM:
-    model = load_checkpoint(path, dtype=dtype)
+    model = load_model(path, dtype=dtype)
     assert isinstance(model, Mamba2ForCausalLM)
     return model
 
@@ -83,9 +55,9 @@ def in_steps(model: Any, ids: Tensor, sizes: list[int]) -> Tensor:
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("kind", ["groups", "one_group", "tied", "limits"])
-def test_logits_are_those_of_transformers(kind: str, saved: Checkpoints) -> None:
-    path, reference = saved(kind)
+@pytest.mark.parametrize("kind", ["mamba2", "mamba2_one_group", "mamba2_tied", "mamba2_limits"])
+def test_logits_are_those_of_transformers(kind: str, layer_checkpoint: Checkpoints) -> None:
+    path, reference = layer_checkpoint(kind)
     model, ids = load(path), torch.tensor(random_ids(1, TOKENS))
     logits = expected(reference, ids)
     assert logits.std() > 0.3  # a comparison of zeros would prove nothing
@@ -94,9 +66,9 @@ def test_logits_are_those_of_transformers(kind: str, saved: Checkpoints) -> None
     assert_near(in_steps(model, ids, [6, 11]), logits)
 
 
-@pytest.mark.parametrize("kind", ["groups", "one_group"])
-def test_greedy_decoding_is_that_of_transformers(kind: str, saved: Checkpoints) -> None:
-    path, reference = saved(kind)
+@pytest.mark.parametrize("kind", ["mamba2", "mamba2_one_group"])
+def test_greedy_decoding_is_that_of_transformers(kind: str, layer_checkpoint: Checkpoints) -> None:
+    path, reference = layer_checkpoint(kind)
     model, ids = load(path), torch.tensor(random_ids(2, 5))
     wanted = reference.generate(
         ids[None], max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=PAD
@@ -112,8 +84,8 @@ def test_greedy_decoding_is_that_of_transformers(kind: str, saved: Checkpoints) 
     assert found == wanted.tolist()
 
 
-def test_packed_sequences_in_a_forward_context(saved: Checkpoints) -> None:
-    path, reference = saved("groups")
+def test_packed_sequences_in_a_forward_context(layer_checkpoint: Checkpoints) -> None:
+    path, reference = layer_checkpoint("mamba2")
     model, cache = load(path), StateCache(4)
     texts = [torch.tensor(random_ids(3 + i, n)) for i, n in enumerate((6, 5, 7))]
     wanted = [expected(reference, ids) for ids in texts]
@@ -126,7 +98,7 @@ def test_packed_sequences_in_a_forward_context(saved: Checkpoints) -> None:
             [news[i] for i in order], [done[i] for i in order], [3 - i for i in order], cache
         )
         starts = states.query_start_loc
-        with forward_context(ForwardContext(starts, starts, GrowingCache(), states)):
+        with forward_context(step_context(starts, starts, GrowingCache(), states)):
             found = model.compute_logits(model(torch.cat(parts), torch.zeros(len(parts)).long()))
         for i, part in zip(order, found.split([news[i] for i in order]), strict=True):
             logits[i].append(part)
@@ -135,18 +107,18 @@ def test_packed_sequences_in_a_forward_context(saved: Checkpoints) -> None:
         assert_near(torch.cat(mine), theirs)
 
 
-@pytest.mark.parametrize("kind", ["groups", "one_group"])
-def test_two_ranks_give_the_same_logits(kind: str, saved: Checkpoints) -> None:
-    path, reference = saved(kind)
+@pytest.mark.parametrize("kind", ["mamba2", "mamba2_one_group"])
+def test_two_ranks_give_the_same_logits(kind: str, layer_checkpoint: Checkpoints) -> None:
+    path, reference = layer_checkpoint(kind)
     ids = torch.tensor(random_ids(4, TOKENS))
     logits = expected(reference, ids)
     for found in on_ranks(2, lambda: load(path), lambda model: in_steps(model, ids, [9, 7, 1])):
         assert_near(found, logits)
 
 
-@pytest.mark.parametrize("kind", ["groups", "tied"])
-def test_bfloat16_is_near_transformers(kind: str, saved: Checkpoints) -> None:
-    path, _ = saved(kind)
+@pytest.mark.parametrize("kind", ["mamba2", "mamba2_tied"])
+def test_bfloat16_is_near_transformers(kind: str, layer_checkpoint: Checkpoints) -> None:
+    path, _ = layer_checkpoint(kind)
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     model, ids = load(path, "bfloat16"), torch.tensor(random_ids(5, TOKENS))
     logits, found = expected(theirs, ids), whole(model, ids)
@@ -155,8 +127,8 @@ def test_bfloat16_is_near_transformers(kind: str, saved: Checkpoints) -> None:
     assert error < 0.02
 
 
-def test_compiled_is_the_same_and_one_graph(saved: Checkpoints) -> None:
-    path, reference = saved("one_layer")
+def test_compiled_is_the_same_and_one_graph(layer_checkpoint: Checkpoints) -> None:
+    path, reference = layer_checkpoint("mamba2_one_layer")
     model, ids = load(path), torch.tensor(random_ids(6, TOKENS))
     whole(model, ids)  # the first use of an op makes graphs from before it invalid
     compiled: Any = torch.compile(model, backend="opweave", fullgraph=True, dynamic=True)
@@ -172,8 +144,8 @@ def test_compiled_is_the_same_and_one_graph(saved: Checkpoints) -> None:
     assert_near(torch.cat(found), logits)
 
 
-def test_the_ops_that_run(saved: Checkpoints) -> None:
-    model, ids = load(saved("groups")[0]), torch.tensor(random_ids(7, 5))
+def test_the_ops_that_run(layer_checkpoint: Checkpoints) -> None:
+    model, ids = load(layer_checkpoint("mamba2")[0]), torch.tensor(random_ids(7, 5))
     with ir.record() as log:
         in_steps(model, ids, [4, 1])
     mixing = {"causal_conv1d", "causal_conv1d_update", "ssd_chunk_scan", "selective_state_update"}
@@ -204,8 +176,8 @@ def test_configurations_that_cannot_be(
         Mamba2Config.from_hf({**SIZES, **changes})
 
 
-def test_tensors_must_fit(saved: Checkpoints) -> None:
-    model = load(saved("groups")[0])
+def test_tensors_must_fit(layer_checkpoint: Checkpoints) -> None:
+    model = load(layer_checkpoint("mamba2")[0])
     weights = {name: place.parameter.data for name, place in model.places().items()}
     weights["backbone.layers.0.mixer.conv1d.weight"] = torch.randn(3, 1, 4)
     weights["backbone.layers.9.norm.weight"] = weights.pop("backbone.layers.1.norm.weight")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opweave.engine import Checkpoint, CheckpointError, load_checkpoint
+from opweave.engine import Checkpoint, CheckpointError, load_model
 from opweave.engine.checkpoint import TensorFile
 from opweave.models import CheckpointModel, WeightsError, build_model
 
@@ -81,4 +81,4 @@ def test_a_dtype_that_cannot_be_followed_is_named(
     config = (path / "config.json").read_text().replace('"float32"', '"float8_e4m3fn"')
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(CheckpointError, match=r"'float8_e4m3fn'.*float32, bfloat16, float16"):
-        load_checkpoint(tmp_path)
+        load_model(tmp_path)

@@ -19,14 +19,26 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 3.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
 # Name -> (model type, what differs from _SIZES).
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "one_layer": ("llama", {"num_hidden_layers": 1}),
     "llama3_rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "linear_rope": (
         "llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}},
     ),
+    "yarn": ("llama", {"rope_parameters": YARN}),
     "tied": ("llama", {"tie_word_embeddings": True}),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "head_dim": ("llama", {"head_dim": 24}),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from opweave import ir
-from opweave.models.forward_context import current_forward_context
+from opweave.models.forward_context import CachedRows, current_forward_context
 
 
 class Attention(nn.Module):
@@ -17,19 +17,30 @@ class Attention(nn.Module):
 
     Args:
         layer: the index of the layer, by which the cache knows it.
+        num_heads: the heads of queries that this rank has.
+        num_kv_heads: those of keys and values.
+        head_dim: the size of a head.
         window: attend to this many positions at most; None: all.
         scale, soft_cap: of the scores, as in ``ir.ops.varlen_attention``.
+
+    Attributes:
+        cached: what the cache keeps for this layer.
     """
 
     def __init__(
         self,
         layer: int,
-        window: int | None,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
     ) -> None:
         super().__init__()
-        self.layer, self.window, self.scale, self.soft_cap = layer, window, scale, soft_cap
+        self.layer, self.num_heads = layer, num_heads
+        self.window, self.scale, self.soft_cap = window, scale, soft_cap
+        self.cached = CachedRows(layer, num_kv_heads, head_dim, head_dim, window)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return ``(T, heads * head_dim)``.
@@ -59,19 +70,7 @@ def _attend(
             query[None], key[None], value[None], scale, window, soft_cap
         )
         return dense[0]
-    key, value = context.kv_cache.append(layer, key, value)
-    packed: Tensor = ir.ops.varlen_attention(
-        query,
-        key,
-        value,
-        context.cu_seqlens_q,
-        context.cu_seqlens_k,
-        scale=scale,
-        causal=True,
-        window=window,
-        soft_cap=soft_cap,
-    )
-    return packed
+    return context.attention.attend(layer, query, key, value, scale, window, soft_cap)
 
 
 _opaque = torch.library.custom_op("opweave::attention_in_context", _attend, mutates_args=())

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
 
 ACTIVATIONS = ("gelu", "gelu_new", "relu")
@@ -48,13 +47,9 @@ class BertConfig:
             fields.require(key, fields.flag(key, default), default)
         kind = fields.text("position_embedding_type", "absolute")
         fields.require("position_embedding_type", kind, "absolute")
-        fields.require("quantization_config", fields.values.get("quantization_config"), None)
+        fields.refuse_quantized()
         hidden, heads = fields.count("hidden_size", 768), fields.count("num_attention_heads", 12)
-        if hidden % heads:
-            raise InvalidConfigError(
-                f"{fields.name} has 'hidden_size': {hidden}, which is not a multiple of "
-                f"'num_attention_heads': {heads}."
-            )
+        fields.require_multiple("hidden_size", hidden, "num_attention_heads", heads)
         activation = fields.text("hidden_act", "gelu")
         return cls(
             vocab_size=fields.count("vocab_size", 30522),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from opweave.layers import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
+from opweave.models.errors import WeightsError
 from opweave.models.weights import CheckpointModel, Merged
+
+_HEAD = "lm_head.weight"
 
 
 class Decoder(nn.Module):
@@ -52,6 +55,7 @@ class CausalLM(CheckpointModel):
         vocab_size, hidden_size: as its configuration says.
         dtype: of weights and activations.
         tied: whether the embedding is the output matrix, too.
+        max_positions: the longest sequence that the model knows positions of; None: any.
         soft_cap: of the logits.
     """
 
@@ -68,9 +72,11 @@ class CausalLM(CheckpointModel):
         *,
         dtype: torch.dtype,
         tied: bool,
+        max_positions: int | None,
         soft_cap: float | None = None,
     ) -> None:
         super().__init__()
+        self.vocab_size, self.max_positions = vocab_size, max_positions
         self.model, self.dtype = model, dtype
         self.lm_head = ParallelLMHead(vocab_size, hidden_size, params_dtype=dtype)
         if tied:
@@ -92,3 +98,31 @@ class CausalLM(CheckpointModel):
         """Return the scores of the next token, ``(..., vocab_size)``, in the dtype of the model."""
         logits: Tensor = self.logits_processor(self.lm_head, hidden)
         return logits
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        # Older checkpoints also hold the rotary frequencies, which follow from the configuration.
+        given = ((n, t) for n, t in tensors if not n.endswith("rotary_emb.inv_freq"))
+        super().load_weights(self._tied(given) if self.is_tied else given)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the output matrix, too."""
+        return self.lm_head.weight is self.model.embed_tokens.weight
+
+    def _tied(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the matrix that is embedding and output once, whichever names a checkpoint uses."""
+        weight, found = self.model.embed_tokens.weight, None
+        embedding = next(n for n, place in self.places().items() if place.parameter is weight)
+        for name, tensor in tensors:
+            if name not in (_HEAD, embedding):
+                yield name, tensor
+            elif found is None or found.shape != tensor.shape:  # which will not fit
+                found = tensor
+                yield embedding, tensor
+            elif not tensor.is_meta and not torch.equal(
+                *(t.to(self.dtype) for t in (found, tensor))
+            ):
+                raise WeightsError(
+                    f"config.json ties the embeddings, but {_HEAD} differs from {embedding}. Set "
+                    "'tie_word_embeddings' to false in config.json to use both."
+                )

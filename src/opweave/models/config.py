@@ -8,7 +8,8 @@ from typing import Any
 
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
-from opweave.models.rope import RopeConfig
+from opweave.models.heads import read_heads
+from opweave.models.rope_config import rope_parameters
 
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -17,6 +18,7 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3ForCausalLM",
 )
 _MAX_POSITIONS = dict(zip(SUPPORTED_ARCHITECTURES, (2048, 131072, 32768, 32768), strict=True))
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -29,6 +31,7 @@ class LlamaConfig:
 
     Attributes:
         architecture: one of ``SUPPORTED_ARCHITECTURES``.
+        rope: ``rope_parameters``, ``rope_theta`` included.
         windows: for each layer, how many positions its attention sees; None: all.
         qkv_bias, o_bias, mlp_bias: which linear maps have a bias.
         qk_norm: whether queries and keys are normalised, head by head.
@@ -45,7 +48,7 @@ class LlamaConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeConfig
+    rope: Mapping[str, Any]
     windows: tuple[int | None, ...]
     qkv_bias: bool = False
     o_bias: bool = False
@@ -68,7 +71,7 @@ class LlamaConfig:
         fields = Fields(config)
         architecture = _architecture(fields)
         fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
-        fields.require("quantization_config", fields.values.get("quantization_config"), None)
+        fields.refuse_quantized()
         layers = fields.count("num_hidden_layers")
         max_positions = fields.count("max_position_embeddings", _MAX_POSITIONS[architecture])
         biased = fields.flag("attention_bias", False) and architecture in (
@@ -84,7 +87,7 @@ class LlamaConfig:
             **_heads(fields, architecture),
             max_position_embeddings=max_positions,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=RopeConfig.from_hf(fields, max_positions),
+            rope=_rope(fields, max_positions),
             windows=_windows(fields, architecture, layers),
             qkv_bias=biased or architecture == "Qwen2ForCausalLM",
             o_bias=biased,
@@ -106,34 +109,17 @@ def _architecture(fields: Fields) -> str:
 
 
 def _heads(fields: Fields, architecture: str) -> dict[str, int]:
-    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    # transformers has these defaults for absent keys; a null means the general rule.
-    absent_kv = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
-    default_kv = absent_kv.get(architecture, heads)
-    kv_heads = fields.count(
-        "num_key_value_heads", heads if "num_key_value_heads" in fields.values else default_kv
-    )
-    if architecture == "Qwen3ForCausalLM" and "head_dim" not in fields.values:
-        head_dim = 128
-    elif "head_dim" in fields:
-        head_dim = fields.count("head_dim")
-    elif hidden % heads:
-        raise InvalidConfigError(
-            f"{fields.name} has no 'head_dim', and 'hidden_size' {hidden} is not a multiple of "
-            f"'num_attention_heads' {heads}."
-        )
-    else:
-        head_dim = hidden // heads
-    if heads % kv_heads:
-        raise InvalidConfigError(
-            f"{fields.name} has 'num_attention_heads': {heads}, which is not a multiple of "
-            f"'num_key_value_heads': {kv_heads}."
-        )
-    if head_dim % 2:
-        raise InvalidConfigError(
-            f"{fields.name}: the head size {head_dim} is odd; rotary embedding needs pairs."
-        )
-    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    # transformers has these defaults for absent keys.
+    kv_heads = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
+    head_dim = 128 if architecture == "Qwen3ForCausalLM" else None
+    return read_heads(fields, kv_heads=kv_heads.get(architecture), head_dim=head_dim)
+
+
+def _rope(fields: Fields, positions: int) -> dict[str, Any]:
+    rope = rope_parameters(fields, positions, supported=_ROPE_TYPES)
+    for share in (fields.number("partial_rotary_factor", 1.0), rope.get("partial_rotary_factor")):
+        fields.require("partial_rotary_factor", share, 1.0, None)
+    return rope
 
 
 def _windows(fields: Fields, architecture: str, layers: int) -> tuple[int | None, ...]:

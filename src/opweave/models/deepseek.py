@@ -23,6 +23,7 @@ from opweave.layers import (
 )
 from opweave.layers.parallel import current_tensor_parallel
 from opweave.models.causal_lm import CausalLM, Decoder
+from opweave.models.decoder_layer import DecoderLayer
 from opweave.models.deepseek_config import DeepseekV3Config
 from opweave.models.latent_attention import LatentAttention
 from opweave.models.mlp import GatedMlp
@@ -75,33 +76,6 @@ class DeepseekMoE(nn.Module):
         return mixed
 
 
-class DeepseekLayer(nn.Module):
-    """Latent attention, and an MLP or experts, each after a norm."""
-
-    def __init__(self, config: DeepseekV3Config, layer: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        size, epsilon = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, epsilon, dtype=dtype)
-        self.self_attn = latent_attention(config, layer, dtype)
-        self.post_attention_layernorm = RMSNorm(size, epsilon, dtype=dtype)
-        self.mlp = (
-            GatedMlp(size, config.intermediate_size, SiluAndMul(), dtype=dtype)
-            if layer < config.first_k_dense_replace
-            else DeepseekMoE(config, dtype)
-        )
-
-    def forward(
-        self, positions: Tensor, hidden: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden
-        else:
-            hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(positions, hidden)
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
-
-
 class DeepseekV3ForCausalLM(CausalLM):
     """A DeepSeek-V3 language model.
 
@@ -119,11 +93,16 @@ class DeepseekV3ForCausalLM(CausalLM):
         size = config.hidden_size
         decoder = Decoder(
             VocabParallelEmbedding(config.vocab_size, size, params_dtype=dtype),
-            (DeepseekLayer(config, i, dtype) for i in range(config.num_hidden_layers)),
+            (deepseek_layer(config, i, dtype) for i in range(config.num_hidden_layers)),
             RMSNorm(size, config.rms_norm_eps, dtype=dtype),
         )
         super().__init__(
-            decoder, config.vocab_size, size, dtype=dtype, tied=config.tie_word_embeddings
+            decoder,
+            config.vocab_size,
+            size,
+            dtype=dtype,
+            tied=config.tie_word_embeddings,
+            max_positions=config.max_position_embeddings,
         )
         self.config = config
 
@@ -140,6 +119,19 @@ class DeepseekV3ForCausalLM(CausalLM):
         others = range(end, end + self.config.num_nextn_predict_layers)
         prefixes = tuple(f"model.layers.{layer}." for layer in others)
         return ((name, tensor) for name, tensor in tensors if not name.startswith(prefixes))
+
+
+def deepseek_layer(config: DeepseekV3Config, layer: int, dtype: torch.dtype) -> DecoderLayer:
+    """Build one block: latent attention, and an MLP or experts."""
+    size, epsilon = config.hidden_size, config.rms_norm_eps
+    return DecoderLayer(
+        RMSNorm(size, epsilon, dtype=dtype),
+        latent_attention(config, layer, dtype),
+        RMSNorm(size, epsilon, dtype=dtype),
+        GatedMlp(size, config.intermediate_size, SiluAndMul(), dtype=dtype)
+        if layer < config.first_k_dense_replace
+        else DeepseekMoE(config, dtype),
+    )
 
 
 def latent_attention(
@@ -170,9 +162,10 @@ def latent_attention(
         ),
         **_query_modules(config, query_size, dtype),
     )
+    own_heads = current_tensor_parallel().divide(heads, "num_attention_heads")
     return MultiHeadLatentAttentionWrapper(
         hidden,
-        current_tensor_parallel().divide(heads, "num_attention_heads"),
+        own_heads,
         config.softmax_scale,
         config.qk_nope_head_dim,
         config.qk_rope_head_dim,
@@ -180,7 +173,7 @@ def latent_attention(
         config.q_lora_rank,
         config.kv_lora_rank,
         modules,
-        attention=LatentAttention(layer),
+        attention=LatentAttention(layer, own_heads, config.kv_lora_rank + config.qk_rope_head_dim),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
+from opweave.models.rope_config import rope_parameters
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,10 @@ class DeepseekV3Config:
         """
         fields = Fields(config)
         fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
-        fields.require("quantization_config", fields.values.get("quantization_config"), None)
+        fields.refuse_quantized()
         nope, turned = fields.count("qk_nope_head_dim", 128), fields.count("qk_rope_head_dim", 64)
-        rope = rope_parameters(fields)
+        positions = fields.count("max_position_embeddings", 4096)
+        rope = rope_parameters(fields, positions)
         direct = "q_lora_rank" in fields.values and fields.values["q_lora_rank"] is None
         found = cls(
             vocab_size=fields.count("vocab_size"),
@@ -91,7 +93,7 @@ class DeepseekV3Config:
             norm_topk_prob=fields.flag("norm_topk_prob", True),
             routed_scaling_factor=fields.number("routed_scaling_factor", 2.5),
             first_k_dense_replace=fields.natural("first_k_dense_replace", 3),
-            max_position_embeddings=fields.count("max_position_embeddings", 4096),
+            max_position_embeddings=positions,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
             rope_interleave=fields.flag("rope_interleave", True),
@@ -116,17 +118,6 @@ class DeepseekV3Config:
                 f"{name} has 'qk_rope_head_dim': {self.qk_rope_head_dim}; rotary embedding needs "
                 "pairs."
             )
-
-
-def rope_parameters(fields: Fields, theta: float = 10000.0) -> dict[str, Any]:
-    """Return ``rope_parameters``, or what the older ``rope_scaling`` and ``rope_theta`` say.
-
-    *theta* is that of configurations without one.
-    """
-    rope = fields.nested("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
-    theta = rope.number("rope_theta", fields.number("rope_theta", theta))
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    return {**rope.values, "rope_theta": theta, "rope_type": kind}
 
 
 def _stretch(rope: Mapping[str, Any]) -> float:

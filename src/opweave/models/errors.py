@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opweave.ir.errors import OpweaveError
+from opweave.ir.errors import OpweaveError, UnknownError
 
 
 class ModelError(OpweaveError):
@@ -13,9 +13,17 @@ class InvalidConfigError(ModelError, ValueError):
     """A value in a checkpoint's ``config.json`` is missing, of the wrong type, or impossible."""
 
 
-class UnsupportedModelError(ModelError, ValueError):
+class UnsupportedModelError(UnknownError, ModelError, ValueError):
     """The configuration asks for an architecture or a feature that no model here has."""
 
 
 class WeightsError(ModelError, ValueError):
     """A checkpoint's tensors are not those of the model: some are missing, or do not fit."""
+
+
+class DuplicateModelError(ModelError, ValueError):
+    """An architecture has a model already."""
+
+
+class InvalidModelError(ModelError, TypeError):
+    """What is registered as a model cannot be found, or is not one."""

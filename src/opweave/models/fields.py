@@ -85,6 +85,17 @@ class Fields:
             )
         return value
 
+    def require_multiple(self, key: str, value: int, of: str, divisor: int) -> None:
+        """Raise InvalidConfigError unless the *value* of *key* is a multiple of that of *of*."""
+        if value % divisor:
+            raise InvalidConfigError(
+                f"{self.name} has {key!r}: {value}, which is not a multiple of {of!r}: {divisor}."
+            )
+
+    def refuse_quantized(self) -> None:
+        """Raise UnsupportedModelError if the checkpoint is quantized."""
+        self.require("quantization_config", self.values.get("quantization_config"), None)
+
     def _value(self, key: str, default: object, kind: str) -> object:
         value = self.values.get(key)
         if value is None and default is None:

@@ -21,18 +21,66 @@ from opweave.layers.mamba.states import (
 )
 
 
-class KeyValueCache(Protocol):
-    """Keeps keys and values of the sequences of one forward."""
+@dataclass(frozen=True, slots=True)
+class CachedRows:
+    """What a cache keeps of a token for one attention layer, on this rank.
 
-    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the new tokens' keys and values; return those of all tokens, packed.
+    Attributes:
+        layer: the index of the layer.
+        num_heads: of keys, and of values.
+        key_size, value_size: elements of a head. Values of latent attention have none: they are
+            computed from the keys.
+        window: how many positions the layer attends to; None: all.
+    """
+
+    layer: int
+    num_heads: int
+    key_size: int
+    value_size: int
+    window: int | None = None
+
+
+class CachedAttention(Protocol):
+    """Attention over the sequences of one forward, which writes their new tokens into a cache.
+
+    Tokens are packed, sequence after sequence. Each attends to those before it in its sequence, the
+    cached ones included, and to itself.
+    """
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> Tensor:
+        """Return ``(T, heads, value_size)``.
 
         Args:
             layer: the index of the layer.
-            key, value: ``(new_tokens, kv_heads, head_dim)``, sequence after sequence.
+            query: ``(T, heads, head_size)``.
+            key, value: ``(T, kv_heads, size)`` of the new tokens.
+            scale, window, soft_cap: as in ``ir.ops.paged_attention``.
+        """
 
-        Returns:
-            Keys and values ``(all_tokens, kv_heads, head_dim)``, sequence after sequence.
+    def attend_latent(
+        self,
+        layer: int,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        kv_b_weight: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Return ``(T, heads, value_size)``.
+
+        Args:
+            layer: the index of the layer.
+            query, kv_c, k_pe, kv_b_weight, scale: as in ``ir.ops.mla_attention_prefill``; latent
+                vectors and rotated parts are those of the new tokens.
         """
 
 
@@ -41,16 +89,12 @@ class ForwardContext:
     """The sequences that are packed in one forward.
 
     Attributes:
-        cu_seqlens_q: ``(sequences + 1,)``, int32: where each sequence's new tokens begin.
-        cu_seqlens_k: the same for all of its tokens, the cached ones included.
-        kv_cache: their keys and values.
+        attention: how their tokens attend to each other, and to those before.
         states: where layers with states of another kind find them; None: there are no such layers,
             or :func:`~opweave.layers.sequence_states` says it.
     """
 
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    kv_cache: KeyValueCache
+    attention: CachedAttention
     states: SequenceStates | None = None
 
 

@@ -8,64 +8,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from opweave.layers import (
-    GeluAndMul,
-    GemmaRMSNorm,
-    QKVParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    get_rope,
-)
-from opweave.models.attention import Attention
+from opweave.layers import GeluAndMul, GemmaRMSNorm, VocabParallelEmbedding
 from opweave.models.causal_lm import CausalLM, Decoder
+from opweave.models.decoder_layer import add_and_norm
 from opweave.models.gemma3_config import Gemma3Config
 from opweave.models.mlp import GatedMlp
-
-
-class Gemma3Attention(nn.Module):
-    """Projections, norms of heads, rotation, attention."""
-
-    def __init__(self, config: Gemma3Config, layer: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            config.head_dim,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            bias=config.attention_bias,
-            params_dtype=dtype,
-            return_bias=False,
-        )
-        self.q_norm = GemmaRMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = GemmaRMSNorm(config.head_dim, config.rms_norm_eps)
-        self.rotary_emb = get_rope(
-            config.head_dim,
-            config.max_position_embeddings,
-            rope_parameters=config.ropes[config.layer_types[layer]],
-            dtype=dtype,
-        )
-        self.attention = Attention(
-            layer,
-            config.window(layer),
-            config.query_pre_attn_scalar**-0.5,
-            config.attn_logit_softcapping,
-        )
-        self.o_proj = RowParallelLinear(
-            config.num_attention_heads * config.head_dim,
-            config.hidden_size,
-            bias=config.attention_bias,
-            params_dtype=dtype,
-            return_bias=False,
-        )
-
-    def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
-        heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        query, key, value = qkv.split_with_sizes([heads, kv_heads, kv_heads], -2)
-        query, key = self.rotary_emb(positions, self.q_norm(query), self.k_norm(key))
-        output: Tensor = self.o_proj(self.attention(query, key, value))
-        return output
+from opweave.models.self_attention import SelfAttention
 
 
 class Gemma3Layer(nn.Module):
@@ -75,7 +23,21 @@ class Gemma3Layer(nn.Module):
         super().__init__()
         size, epsilon = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = GemmaRMSNorm(size, epsilon)
-        self.self_attn = Gemma3Attention(config, layer, dtype)
+        self.self_attn = SelfAttention(
+            config,
+            layer,
+            config.ropes[config.layer_types[layer]],
+            dtype,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            norms=(
+                GemmaRMSNorm(config.head_dim, epsilon),
+                GemmaRMSNorm(config.head_dim, epsilon),
+            ),
+            window=config.window(layer),
+            scale=config.query_pre_attn_scalar**-0.5,
+            soft_cap=config.attn_logit_softcapping,
+        )
         self.post_attention_layernorm = GemmaRMSNorm(size, epsilon)
         self.pre_feedforward_layernorm = GemmaRMSNorm(size, epsilon)
         self.mlp = GatedMlp(size, config.intermediate_size, GeluAndMul("tanh"), dtype=dtype)
@@ -84,12 +46,9 @@ class Gemma3Layer(nn.Module):
     def forward(
         self, positions: Tensor, hidden: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden
-        else:
-            hidden, residual = self.input_layernorm(hidden, residual)
+        hidden, residual = add_and_norm(self.input_layernorm, hidden, residual)
         hidden = self.post_attention_layernorm(self.self_attn(positions, hidden))
-        hidden, residual = self.pre_feedforward_layernorm(hidden, residual)
+        hidden, residual = add_and_norm(self.pre_feedforward_layernorm, hidden, residual)
         return self.post_feedforward_layernorm(self.mlp(hidden)), residual
 
 
@@ -116,6 +75,7 @@ class Gemma3ForCausalLM(CausalLM):
             size,
             dtype=dtype,
             tied=config.tie_word_embeddings,
+            max_positions=config.max_position_embeddings,
             soft_cap=config.final_logit_softcapping,
         )
         self.config = config

@@ -8,6 +8,7 @@ from typing import Any
 
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
+from opweave.models.rope_config import read_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
@@ -59,15 +60,12 @@ class Gemma3Config:
         fields = Fields(config)
         activation = fields.text("hidden_activation", "gelu_pytorch_tanh")
         fields.require("hidden_activation", activation, "gelu_pytorch_tanh")
-        fields.require("quantization_config", fields.values.get("quantization_config"), None)
+        fields.refuse_quantized()
         backward = fields.flag("use_bidirectional_attention", False)
         fields.require("use_bidirectional_attention", backward, False)
         heads, kv_heads = fields.count("num_attention_heads"), fields.count("num_key_value_heads")
-        if heads % kv_heads:
-            raise InvalidConfigError(
-                f"{fields.name} has 'num_attention_heads': {heads}, which is not a multiple of "
-                f"'num_key_value_heads': {kv_heads}."
-            )
+        fields.require_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads)
+        positions = fields.count("max_position_embeddings", 131_072)
         return cls(
             vocab_size=fields.count("vocab_size"),
             hidden_size=fields.count("hidden_size"),
@@ -76,12 +74,12 @@ class Gemma3Config:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=fields.count("head_dim", 256),
-            max_position_embeddings=fields.count("max_position_embeddings", 131_072),
+            max_position_embeddings=positions,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             query_pre_attn_scalar=fields.number("query_pre_attn_scalar", 256),
             layer_types=_layer_types(fields),
             sliding_window=fields.count("sliding_window", 4096),
-            ropes={kind: _rope(fields, kind) for kind in _THETA},
+            ropes={kind: _rope(fields, kind, positions) for kind in _THETA},
             attn_logit_softcapping=_cap(fields, "attn_logit_softcapping"),
             final_logit_softcapping=_cap(fields, "final_logit_softcapping"),
             attention_bias=fields.flag("attention_bias", False),
@@ -110,13 +108,11 @@ def _layer_types(fields: Fields) -> tuple[str, ...]:
     return tuple(fields.require("layer_types", kind, *_THETA) for kind in types)
 
 
-def _rope(fields: Fields, kind: str) -> dict[str, Any]:
+def _rope(fields: Fields, kind: str, positions: int) -> dict[str, Any]:
     """Return the parameters of one layer type, from ``rope_parameters`` or the older keys."""
     rope = fields.nested("rope_parameters").nested(kind)
     older = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}[kind]
     # The older format scales the layers that see everything, and no others.
     if kind == FULL and "rope_scaling" in fields:
         rope = fields.nested("rope_scaling")
-    theta = rope.number("rope_theta", fields.number(older, _THETA[kind]))
-    rope_type = rope.text("rope_type", rope.text("type", "default"))
-    return {**rope.values, "rope_theta": theta, "rope_type": rope_type}
+    return read_rope(rope, fields.number(older, _THETA[kind]), positions)

@@ -65,7 +65,7 @@ class GptOssMoE(CheckpointModel):
             InvalidConfigError: a value is of the wrong type, or does not fit the others.
         """
         fields = Fields(config)
-        fields.require("quantization_config", fields.values.get("quantization_config"), None)
+        fields.refuse_quantized()
         experts = fields.count("num_local_experts", 128)
         top_k = fields.count("num_experts_per_tok", 4)
         if top_k > experts:

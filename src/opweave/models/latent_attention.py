@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from opweave import ir
 from opweave.layers.mla import one_sequence
-from opweave.models.forward_context import ForwardContext, current_forward_context
+from opweave.models.forward_context import CachedRows, current_forward_context
 
 
 class LatentAttention(nn.Module):
@@ -19,11 +18,17 @@ class LatentAttention(nn.Module):
 
     Args:
         layer: the index of the layer, by which the cache knows it.
+        num_heads: the heads of queries that this rank has.
+        row_size: elements of a row.
+
+    Attributes:
+        cached: what the cache keeps for this layer.
     """
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int, num_heads: int, row_size: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.num_heads = layer, num_heads
+        self.cached = CachedRows(layer, 1, row_size, 0)
 
     def forward(
         self, query: Tensor, kv_c: Tensor, k_pe: Tensor, kv_b_weight: Tensor, scale: float
@@ -41,28 +46,7 @@ def _attend(
     context = current_forward_context()
     if context is None:
         return one_sequence(query, kv_c, k_pe, kv_b_weight, scale)
-    row = torch.cat((kv_c, k_pe), -1)[:, None]
-    rows, _ = context.kv_cache.append(layer, row, row[..., :0])
-    decodes = query.shape[0] == context.cu_seqlens_q.shape[0] - 1
-    if decodes:
-        return _decode(query, rows, kv_b_weight, scale, context)
-    kv_c, k_pe = rows[:, 0].split_with_sizes([kv_c.shape[1], k_pe.shape[1]], -1)
-    starts, ends = context.cu_seqlens_q, context.cu_seqlens_k
-    out: Tensor = ir.ops.mla_attention_prefill(query, kv_c, k_pe, kv_b_weight, starts, ends, scale)
-    return out
-
-
-def _decode(
-    query: Tensor, rows: Tensor, kv_b_weight: Tensor, scale: float, context: ForwardContext
-) -> Tensor:
-    """Attend to packed rows as to a paged cache, every page of which is one row."""
-    starts, lengths = context.cu_seqlens_k[:-1], context.cu_seqlens_k.diff()
-    longest = int(lengths.max()) if lengths.numel() else 0
-    pages = starts[:, None] + torch.arange(longest, dtype=torch.int32, device=rows.device)
-    out: Tensor = ir.ops.mla_attention_decode(
-        query, rows, kv_b_weight, pages, lengths, context.cu_seqlens_q, scale
-    )
-    return out
+    return context.attention.attend_latent(layer, query, kv_c, k_pe, kv_b_weight, scale)
 
 
 _opaque = torch.library.custom_op("opweave::latent_attention_in_context", _attend, mutates_args=())

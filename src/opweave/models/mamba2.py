@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from opweave.layers import MambaMixer2, RMSNorm, VocabParallelEmbedding, stateful_layers
 from opweave.models.causal_lm import CausalLM, Decoder
+from opweave.models.decoder_layer import add_and_norm
 from opweave.models.mamba2_config import Mamba2Config
 from opweave.models.weights import Place
 
@@ -35,10 +36,7 @@ class ResidualNorm(nn.Module):
         if self.wide:
             residual = hidden.float() if residual is None else residual + hidden
             return self.rms_norm(residual.to(self.dtype)), residual
-        if residual is None:
-            return self.rms_norm(hidden), hidden
-        both: tuple[Tensor, Tensor] = self.rms_norm(hidden, residual)
-        return both
+        return add_and_norm(self.rms_norm, hidden, residual)
 
 
 class Mamba2Layer(nn.Module):
@@ -95,12 +93,21 @@ class Mamba2ForCausalLM(CausalLM):
                 ResidualNorm(size, config.layer_norm_epsilon, dtype, config.residual_in_fp32),
             )
         tied = config.tie_word_embeddings
-        super().__init__(decoder, config.vocab_size, size, dtype=dtype, tied=tied)
+        super().__init__(
+            decoder, config.vocab_size, size, dtype=dtype, tied=tied, max_positions=None
+        )
         self.config, self.mixers = config, mixers
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
         return cls(Mamba2Config.from_hf(config), dtype=dtype)
+
+    def fill_randomly(self, seed: int = 0) -> None:
+        super().fill_randomly(seed)
+        for name, place in self.places().items():
+            # The numbers are logarithms, as in checkpoints: states are to decay, not to grow.
+            if name.endswith("A_log"):
+                place.fill(place.parameter.data)
 
     def places(self) -> dict[str, Place]:
         return {_name_in_checkpoint(name): place for name, place in super().places().items()}

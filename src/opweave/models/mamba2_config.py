@@ -53,7 +53,7 @@ class Mamba2Config:
         fields = Fields(config)
         activation = fields.text("hidden_act", "silu")
         fields.require("hidden_act", activation, "silu", "swish")
-        fields.require("quantization_config", fields.values.get("quantization_config"), None)
+        fields.refuse_quantized()
         hidden, expand = fields.count("hidden_size", 4096), fields.number("expand", 2)
         heads, head_dim = fields.count("num_heads", 128), fields.count("head_dim", 64)
         groups = fields.count("n_groups", 8)
@@ -63,11 +63,7 @@ class Mamba2Config:
                 f"{heads * head_dim} channels; 'hidden_size' {hidden} times 'expand' {expand:g} "
                 f"makes {hidden * expand:g}."
             )
-        if heads % groups:
-            raise InvalidConfigError(
-                f"{fields.name} has 'num_heads': {heads}, which is not a multiple of 'n_groups': "
-                f"{groups}."
-            )
+        fields.require_multiple("num_heads", heads, "n_groups", groups)
         return cls(
             vocab_size=fields.count("vocab_size", 32768),
             hidden_size=hidden,

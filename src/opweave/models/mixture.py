@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from opweave.layers import (
     FusedMoE,
-    QKVParallelLinear,
     ReplicatedLinear,
     RMSNorm,
-    RowParallelLinear,
     SiluAndMul,
     VocabParallelEmbedding,
-    get_rope,
 )
-from opweave.models.attention import Attention
 from opweave.models.causal_lm import CausalLM, Decoder
+from opweave.models.decoder_layer import DecoderLayer
 from opweave.models.mixture_config import MixtureConfig
 from opweave.models.mlp import GatedMlp
+from opweave.models.self_attention import SelfAttention
 
 
 class MixtureOfExperts(nn.Module):
@@ -47,79 +47,6 @@ class MixtureOfExperts(nn.Module):
         return mixed
 
 
-class MixtureAttention(nn.Module):
-    """Projections, norms of heads if the model has them, rotation, attention."""
-
-    def __init__(self, config: MixtureConfig, layer: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            config.head_dim,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            bias=config.attention_bias,
-            params_dtype=dtype,
-            return_bias=False,
-        )
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm, self.k_norm = (
-                RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) for _ in range(2)
-            )
-        self.rotary_emb = get_rope(
-            config.head_dim,
-            config.max_position_embeddings,
-            rope_parameters=config.rope,
-            dtype=dtype,
-        )
-        self.attention = Attention(layer, config.sliding_window)
-        self.o_proj = RowParallelLinear(
-            config.num_attention_heads * config.head_dim,
-            config.hidden_size,
-            bias=config.attention_bias,
-            params_dtype=dtype,
-            return_bias=False,
-        )
-
-    def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
-        heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        qkv = torch.unflatten(self.qkv_proj(hidden), -1, (-1, self.head_dim))
-        query, key, value = torch.split_with_sizes(qkv, [heads, kv_heads, kv_heads], -2)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = self.rotary_emb(positions, query, key)
-        output: Tensor = self.o_proj(self.attention(query, key, value))
-        return output
-
-
-class MixtureLayer(nn.Module):
-    """Attention, and experts or an MLP, each after a norm."""
-
-    def __init__(self, config: MixtureConfig, layer: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        size, epsilon = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, epsilon, dtype=dtype)
-        self.self_attn = MixtureAttention(config, layer, dtype)
-        self.post_attention_layernorm = RMSNorm(size, epsilon, dtype=dtype)
-        self.mlp = (
-            MixtureOfExperts(config, dtype)
-            if config.sparse_layers[layer]
-            else GatedMlp(size, config.intermediate_size, SiluAndMul(), dtype=dtype)
-        )
-
-    def forward(
-        self, positions: Tensor, hidden: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden
-        else:
-            hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(positions, hidden)
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
-
-
 class MixtureForCausalLM(CausalLM):
     """A language model with a mixture of experts.
 
@@ -132,10 +59,36 @@ class MixtureForCausalLM(CausalLM):
         size = config.hidden_size
         decoder = Decoder(
             VocabParallelEmbedding(config.vocab_size, size, params_dtype=dtype),
-            (MixtureLayer(config, i, dtype) for i in range(len(config.sparse_layers))),
+            (mixture_layer(config, i, dtype) for i in range(config.num_hidden_layers)),
             RMSNorm(size, config.rms_norm_eps, dtype=dtype),
         )
         super().__init__(
-            decoder, config.vocab_size, size, dtype=dtype, tied=config.tie_word_embeddings
+            decoder,
+            config.vocab_size,
+            size,
+            dtype=dtype,
+            tied=config.tie_word_embeddings,
+            max_positions=config.max_position_embeddings,
         )
         self.config = config
+
+
+def mixture_layer(config: MixtureConfig, layer: int, dtype: torch.dtype) -> DecoderLayer:
+    """Build one block: attention, and experts or an MLP."""
+    size, norm = config.hidden_size, partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+    attention = SelfAttention(
+        config,
+        layer,
+        config.rope,
+        dtype,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        norms=(norm(config.head_dim), norm(config.head_dim)) if config.qk_norm else None,
+        window=config.sliding_window,
+    )
+    mlp = (
+        MixtureOfExperts(config, dtype)
+        if config.sparse_layers[layer]
+        else GatedMlp(size, config.intermediate_size, SiluAndMul(), dtype=dtype)
+    )
+    return DecoderLayer(norm(size), attention, norm(size), mlp)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opweave.models.deepseek_config import rope_parameters
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
+from opweave.models.heads import read_heads
+from opweave.models.rope_config import rope_parameters
 
 MIXTRAL, QWEN3_MOE = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
 
@@ -50,6 +51,11 @@ class MixtureConfig:
     qk_norm: bool
     tie_word_embeddings: bool
     dtype: str | None
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """The number of layers."""
+        return len(self.sparse_layers)
 
     @classmethod
     def mixtral(cls, config: Mapping[str, Any]) -> MixtureConfig:
@@ -99,30 +105,15 @@ def _common(
 ) -> dict[str, Any]:
     """Read what both have; the arguments are the values of absent keys."""
     fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
-    fields.require("quantization_config", fields.values.get("quantization_config"), None)
-    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    shared = "num_key_value_heads"
-    # A null means as many as queries have.
-    kv_heads = fields.count(shared, heads if shared in fields.values else kv_heads)
-    if heads % kv_heads:
-        raise InvalidConfigError(
-            f"{fields.name} has 'num_attention_heads': {heads}, which is not a multiple of "
-            f"'num_key_value_heads': {kv_heads}."
-        )
-    if "head_dim" not in fields and hidden % heads:
-        raise InvalidConfigError(
-            f"{fields.name} has no 'head_dim', and 'hidden_size' {hidden} is not a multiple of "
-            f"'num_attention_heads' {heads}."
-        )
+    fields.refuse_quantized()
+    positions = fields.count("max_position_embeddings", positions)
     return {
         "vocab_size": fields.count("vocab_size"),
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": fields.count("head_dim", hidden // heads),
-        "max_position_embeddings": fields.count("max_position_embeddings", positions),
+        "hidden_size": fields.count("hidden_size"),
+        **read_heads(fields, kv_heads=kv_heads),
+        "max_position_embeddings": positions,
         "rms_norm_eps": fields.number("rms_norm_eps", epsilon),
-        "rope": rope_parameters(fields, theta),
+        "rope": rope_parameters(fields, positions, theta),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
         "dtype": fields.dtype(),
     }

@@ -16,6 +16,7 @@ class GatedMlp(nn.Module):
         intermediate_size: between the two products, on all ranks.
         activation: of ``gate`` and ``up``, side by side: a module such as ``SiluAndMul``.
         dtype: of the weights.
+        bias: whether the products have one.
         reduce_results: add up the ranks' parts; without it, the caller does.
     """
 
@@ -26,20 +27,21 @@ class GatedMlp(nn.Module):
         activation: nn.Module,
         *,
         dtype: torch.dtype,
+        bias: bool = False,
         reduce_results: bool = True,
     ) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size,
             [intermediate_size] * 2,
-            bias=False,
+            bias=bias,
             params_dtype=dtype,
             return_bias=False,
         )
         self.down_proj = RowParallelLinear(
             intermediate_size,
             hidden_size,
-            bias=False,
+            bias=bias,
             reduce_results=reduce_results,
             params_dtype=dtype,
             return_bias=False,

@@ -1,43 +1,151 @@
-"""The models that are made of layers, by the architecture that a ``config.json`` names."""
+"""The models by the architecture that a ``config.json`` names.
+
+A model may be a class, or a reference ``"package.module:Class"`` that is imported at first use, so
+that registering it costs nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from opweave.models.bert import BertModel
-from opweave.models.deepseek import DeepseekV3ForCausalLM
+from opweave.ir import journal
+from opweave.ir.owner import Owner, current_owner
+from opweave.models.errors import DuplicateModelError, InvalidModelError
 from opweave.models.fields import Fields
-from opweave.models.gemma3 import Gemma3ForCausalLM
-from opweave.models.mamba2 import Mamba2ForCausalLM
-from opweave.models.mixtral import MixtralForCausalLM
-from opweave.models.qwen2_vision import Qwen2VisionTransformer
-from opweave.models.qwen3_moe import Qwen3MoeForCausalLM
 from opweave.models.weights import CheckpointModel
+from opweave.plugins import load_general_plugins, resolve_obj_by_qualname
 
-MODELS: dict[str, type[CheckpointModel]] = {
-    "BertModel": BertModel,
-    "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
-    "Gemma3ForCausalLM": Gemma3ForCausalLM,
-    "Mamba2ForCausalLM": Mamba2ForCausalLM,
-    "MixtralForCausalLM": MixtralForCausalLM,
-    "Qwen2VisionTransformerPretrainedModel": Qwen2VisionTransformer,
-    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
-}
+Model = type[CheckpointModel]
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A registered model.
+
+    Attributes:
+        architecture: what ``config.json`` calls it.
+        model: the class, or a reference to it.
+        owner: the plugin that registered it; None: no plugin did.
+    """
+
+    architecture: str
+    model: str | Model
+    owner: Owner | None
+
+    def __str__(self) -> str:
+        return self.reference + ("" if self.owner is None else f" of {self.owner}")
+
+    @property
+    def reference(self) -> str:
+        """``"package.module:Class"``."""
+        if not isinstance(self.model, type):
+            return str(self.model)
+        return f"{self.model.__module__}:{self.model.__qualname__}"
+
+    def resolve(self) -> Model:
+        """Return the class.
+
+        Raises:
+            InvalidModelError: there is no such class, or it is not a :class:`CheckpointModel`.
+        """
+        found: object = self.model
+        if isinstance(self.model, str):
+            try:
+                found = resolve_obj_by_qualname(self.model)
+            except ImportError as error:
+                raise InvalidModelError(
+                    f"the model of {self.architecture}, {self}, cannot be imported: {error}"
+                ) from error
+        if not (isinstance(found, type) and issubclass(found, CheckpointModel)):
+            raise InvalidModelError(
+                f"the model of {self.architecture}, {self}, is {found!r}; it must be a class that "
+                "derives from opweave.models.CheckpointModel, such as a CausalLM."
+            )
+        return found
+
+
+_models: dict[str, ModelEntry] = {}
+
+
+def register_model(architecture: str, model: str | Model) -> None:
+    """Let *model* load the checkpoints whose ``config.json`` names *architecture*.
+
+    Args:
+        architecture: as in ``"architectures": ["MyModelForCausalLM"]``.
+        model: a class that derives from :class:`CheckpointModel`, or ``"package.module:Class"``,
+            which is imported at first use.
+
+    Raises:
+        DuplicateModelError: the architecture has a model already.
+        InvalidModelError: (a TypeError) *model* is something else.
+    """
+    entry = ModelEntry(architecture, model, current_owner())
+    if not isinstance(model, str):
+        entry.resolve()
+    if architecture not in _models:
+        _models[architecture] = entry
+        journal.enter(f"model {architecture}", lambda: _remove(entry))
+    elif _models[architecture] != entry:  # a plugin may be loaded twice
+        raise DuplicateModelError(
+            f"{architecture} has a model already: {_models[architecture]}; so {entry} cannot be "
+            "it. Install one of the two only, or give one another architecture."
+        )
+
+
+def _remove(entry: ModelEntry) -> None:
+    if _models.get(entry.architecture) is entry:
+        del _models[entry.architecture]
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Return the architectures that have a model, in alphabetical order."""
+    return tuple(sorted(_models))
+
+
+def model_class(config: Mapping[str, Any]) -> Model:
+    """Return the class of the model that the object in a ``config.json`` describes.
+
+    Raises:
+        UnsupportedModelError: there is none for its architecture; the message lists all.
+        InvalidModelError: what is registered cannot be imported, or is no model.
+        PluginError: a plugin, which might bring the model, failed to load.
+    """
+    load_general_plugins()
+    fields = Fields(config)
+    named = ", ".join(fields.texts("architectures"))
+    architecture = fields.require("architectures", named, *supported_architectures())
+    return _models[architecture].resolve()
 
 
 def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> CheckpointModel:
     """Build the model that the object in a ``config.json`` describes; weights are not set.
 
-    It is one rank's part of the current :func:`~opweave.layers.parallel.tensor_parallel` group.
+    It is one rank's part of the current :func:`~opweave.layers.parallel.tensor_parallel` group, on
+    torch's default device.
 
     Raises:
         UnsupportedModelError: an architecture or feature that is not supported.
         InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
+        InvalidModelError: as :func:`model_class`.
     """
-    fields = Fields(config)
-    named = ", ".join(fields.texts("architectures"))
-    architecture = fields.require("architectures", named, *MODELS)
-    return MODELS[architecture].from_hf(config, dtype=dtype)
+    return model_class(config).from_hf(config, dtype=dtype)
+
+
+for _architecture, _model in {
+    "BertModel": "bert:BertModel",
+    "DeepseekV3ForCausalLM": "deepseek:DeepseekV3ForCausalLM",
+    "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
+    "LlamaForCausalLM": "llama:LlamaForCausalLM",
+    "Mamba2ForCausalLM": "mamba2:Mamba2ForCausalLM",
+    "MistralForCausalLM": "llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "mixtral:MixtralForCausalLM",
+    "Qwen2ForCausalLM": "llama:LlamaForCausalLM",
+    "Qwen2VisionTransformerPretrainedModel": "qwen2_vision:Qwen2VisionTransformer",
+    "Qwen3ForCausalLM": "llama:LlamaForCausalLM",
+    "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3MoeForCausalLM",
+}.items():
+    register_model(_architecture, f"opweave.models.{_model}")

@@ -6,6 +6,7 @@ rank of a tensor-parallel group keeps its part of what a checkpoint holds whole.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -18,6 +19,7 @@ from opweave.models.errors import WeightsError
 # The name of a merged module -> the names that checkpoints give its parts -> what its loader calls
 # them, such as {"gate_up_proj": {"gate_proj": 0, "up_proj": 1}}.
 Merged = Mapping[str, Mapping[str, object]]
+_DEVIATION = 0.02  # of weights that are made up
 _SHOWN = 10  # names of each kind in an error
 
 
@@ -28,7 +30,15 @@ class Place(NamedTuple):
     shard: tuple[object, ...] = ()
 
     def fill(self, tensor: Tensor) -> None:
-        """Load *tensor*, with the layer's loader or as a whole."""
+        """Load *tensor*, with the layer's loader or as a whole.
+
+        Raises:
+            ValueError: it does not fit, or holds no floating-point numbers.
+        """
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"it has dtype {tensor.dtype}; quantized checkpoints are not supported"
+            )
         loader = getattr(self.parameter, "weight_loader", None)
         if loader is not None:
             loader(self.parameter, tensor, *self.shard)
@@ -60,6 +70,11 @@ class CheckpointModel(nn.Module):
         """
         raise NotImplementedError
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return next(self.parameters()).device
+
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Fill every parameter with *tensors*, by the names that checkpoints give them.
 
@@ -67,6 +82,17 @@ class CheckpointModel(nn.Module):
             WeightsError: tensors are missing, unexpected or do not fit; the message lists them.
         """
         fill(self.places(), tensors)
+
+    def fill_randomly(self, seed: int = 0) -> None:
+        """Fill every parameter with small random numbers: normal, with a deviation of 0.02.
+
+        They depend on *seed* and the parameter's name, so that ranks have the same values in what
+        each has all of.
+        """
+        for name, parameter in self.named_parameters():
+            generator = torch.Generator(parameter.device)
+            generator.manual_seed(seed + zlib.crc32(name.encode()))
+            parameter.data.normal_(0.0, _DEVIATION, generator=generator)
 
     def places(self) -> dict[str, Place]:
         """Return where each tensor of a checkpoint goes, by its name."""
@@ -108,7 +134,7 @@ def fill(where: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]]) -> N
         try:
             where[name].fill(tensor)
         except ValueError as error:  # what loaders raise for a shape
-            unfit.append(f"{name}: {error}")
+            unfit.append(f"{name}: {str(error).removesuffix('.')}")
     problems = {"missing": sorted(missing), "unexpected": unexpected, "do not fit": unfit}
     lines = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
     if lines:

@@ -1,0 +1,41 @@
+"""How many heads a model has, and of which size."""
+
+from __future__ import annotations
+
+from opweave.models.errors import InvalidConfigError
+from opweave.models.fields import Fields
+
+_SHARED = "num_key_value_heads"
+
+
+def read_heads(
+    fields: Fields, *, kv_heads: int | None, head_dim: int | None = None
+) -> dict[str, int]:
+    """Read ``num_attention_heads``, ``num_key_value_heads`` and ``head_dim``.
+
+    Args:
+        fields: the configuration.
+        kv_heads: what an absent number of key heads means; None: as many as queries have, which is
+            what a null means.
+        head_dim: what an absent head size means; None: the share of a head in the hidden size,
+            which is what a null means.
+
+    Raises:
+        InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
+    """
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    absent = heads if _SHARED in fields.values or kv_heads is None else kv_heads
+    shared = fields.count(_SHARED, absent)
+    if head_dim is None or "head_dim" in fields.values:
+        if "head_dim" not in fields and hidden % heads:
+            raise InvalidConfigError(
+                f"{fields.name} has no 'head_dim', and 'hidden_size' {hidden} is not a multiple of "
+                f"'num_attention_heads' {heads}."
+            )
+        head_dim = fields.count("head_dim", hidden // heads)
+    fields.require_multiple("num_attention_heads", heads, _SHARED, shared)
+    if head_dim % 2:
+        raise InvalidConfigError(
+            f"{fields.name}: the head size {head_dim} is odd; rotary embedding needs pairs."
+        )
+    return {"num_attention_heads": heads, _SHARED: shared, "head_dim": head_dim}
