@@ -30,6 +30,7 @@ CHECKED = {
     "MODE_KEYS",
     "include_dispatch_key",
     "new_library",
+    "remove_ops",
     "FORWARD_AD",
     "has_tangent",
     "share_storage",
@@ -233,6 +234,16 @@ def test_register_fake() -> None:
     with FakeTensorMode() as mode:
         assert torch.ops.opweave_canary.f(mode.from_tensor(torch.zeros(2))).shape == (7,)
     assert torch.ops.opweave_canary.f(torch.zeros(2)).shape == (2,)
+
+
+def test_remove_ops() -> None:
+    for size in (7, 8):
+        library = compat.new_library("opweave_canary")
+        library.define("g(Tensor x) -> Tensor")
+        library.impl("g", lambda x, size=size: x.new_empty(size), "CPU")
+        assert torch.ops.opweave_canary.g(torch.zeros(2)).shape == (size,)
+        compat.remove_ops(library)
+        assert not hasattr(torch.ops.opweave_canary, "g")
 
 
 def test_is_taken_in_torch_ops() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.config import KernelConfig
-from opweave.ir import errors, rules
+from opweave.ir import errors, journal, rules
 from opweave.ir.errors import SettingError
 
 HERE = __file__
@@ -134,6 +136,10 @@ RAISED: dict[str, tuple[Callable[[ir.IrOp], Any], list[str]]] = {
         lambda op: op.generate_inputs(),
         ["my_norm", "@ir.ops.my_norm.register_input_generator"],
     ),
+    "TransactionClosedError": (
+        lambda op: late_registration(op, "late"),
+        ["implementation my_norm:late", "any more", "has failed"],
+    ),
     "SettingError": (
         lambda op: ir.priority(my_norm="alpha,,beta").__enter__(),
         ["ir.priority(my_norm=...)", "''", "separated by commas", "name!"],
@@ -153,9 +159,18 @@ def invariant(op: ir.IrOp) -> Callable[[Tensor], Tensor]:
     return call
 
 
+def late_registration(op: ir.IrOp, provider: str) -> None:
+    """Register for a transaction that has failed, as a thread that it left behind may do."""
+    with contextlib.suppress(KeyError), journal.transaction():
+        late = contextvars.copy_context()
+        raise KeyError
+    late.run(lambda: op.register_impl(provider)(norm))
+
+
 def leaves() -> Iterator[type]:
     for _, found in inspect.getmembers(errors, inspect.isclass):
-        if issubclass(found, errors.OpweaveError) and not found.__subclasses__():
+        own = [c for c in found.__subclasses__() if c.__module__ == errors.__name__]
+        if issubclass(found, errors.OpweaveError) and not own:
             yield found
 
 

@@ -54,6 +54,16 @@ def test_make_fx_sees_one_node(name: str) -> None:
 
 
 @each_op
+def test_natives_are_traced_into(name: str) -> None:
+    op = op_of(name)
+    call, tensors = on_tensors(op.native, inputs(op))
+    traced = make_fx(call)(*tensors)
+    assert calls(traced.graph)
+    assert ir_nodes(traced.graph, op) == 0
+    assert_equal(traced(*tensors), call(*tensors))
+
+
+@each_op
 def test_symbolic_trace_sees_one_node(name: str) -> None:
     op = op_of(name)
     values = inputs(op)

@@ -25,6 +25,7 @@ from opweave.ir.errors import (
     SchemaMismatchError,
     UnknownTraitError,
 )
+from opweave.ir.owner import Owner, owned_by
 
 pytestmark = pytest.mark.usefixtures("registry")
 
@@ -174,6 +175,13 @@ def test_a_second_implementation_of_a_provider_is_refused(op: ir.IrOp) -> None:
     with pytest.raises(DuplicateImplError):
         op.register_impl("alpha")(lambda x, factor=2.0: x)
     assert dict(op.impls) == before
+
+
+def test_a_provider_that_a_plugin_took_is_refused_with_its_name(op: ir.IrOp) -> None:
+    with owned_by(Owner("acme", "acme-device", "0.1.0")):
+        op.register_impl("alpha")(scaled)
+    with pytest.raises(DuplicateImplError, match=r"by the plugin acme \(acme-device 0\.1\.0\)"):
+        op.register_impl("alpha")(lambda x, factor=2.0: x)
 
 
 def test_other_refusals_leave_the_implementations_alone(op: ir.IrOp) -> None:

@@ -101,6 +101,11 @@ def new_library(namespace: str) -> Library:
     return library
 
 
+def remove_ops(library: Library) -> None:
+    """Undefine every torch op that *library* has defined."""
+    cast("Any", library)._destroy()
+
+
 def register_fake(library: Library, name: str, function: Callable[..., Any]) -> None:
     """Give the torch op *name* of *library* a fake implementation.
 

@@ -8,12 +8,25 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from opweave.ir.owner import failures_note
+
 
 class OpweaveError(Exception):
     """Base class of every error that opweave raises about what it was given.
 
     The message is for the user, who can mend what it names.
     """
+
+
+class UnknownError(OpweaveError):
+    """Base class of errors about a name that nobody has registered.
+
+    The message goes on with the plugins that failed to load, since one of them may have it.
+    """
+
+    def __init__(self, message: str) -> None:
+        note = failures_note()
+        super().__init__(message if message.endswith(note) else message + note)
 
 
 class IrError(OpweaveError):
@@ -52,7 +65,7 @@ class PredicateFailedError(IrError, RuntimeError):
     """A predicate raised instead of answering."""
 
 
-class UnknownOpError(IrError, LookupError, AttributeError):
+class UnknownOpError(UnknownError, IrError, LookupError, AttributeError):
     """No op of that name is declared."""
 
 
@@ -60,7 +73,7 @@ class UnknownOpWarning(UserWarning):
     """A setting names an op that nobody has declared yet."""
 
 
-class UnknownProviderError(IrError, LookupError):
+class UnknownProviderError(UnknownError, IrError, LookupError):
     """The op has no implementation from that provider."""
 
 
@@ -90,6 +103,10 @@ class MissingToleranceError(IrError, LookupError):
 
 class MissingInputGeneratorError(IrError, LookupError):
     """The op has no input generator."""
+
+
+class TransactionClosedError(IrError, RuntimeError):
+    """Something is registered for a transaction that has ended already."""
 
 
 class SettingError(IrError, ValueError):

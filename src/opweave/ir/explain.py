@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one provider: ``chosen``, ``rejected``, ``not reached`` or ``not listed``."""
+    """What became of one provider: ``chosen``, ``rejected``, ``not reached`` or ``not listed``.
+
+    ``plugin`` brings it: name, distribution and version; empty if no plugin does.
+    """
 
     provider: str
     outcome: str
     reason: str
     origin: str
+    plugin: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,9 @@ class Explanation:
         for v in self.verdicts:
             reason = f": {v.reason}" if v.reason else ""
             origin = f"  [{v.origin}]" if v.origin else ""
-            lines.append(f"  {marks[v.outcome]} {v.provider:<{width}}  {v.outcome}{reason}{origin}")
+            plugin = f"  plugin {v.plugin}" if v.plugin else ""
+            mark = f"{marks[v.outcome]} {v.provider:<{width}}"
+            lines.append(f"  {mark}  {v.outcome}{reason}{origin}{plugin}")
         return "\n".join([*lines, f"  → {self.chosen}"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,6 +67,7 @@ class Explanation:
                     "outcome": v.outcome,
                     "reason": v.reason,
                     "origin": v.origin,
+                    "plugin": v.plugin or None,
                 }
                 for v in self.verdicts
             ],
@@ -108,16 +115,23 @@ def explained(selection: Selection, values: tuple[Any, ...]) -> Explanation:
             outcome, reason = "chosen", ""
         else:
             outcome, reason = "not reached", f"{selection.provider} comes first"
-        verdicts.append(Verdict(entry.provider, outcome, reason, entry.origin))
+        plugin = _plugin(op, entry.provider)
+        verdicts.append(Verdict(entry.provider, outcome, reason, entry.origin, plugin))
     listed = {entry.provider for entry in selection.policy.priority}
     for provider in (name for name in op.impls if name not in listed):
-        verdicts.append(Verdict(provider, "not listed", "in no priority list", ""))
+        plugin = _plugin(op, provider)
+        verdicts.append(Verdict(provider, "not listed", "in no priority list", "", plugin))
     call = ", ".join(
         f"{name}={_show(value)}" for name, value in zip(op.schema.names, values, strict=True)
     )
     return Explanation(
         op.name, call, selection.provider, tuple(verdicts), dict(selection.policy.required)
     )
+
+
+def _plugin(op: IrOp, provider: str) -> str:
+    impl = op.impls.get(provider)
+    return "" if impl is None or impl.owner is None else str(impl.owner)
 
 
 def _show(value: Any) -> str:

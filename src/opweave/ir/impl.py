@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir.errors import PredicateFailedError, PredicateSignatureError, SchemaMismatchError
+from opweave.ir.owner import Owner, current_owner
 from opweave.ir.rule import Custom, Rule, evaluator
 from opweave.ir.schema import check_same
 from opweave.ir.site import Site
@@ -39,6 +40,7 @@ class IrOpImpl:
         functional_fn: the same kernel with outputs of its own, if an in-place one comes with it.
         traits: what it promises, see :mod:`opweave.ir.traits`.
         site: where it was registered.
+        owner: the plugin that registered it, if one did.
     """
 
     op: IrOp
@@ -47,6 +49,7 @@ class IrOpImpl:
     _: KW_ONLY
     traits: frozenset[str]
     site: Site
+    owner: Owner | None = field(default_factory=current_owner)
     supported: bool = True
     unsupported_reason: str = ""
     supports_args: Predicate | None = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opweave.ir import compat, tolerance
+from opweave.ir import compat, journal, tolerance
 from opweave.ir.codegen import Function, Kind
 from opweave.ir.dispatch import Callee, Path
 from opweave.ir.errors import (
@@ -24,6 +24,7 @@ from opweave.ir.errors import (
 from opweave.ir.impl import IrOpImpl, Predicate
 from opweave.ir.names import check_op_name, check_provider_name
 from opweave.ir.overloads import CallSite, IrOpInplaceOverload, TracedCallSite
+from opweave.ir.owner import current_owner
 from opweave.ir.priority import NATIVE, Entries, Source, parse
 from opweave.ir.schema import Schema, check_same
 from opweave.ir.scope import Scope, current_scope, entered
@@ -68,7 +69,7 @@ class IrOp(Callee):
         self.schema = Schema.of(native, self.name)
         self.activations = _activations(self.schema, self.name, activations)
         self.allow_inplace, self.composite = allow_inplace, composite
-        self.site = caller_site()
+        self.site, self.owner = caller_site(), current_owner()
         self.fake: Function = native
         self._check_inplace()
         self._binder: Function = self.schema.binder(self.name)
@@ -79,7 +80,7 @@ class IrOp(Callee):
 
     def define(self) -> None:
         """Define the torch ops and the call paths. Once, when the op enters its registry."""
-        self.torch_ops = TorchOps(self, self.registry.library)
+        self.torch_ops = TorchOps(self, self.registry.namespace)
         self.torch_op = self.torch_ops.default
         self._call = Path(self, Kind.CALL, callee=self)
         if self.allow_inplace:
@@ -171,17 +172,30 @@ class IrOp(Callee):
                 traits=check_traits(traits),
                 site=caller_site(),
             )
-            if provider in self._impls and not override:
+            if (first := self._impls.get(provider)) is not None and not override:
+                by = "" if first.owner is None else f" by the plugin {first.owner}"
                 raise DuplicateImplError(
-                    f"{self.name}: provider {provider!r} is registered already, at "
-                    f"{self._impls[provider].site}; this is {impl.site}. Use another provider "
-                    "name, or override=True."
+                    f"{self.name}: provider {provider!r} is registered already{by}, at "
+                    f"{first.site}; this is {impl.site}. Use another provider name, or "
+                    "override=True."
                 )
-            self._impls[provider] = impl
-            self.reset()
+            self._enter(impl)
             return function
 
         return decorate
+
+    def _enter(self, impl: IrOpImpl) -> None:
+        before = self._impls
+        self._impls = {**before, impl.provider: impl}
+        self.reset()
+
+        def undo() -> None:
+            kept = {name: each for name, each in self._impls.items() if each is not impl}
+            replaced = before.get(impl.provider)
+            self._impls = kept if replaced is None else {**kept, impl.provider: replaced}
+            self.reset()
+
+        journal.enter(f"implementation {self.name}:{impl.provider}", undo)
 
     def supported_providers(self) -> list[str]:
         """Return the providers that can run on this system, whatever the arguments."""

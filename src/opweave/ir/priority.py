@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from opweave.ir.errors import SettingError
 
 NATIVE = "native"
+ALWAYS_LAST = "always last"  # the origin of native where nobody asked for it
 
 
 class Source(enum.IntEnum):
@@ -99,7 +100,7 @@ def merge(lists: Iterable[Entries]) -> Entries:
     merged: dict[str, Entry] = {}
     for entry in (entry for entries in lists for entry in entries):
         merged.setdefault(entry.provider, entry)
-    merged.setdefault(NATIVE, Entry(NATIVE, False, "always last"))
+    merged.setdefault(NATIVE, Entry(NATIVE, False, ALWAYS_LAST))
     return tuple(merged.values())
 
 

@@ -12,7 +12,7 @@ from typing import Any, overload
 
 from torch.library import Library
 
-from opweave.ir import compat
+from opweave.ir import compat, journal
 from opweave.ir.errors import (
     DuplicateOpError,
     IrError,
@@ -22,6 +22,7 @@ from opweave.ir.errors import (
     did_you_mean,
 )
 from opweave.ir.op import IrOp
+from opweave.ir.owner import owned_by
 from opweave.ir.settings import Settings
 
 NativeFunction = Callable[..., Any]
@@ -42,6 +43,7 @@ class Registry:
         self.settings = Settings(self._reset_ops)
         self._ops: dict[str, IrOp] = {}
         self._hook: Callable[[Registry], None] | None = None
+        self._load_plugins: Callable[[], None] = lambda: None
         self._ready, self._preparing = True, False
         self.version = 0  # counts changes of registrations and settings
 
@@ -79,21 +81,32 @@ class Registry:
                     "op twice: in a notebook, restart, or use ir.isolated_registry().)"
                 )
             op.define()
-            self._ops[op.name] = op
+            self._ops = {**self._ops, op.name: op}
+        journal.enter(f"op {op.name}", lambda: self._remove(op))
         return op
 
-    def on_first_use(self, hook: Callable[[Registry], None]) -> None:
+    def _remove(self, op: IrOp) -> None:
+        with self.lock:
+            self._ops = {name: each for name, each in self._ops.items() if each is not op}
+            op.torch_ops.remove()
+            self._reset_ops()
+
+    def on_first_use(
+        self, hook: Callable[[Registry], None], load_plugins: Callable[[], None] = lambda: None
+    ) -> None:
         """Run ``hook(self)`` once, before the first op of this registry chooses an implementation.
 
         Kernel libraries and settings are loaded there, so that importing opweave loads nothing.
+        *load_plugins* runs before, each time until both have succeeded.
         """
-        self._hook, self._ready = hook, False
+        self._hook, self._load_plugins, self._ready = hook, load_plugins, False
 
     def ensure_ready(self) -> None:
         """Run the first-use hook, if it has not run; other threads wait until it has."""
         if self._ready:
             return
-        with self.lock:
+        self._load_plugins()  # not under the lock: another thread's plugin may be registering here
+        with self.lock, owned_by(None), journal.detached():
             if self._ready or self._preparing or self._hook is None:
                 return
             self._preparing = True
@@ -107,16 +120,8 @@ class Registry:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Undo every op and implementation registered inside the block if the block raises."""
-        with self.lock:
-            ops, impls = dict(self._ops), {op: dict(op._impls) for op in self._ops.values()}
-            try:
-                yield
-            except BaseException:
-                self._ops = ops
-                for op, before in impls.items():
-                    op._impls = before
-                self._reset_ops()
-                raise
+        with self.lock, journal.transaction():
+            yield
 
     def check_settings(self) -> None:
         """Check every op and provider that the settings name.

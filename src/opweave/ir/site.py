@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from os.path import dirname
+from types import FrameType
 
 _PACKAGE = dirname(__file__)
 
@@ -27,10 +28,13 @@ class Site:
 def caller_site() -> Site:
     """Return the innermost frame outside the IR's own machinery (its op declarations count)."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_machinery(frame.f_code.co_filename):
+    while frame.f_back is not None and _is_machinery(frame):
         frame = frame.f_back
     return Site(frame.f_code.co_filename, frame.f_lineno)
 
 
-def _is_machinery(filename: str) -> bool:
-    return dirname(filename) == _PACKAGE
+def _is_machinery(frame: FrameType) -> bool:
+    # A module elsewhere that registers for whoever calls it says REGISTERS_FOR_CALLER = True.
+    if dirname(frame.f_code.co_filename) == _PACKAGE:
+        return True
+    return bool(frame.f_globals.get("REGISTERS_FOR_CALLER", False))

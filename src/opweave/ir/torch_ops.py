@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-from torch.library import Library
 
 from opweave.ir import compat
 from opweave.ir.codegen import functional
@@ -58,16 +57,21 @@ def find_target(torch_op: object) -> Target | None:
 class TorchOps:
     """Defines and holds the torch ops of one IR op."""
 
-    def __init__(self, op: IrOp, library: Library) -> None:
-        self.op = op
+    def __init__(self, op: IrOp, namespace: str) -> None:
+        # Of its own, so that the torch ops of this op alone can be taken back.
+        self.op, self._library = op, compat.new_library(namespace)
         schema = op.schema.torch
-        self.default = self._define(library, op.name, schema)
+        self.default = self._define(op.name, schema)
         self.maybe_inplace = (
-            self._define(library, f"{op.name}.maybe_inplace", schema) if op.allow_inplace else None
+            self._define(f"{op.name}.maybe_inplace", schema) if op.allow_inplace else None
         )
         self.annotated = self._define(
-            library, op.name + ANNOTATED_SUFFIX, _with_annotations(schema), annotated=True
+            op.name + ANNOTATED_SUFFIX, _with_annotations(schema), annotated=True
         )
+
+    def remove(self) -> None:
+        """Undefine the torch ops; their names are free again."""
+        compat.remove_ops(self._library)
 
     def for_call(self, using: Sequence[str], *, donates: bool) -> Function:
         """Return the torch op for a call that names providers, donates, or does neither."""
@@ -78,9 +82,8 @@ class TorchOps:
             return self.maybe_inplace
         return self.default
 
-    def _define(
-        self, library: Library, qualified: str, schema: str, *, annotated: bool = False
-    ) -> Function:
+    def _define(self, qualified: str, schema: str, *, annotated: bool = False) -> Function:
+        library = self._library
         name, _, overload = qualified.partition(".")
         untyped: Any = library  # torch declares no types for define and impl
         untyped.define(qualified + schema)

@@ -1,0 +1,42 @@
+"""An op as plain data, for whoever prints or serves it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from opweave.ir.impl import IrOpImpl
+from opweave.ir.op import IrOp
+from opweave.ir.selection import policy_for
+
+
+def describe(op: IrOp) -> dict[str, Any]:
+    """Return what is known about *op*: its definition, priority and implementations."""
+    return {
+        "op": op.name,
+        "kind": "op",
+        "schema": op.schema.torch,
+        "summary": (inspect.getdoc(op.native) or "").partition("\n")[0],
+        "activations": list(op.activations),
+        "allow_inplace": op.allow_inplace,
+        "composite": op.composite,
+        "declared": str(op.site),
+        "plugin": None if op.owner is None else str(op.owner),
+        "priority": [
+            {"provider": entry.provider, "strict": entry.strict, "origin": entry.origin}
+            for entry in policy_for(op).priority
+        ],
+        "implementations": [_implementation(impl) for impl in op.impls.values()],
+    }
+
+
+def _implementation(impl: IrOpImpl) -> dict[str, Any]:
+    return {
+        "provider": impl.provider,
+        "available": impl.supported,
+        "reason": None if impl.supported else impl.unsupported_reason,
+        "inplace": impl.inplace,
+        "traits": sorted(impl.traits),
+        "registered": str(impl.site),
+        "plugin": None if impl.owner is None else str(impl.owner),
+    }

@@ -1,0 +1,81 @@
+"""Who registers: the plugin on whose behalf ops, implementations, layers and models are entered."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import FrameType
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A plugin, and the distribution that it was installed with.
+
+    >>> str(Owner("acme", "acme-device", "0.1.0"))
+    'acme (acme-device 0.1.0)'
+    """
+
+    plugin: str
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.plugin} ({self.distribution} {self.version})"
+
+
+_owner: ContextVar[Owner | None] = ContextVar("owner", default=None)
+
+
+def current_owner() -> Owner | None:
+    """Return the plugin that registers here and now; None for opweave itself and for programs."""
+    owner = _owner.get()
+    return None if owner is None or is_own_import() else owner
+
+
+@contextmanager
+def owned_by(owner: Owner | None) -> Iterator[None]:
+    """Let *owner* be the owner of everything that is registered inside the block."""
+    token = _owner.set(owner)
+    try:
+        yield
+    finally:
+        _owner.reset(token)
+
+
+def is_own_import() -> bool:
+    """Whether a module of opweave itself is being imported, and registers what comes with it.
+
+    A plugin may be the first to import it, but has no part in what it registers.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            return str(frame.f_globals.get("__name__")).startswith(_PACKAGE)
+        frame = frame.f_back
+    return False
+
+
+_PACKAGE = __name__.partition(".")[0] + "."
+_failures: dict[str, str] = {}
+
+
+def note_failure(plugin: str, cause: str | None) -> None:
+    """Remember that a plugin failed to load; with None, that it has loaded after all."""
+    _failures.pop(plugin, None)
+    if cause is not None:
+        _failures[plugin] = cause
+
+
+def failures_note() -> str:
+    """Return a sentence for each plugin that failed, for messages about what it may have brought.
+
+    >>> failures_note()
+    ''
+    """
+    return "".join(
+        f" It may be of {plugin}, which failed to load: {cause}."
+        for plugin, cause in _failures.items()
+    )
