@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from opweave.config.custom_ops import CustomOps
+from opweave.config.origin import Config, Origin
 from opweave.ir.errors import SettingError, did_you_mean
 
 
@@ -27,7 +28,7 @@ class CompilationMode(IntEnum):
 
 
 @dataclass(frozen=True)
-class CompilationConfig:
+class CompilationConfig(Config):
     """How to compile, and which ops of ``CustomOp`` run their platform's method.
 
     Args:
@@ -97,15 +98,20 @@ class CompilationConfig:
         Raises:
             SettingError: a key is unknown or a value malformed; the message names *origin*.
         """
-        known = [each.name for each in fields(self) if each.init]
+        known = self.names()
         normalised = {str(key).replace("-", "_"): value for key, value in values.items()}
         for key in normalised:
             if key not in known:
                 raise SettingError(f"{origin}: unknown key {key!r}. {did_you_mean(key, known)}")
         try:
-            return replace(self, **normalised)  # type: ignore[arg-type]
+            return self.with_values({k: Origin(origin, v) for k, v in normalised.items()})
         except SettingError as error:
             raise SettingError(f"{origin}: {error}") from error
+
+    def _is_default(self, name: str, value: object) -> bool:
+        if name == "custom_ops":  # which is completed by what else the config says
+            return not self._ops.given
+        return super()._is_default(name, value)
 
     @property
     def _ops(self) -> CustomOps:

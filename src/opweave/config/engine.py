@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
+from opweave.config.cache import CacheConfig
+from opweave.config.checks import check_choice
 from opweave.config.compilation import CompilationConfig
 from opweave.config.current import current_compilation_config
+from opweave.config.origin import Config
+from opweave.config.parallel import ParallelConfig
+from opweave.config.scheduler import SchedulerConfig
 from opweave.ir import IrOpPriorityConfig
 from opweave.ir.errors import SettingError
 
 
 @dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(Config):
     """Which kernels to use.
 
     Attributes:
@@ -27,27 +33,44 @@ class KernelConfig:
         object.__setattr__(self, "ir_op_priority", typed)
 
 
+LoadFormat = Literal["auto", "dummy"]
+_PARTS = {"cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
+
+
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Config):
     """How to run a model.
 
     Attributes:
         dtype: ``"auto"`` (the checkpoint's), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         seed: seeds sampling for requests that bring no seed of their own.
+        load_format: ``"auto"`` reads the checkpoint's weights; ``"dummy"`` makes small random ones
+            up, so that ``config.json`` is all it needs.
         kernel_config: which kernels to use.
         compilation_config: how to compile; a :class:`CompilationConfig`, or a dict of what differs
             from the current one, which is also the default.
+        cache: how much is remembered of tokens that were computed.
+        scheduler: what is computed together, and in which order.
+        parallel: over how many ranks the model is divided.
 
     Raises:
-        SettingError: (a ValueError) *compilation_config* is malformed.
+        SettingError: (a ValueError) *compilation_config* is malformed, or a part is none.
     """
 
     dtype: str = "auto"
     seed: int = 0
+    load_format: LoadFormat = "auto"
     kernel_config: KernelConfig = field(default_factory=KernelConfig)
     compilation_config: CompilationConfig | Mapping[str, object] = field(default_factory=dict)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        check_choice(type(self).__name__, "load_format", self.load_format, get_args(LoadFormat))
+        for name, kind in _PARTS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise SettingError(f"{name}={getattr(self, name)!r} should be a {kind.__name__}.")
         given = self.compilation_config
         if isinstance(given, CompilationConfig):
             return

@@ -8,15 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
+from opweave.config.open_registry import OpenRegistry
+from opweave.config.typed import FALSE, TRUE, check_kind, read
 from opweave.ir.errors import SettingError, did_you_mean
+
+T = TypeVar("T", bool, int, float, str)
 
 COMPILATION_PREFIX = "OPWEAVE_COMPILATION_CONFIG__"
 PRIORITY_PREFIX = "OPWEAVE_IR_OP_PRIORITY__"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off", ""})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,28 @@ class Variable:
     doc: str
 
 
+@dataclass(frozen=True, slots=True)
+class DeclaredVariable(Generic[T]):
+    """One environment variable that a plugin brings."""
+
+    kind: type[T]
+    default: T
+    doc: str
+
+
+declared: OpenRegistry[DeclaredVariable[Any]] = OpenRegistry("environment variable")
+"""The variables of plugins, by name."""
+
+
+API_KEY = "OPWEAVE_API_KEY"
+
 VARIABLES = (
+    Variable(
+        API_KEY,
+        "list",
+        "",
+        "The keys of `opweave serve`, separated by commas, where `--api-key` gives none.",
+    ),
     Variable(
         PRIORITY_PREFIX + "<OP>",
         "list",
@@ -83,7 +106,81 @@ VARIABLES = (
         "Show what opweave logs, from this level up, on standard error: `DEBUG`, `INFO`, "
         "`WARNING`, `ERROR` or `CRITICAL`.",
     ),
+    Variable(
+        "OPWEAVE_PLATFORM",
+        "string",
+        "",
+        "The platform to use, whatever claims the device; no other platform plugin is imported.",
+    ),
+    Variable(
+        "OPWEAVE_PLATFORM_RESOLUTION",
+        "string",
+        "",
+        "The platform of the parent process, which opweave sets for those that it starts; they are "
+        "on the same one, or refuse.",
+    ),
+    Variable(
+        "OPWEAVE_PLUGINS",
+        "list",
+        "",
+        "The plugins to use, separated by commas: `a,b` for these alone, `-a` for all others. "
+        "Unset, all are used; set to nothing, none.",
+    ),
+    Variable(
+        "OPWEAVE_PLUGINS_STRICT",
+        "bool",
+        "1",
+        "Whether a plugin that fails is an error. `0` makes it a warning, and goes on without it.",
+    ),
+    Variable(
+        "OPWEAVE_PLUGIN_TIMEOUT",
+        "number",
+        "1.5",
+        "How long a plugin's function may take, in seconds; what it imports is not counted.",
+    ),
 )
+
+
+def declare_variable(name: str, kind: type[T], default: T, doc: str) -> None:
+    """Declare an environment variable of a plugin, which ``opweave doctor`` then knows.
+
+    Args:
+        name: such as ``"ACME_QUEUE_DEPTH"``.
+        kind: ``bool``, ``int``, ``float`` or ``str``.
+        default: what it is where it is not set.
+        doc: what it does.
+
+    Raises:
+        SettingError: (a ValueError) *name* is none, or opweave's own, or *default* is of another
+            type.
+        DuplicateNameError: (a ValueError) a plugin has declared it already.
+    """
+    if not name.isidentifier() or not name.isupper():
+        raise SettingError(
+            f"environment variable {name!r} should be in capitals, digits and underscores, such "
+            "as 'ACME_QUEUE_DEPTH'."
+        )
+    if _is_own(name):
+        raise SettingError(f"environment variable {name} is opweave's own. Choose another name.")
+    check_kind(name, kind, default)
+    declared.add(name, DeclaredVariable(kind, default, doc))
+
+
+def declared_value(name: str, environ: Mapping[str, str] = os.environ) -> Any:
+    """Return the value of a declared variable, typed: as it is set now, or its default.
+
+    Raises:
+        UnknownNameError: (a LookupError) nobody has declared it.
+        SettingError: it is set to something else than its type.
+    """
+    variable = declared[name]
+    return read(name, variable.kind, environ[name]) if name in environ else variable.default
+
+
+def check_declared(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise :class:`SettingError` if a declared variable is set to what it cannot be."""
+    for name in declared:
+        declared_value(name, environ)
 
 
 def flag(name: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -93,9 +190,9 @@ def flag(name: str, environ: Mapping[str, str] = os.environ) -> bool:
         SettingError: it is neither true nor false.
     """
     value = environ.get(name, "").strip().lower()
-    if value not in _TRUE | _FALSE:
+    if value not in TRUE | FALSE:
         raise SettingError(f"{name}={environ[name]!r} is neither true (1) nor false (0).")
-    return value in _TRUE
+    return value in TRUE
 
 
 def logging_level(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -112,6 +209,11 @@ def logging_level(environ: Mapping[str, str] = os.environ) -> str | None:
     return given.upper() or None
 
 
+def api_keys(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the keys of ``opweave serve``."""
+    return [key.strip() for key in environ.get(API_KEY, "").split(",") if key.strip()]
+
+
 def priorities(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the priority lists by op, as written."""
     return _below(PRIORITY_PREFIX, environ)
@@ -123,8 +225,9 @@ def compilation_config(environ: Mapping[str, str] = os.environ) -> dict[str, str
 
 
 def in_use(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that are set and mean something to opweave."""
-    return {name: environ[name] for name in sorted(environ) if _is_known(name)}
+    """Return the variables that are set and mean something to opweave; secrets do not show."""
+    known = {name: environ[name] for name in sorted(environ) if _is_known(name)}
+    return {name: "***" if name == API_KEY else value for name, value in known.items()}
 
 
 def unknown_names(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -141,6 +244,10 @@ def _below(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_known(name: str) -> bool:
+    return name in declared or _is_own(name)
+
+
+def _is_own(name: str) -> bool:
     return name.startswith((COMPILATION_PREFIX, PRIORITY_PREFIX)) or name in {
         v.name for v in VARIABLES
     }

@@ -1,0 +1,49 @@
+"""How much is remembered of tokens that were computed, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opweave.config.checks import check_count, check_flag, check_share
+from opweave.config.origin import Config
+from opweave.ir.errors import SettingError
+
+
+@dataclass(frozen=True)
+class CacheConfig(Config):
+    """The paged cache of keys and values, and of what other layers keep.
+
+    Attributes:
+        block_size: positions of one sequence in a block; a multiple of 16 for most kernels.
+        num_blocks: blocks of a layer that keeps every position; None: as many as memory allows.
+        memory_bytes: memory for all layers together; None: on a device of its own, what
+            *memory_utilization* leaves; in the host's memory, a quarter of what is free, and at
+            most 4 GiB. Never more than all sequences at their longest can use.
+        memory_utilization: the share of a device's memory that model and cache may take together.
+        enable_prefix_caching: keep blocks of finished sequences while there is room, for others
+            that begin with the same tokens.
+
+    Raises:
+        SettingError: (a ValueError) a value is out of range, or *num_blocks* and *memory_bytes* are
+            both given.
+    """
+
+    block_size: int = 64
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        check_count(owner, "block_size", self.block_size)
+        for name in ("num_blocks", "memory_bytes"):
+            if getattr(self, name) is not None:
+                check_count(owner, name, getattr(self, name), ", or None")
+        check_share(owner, "memory_utilization", self.memory_utilization)
+        check_flag(owner, "enable_prefix_caching", self.enable_prefix_caching)
+        if self.num_blocks is not None and self.memory_bytes is not None:
+            raise SettingError(
+                f"{owner}: num_blocks={self.num_blocks} and memory_bytes={self.memory_bytes} both "
+                "say how large the cache is. Give one of them."
+            )

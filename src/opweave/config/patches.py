@@ -1,0 +1,141 @@
+"""Changes to a configuration as data: what a platform wants, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from opweave.config.origin import Config, Origin
+from opweave.ir.errors import OpweaveError, SettingError, did_you_mean
+
+C = TypeVar("C", bound=Config)
+_log = logging.getLogger(__name__)
+
+
+class PatchError(OpweaveError, ValueError):
+    """A patch names no value of the configuration, or contradicts another one."""
+
+
+@dataclass(frozen=True)
+class ConfigPatch:
+    """One value that a platform wants in the configuration.
+
+    Args:
+        path: the attribute, from the :class:`opweave.config.EngineConfig` down, with dots between:
+            ``"cache.block_size"``.
+        value: what it should be; of the type that the attribute takes.
+        reason: why, for the user who reads it in the log: ``"kernel alignment"``.
+        force: override what the user asked for. Without it, the user's value stays.
+    """
+
+    path: str
+    value: Any
+    reason: str
+    force: bool = False
+
+
+def apply_patches(config: C, patches: Iterable[ConfigPatch], source: str) -> C:
+    """Return *config* with what *patches* change, all at once; each change is logged.
+
+    Where the user gave a value, it stays, unless the patch has ``force``; that too is logged.
+    Each new value knows its origin: ``config.cache.origin("block_size")``.
+
+    Args:
+        source: whose patches: ``"platform acme"``.
+
+    Raises:
+        PatchError: something is no patch, names no value, has no reason, or two contradict.
+        SettingError: a value is malformed, or the values do not fit each other.
+    """
+    wanted: dict[str, ConfigPatch] = {}
+    for patch in patches:
+        _check(config, patch, source)
+        before = wanted.setdefault(patch.path, patch)
+        if before.value != patch.value:
+            raise PatchError(
+                f"{source} wants {patch.path} to be {before.value!r} ({before.reason}) and "
+                f"{patch.value!r} ({patch.reason}). It should return one of the two."
+            )
+    changes: dict[tuple[str, ...], dict[str, Origin]] = {}
+    for patch in wanted.values():
+        *parents, name = patch.path.split(".")
+        if _is_due(config, patch, source):
+            origin = Origin(source, patch.value, patch.reason, by_user=False)
+            changes.setdefault(tuple(parents), {})[name] = origin
+    try:
+        return _changed(config, changes)
+    except SettingError as error:
+        raise SettingError(f"{source}: {error}") from error
+
+
+def _is_due(config: Config, patch: ConfigPatch, source: str) -> bool:
+    """Say whether *patch* changes anything, and log what it does, or that the user's word holds."""
+    old, origin = _value(config, patch.path), _origin(config, patch.path)
+    if old == patch.value:
+        return False
+    if origin.by_user and not patch.force:
+        _log.info(
+            "%s would set %s %s→%s: %s. It stays as it is: %s",
+            source, patch.path, old, patch.value, patch.reason, origin.source,
+        )  # fmt: skip
+        return False
+    level = logging.WARNING if origin.by_user else logging.INFO
+    _log.log(level, "%s set %s %s→%s: %s", source, patch.path, old, patch.value, patch.reason)
+    return True
+
+
+def _changed(config: C, changes: Mapping[tuple[str, ...], Mapping[str, Origin]]) -> C:
+    own = dict(changes.get((), {}))
+    for part in dict.fromkeys(path[0] for path in changes if path):
+        below = {path[1:]: values for path, values in changes.items() if path[:1] == (part,)}
+        value = _changed(getattr(config, part), below)
+        own[part] = Origin(config.origin(part).source, value, by_user=config.origin(part).by_user)
+    return config.with_values(own) if own else config
+
+
+def _check(config: Config, patch: object, source: str) -> None:
+    if not isinstance(patch, ConfigPatch):
+        raise PatchError(f"{source} returned {patch!r}, which is no ConfigPatch.")
+    if not patch.reason.strip():
+        raise PatchError(f"{source} sets {patch.path} without a reason. Give one, for the log.")
+    _value(config, patch.path, f"{source}: ")
+
+
+def _value(config: Config, path: str, prefix: str = "") -> Any:
+    found: Any = config
+    for index, name in enumerate(path.split(".")):
+        if not isinstance(found, Config) or name not in found.names():
+            known = found.names() if isinstance(found, Config) else ()
+            where = ".".join(path.split(".")[:index]) or type(config).__name__
+            raise PatchError(
+                f"{prefix}{path!r} is no value of the configuration: {where} has no {name!r}. "
+                f"{did_you_mean(name, known)}"
+            )
+        found = getattr(found, name)
+    if isinstance(found, Config):
+        raise PatchError(
+            f"{prefix}{path!r} is a part of the configuration. Name a value in it, such as "
+            f"'{path}.{found.names()[0]}'."
+        )
+    return found
+
+
+def _origin(config: Config, path: str) -> Origin:
+    *parents, name = path.split(".")
+    for parent in parents:
+        config = getattr(config, parent)
+    return config.origin(name)
+
+
+def origins(config: Config, path: str = "") -> dict[str, Origin]:
+    """Return where every value of *config* comes from, by path, in the order of the tree."""
+    found: dict[str, Origin] = {}
+    for name in config.names():
+        value = getattr(config, name)
+        if isinstance(value, Config):
+            found |= origins(value, f"{path}{name}.")
+        else:
+            found[f"{path}{name}"] = config.origin(name)
+    return found
