@@ -1,0 +1,86 @@
+"""One plugin as its distribution declares it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from opweave.ir.owner import Owner
+from opweave.plugins.errors import PluginError, PluginTypeError
+from opweave.plugins.groups import GROUPS
+
+_BRACKETS = re.compile(r"\[(.*)\]\s*$")
+_RELATIONS = ("requires", "after")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A plugin that is installed; nothing of it is imported.
+
+    Attributes:
+        name: what settings call it.
+        group: its group, one of :data:`opweave.plugins.GROUPS`.
+        value: what is to be imported, ``"package.module:function"``.
+        owner: plugin, distribution and version.
+        requires: plugins of the group that must have loaded before.
+        after: plugins of the group that load before if they are there.
+        fault: why it cannot be used, whatever it does.
+    """
+
+    name: str
+    group: str
+    value: str
+    owner: Owner
+    requires: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    fault: PluginError | None = None
+    _point: EntryPoint | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, point: EntryPoint) -> Entry:
+        """Read an entry point."""
+        distribution = point.dist
+        owner = Owner(
+            point.name,
+            "unknown distribution" if distribution is None else distribution.name,
+            "?" if distribution is None else distribution.version,
+        )
+        value = _BRACKETS.sub("", point.value).strip()
+        entry = cls(point.name, point.group, value, owner, _point=point)
+        try:
+            named = _relations(entry, point.value)
+        except PluginTypeError as error:
+            return replace(entry, fault=error)
+        return replace(entry, requires=named["requires"], after=named["after"])
+
+    def __str__(self) -> str:
+        return (
+            f"{GROUPS[self.group].kind} {self.name!r} ({self.value}, of {self.owner.distribution} "
+            f"{self.owner.version})"
+        )
+
+    @property
+    def package(self) -> str:
+        """The top-level package of what is to be imported."""
+        return self.value.partition(":")[0].partition(".")[0].strip()
+
+    def load(self) -> Any:
+        """Import what the entry point names."""
+        assert self._point is not None, self
+        return self._point.load()
+
+
+def _relations(entry: Entry, value: str) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(_RELATIONS, ())
+    brackets = _BRACKETS.search(value)
+    for token in filter(None, map(str.strip, brackets[1].split(",") if brackets else ())):
+        relation, _, name = token.partition(".")
+        if relation not in _RELATIONS or not name:
+            raise PluginTypeError(
+                f"{entry}: its entry point says [{token}]. Expected requires.NAME or after.NAME, "
+                "where NAME is another plugin of its group."
+            )
+        found[relation] = (*found[relation], name)
+    return found

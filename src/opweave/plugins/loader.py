@@ -1,0 +1,268 @@
+"""The plugins of a process: all that are installed, each loaded once, under one policy."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from opweave.ir.errors import did_you_mean
+from opweave.ir.owner import Owner
+from opweave.plugins.discovery import find, misspelt_groups
+from opweave.plugins.errors import (
+    PlatformReentryError,
+    PluginError,
+    PluginRequirementError,
+    PluginsFailedError,
+    PluginWarning,
+    UnknownGroupError,
+    UnknownPluginError,
+)
+from opweave.plugins.groups import GENERAL_PLUGINS, GROUPS, PLATFORM_PLUGINS
+from opweave.plugins.order import in_order
+from opweave.plugins.platform import Candidate, claim_of
+from opweave.plugins.plugin import Plugin
+from opweave.plugins.policy import PLATFORM, PLUGINS, Policy
+from opweave.plugins.record import State
+
+_loading: ContextVar[bool] = ContextVar("loading", default=False)
+_asked: ContextVar[list[str] | None] = ContextVar("asked", default=None)
+
+
+class Loader:
+    """Every installed plugin, and its state.
+
+    Args:
+        points: the entry points of everything that is installed.
+        policy: what the user says about plugins.
+
+    Raises:
+        PluginPolicyError: the policy names plugins that are not installed.
+    """
+
+    def __init__(self, points: Iterable[EntryPoint], policy: Policy) -> None:
+        points = list(points)
+        self.policy = policy
+        self.misspelt = misspelt_groups(points)
+        self.plugins = [Plugin(entry, policy) for entry in find(points)]
+        for plugin in self._not_selected():
+            plugin.detail = f"{PLATFORM}={policy.platform} selects another"
+        policy.check(plugin.entry.name for plugin in self.plugins)
+        # Two locks: a general plugin may ask for the current platform, whoever resolves it.
+        self._general_lock, self._platform_lock = threading.RLock(), threading.RLock()
+        self._general_done = False
+        for message in self.misspelt:
+            warnings.warn(message, PluginWarning, stacklevel=3)
+
+    def of_group(self, group: str) -> list[Plugin]:
+        """Return the plugins of a group that the policy permits, by name.
+
+        Raises:
+            UnknownGroupError: there is no such group.
+        """
+        if group not in GROUPS:
+            raise UnknownGroupError(
+                f"no group of plugins is called {group!r}. {did_you_mean(group, GROUPS)}"
+            )
+        found = [plugin for plugin in self.plugins if plugin.entry.group == group]
+        return [plugin for plugin in found if plugin.state is not State.EXCLUDED]
+
+    def find(self, group: str, name: str) -> Plugin:
+        """Return a plugin that can be used.
+
+        Raises:
+            UnknownPluginError: there is none of that name, or the policy leaves it out.
+            PluginError: it cannot be used; the message says why.
+        """
+        for plugin in self.of_group(group):
+            if plugin.entry.name == name:
+                if plugin.entry.fault is not None and plugin.error is not None:
+                    raise plugin.error
+                return plugin
+        known = [plugin.entry.name for plugin in self.of_group(group)]
+        out = f" {PLUGINS} leaves it out." if not self.policy.permits(name) else ""
+        raise UnknownPluginError(
+            f"no {GROUPS[group].kind} {name!r} is installed or permitted.{out} "
+            f"{did_you_mean(name, known)}"
+        )
+
+    def platform_of(self, owner: Owner) -> Plugin | None:
+        """Return the platform plugin of that owner."""
+        return next((p for p in self._platform_plugins() if p.entry.owner == owner), None)
+
+    def load_group(self, group: str) -> dict[str, Any]:
+        """Import every plugin of a group; return what the entry points name. Nothing is called.
+
+        Raises:
+            UnknownGroupError: there is no such group.
+            PluginError: a plugin failed, in strict mode; all were tried.
+        """
+        errors: dict[str, PluginError] = {}
+        for plugin in self.of_group(group):
+            with _collected(plugin, errors):
+                plugin.load()
+        self._settle(errors)
+        return {p.entry.name: p.loaded for p in self.of_group(group) if p.loaded is not None}
+
+    def load_general(self) -> None:
+        """Load every general plugin that has not loaded, those that others build on first.
+
+        Does nothing where it is called by a plugin that is loading.
+
+        Raises:
+            PluginError: a plugin failed, in strict mode; all were tried, and the next call tries
+                those that failed again.
+        """
+        if _loading.get():
+            return
+        with self._general_lock:
+            if self._general_done:
+                return
+            token = _loading.set(True)
+            try:
+                errors = self._load_general()
+            finally:
+                _loading.reset(token)
+            self._settle(errors)
+            self._general_done = True
+
+    def platform_claims(self) -> list[Candidate]:
+        """Ask the platform plugins whether their devices are here; each once.
+
+        Where ``OPWEAVE_PLATFORM`` is set, only the plugin of that name is imported and asked.
+
+        Raises:
+            PlatformReentryError: it is a platform plugin that asks.
+            PluginError: a plugin failed, in strict mode; all were tried.
+        """
+        self.refuse_reentry()
+        errors: dict[str, PluginError] = {}
+        found: list[Candidate] = []
+        with self._platform_lock:
+            for plugin in self._platform_plugins():
+                with _collected(plugin, errors):
+                    self._ask(plugin)
+                if plugin.state in (State.CLAIMED, State.ACTIVE):
+                    found.append(_candidate(plugin))
+        self._settle(errors)
+        return found
+
+    def refuse_reentry(self) -> None:
+        """Refuse to resolve the platform for a platform plugin that is being asked.
+
+        Raises:
+            PlatformReentryError: that is the case.
+        """
+        asked = _asked.get()
+        if asked is not None:
+            asked.append("current_platform")
+            raise PlatformReentryError(
+                "current_platform is asked for by the function of a platform plugin, which is "
+                "called to find out what it is"
+            )
+
+    def _not_selected(self) -> list[Plugin]:
+        if self.policy.platform is None:
+            return []
+        selected = self._platform_plugins()
+        return [plugin for plugin in self.of_group(PLATFORM_PLUGINS) if plugin not in selected]
+
+    def _platform_plugins(self) -> list[Plugin]:
+        selected = self.policy.platform
+        if selected is None:
+            return self.of_group(PLATFORM_PLUGINS)
+        everything = [p for p in self.plugins if p.entry.group == PLATFORM_PLUGINS]
+        return [plugin for plugin in everything if plugin.entry.name == selected]
+
+    def _ask(self, plugin: Plugin) -> None:
+        if plugin.state in (State.DECLINED, State.CLAIMED, State.ACTIVE):
+            return
+        _refuse_fault(plugin)
+        reentered: list[str] = []
+        token = _asked.set(reentered)
+        try:
+            returned = plugin.call()
+        except PluginError:
+            if not reentered:
+                raise
+        finally:
+            _asked.reset(token)
+        if reentered:  # also if the plugin caught the error, and went on without
+            raise plugin.reject(_reentered(plugin))
+        try:
+            claim = claim_of(plugin.entry, returned)
+        except PluginError as error:
+            raise plugin.reject(error) from None
+        plugin.returned, plugin.detail = claim, "" if claim is None else claim.why
+        plugin.state = State.DECLINED if claim is None else State.CLAIMED
+
+    def _load_general(self) -> dict[str, PluginError]:
+        plugins = self.of_group(GENERAL_PLUGINS)
+        usable = {p.entry.name: p for p in plugins if p.entry.fault is None}
+        order = in_order([plugin.entry for plugin in usable.values()])
+        errors: dict[str, PluginError] = {}
+        for plugin in plugins:
+            with _collected(plugin, errors):
+                _refuse_fault(plugin)
+        for name, error in order.errors.items():
+            errors[name] = usable[name].fail(error)
+        for entry in order.entries:
+            plugin = usable[entry.name]
+            with _collected(plugin, errors):
+                self._check_requirements(plugin)
+                plugin.call()
+        return errors
+
+    def _check_requirements(self, plugin: Plugin) -> None:
+        group = [p for p in self.plugins if p.entry.group == plugin.entry.group]
+        states = {p.entry.name: p.state for p in group}
+        for name in plugin.entry.requires:
+            state = states.get(name)
+            if state is State.LOADED:
+                continue
+            missing = {
+                None: f"which is not installed. {did_you_mean(name, states)}".rstrip("."),
+                State.EXCLUDED: f"which {PLUGINS} leaves out",
+            }.get(state, "which failed to load")
+            raise plugin.fail(
+                PluginRequirementError(f"{plugin.entry} requires {name!r}, {missing}")
+            )
+
+    def _settle(self, errors: dict[str, PluginError]) -> None:
+        """Raise what went wrong, or warn of it."""
+        found = list(errors.values())
+        if not found:
+            return
+        if self.policy.strict:
+            raise found[0] if len(found) == 1 else PluginsFailedError(tuple(found))
+        for error in found:
+            warnings.warn(str(error), PluginWarning, stacklevel=3)
+
+
+@contextmanager
+def _collected(plugin: Plugin, errors: dict[str, PluginError]) -> Iterator[None]:
+    """Go on with the next plugin after an error of this one."""
+    try:
+        yield
+    except PluginError as error:
+        errors.setdefault(plugin.entry.name, error)
+
+
+def _refuse_fault(plugin: Plugin) -> None:
+    if plugin.entry.fault is not None:
+        raise plugin.error or plugin.fail(plugin.entry.fault)
+
+
+def _candidate(plugin: Plugin) -> Candidate:
+    return Candidate(plugin.entry.name, plugin.returned, plugin.entry.owner)
+
+
+def _reentered(plugin: Plugin) -> PlatformReentryError:
+    return PlatformReentryError(
+        f"{plugin.entry} asks for current_platform, which its function is called to find out. Do "
+        "that in a method of the platform instead, such as import_kernels"
+    )

@@ -1,0 +1,50 @@
+"""The order in which plugins load: those that a plugin builds on come first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import NamedTuple
+
+from opweave.plugins.entry import Entry
+from opweave.plugins.errors import PluginRequirementError
+
+
+class Order(NamedTuple):
+    """The plugins in order, and those that have none because they wait for each other."""
+
+    entries: list[Entry]
+    errors: dict[str, PluginRequirementError]
+
+
+def in_order(entries: Sequence[Entry]) -> Order:
+    """Sort *entries*: after what they require, then by name.
+
+    Names that stand for no entry are passed over here; whether a requirement is met is only known
+    when it has been tried.
+    """
+    left = {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
+    errors: dict[str, PluginRequirementError] = {}
+    while True:
+        try:
+            return Order([left[name] for name in _sorted(left)], errors)
+        except CycleError as error:
+            cycle: list[str] = error.args[1][::-1]
+            for name in set(cycle):
+                errors[name] = _in_a_cycle(left.pop(name), cycle)
+
+
+def _sorted(entries: Mapping[str, Entry]) -> list[str]:
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for name, entry in entries.items():
+        before = {*entry.requires, *entry.after} & entries.keys()
+        sorter.add(name, *sorted(before))
+    return list(sorter.static_order())
+
+
+def _in_a_cycle(entry: Entry, cycle: Sequence[str]) -> PluginRequirementError:
+    # graphlib lists what comes before first; read from the last, each waits for the next.
+    return PluginRequirementError(
+        f"{entry} can never load, because each of these waits for the next: "
+        f"{' → '.join(cycle)}. Their entry points must not require each other"
+    )

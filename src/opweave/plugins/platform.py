@@ -1,0 +1,94 @@
+"""The claims of platform plugins, and the choice between all claims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from opweave.ir.owner import Owner
+from opweave.plugins.claim import PLATFORM_API, Claim
+from opweave.plugins.entry import Entry
+from opweave.plugins.errors import ClaimApiError, PlatformConflictError, PluginTypeError
+from opweave.plugins.groups import GROUPS, PLATFORM_PLUGINS
+from opweave.plugins.policy import PLATFORM
+
+
+class Candidate(NamedTuple):
+    """A platform whose device is here: its name, its claim, and the plugin that brings it.
+
+    ``owner`` is None for a platform that comes with opweave.
+    """
+
+    name: str
+    claim: Claim
+    owner: Owner | None
+
+
+class Choice(NamedTuple):
+    """The platform of this machine.
+
+    ``candidates`` are all that claim it, the chosen one included; ``selected`` is the name that
+    ``OPWEAVE_PLATFORM`` says, or None.
+    """
+
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    selected: str | None
+
+
+def claim_of(entry: Entry, returned: object) -> Claim | None:
+    """Return what a platform plugin's function returned, as a claim.
+
+    Raises:
+        PluginTypeError: it is neither a claim, a qualified name nor None.
+        ClaimApiError: it is for another version of the platform interface.
+    """
+    if returned is None:
+        return None
+    if isinstance(returned, str):
+        returned = Claim(returned, PLATFORM_API)  # the class itself says what it is made for
+    if not isinstance(returned, Claim) or not _is_qualified(returned.platform):
+        raise PluginTypeError(
+            f"{entry} returned {returned!r}; it should be {GROUPS[PLATFORM_PLUGINS].entry_point}"
+        )
+    if returned.api != PLATFORM_API:
+        raise ClaimApiError(
+            f"{entry} is for version {returned.api} of the platform interface, and this opweave "
+            f"has version {PLATFORM_API}. {_remedy(returned.api, entry.owner)}"
+        )
+    return returned
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the candidate whose claim has the highest score; there is at least one.
+
+    Raises:
+        PlatformConflictError: two have it.
+    """
+    highest = max(each.claim.score for each in candidates)
+    best = [each for each in candidates if each.claim.score == highest]
+    if len(best) > 1:
+        claims = "; ".join(sorted(map(_describe, best)))
+        raise PlatformConflictError(
+            f"{len(best)} platforms claim this machine: {claims}. Choose one with "
+            f"{PLATFORM}={min(each.name for each in best)}, or uninstall the others."
+        )
+    return best[0]
+
+
+def _describe(candidate: Candidate) -> str:
+    who = "opweave" if candidate.owner is None else str(candidate.owner)
+    why = f", because {candidate.claim.why}" if candidate.claim.why else ""
+    return f"{candidate.name} of {who}{why}"
+
+
+def _is_qualified(name: object) -> bool:
+    return isinstance(name, str) and all(
+        part.isidentifier() for part in name.replace(":", ".", 1).split(".")
+    )
+
+
+def _remedy(api: object, owner: Owner) -> str:
+    if isinstance(api, int) and api > PLATFORM_API:
+        return f"Upgrade opweave, or install an older {owner.distribution}"
+    return f"Install a newer {owner.distribution}"

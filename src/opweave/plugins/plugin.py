@@ -1,0 +1,265 @@
+"""One plugin in this process: imports it, calls it once, and keeps what became of it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+from opweave.ir import journal
+from opweave.ir.errors import OpweaveError
+from opweave.ir.owner import note_failure, owned_by
+from opweave.plugins.entry import Entry
+from opweave.plugins.errors import (
+    PluginError,
+    PluginFailedError,
+    PluginHookError,
+    PluginImportError,
+    PluginTimeoutError,
+    PluginTypeError,
+)
+from opweave.plugins.groups import GENERAL_PLUGINS, GROUPS, PLATFORM_PLUGINS
+from opweave.plugins.limits import Limits, OvertimeError, is_standard, run_within
+from opweave.plugins.policy import STRICT, TIMEOUT, Policy
+from opweave.plugins.record import PluginRecord, State
+
+# What these raise about names that are taken is for the plugin's authors, not for the user.
+_REGISTERING_HOOKS = frozenset({"import_kernels", "extend_cli"})
+
+IMPORT_SECONDS = 30.0  # a package on a cold disk may well take ten
+
+
+class Plugin:
+    """A plugin and its state. One that failed can be tried again.
+
+    Attributes:
+        entry: what its distribution declares.
+        state: what became of it.
+        error: what it failed with, the way out included.
+        loaded: what its entry point names, once it is imported.
+        returned: what its function returned, once it was called.
+        detail: why it was left out, or why its device is here.
+    """
+
+    def __init__(self, entry: Entry, policy: Policy) -> None:
+        self.entry, self.policy = entry, policy
+        self.state, self.detail = State.FOUND, ""
+        self.error: PluginError | None = None
+        self.loaded: Any = None
+        self.returned: Any = None
+        self._called, self._seconds = False, 0.0
+        self._journals: list[journal.Journal] = []
+        self._modules: frozenset[str] = frozenset()  # those there before it was imported
+        if not policy.permits(entry.name):
+            self.state, self.detail = State.EXCLUDED, "left out by OPWEAVE_PLUGINS"
+        elif entry.fault is not None:
+            self.fail(entry.fault)
+
+    def __repr__(self) -> str:
+        return f"<Plugin {self.entry.name} {self.state}>"
+
+    @property
+    def record(self) -> PluginRecord:
+        """What became of it, as plain data."""
+        entry = self.entry
+        return PluginRecord(
+            entry.name,
+            entry.group,
+            entry.value,
+            entry.owner.distribution,
+            entry.owner.version,
+            self.state,
+            round(self._seconds, 6),
+            None if self.error is None else str(self.error),
+            self.detail,
+            tuple(what for entered in self._journals for what in entered.registered),
+        )
+
+    def load(self) -> Any:
+        """Import what the entry point names, once, and return it; registers nothing if it fails.
+
+        Raises:
+            PluginError: it cannot be imported, or takes too long.
+        """
+        if self.loaded is None:
+            with self._attempt():
+                self.loaded = self._limited("imported", PluginImportError, self.entry.load)
+            if self.entry.group not in (GENERAL_PLUGINS, PLATFORM_PLUGINS):
+                self._succeed()
+        return self.loaded
+
+    def call(self) -> Any:
+        """Import the entry point's function and call it, once; return what it returned.
+
+        Everything that it registers is its own; if it fails, nothing of it stays, nor of what
+        importing it registered.
+
+        Raises:
+            PluginError: it cannot be imported, is no function, raises, or takes too long.
+        """
+        if not self._called:
+            self.load()
+            with self._attempt():
+                self._check_function()
+                self.returned = self._limited("called", PluginFailedError, self.loaded)
+            self._called = True
+            self._succeed()
+        return self.returned
+
+    @contextmanager
+    def hook(self, name: str) -> Iterator[None]:
+        """Run a hook of the plugin's in the block: what it registers is the plugin's.
+
+        Raises:
+            PluginHookError: the block raised; nothing stays of what it registered.
+            OpweaveError: the block raised it for the user, to refuse a configuration for example.
+        """
+        before = frozenset(sys.modules)
+        try:
+            with self._failing(name, PluginHookError), self._registering():
+                yield
+        except BaseException as error:
+            self._forget_modules(before)
+            if not isinstance(error, PluginHookError):
+                raise
+            cause = error.__cause__
+            if _is_for_the_user(cause) and name not in _REGISTERING_HOOKS:
+                raise cause from None
+            self.error = self._with_remedy(error)
+            raise self.error from cause
+        self.error = None
+
+    def fail(self, error: PluginError) -> PluginError:
+        """Note that the plugin cannot be used; return the error, with the way out."""
+        self.state, self.error = State.FAILED, self._with_remedy(error)
+        cause = error.__cause__
+        short = f"{error}".rstrip(".").removeprefix(f"{self.entry} ")
+        note_failure(self._label, short if cause is None else _one_line(cause))
+        return self.error
+
+    def reject(self, error: PluginError) -> PluginError:
+        """Take back what the plugin registered, and :meth:`fail`."""
+        self._undo(self._modules)
+        return self.fail(error)
+
+    def _with_remedy(self, error: PluginError) -> PluginError:
+        may_warn = self.policy.strict and not isinstance(error, PluginHookError)
+        warned = f"; {STRICT}=0 makes this a warning" if may_warn else ""
+        full = type(error)(
+            f"{f'{error}'.rstrip('.')}. To go on without it: "
+            f"{self.policy.leaving_out(self.entry.name)}, or pip uninstall "
+            f"{self.entry.owner.distribution}{warned}."
+        )
+        full.__cause__ = error.__cause__
+        return full.with_traceback(error.__traceback__)
+
+    @property
+    def _label(self) -> str:
+        return f"{GROUPS[self.entry.group].kind} {self.entry.owner}"
+
+    def _check_function(self) -> None:
+        wanted = f"{self.entry} is {self.loaded!r}; it should be {self._contract}"
+        if not callable(self.loaded):
+            raise PluginTypeError(wanted)
+        try:
+            inspect.signature(self.loaded).bind()
+        except TypeError:
+            raise PluginTypeError(wanted) from None
+        except ValueError:
+            return  # made in C, and says nothing of its parameters
+
+    @property
+    def _contract(self) -> str:
+        return GROUPS[self.entry.group].entry_point
+
+    def _limited(self, verb: str, kind: type[PluginError], step: Callable[[], Any]) -> Any:
+        seconds = self.policy.timeout
+        limits = Limits(seconds, max(seconds, IMPORT_SECONDS))
+        try:
+            with self._failing(verb, kind):
+                return run_within(limits, step)
+        except kind as error:
+            if isinstance(late := error.__cause__, OvertimeError):
+                what = "importing it" if late.doing == "import" else "its function"
+                raise PluginTimeoutError(
+                    f"{self.entry} hangs: {what} takes more than {late.seconds:g} s. It is at "
+                    f"{late.where}. If it needs longer, set {TIMEOUT} to more seconds"
+                ) from None
+            raise
+
+    @contextmanager
+    def _failing(self, verb: str, kind: type[PluginError]) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # what a plugin raises must not end the program
+            how = "failed" if kind is PluginFailedError else f"could not be {verb}"
+            how = f"failed in {verb}" if kind is PluginHookError else how
+            raise kind(f"{self.entry} {how}: {_one_line(error)}{_place(error)}") from error
+
+    @contextmanager
+    def _attempt(self) -> Iterator[None]:
+        if self.loaded is None:
+            self._seconds = 0.0
+        start, modules = time.perf_counter(), self._modules or frozenset(sys.modules)
+        try:
+            with self._registering():
+                yield
+        except BaseException as error:
+            self._undo(modules)
+            if isinstance(error, PluginError):
+                raise self.fail(error) from error.__cause__
+            raise
+        finally:
+            self._seconds += time.perf_counter() - start
+        self._modules = modules
+
+    @contextmanager
+    def _registering(self) -> Iterator[None]:
+        # Detached: a plugin keeps what it registers, even if another one caused it to load.
+        with owned_by(self.entry.owner), journal.detached(), journal.transaction() as entered:
+            yield
+        self._journals.append(entered)
+
+    def _succeed(self) -> None:
+        self.state, self.error = State.LOADED, None
+        note_failure(self._label, None)
+
+    def _undo(self, modules: Collection[str]) -> None:
+        """Take everything back, so that the next attempt begins anew."""
+        while self._journals:
+            self._journals.pop().roll_back()
+        self.loaded, self._modules, self._called = None, frozenset(), False
+        self._forget_modules(modules)
+
+    def _forget_modules(self, before: Collection[str]) -> None:
+        """Let the next attempt run the plugin's modules again, and what they register."""
+        package = self.entry.package
+        for name in sys.modules.keys() - before:
+            if name == package or name.startswith(f"{package}."):
+                del sys.modules[name]
+
+
+def _is_for_the_user(error: BaseException | None) -> TypeGuard[OpweaveError]:
+    return isinstance(error, OpweaveError) and not isinstance(error, PluginError)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _place(error: BaseException) -> str:
+    """Return where in the plugin's code *error* was raised, if it was raised there."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_OWN) and not is_standard(frame.filename)
+    ]
+    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+_OWN = __file__.removesuffix("plugin.py")

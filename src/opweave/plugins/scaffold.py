@@ -1,0 +1,50 @@
+"""Writes a plugin package that passes conformance, to start from."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import sys
+from pathlib import Path
+
+from opweave.native.scaffold import write_package
+from opweave.plugins.errors import PluginScaffoldError
+from opweave.plugins.groups import PLATFORM_PLUGINS
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_ENTRY_POINT = f"""
+[project.entry-points."{PLATFORM_PLUGINS}"]
+{{name}} = "{{name}}.claim:claim"
+"""
+_TAKEN = frozenset({"cpu", "cuda", "rocm", "xpu", "tpu", "native", "unfused", "opweave", "tests"})
+
+
+def new(name: str, parent: Path, *, platform: bool = False) -> list[Path]:
+    """Write the plugin package *name* into a folder of that name in *parent*; return its files.
+
+    It has a kernel and a layer replacement, and tests that use the conformance kit.
+
+    Args:
+        platform: whether it also brings a platform.
+
+    Raises:
+        PluginScaffoldError: the name is no good, or the folder exists or cannot be written.
+    """
+    _check_name(name)
+    folders = [_TEMPLATES / "general", *([_TEMPLATES / "platform"] if platform else [])]
+    values = {
+        "class": "".join(part.capitalize() for part in name.split("_")),
+        "platform_plugins": _ENTRY_POINT.format(name=name) if platform else "",
+    }
+    return write_package(name, parent, folders, PluginScaffoldError, values)
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise PluginScaffoldError(
+            f"{name!r} is not a name for a plugin; use lowercase letters, digits and underscores, "
+            "starting with a letter, and no Python keyword. It becomes that of the package, of the "
+            "provider of its kernels, and of the platform."
+        )
+    if name in _TAKEN or name in sys.stdlib_module_names:
+        raise PluginScaffoldError(f"The name {name!r} is taken; choose another one.")

@@ -1,0 +1,40 @@
+"""Installs plugins into a folder of the test's own, and loads them in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from opweave import ir
+from opweave.ir import owner
+from opweave.plugins.loader import Loader
+from opweave.plugins.policy import Policy
+
+from . import helpers
+
+Install = Callable[..., Loader]
+
+
+@pytest.fixture
+def installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: ir.Registry
+) -> Iterator[Install]:
+    """Install distributions, and return their loader: ``installed(plugin(...), policy=...)``.
+
+    The registry of ops is the test's own, and modules are forgotten afterwards.
+    """
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(owner, "_failures", {})
+    before = set(sys.modules)
+
+    def install(*distributions: Mapping[str, str], policy: Policy | None = None) -> Loader:
+        helpers.install(tmp_path, *distributions)
+        return Loader(helpers.points_in(tmp_path), policy or Policy())
+
+    yield install
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0].endswith("_module"):
+            del sys.modules[name]

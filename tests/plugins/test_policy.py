@@ -1,0 +1,75 @@
+"""What the environment says about plugins."""
+
+from __future__ import annotations
+
+import pytest
+
+from opweave.plugins.errors import PluginPolicyError
+from opweave.plugins.policy import DEFAULT_TIMEOUT, Policy
+
+
+@pytest.mark.parametrize(
+    ("value", "permitted"),
+    [
+        (None, "abc"),
+        ("", ""),
+        (" a , b ", "ab"),
+        ("a,", "a"),
+        ("-a", "bc"),
+        (" - a , -b", "c"),
+        ("a,-b", "a"),
+    ],
+)
+def test_which_plugins_are_permitted(value: str | None, permitted: str) -> None:
+    policy = Policy.from_environment({} if value is None else {"OPWEAVE_PLUGINS": value})
+    assert [name for name in "abc" if policy.permits(name)] == list(permitted)
+
+
+@pytest.mark.parametrize("value", ["a", "a,b,c", "-a", "-a,-c", "b,-c", None])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_the_way_out_leaves_out_that_plugin_and_no_other(value: str | None, name: str) -> None:
+    policy = Policy.from_environment({} if value is None else {"OPWEAVE_PLUGINS": value})
+    variable, _, setting = policy.leaving_out(name).partition("=")
+    after = Policy.from_environment({variable: setting})
+    assert not after.permits(name)
+    others = {"a", "b", "c"} - {name}
+    assert {o for o in others if after.permits(o)} == {o for o in others if policy.permits(o)}
+
+
+def test_the_other_settings() -> None:
+    assert Policy.from_environment({}) == Policy(None, frozenset(), None, True, DEFAULT_TIMEOUT)
+    policy = Policy.from_environment(
+        {
+            "OPWEAVE_PLATFORM": " acme ",
+            "OPWEAVE_PLUGINS_STRICT": "0",
+            "OPWEAVE_PLUGIN_TIMEOUT": "20",
+        }
+    )
+    assert (policy.platform, policy.strict, policy.timeout) == ("acme", False, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"OPWEAVE_PLUGINS": "a,-a"}, "both asks for 'a' and leaves it out"),
+        ({"OPWEAVE_PLUGINS": "a,-"}, "a '-' without a name"),
+        ({"OPWEAVE_PLUGIN_TIMEOUT": "soon"}, "'soon' should be a number of seconds"),
+        ({"OPWEAVE_PLUGIN_TIMEOUT": "-1"}, "above 0"),
+        ({"OPWEAVE_PLUGIN_TIMEOUT": "inf"}, "above 0"),
+        ({"OPWEAVE_PLUGIN_TIMEOUT": "nan"}, "above 0"),
+    ],
+)
+def test_nonsense_is_an_error(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(PluginPolicyError, match=message):
+        Policy.from_environment(environment)
+
+
+def test_names_must_be_installed() -> None:
+    Policy(only=frozenset({"acme"}), platform="cpu").check({"acme"})
+    Policy(platform="acme").check({"acme"})
+    with pytest.raises(PluginPolicyError, match=r"names 'acem'.*Did you mean 'acme'\?"):
+        Policy(only=frozenset({"acem"})).check({"acme"})
+    with pytest.raises(PluginPolicyError, match=r"names 'acem'"):
+        Policy(without=frozenset({"acem"})).check({"acme"})
+    with pytest.raises(PluginPolicyError, match=r"OPWEAVE_PLATFORM='cdua'.*Did you mean 'cuda'\?"):
+        Policy(platform="cdua").check({"acme"})
