@@ -5,9 +5,10 @@ shows why. Start with :mod:`opweave.ir`.
 """
 
 from opweave import ir
+from opweave._first_use import load_plugins as _load_plugins
 from opweave._first_use import prepare as _prepare
 
 __all__ = ["__version__", "ir"]
 __version__ = "0.1.0"
 
-ir.current_registry().on_first_use(_prepare)
+ir.current_registry().on_first_use(_prepare, _load_plugins)

@@ -1,4 +1,4 @@
-"""What happens when an op is first used: kernels load, settings are read.
+"""What happens when an op is first used: plugins and kernels load, settings are read.
 
 ``import opweave`` does none of it.
 """
@@ -8,18 +8,28 @@ from __future__ import annotations
 from opweave.ir import Registry, Source
 
 
+def load_plugins() -> None:
+    """Load the general plugins that are installed."""
+    from opweave.plugins import load_general_plugins
+
+    load_general_plugins()
+
+
 def prepare(registry: Registry) -> None:
-    """Load the providers that come with opweave, and apply settings and platform defaults."""
-    from opweave import kernels, native
+    """Load the platform's kernels, and apply settings and the platform's defaults."""
+    from opweave import native, platforms
     from opweave.config.sources import apply_environment_and_file
     from opweave.ir.codegen import use_plain_check
-    from opweave.platforms import current_platform
+    from opweave.plugins import hook
 
-    kernels.load(registry)
+    platform, owner = platforms.current_platform, platforms.resolution().owner
+    with hook(owner, "import_kernels"):
+        platform.import_kernels()
     use_plain_check(native.plain_check())
     apply_environment_and_file(registry)
-    registry.settings.set_priorities(
-        Source.PLATFORM,
-        current_platform.get_default_ir_op_priority(None),
-        f"platform default, {current_platform.name}",
-    )
+    with hook(owner, "get_default_ir_op_priority"):
+        registry.settings.set_priorities(
+            Source.PLATFORM,
+            platform.get_default_ir_op_priority(None),
+            f"platform default, {platform.name}",
+        )

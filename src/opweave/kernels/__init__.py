@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-from opweave.ir import Registry
+from opweave.ir import Registry, journal
+from opweave.ir.owner import owned_by
 
 PROVIDERS = ("aten", "row_by_row", "opweave_c")
 
@@ -13,10 +14,13 @@ __all__ = ["PROVIDERS", "load"]
 
 
 def load(registry: Registry) -> None:
-    """Import every provider that comes with opweave. One that fails leaves nothing behind."""
+    """Import every provider that comes with opweave. One that fails leaves nothing behind.
+
+    They are opweave's own, whoever calls: the platform of a plugin, usually.
+    """
     for provider in PROVIDERS:
         name = f"{__name__}.{provider}"
-        with registry.transaction():
+        with owned_by(None), journal.detached(), registry.transaction():
             try:
                 importlib.import_module(name)
             except BaseException:

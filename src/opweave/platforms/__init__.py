@@ -1,31 +1,54 @@
 """Device families, and the one that this process runs on.
 
-``current_platform`` is resolved on first access, once.
+``current_platform`` is resolved on first access, once. Importing this package asks no plugin and
+touches no device.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-import torch
-
 from opweave.platforms.base import Platform
+from opweave.platforms.capabilities import Capabilities
+from opweave.platforms.configure import configured
 from opweave.platforms.cpu import CpuPlatform
-from opweave.platforms.cuda import CudaPlatform
+from opweave.platforms.cuda import CudaPlatform, RocmPlatform
+from opweave.platforms.passes import register_pass
+from opweave.platforms.resolution import (
+    Resolution,
+    impose,
+    resolution,
+    resolve_current_platform_cls_qualname,
+)
+from opweave.platforms.spec import AttentionSpec, DeviceCapability
+from opweave.platforms.tpu import TpuPlatform
+from opweave.platforms.xpu import XpuPlatform
+from opweave.plugins import PLATFORM_API
 
-__all__ = ["CpuPlatform", "CudaPlatform", "Platform", "current_platform"]
+__all__ = [
+    "PLATFORM_API",
+    "AttentionSpec",
+    "Capabilities",
+    "CpuPlatform",
+    "CudaPlatform",
+    "DeviceCapability",
+    "Platform",
+    "Resolution",
+    "RocmPlatform",
+    "TpuPlatform",
+    "XpuPlatform",
+    "configured",
+    "current_platform",
+    "impose",
+    "register_pass",
+    "resolution",
+    "resolve_current_platform_cls_qualname",
+]
 
 current_platform: Platform
 
 
-@cache
-def _resolve() -> Platform:
-    has_cuda = torch.cuda.is_available() and torch.version.hip is None
-    return CudaPlatform() if has_cuda else CpuPlatform()
-
-
 def __getattr__(name: str) -> Any:
     if name == "current_platform":
-        return _resolve()
+        return resolution().platform
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

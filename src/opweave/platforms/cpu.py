@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
+
+import torch
 
 from opweave.config import EngineConfig
+from opweave.platforms import defaults, probes
 from opweave.platforms.base import Platform
+from opweave.platforms.capabilities import Capabilities
 
 # Ops with a kernel in the native module, which is the first choice for each.
 _NATIVE_OPS = (
@@ -24,6 +29,7 @@ _NATIVE_OPS = (
     "gelu_fast",
     "gelu_new",
     "layer_norm",
+    "linear",
     "mul_and_silu",
     "paged_attention",
     "per_token_group_quant_fp8",
@@ -68,6 +74,17 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     device_type = "cpu"
+    dispatch_tags = ("cpu",)
+    supported_dtypes = (torch.bfloat16, torch.float16, torch.float32)
+
+    @cached_property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        found = probes.cpu_features()
+        return Capabilities(
+            bf16=bool(found & {"avx512_bf16", "amx_bf16", "bf16"}),
+            int8=bool(found & {"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"}),
+            unified_memory=True,
+        )
 
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
@@ -75,3 +92,18 @@ class CpuPlatform(Platform):
         own = {op: ["opweave_c"] for op in _NATIVE_OPS}
         torchs = {op: ["aten"] for op in _TORCHS_OPS}
         return {**own, **torchs}
+
+    def get_device_communicator_cls(self) -> str:
+        return defaults.HOST_COMMUNICATOR
+
+    def get_device_name(self, index: int = 0) -> str:
+        return probes.cpu_name()
+
+    def set_device(self, index: int) -> None:
+        """There is one."""
+
+    def synchronize(self) -> None:
+        """Every call has finished when it returns."""
+
+    def doctor(self) -> Mapping[str, object]:
+        return {"threads": torch.get_num_threads(), "features": sorted(probes.cpu_features())}

@@ -1,26 +1,94 @@
-"""NVIDIA GPUs."""
+"""GPUs that torch calls ``cuda``: NVIDIA's and AMD's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
+
+import torch
 
 from opweave.config import EngineConfig
+from opweave.platforms import probes
 from opweave.platforms.base import Platform
+from opweave.platforms.capabilities import Capabilities
+from opweave.platforms.spec import DeviceCapability
+
+# Ops whose first choice is a fused call of torch.
+_TORCHS_OPS = (
+    "bidirectional_attention",
+    "causal_attention",
+    "fused_add_rms_norm",
+    "rms_norm",
+    "varlen_attention",
+)
 
 
-class CudaPlatform(Platform):
-    """CUDA devices."""
+_MATRIX_CORES = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD Instinct, from MI100 on
 
-    name = "cuda"
+
+class _Gpu(Platform):
+    """What both have in common."""
+
     device_type = "cuda"
+    supported_dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    dist_backend = "nccl"  # which is RCCL in torch for ROCm
 
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
     ) -> Mapping[str, list[str]]:
-        return {
-            "rms_norm": ["aten"],
-            "fused_add_rms_norm": ["aten"],
-            "bidirectional_attention": ["aten"],
-            "causal_attention": ["aten"],
-            "varlen_attention": ["aten"],
-        }
+        return {op: ["aten"] for op in _TORCHS_OPS}
+
+    def get_device_name(self, index: int = 0) -> str:
+        return str(probes.properties("cuda", index).name)
+
+    def get_device_capability(self, index: int = 0) -> DeviceCapability | None:
+        found = probes.properties("cuda", index)
+        return DeviceCapability(found.major, found.minor)
+
+
+class CudaPlatform(_Gpu):
+    """NVIDIA GPUs."""
+
+    name = "cuda"
+    dispatch_tags = ("cuda",)
+
+    @cached_property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        # Tensor cores take int8 from 7.5 on, bfloat16 from 8.0, float8 from 8.9: CUDA C++
+        # Programming Guide, "Compute Capabilities".
+        capability = self.get_device_capability() or DeviceCapability(0, 0)
+        return Capabilities(
+            bf16=capability >= (8, 0),
+            fp8=capability >= (8, 9),
+            int8=capability >= (7, 5),
+            streams=True,
+            graph_capture=True,
+            pinned_memory=True,
+        )
+
+    def doctor(self) -> Mapping[str, object]:
+        return {"cuda": torch.version.cuda, "devices": probes.cuda_devices()}
+
+
+class RocmPlatform(_Gpu):
+    """AMD GPUs."""
+
+    name = "rocm"
+    dispatch_tags = ("hip", "cuda")
+
+    @cached_property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        # float8_e4m3fn is what gfx950 and gfx12 multiply; gfx942 multiplies float8_e4m3fnuz, which
+        # is another format. AMD, "Data types and precision support".
+        architecture = str(getattr(probes.properties("cuda", 0), "gcnArchName", "")).split(":")[0]
+        return Capabilities(
+            bf16=architecture.startswith((*_MATRIX_CORES, "gfx11", "gfx12")),
+            fp8=architecture.startswith(("gfx95", "gfx12")),
+            int8=architecture.startswith((*_MATRIX_CORES, "gfx11", "gfx12")),
+            streams=True,
+            graph_capture=True,
+            pinned_memory=True,
+        )
+
+    def doctor(self) -> Mapping[str, object]:
+        return {"hip": torch.version.hip, "devices": probes.rocm_devices()}

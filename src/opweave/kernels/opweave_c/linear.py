@@ -7,7 +7,7 @@ overflow where activations are near float32's largest number.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import SymBool, Tensor
 from torch.nn import functional
 
 from opweave.ir import rules
@@ -20,14 +20,17 @@ from opweave.kernels.opweave_c.doors import STATUS, implements, native_op
 _linear = native_op("linear")
 _linear_w8a16 = native_op("linear_w8a16")
 
-# From how many tokens on torch's matrix product is faster, as measured. The choice depends on the
-# size of the batch, so it cannot be a predicate's; compiled code has a guard, and so one graph for
-# few tokens and one for many. Because torch adds in another order, no implementation here is
-# batch-invariant, though the kernels are. torch computes in 16 bits only where the CPU does:
-# elsewhere it widens the weights on every call, and was never faster. Where it does, 8 is a guess.
-_NEVER = 1 << 62
-_16_BITS = 8 if "avx512bf16" in STATUS.isa_levels else _NEVER
-_MOST_TOKENS = {torch.float32: 32, torch.bfloat16: _16_BITS, torch.float16: _16_BITS}
+# From how many tokens on torch's matrix product is faster, as measured; None: it never was. The
+# choice depends on the size of the batch, so it cannot be a predicate's. A graph for any number of
+# tokens multiplies by torch, a graph for one by our kernel: a guard would make a third. Because
+# torch adds in another order, no implementation here is batch-invariant, though the kernels are.
+# torch computes in bfloat16 only where the CPU does: elsewhere it widens the weights on every call.
+# So it does in float16, but for a single token.
+_MOST_TOKENS = {
+    torch.float32: 32,
+    torch.bfloat16: 4 if "avx512bf16" in STATUS.isa_levels else None,
+    torch.float16: 8 if "avx512bf16" in STATUS.isa_levels else None,
+}
 _MOST_TOKENS_W8 = 512
 
 _WEIGHT = (
@@ -37,6 +40,16 @@ _WEIGHT = (
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return x.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
+
+
+def _is_known(fact: bool | SymBool) -> bool:
+    """Whether *fact* holds; in a graph, whether it holds for every size that the graph is for."""
+    if isinstance(fact, SymBool):
+        # Not at the top: it imports sympy.
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(fact)
+    return fact
 
 
 def _fits_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> bool:
@@ -53,7 +66,8 @@ def _fits_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply the rows of *x* by *weight*."""
-    if x.numel() > _MOST_TOKENS[x.dtype] * x.shape[-1]:
+    most = _MOST_TOKENS[x.dtype]
+    if most is not None and not _is_known(x.numel() <= most * x.shape[-1]):
         return functional.linear(x, weight, bias)
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
     _linear(out, x, weight, bias)

@@ -1,0 +1,52 @@
+"""The platforms that come with opweave, and when each claims the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from opweave.platforms import probes
+from opweave.plugins import PLATFORM_API, Claim
+
+_CPU_SCORE, _ACCELERATOR_SCORE = 0, 50
+
+
+def cpu() -> Claim:
+    """Claim any machine, after everybody else."""
+    return Claim(f"{__package__}.cpu.CpuPlatform", PLATFORM_API, _CPU_SCORE, "every machine has it")
+
+
+def cuda() -> Claim | None:
+    """Claim a machine with NVIDIA GPUs that torch can use."""
+    return _claim("cuda.CudaPlatform", probes.cuda_devices(), "NVIDIA GPU")
+
+
+def rocm() -> Claim | None:
+    """Claim a machine with AMD GPUs that torch can use."""
+    return _claim("cuda.RocmPlatform", probes.rocm_devices(), "AMD GPU")
+
+
+def xpu() -> Claim | None:
+    """Claim a machine with Intel GPUs that torch can use."""
+    return _claim("xpu.XpuPlatform", probes.xpu_devices(), "Intel GPU")
+
+
+def tpu() -> Claim | None:
+    """Claim a machine with TPUs that PyTorch/XLA can use."""
+    return _claim("tpu.TpuPlatform", probes.tpu_devices(), "TPU")
+
+
+BUILTIN: Mapping[str, Callable[[], Claim | None]] = {
+    "cpu": cpu,
+    "cuda": cuda,
+    "rocm": rocm,
+    "tpu": tpu,
+    "xpu": xpu,
+}
+"""What each built-in platform says of this machine: a claim, or None if its device is not here."""
+
+
+def _claim(name: str, devices: int, kind: str) -> Claim | None:
+    if not devices:
+        return None
+    found = f"1 {kind}" if devices == 1 else f"{devices} {kind}s"
+    return Claim(f"{__package__}.{name}", PLATFORM_API, _ACCELERATOR_SCORE, f"torch finds {found}")

@@ -1,0 +1,87 @@
+"""Fits a configuration to the platform, and says what was changed and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from opweave import platforms
+from opweave.config import EngineConfig
+from opweave.config.patches import ConfigPatch, PatchError, apply_patches
+from opweave.ir.owner import Owner
+from opweave.platforms.base import Platform
+from opweave.platforms.errors import UnsupportedByPlatformError
+from opweave.plugins import hook
+
+_OPS, _BACKEND = "compilation_config.custom_ops", "compilation_config.backend"
+
+
+def configured(config: EngineConfig, platform: Platform | None = None) -> EngineConfig:
+    """Return *config* as the platform runs it; what the user gave stays unless a patch has force.
+
+    First come the platform's defaults, of values, ops of ``CustomOp`` and the compile backend; then
+    its check of the whole. Fitting a fitted configuration changes nothing. Where each value comes
+    from is in its :meth:`~opweave.config.origin.Config.origin`.
+
+    Args:
+        platform: by default the current one.
+
+    Raises:
+        PatchError: the platform returned what is no patch of this configuration.
+        UnsupportedByPlatformError: it cannot compute in ``config.dtype``.
+        SettingError: it wants a value that is malformed.
+        OpweaveError: what it raises where it cannot run what *config* asks for.
+    """
+    platform = platform or platforms.current_platform
+    source = f"platform {platform.name}"
+    _check_dtype(config, platform)
+    for stage in (_defaults, _backend, _custom_ops, _checked):
+        config = apply_patches(config, stage(config, platform), source)
+    return config
+
+
+def _check_dtype(config: EngineConfig, platform: Platform) -> None:
+    known = [str(dtype).removeprefix("torch.") for dtype in platform.supported_dtypes]
+    if config.dtype not in ("auto", *known):
+        raise UnsupportedByPlatformError(
+            f"dtype={config.dtype!r}: platform {platform.name!r} computes models in "
+            f"{', '.join(known)}. Choose one of these."
+        )
+
+
+def _defaults(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
+    with hook(_owner(platform), "config_defaults"):
+        patches = list(platform.config_defaults(config))
+    for patch in patches:
+        if isinstance(patch, ConfigPatch) and patch.force:
+            raise PatchError(
+                f"platform {platform.name}: config_defaults forces {patch.path}. A default gives "
+                "way to what the user asks for; return it from check_and_update_config."
+            )
+    return patches
+
+
+def _custom_ops(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
+    with hook(_owner(platform), "default_custom_ops"):
+        wanted = list(platform.default_custom_ops(config))
+    if not wanted or config.compilation.origin("custom_ops").by_user:
+        return ()
+    typed = config.compilation.updated({"custom_ops": wanted}, f"platform {platform.name}")
+    return [ConfigPatch(_OPS, typed.custom_ops, "the platform's ops")]
+
+
+def _backend(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
+    with hook(_owner(platform), "get_compile_backend"):
+        wanted = platform.get_compile_backend(config)
+    if config.compilation.origin("backend").by_user:
+        return ()
+    return [ConfigPatch(_BACKEND, wanted, "the platform's compiler")]
+
+
+def _checked(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
+    with hook(_owner(platform), "check_and_update_config"):
+        return list(platform.check_and_update_config(config))
+
+
+def _owner(platform: Platform) -> Owner | None:
+    found = platforms.resolution()
+    return found.owner if found.platform is platform else None

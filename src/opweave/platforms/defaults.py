@@ -1,0 +1,27 @@
+"""What a platform gets that brings nothing of its own: names, looked up when they are needed."""
+
+from __future__ import annotations
+
+from opweave.ir import current_registry, journal
+from opweave.ir.owner import owned_by
+from opweave.plugins import resolve_obj_by_qualname
+
+WORKER = "opweave.engine.worker.Worker"
+MODEL_RUNNER = "opweave.engine.model_runner.ModelRunner"
+SCHEDULER = "opweave.engine.scheduler.Scheduler"
+EXECUTOR = "opweave.engine.executor.in_process.InProcessExecutor"
+SAMPLER = "opweave.engine.sampler.Sampler"
+ATTENTION = "opweave.engine.attention.PagedAttention"
+LATENT_ATTENTION = "opweave.engine.attention.LatentPagedAttention"
+RANKED_EXECUTOR = "opweave.engine.executor.ranked.RankedExecutor"
+COMMUNICATOR = "opweave.engine.communicators.TorchCommunicator"
+HOST_COMMUNICATOR = "opweave.engine.communicators.SharedMemoryCommunicator"
+
+_KERNELS = "opweave.kernels.load"
+
+
+def import_kernels() -> None:
+    """Load the kernels that come with opweave. They are opweave's own, whoever asks for them."""
+    # Whatever becomes of the hook that asks for them: they are imported only once.
+    with owned_by(None), journal.detached():
+        resolve_obj_by_qualname(_KERNELS)(current_registry())

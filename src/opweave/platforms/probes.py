@@ -1,0 +1,97 @@
+"""The questions that the built-in platforms put to the machine, all in one place.
+
+None starts the runtime of a device: a process that forks or spawns workers must be able to ask.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+def cuda_devices() -> int:
+    """Return how many NVIDIA GPUs torch can use (counted by NVML, where it is installed)."""
+    return torch.cuda.device_count() if torch.version.cuda is not None else 0
+
+
+def rocm_devices() -> int:
+    """Return how many AMD GPUs torch can use (counted by AMD SMI, where it is installed)."""
+    return torch.cuda.device_count() if torch.version.hip is not None else 0
+
+
+def xpu_devices() -> int:
+    """Return how many Intel GPUs torch can use."""
+    return torch.xpu.device_count()
+
+
+def tpu_devices() -> int:
+    """Return how many TPU device files there are, if ``torch_xla`` is installed to use them."""
+    if find_spec("torch_xla") is None:
+        return 0
+    return len([*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")])
+
+
+def properties(device_type: str, index: int) -> Any:
+    """Return what torch knows about a device. The one question here that starts its runtime."""
+    return torch.get_device_module(device_type).get_device_properties(index)
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """Return the extensions of the processor's instruction set, by torch's names for them."""
+    ask = getattr(torch.cpu, "get_capabilities", None)
+    if ask is not None:
+        return frozenset(name for name, found in ask().items() if found is True)
+    older = {
+        "avx2": "_is_avx2_supported",
+        "avx512_bf16": "_is_avx512_bf16_supported",
+        "avx512_f": "_is_avx512_supported",
+        "avx512_vnni": "_is_vnni_supported",
+    }
+    return frozenset(name for name, asked in older.items() if getattr(torch.cpu, asked, bool)())
+
+
+@cache
+def cpu_name() -> str:
+    """Return what the processor calls itself."""
+    for key in ("model name", "Hardware"):
+        for line in _lines(Path("/proc/cpuinfo")):
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def host_memory() -> tuple[int, int]:
+    """Return how much of the host's memory this process can still take, and could at most, in
+    bytes; limits of its control group count."""
+    found = {line.split(":")[0]: line.split(":")[1] for line in _lines(_MEMINFO)}
+    if "MemAvailable" in found:
+        free, total = (int(found[key].split()[0]) << 10 for key in ("MemAvailable", "MemTotal"))
+    else:
+        free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    if limit is not None and used is not None and limit < total:
+        return min(free, max(limit - used, 0)), limit
+    return free, total
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []  # another system, which has no such file
