@@ -9,7 +9,14 @@ import pytest
 from opweave import platforms
 from opweave.config import CompilationConfig, compilation_config
 from opweave.layers import op_registry, op_registry_oot
-from opweave.platforms import CpuPlatform
+from opweave.platforms import (
+    CpuPlatform,
+    CudaPlatform,
+    Platform,
+    RocmPlatform,
+    TpuPlatform,
+    XpuPlatform,
+)
 
 
 @pytest.fixture
@@ -29,11 +36,18 @@ def config() -> Iterator[CompilationConfig]:
         yield current
 
 
+TAGS = {
+    each.name: each.dispatch_tags
+    for each in (CpuPlatform, CudaPlatform, RocmPlatform, TpuPlatform, XpuPlatform)
+} | {"unspecified": ("native",)}
+
+
 class Named(CpuPlatform):
     """A platform of some name; its device is the CPU."""
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.dispatch_tags = TAGS.get(name, Platform.dispatch_tags)
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from opweave import platforms
 from opweave.config import CompilationConfig, compilation_config
 from opweave.layers import CustomOp
 
+from .conftest import Named
+
 pytestmark = pytest.mark.usefixtures("registries")
 
 METHODS = {
@@ -55,6 +57,15 @@ def test_disabled_is_native_everywhere(platform: str) -> None:
 @pytest.mark.parametrize("platform", ["my_npu"], indirect=True)
 def test_any_other_name_is_out_of_tree(platform: str) -> None:
     assert op_with(*EVERY)()() == "forward_oot"
+
+
+def test_a_platform_may_name_methods_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platforms, "current_platform", Named("acme"))
+    platforms.current_platform.dispatch_tags = ("acme", "oot", "cpu")
+    every = ("forward_native", "forward_cpu", "forward_oot", "forward_acme")
+    for last in range(1, len(every) + 1):
+        op = type("Probe", (CustomOp,), {n: (lambda self, n=n: n) for n in every[:last]})
+        assert op()() == every[last - 1]
 
 
 @pytest.mark.parametrize("platform", ["rocm"], indirect=True)
@@ -144,10 +155,10 @@ def test_importing_does_not_resolve_the_platform(fresh_python: Any) -> None:
     fresh_python(
         """
         import opweave.layers
-        from opweave import platforms
-        assert platforms._resolve.cache_info().currsize == 0
+        from opweave.platforms.resolution import is_resolved
+        assert not is_resolved()
         opweave.layers.op_registry["silu_and_mul"]()
-        assert platforms._resolve.cache_info().currsize == 1
+        assert is_resolved()
         """
     )
 

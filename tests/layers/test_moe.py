@@ -140,6 +140,18 @@ def test_ways_to_route() -> None:
         assert "e_score_correction_bias" not in "".join(layer.state_dict())
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_routing_runs_what_the_platform_prefers(scoring: str) -> None:
+    op, (x, logits) = getattr(ir.ops, f"topk_{scoring}"), tokens()
+    layer = filled(moe(scoring_func=scoring))
+    assert op.get_priority()[-1] == "native"
+    for preferred in (op.get_priority(), ["row_by_row", "native"]):
+        with op.set_priority(preferred), ir.record() as record:
+            layer(x, logits)
+        assert record.selected_impls[op.name] == {preferred[0]: 1}
+        assert {name for name in record.selected_impls if "topk" in name} == {op.name}
+
+
 def test_a_routing_function_of_ones_own() -> None:
     def first(x: Tensor, logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         ids = torch.arange(top_k).expand(len(x), top_k)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,29 @@ def test_rms_norm_is_llamas(size: int, dtype: torch.dtype, custom_ops: str) -> N
         normed, both = ours(x.clone(), residual.clone())
         close(both, total)
         close(normed, theirs(total))
+
+
+@each_dtype
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("provider", ir.ops.rms_norm.supported_providers())
+def test_every_provider_with_and_without_weight_residual_and_gaps(
+    provider: str, size: int, dtype: torch.dtype
+) -> None:
+    norms = {op: [provider] for op in ("rms_norm", "fused_add_rms_norm")}
+    if provider not in ir.ops.fused_add_rms_norm.impls:
+        del norms["fused_add_rms_norm"]
+    for has_weight, gaps, adds in itertools.product((True, False), repeat=3):
+        layer = RMSNorm(size, 1e-5, has_weight=has_weight, dtype=dtype)
+        randomised(layer, dtype)
+        x, residual = torch.randn(2, 5, size + 9 * gaps).to(dtype)[..., :size]
+        total = x + residual if adds else x
+        wide = total.double()
+        normed = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+        with ir.priority(norms):
+            found = layer(x, residual) if adds else (layer(x),)  # both donated
+        close(found[0], (normed * layer.weight.double()).to(dtype))
+        if adds:
+            close(found[1], total)
 
 
 @both_ways

@@ -70,9 +70,15 @@ def test_computed_per_token_and_per_tensor(
 @pytest.mark.slow
 @both_ways
 @each_dtype
-@pytest.mark.parametrize("size", [17, 1026])
+@pytest.mark.parametrize("size", SIZES)
 def test_many_tokens(size: int, dtype: torch.dtype, custom_ops: str) -> None:
-    test_computed_per_token_and_per_tensor(size, 4096, dtype, custom_ops)
+    x, some = torch.randn(4096, size).to(dtype), torch.randperm(4096)[:64]
+    q, scale = built(custom_ops, lambda: QuantFP8(False, PER_TOKEN))(x)
+    torch.testing.assert_close(scale, scale_of(largest(x)), atol=0, rtol=1e-6)
+    check(q[some], scale[some], x[some], scale[some])
+    q, scale = built(custom_ops, lambda: QuantFP8(False, PER_TENSOR))(x)
+    torch.testing.assert_close(scale, scale_of(x.abs().amax()).reshape(1), atol=0, rtol=1e-6)
+    check(q[some], scale, x[some], scale.expand(64, size))
 
 
 @both_ways

@@ -65,9 +65,10 @@ def test_ranks_together_are_the_whole_table(
 
 @pytest.mark.parametrize(("vocab", "org"), [(128256, 128256), (32256, 32000)])
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_real_sizes(vocab: int, org: int, size: int) -> None:
+@pytest.mark.parametrize("index", [torch.int64, torch.int32], ids=str)
+def test_real_sizes(vocab: int, org: int, size: int, index: torch.dtype) -> None:
     table = torch.randn(vocab, 2)
-    ids = torch.cat([torch.randint(vocab, (500,)), torch.arange(vocab - 256, vocab)])
+    ids = torch.cat([torch.randint(vocab, (500,)), torch.arange(vocab - 256, vocab)]).to(index)
 
     def make() -> VocabParallelEmbedding:
         layer = VocabParallelEmbedding(vocab, 2, org_num_embeddings=org)

@@ -8,6 +8,7 @@ from opweave.compile.compiled import CompiledGraph, report, reports
 from opweave.compile.errors import (
     CompileError,
     OptionError,
+    PluginPassError,
     UnloweredOpError,
     UseAfterDonationError,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "CompiledGraph",
     "FusionForm",
     "OptionError",
+    "PluginPassError",
     "Report",
     "UnloweredOpError",
     "UseAfterDonationError",

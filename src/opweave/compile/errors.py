@@ -17,5 +17,9 @@ class OptionError(CompileError):
     """An option of the backend is unknown or malformed."""
 
 
+class PluginPassError(CompileError):
+    """A compiler pass of a plugin failed, or is none."""
+
+
 class UnloweredOpError(CompileError):
     """An op of the IR would have reached code generation."""

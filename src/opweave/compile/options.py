@@ -11,7 +11,14 @@ from opweave.compile import compat
 from opweave.compile.errors import OptionError
 from opweave.ir.errors import did_you_mean
 
-_SWITCHES = ("fusion", "sequence_parallelism", "noop_elimination", "inplace", "codegen")
+_SWITCHES = (
+    "fusion",
+    "sequence_parallelism",
+    "noop_elimination",
+    "plugin_passes",
+    "inplace",
+    "codegen",
+)
 Priorities = Mapping[str, "str | Iterable[str]"]
 
 
@@ -26,6 +33,7 @@ class CompileOptions:
         fusion: replace chains of ops by fused ones that have a kernel.
         sequence_parallelism: shard row-wise ops over tokens between collectives.
         noop_elimination: take ops out that change nothing, before others look at the graph.
+        plugin_passes: run the passes that plugins and the platform bring.
         inplace: let in-place kernels reuse memory; otherwise they copy their activations.
         codegen: generate code with Inductor; otherwise what is left after the passes runs op by op.
         priorities: priority lists by op, stronger than the scope's.
@@ -39,6 +47,7 @@ class CompileOptions:
     fusion: bool = True
     sequence_parallelism: bool = True
     noop_elimination: bool = True
+    plugin_passes: bool = True
     inplace: bool = True
     codegen: bool = True
     priorities: Priorities = field(default_factory=dict)

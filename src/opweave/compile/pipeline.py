@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from torch.fx import Graph
@@ -19,8 +20,10 @@ from opweave.compile.passes.donation import carry_donations
 from opweave.compile.passes.fusion import fuse
 from opweave.compile.passes.lowering import is_kept, lower_functional
 from opweave.compile.passes.noop import eliminate_noops
+from opweave.compile.passes.plugin import run_plugin_pass
 from opweave.compile.passes.reuse import lower_inplace
 from opweave.compile.passes.sequence import shard_tokens
+from opweave.compile.plan import Plan
 from opweave.compile.report import PassReport
 
 
@@ -39,6 +42,7 @@ class Pass(NamedTuple):
     stage: Stage
     run: Callable[[Graph, Context], None]
     enabled: Callable[[CompileOptions], bool] = lambda options: True
+    owner: str = ""
 
 
 PASSES = (
@@ -59,18 +63,19 @@ def run(stage: Stage, graph: Graph, context: Context) -> None:
 
     Raises:
         UseAfterDonationError: see :mod:`opweave.compile.passes.donation`.
+        PluginPassError: a pass of a plugin failed.
         UnloweredOpError: an op is left after the last stage.
     """
     context.report.complete = stage is not Stage.DYNAMO
     if not ir_calls(graph):
         return
     text = graph_text(graph)
-    for step in (p for p in PASSES if p.stage is stage and p.enabled(context.plan.options)):
+    for step in steps(stage, context.plan):
         start = time.perf_counter()
         step.run(graph, context)
         seconds = time.perf_counter() - start
         before, text = text, graph_text(graph)
-        record = PassReport(step.name, stage.value, seconds, notes=context.notes)
+        record = PassReport(step.name, stage.value, seconds, notes=context.notes, owner=step.owner)
         if text != before:
             record.before, record.after = before, text
         context.report.passes.append(record)
@@ -80,6 +85,17 @@ def run(stage: Stage, graph: Graph, context: Context) -> None:
     context.report.traces = len(context.tracer.traces)
     if stage is Stage.POST_GRAD:
         _check_lowered(graph)
+
+
+def steps(stage: Stage, plan: Plan) -> Iterator[Pass]:
+    """Yield the passes of *stage* in order, those of plugins just before ops are lowered."""
+    for step in PASSES:
+        if step.run is lower_functional and stage is step.stage:
+            yield from (
+                Pass(p.name, stage, partial(run_plugin_pass, p), owner=p.owner) for p in plan.passes
+            )
+        if step.stage is stage and step.enabled(plan.options):
+            yield step
 
 
 def graph_text(graph: Graph) -> str:

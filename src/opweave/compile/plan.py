@@ -10,9 +10,10 @@ from opweave import ir
 from opweave.compile import fingerprint
 from opweave.compile.nodes import IrCall
 from opweave.compile.options import CompileOptions, Priorities
+from opweave.compile.plugin_passes import PluginPass, plugin_passes
 from opweave.ir import IrOp, Policy, Registry, Selection
 from opweave.ir.errors import UnknownOpError, did_you_mean
-from opweave.ir.priority import NATIVE, Entries, merge, parse
+from opweave.ir.priority import ALWAYS_LAST, NATIVE, Entries, merge, parse
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Plan:
 
     policies: Mapping[IrOp, Policy]
     options: CompileOptions
+    passes: tuple[PluginPass, ...] = ()
 
     @classmethod
     def capture(
@@ -42,6 +44,7 @@ class Plan:
 
         Raises:
             IrError: a priority or a trait names something unknown.
+            PluginPassError, ReferenceNameError: a compiler pass of a plugin is none.
         """
         lists = [
             (f"option compile_ranges[{text!r}]", options.compile_ranges[text])
@@ -55,7 +58,7 @@ class Plan:
                 registry.ensure_ready()
                 for op in registry.ops.values():
                     policies[op] = ir.policy_for(op, named.get(op.name, ()))
-        return cls(policies, options)
+        return cls(policies, options, plugin_passes() if options.plugin_passes else ())
 
     def policy(self, op: IrOp, call_site: Entries = ()) -> Policy:
         """Return the policy for a call of *op* that names *call_site*."""
@@ -72,6 +75,7 @@ class Plan:
         """What tells this plan from any that could compile a graph differently."""
         parts = [fingerprint.of_libraries(), fingerprint.of_binaries()]
         parts += [fingerprint.of_contributions(), repr(self.options)]
+        parts += [each.digest for each in self.passes]
         for op, policy in sorted(self.policies.items(), key=lambda item: item[0].name):
             entries = [str(entry) for entry in policy.priority]
             parts += [op.registry.namespace, repr(entries), repr(sorted(policy.required))]
@@ -95,4 +99,4 @@ def _named(
 
 def _without_native_last(entries: Entries) -> Entries:
     """Take the native that :func:`merge` added away: the weaker lists come in between."""
-    return tuple(e for e in entries if not (e.provider == NATIVE and e.origin == "always last"))
+    return tuple(e for e in entries if not (e.provider == NATIVE and e.origin == ALWAYS_LAST))

@@ -83,6 +83,12 @@ class PassReport:
     before: str = ""
     after: str = ""
     notes: list[str] = field(default_factory=list)
+    owner: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name, and the plugin that brings it, if one does."""
+        return f"{self.name}, of {self.owner}" if self.owner else self.name
 
     @property
     def changed(self) -> bool:

@@ -24,10 +24,10 @@ class CustomOp(Replaceable):
 
     A subclass gives it ``forward_native``, in plain PyTorch, and any of ``forward_cpu``,
     ``forward_cuda``, ``forward_hip``, ``forward_xpu``, ``forward_tpu`` and ``forward_oot`` (for
-    platforms that other packages bring). When an op is built, ``custom_ops`` of the current
-    :class:`opweave.config.CompilationConfig` decides: enabled, it runs its platform's method;
-    disabled, ``forward_native``, which a compiler can fuse. Later changes of the configuration do
-    not affect it.
+    platforms that other packages bring, unless their ``dispatch_tags`` say otherwise). When an op
+    is built, ``custom_ops`` of the current :class:`opweave.config.CompilationConfig` decides:
+    enabled, it runs its platform's method; disabled, ``forward_native``, which a compiler can fuse.
+    Later changes of the configuration do not affect it.
 
     Args:
         enforce_enable: run the platform's method whatever the configuration says.
@@ -95,7 +95,8 @@ class CustomOp(Replaceable):
         enabled = self._enforce_enable or self.enabled()
         config.count_custom_op(getattr(self, "name", type(self).__name__), enabled=enabled)
         if enabled:
-            method = method_for(platforms.current_platform.name)
+            tags = platforms.current_platform.dispatch_tags
+            method = method_for(type(self), CustomOp, tags)
             if method in ("forward_cuda", "forward_hip"):
                 _note_missing(type(self), method)
             return getattr(self, method)  # type: ignore[no-any-return]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-_METHODS = {
-    "cpu": "forward_cpu",
-    "cuda": "forward_cuda",
-    "rocm": "forward_hip",
-    "tpu": "forward_tpu",
-    "unspecified": "forward_native",
-    "xpu": "forward_xpu",
-}
+from collections.abc import Sequence
 
 
-def method_for(platform: str) -> str:
-    """Return the name of the method for the platform of that name.
+def method_for(op: type, base: type, tags: Sequence[str]) -> str:
+    """Return the name of the method of *op* for a platform with those dispatch tags, best first.
 
-    A platform that opweave does not bring comes from another package: it is out of tree.
+    That is the first ``forward_<tag>`` that *op* defines; *base* has what runs where it defines
+    none.
 
-    >>> method_for("rocm"), method_for("my_npu")
-    ('forward_hip', 'forward_oot')
+    >>> class Base:
+    ...     forward_native = forward_cuda = forward_oot = None
+    >>> class Op(Base):
+    ...     def forward_cuda(self): ...
+    >>> [method_for(Op, Base, tags) for tags in (("hip", "cuda"), ("oot",), ("acme",))]
+    ['forward_cuda', 'forward_oot', 'forward_native']
     """
-    return _METHODS.get(platform, "forward_oot")
+    methods = [f"forward_{tag}" for tag in tags]
+    for method in methods:
+        if getattr(op, method, None) is not getattr(base, method, None):
+            return method
+    return methods[0] if hasattr(base, methods[0]) else "forward_native"

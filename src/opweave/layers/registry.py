@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 from typing import TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from opweave.ir import journal
+from opweave.ir.owner import Owner, current_owner
 from opweave.layers.errors import (
     DuplicateLayerError,
     InvalidLayerError,
     LayerNameError,
     ReplacementError,
 )
+from opweave.plugins import load_general_plugins
 
 L = TypeVar("L", bound=nn.Module)
 
@@ -23,6 +27,8 @@ op_registry: dict[str, type[nn.Module]] = {}
 
 op_registry_oot: dict[str, type[nn.Module]] = {}
 """The replacements, by the class name or the registered name of what they replace."""
+
+_owners: WeakKeyDictionary[type[nn.Module], Owner] = WeakKeyDictionary()
 
 _RESERVED = ("all", "none")  # what `custom_ops` says of every op at once
 
@@ -44,7 +50,7 @@ def register(kind: type[nn.Module], name: str, layer: type[L]) -> type[L]:
             f"{full_name(layer)}. Choose another name, or replace that layer with register_oot."
         )
     layer.name = name  # type: ignore[attr-defined]
-    op_registry[name] = layer
+    _enter(op_registry, name, layer, f"layer {name}")
     return layer
 
 
@@ -69,8 +75,13 @@ def register_oot(kind: type[nn.Module], key: str, layer: type[L]) -> type[L]:
     for replaced in op_registry.values():
         if _stands_for(key, replaced):
             check_replacement(replaced, layer)
-    op_registry_oot[key] = layer
+    _enter(op_registry_oot, key, layer, f"replacement of {key}")
     return layer
+
+
+def owner_of(layer: type[nn.Module]) -> Owner | None:
+    """Return the plugin that registered this very class, if one did."""
+    return _owners.get(layer)
 
 
 def replacement(layer: type[L]) -> type[L]:
@@ -82,7 +93,9 @@ def replacement(layer: type[L]) -> type[L]:
     Raises:
         DuplicateLayerError: one class is registered for the class name, another for the name.
         ReplacementError: the replacement is not a subclass.
+        PluginError: a plugin, which might bring a replacement, failed to load.
     """
+    load_general_plugins()
     by_class = op_registry_oot.get(layer.__name__)
     by_name = op_registry_oot.get(layer.__dict__.get("name", ""))
     found = by_class or by_name
@@ -105,6 +118,19 @@ def check_replacement(replaced: type[nn.Module], layer: type[nn.Module]) -> None
             f"Python would not initialise it. Derive it from {replaced.__name__}, or register it "
             "for the class that it does derive from."
         )
+
+
+def _enter(table: dict[str, type[nn.Module]], key: str, layer: type[nn.Module], what: str) -> None:
+    table[key] = layer
+    if (owner := current_owner()) is not None:
+        _owners[layer] = owner
+    journal.enter(what, lambda: _remove(table, key, layer))
+
+
+def _remove(table: dict[str, type[nn.Module]], key: str, layer: type[nn.Module]) -> None:
+    if table.get(key) is layer:
+        del table[key]
+    _owners.pop(layer, None)
 
 
 def full_name(layer: type[object]) -> str:

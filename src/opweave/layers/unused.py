@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from itertools import count
 
 from opweave.config import CompilationConfig
 from opweave.ir.errors import did_you_mean
@@ -13,7 +15,8 @@ from opweave.layers.registry import op_registry
 def warn_of_unused_ops(config: CompilationConfig) -> None:
     """Warn of each op that ``custom_ops`` names and that was not built under *config*.
 
-    Call it when a model is built; the warning points at the caller of the caller.
+    Call it when a model is built; the warning points at the line that had it built: the first one
+    outside of opweave.
     """
     built = config.enabled_custom_ops.keys() | config.disabled_custom_ops.keys()
     for name in sorted(config.named_custom_ops - built):
@@ -26,5 +29,14 @@ def warn_of_unused_ops(config: CompilationConfig) -> None:
         warnings.warn(
             f"custom_ops names {name!r}, which {reason.rstrip('.')}.",
             UnusedOpWarning,
-            stacklevel=3,
+            stacklevel=_outside(),
         )
+
+
+def _outside() -> int:
+    """Return the ``stacklevel`` at which the caller of this function finds code of others."""
+    for level in count(1):
+        name = sys._getframe(level).f_globals.get("__name__", "")
+        if name.partition(".")[0] != "opweave":
+            return level
+    raise AssertionError("unreachable: a stack begins somewhere")

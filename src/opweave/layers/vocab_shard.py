@@ -61,8 +61,9 @@ class VocabShard:
         org = pad_vocab_size(org_vocab_size, padding_size)
         added = num_embeddings - org_vocab_size
         total = pad_vocab_size(org + added, padding_size)
-        org_rows = parallel.divide(org, f"the vocabulary, padded to {padding_size}s,")
-        added_rows = parallel.divide(total - org, f"added vocabulary, padded to {padding_size}s,")
+        padded = f"padded to a multiple of {padding_size}"
+        org_rows = parallel.divide(org, f"the vocabulary ({padded})")
+        added_rows = parallel.divide(total - org, f"the added vocabulary ({padded})")
 
         def owned(rows: int, first: int, count: int) -> tuple[int, int]:
             start, end = (min(rows * rank, count) for rank in (parallel.rank, parallel.rank + 1))

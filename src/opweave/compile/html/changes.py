@@ -38,7 +38,7 @@ def _change(place: Place, index: int, record: PassReport) -> Html:
     )
     summary = element(
         "summary",
-        place.heading(3, record.name),
+        place.heading(3, record.title),
         small(f"{record.stage}, {seconds(record.seconds)}"),
         figures,
     )

@@ -114,9 +114,9 @@ def _stage(place: Place, title: str, records: list[tuple[int, PassReport]], long
 
 
 def _pass(place: Place, index: int, record: PassReport, longest: float) -> Html:
-    link: object = record.name
+    link: object = record.title
     if record.changed:
-        link = element("a", record.name, href=f"#{place.id(f'pass-{index}')}")
+        link = element("a", record.title, href=f"#{place.id(f'pass-{index}')}")
     share = f"width:{max(record.seconds / longest * 100, 0.5):.1f}%"
     return element(
         "li",
