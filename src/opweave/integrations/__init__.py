@@ -1,0 +1,1 @@
+"""Doors for code that was written against other projects' interfaces."""

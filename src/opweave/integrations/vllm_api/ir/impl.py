@@ -1,0 +1,59 @@
+"""An implementation, as vLLM's code knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from opweave import ir
+from opweave.integrations.vllm_api.ir.stack import registration_stack
+
+if TYPE_CHECKING:
+    from opweave.integrations.vllm_api.ir.op import IrOp
+
+
+class IrOpImpl:
+    """One implementation of an op; *wrapped* is opweave's own object."""
+
+    def __init__(self, op: IrOp, wrapped: ir.IrOpImpl) -> None:
+        self.op, self.wrapped = op, wrapped
+
+    def __repr__(self) -> str:
+        return f"IrOpImpl({self.op.name!r}, {self.provider!r})"
+
+    @property
+    def provider(self) -> str:
+        """Where the kernel comes from."""
+        return self.wrapped.provider
+
+    @property
+    def impl_fn(self) -> Callable[..., Any]:
+        """The function that was registered."""
+        return self.wrapped.impl_fn
+
+    @property
+    def supported(self) -> bool:
+        """Whether it can run here at all."""
+        return self.wrapped.supported
+
+    @property
+    def inplace(self) -> bool:
+        """Whether it may write into the op's activations."""
+        return self.wrapped.inplace
+
+    @property
+    def supports_all_args(self) -> bool:
+        """Whether there is no predicate."""
+        return self.wrapped.supports_all_args
+
+    def supports_args(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the predicate accepts these arguments, the op's defaults filled in."""
+        return self.wrapped.rejection(self.op.wrapped.bind(*args, **kwargs)) is None
+
+    def uuid(self) -> str:
+        """Return a digest of the kernel's source and its predicate's."""
+        return self.wrapped.uuid()
+
+    @property
+    def _registration_stack(self) -> list[str]:
+        return registration_stack(self.wrapped.site)

@@ -1,0 +1,333 @@
+"""``IrOp`` as vLLM's code knows it: opweave's op, with the names, messages and errors of there."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Any, ClassVar, overload
+
+import torch
+
+from opweave import ir
+from opweave.integrations.vllm_api.ir.errors import as_in_vllm
+from opweave.integrations.vllm_api.ir.impl import IrOpImpl
+from opweave.integrations.vllm_api.ir.stack import registration_stack
+from opweave.integrations.vllm_api.ir.torch_wrap import torch_wrap_enabled
+from opweave.ir import RESERVED_PROVIDERS, compat
+from opweave.ir.codegen import functional
+from opweave.ir.donation import overlapping
+from opweave.ir.priority import ALWAYS_LAST, NATIVE, Entry, parse
+from opweave.ir.selection import needs_gradient
+
+__all__ = ["RESERVED_PROVIDERS", "IrOp", "IrOpImpl", "IrOpInplaceOverload", "register_op"]
+
+REGISTERS_FOR_CALLER = True  # see opweave.ir.site
+
+_log = logging.getLogger(__name__)
+_alone = itertools.count()
+
+Function = Callable[..., Any]
+
+
+class Registry(Mapping[str, "IrOp"]):
+    """The ops of opweave's current registry, by name."""
+
+    def __getitem__(self, name: str) -> IrOp:
+        return wrapper_of(ir.current_registry().ops[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(ir.current_registry().ops)
+
+    def __len__(self) -> int:
+        return len(ir.current_registry().ops)
+
+
+class IrOp:
+    """An op; *wrapped* is opweave's own object, which decides everything.
+
+    Made by :func:`register_op`. One that is constructed directly is in no registry, as there, and
+    has a torch namespace of its own.
+    """
+
+    registry: ClassVar[Mapping[str, IrOp]] = Registry()
+
+    def __init__(
+        self,
+        name: str,
+        native_impl: Function,
+        activations: Sequence[str] | None = None,
+        allow_inplace: bool = False,
+    ) -> None:
+        own = ir.Registry(f"opweave_vllm_api_{next(_alone)}")
+        with as_in_vllm():
+            op = ir.IrOp(
+                native_impl, own, name=name, activations=activations, allow_inplace=allow_inplace
+            )
+            self._wrap(own.add(op))
+
+    def _wrap(self, wrapped: ir.IrOp) -> None:
+        self.wrapped, self.name = wrapped, wrapped.name
+        self._impls: dict[ir.IrOpImpl, IrOpImpl] = {}
+        self._warned: set[str] = set()
+        if wrapped.allow_inplace:
+            self.maybe_inplace = IrOpInplaceOverload(self)
+        vars(wrapped)["vllm_api"] = self  # so that an op has one wrapper, for as long as it lives
+
+    def __repr__(self) -> str:
+        return f"IrOp({self.name!r})"
+
+    def __str__(self) -> str:
+        _, found, summary = str(self.wrapped).partition(": ")
+        return f"{self!r}: {summary}" if found else repr(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if compat.is_dynamo_compiling() or torch_wrap_enabled():
+            return self.wrapped(*args, **kwargs)
+        return functional(self.dispatch(*args, **kwargs).wrapped)(*args, **kwargs)
+
+    @property
+    def torch_op(self) -> Function:
+        """The torch op that stands for the op in graphs."""
+        return self.wrapped.torch_op
+
+    @property
+    def allow_inplace(self) -> bool:
+        """Whether the op has ``maybe_inplace``."""
+        return self.wrapped.allow_inplace
+
+    @property
+    def activations(self) -> list[str]:
+        """The parameters that ``maybe_inplace`` donates."""
+        return list(self.wrapped.activations)
+
+    @property
+    def activation_indices(self) -> list[int]:
+        """Their positions."""
+        return self.wrapped.activation_indices
+
+    @property
+    def native_fn(self) -> Function:
+        """The function that the op was declared with."""
+        return self.wrapped.native
+
+    @property
+    def _schema_str(self) -> str:
+        return self.wrapped.schema.torch
+
+    @property
+    def _registration_stack(self) -> list[str]:
+        return registration_stack(self.wrapped.site)
+
+    # Implementations
+
+    @property
+    def impls(self) -> Mapping[str, IrOpImpl]:
+        """Every registered implementation by provider, native first."""
+        found = self.wrapped.impls.items()
+        return MappingProxyType({provider: self._impl(impl) for provider, impl in found})
+
+    def register_impl(
+        self,
+        provider: str,
+        *,
+        supported: bool = True,
+        supports_args: Callable[..., bool] | None = None,
+        inplace: bool = False,
+    ) -> Callable[[Function], IrOpImpl]:
+        """Register the decorated function as an implementation; the name then stands for that.
+
+        Raises:
+            AssertionError: the provider is reserved, ill-formed or taken, or ``inplace`` is asked
+                of an op that does not allow it.
+            ValueError: the function's schema differs from the op's, or the predicate's does.
+        """
+        with as_in_vllm():
+            decorate = self.wrapped.register_impl(
+                provider, supported=supported, supports_args=supports_args, inplace=inplace
+            )
+
+        def register(function: Function) -> IrOpImpl:
+            with as_in_vllm():
+                decorate(function)
+            # Not through impls: that loads every kernel, and a plugin registers before that.
+            return self._impl(self.wrapped._impls[provider])
+
+        return register
+
+    def supported_providers(self) -> list[str]:
+        """Return the providers that can run on this system."""
+        return self.wrapped.supported_providers()
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
+        """Return the implementation that a call with these arguments would run."""
+        if not self.get_priority():
+            self._warn("Op %s: priority not set; the native implementation is used.")
+        return self._impl(self.wrapped.dispatch(*args, **kwargs))
+
+    def _impl(self, impl: ir.IrOpImpl) -> IrOpImpl:
+        return self._impls.setdefault(impl, IrOpImpl(self, impl))
+
+    # Priority
+
+    def get_priority(self) -> list[str]:
+        """Return the providers that can be chosen here and now, in order; [] if none was set."""
+        entries = ir.policy_for(self.wrapped).priority
+        asked = [entry for entry in entries if entry.origin != ALWAYS_LAST]
+        return self._complete(asked) if asked else []
+
+    def set_priority(self, priority: Sequence[str]) -> AbstractContextManager[None]:
+        """Prefer these providers inside a ``with`` block, to those of any block around it.
+
+        Raises:
+            AssertionError: a provider is not registered.
+        """
+        with as_in_vllm():
+            return self.wrapped.set_priority(self._checked(priority))
+
+    def set_default(self, priority: Sequence[str]) -> None:
+        """Prefer these providers in the whole process, where nothing stronger is said.
+
+        Raises:
+            AssertionError: a provider is not registered.
+        """
+        with as_in_vllm():
+            self.wrapped.set_default(self._checked(priority))
+
+    def _checked(self, priority: Sequence[str]) -> list[str]:
+        """Return the providers that can be reached, native among them if others may refuse."""
+        entries = parse(priority, "set_priority(...)") if priority else ()
+        self.wrapped.check_providers(entries)
+        complete = self._complete(entries)
+        if complete[-1] == NATIVE and NATIVE not in priority:
+            self._warn(
+                "Op %s: no provider of the priority takes all arguments, so a fallback to "
+                "native is possible. Put 'native' last if that is meant."
+            )
+        return complete
+
+    def _complete(self, entries: Sequence[Entry]) -> list[str]:
+        """Return the providers that can be reached: up to the first that takes all arguments."""
+        found: list[str] = []
+        for entry in entries:
+            impl = self.wrapped.impls[entry.provider]
+            if impl.supported or entry.strict:
+                found.append(str(entry))
+            if impl.supported and impl.supports_all_args:
+                return found
+        return [*found, NATIVE]
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            _log.warning(message, self.name)
+
+    # Fake, inputs and tolerances
+
+    def register_fake(self, fn: Function) -> Function:
+        """Use *fn* for shapes and dtypes under fake tensors."""
+        return self.wrapped.register_fake(fn)
+
+    def register_input_generator(self, fn: Callable[..., tuple[Any, ...]]) -> Any:
+        """Register a function that makes arguments for tests."""
+        return self.wrapped.register_input_generator(fn)
+
+    @property
+    def has_input_generator(self) -> bool:
+        """Whether there is one."""
+        return self.wrapped.has_input_generator
+
+    def generate_inputs(self, **kwargs: Any) -> tuple[Any, ...]:
+        """Make arguments (RuntimeError without a generator)."""
+        with as_in_vllm():
+            return self.wrapped.generate_inputs(**kwargs)
+
+    def override_tolerance(self, dtype: torch.dtype, *, atol: float, rtol: float) -> None:
+        """Set how far implementations may be from native in *dtype*."""
+        self.wrapped.override_tolerance(dtype, atol=atol, rtol=rtol)
+
+    def get_tolerance(self, dtype: torch.dtype) -> dict[str, float]:
+        """Return ``{"atol": ..., "rtol": ...}`` (ValueError if nothing is known for the dtype)."""
+        with as_in_vllm():
+            return self.wrapped.get_tolerance(dtype)._asdict()
+
+
+class IrOpInplaceOverload:
+    """``op.maybe_inplace``: the op, given its activations to keep."""
+
+    def __init__(self, op: IrOp) -> None:
+        self.op, self.name = op, f"{op.name}.maybe_inplace"
+
+    @property
+    def torch_op(self) -> Function:
+        """The torch op that stands for a donating call in graphs."""
+        return self.op.wrapped.torch_ops.for_call((), donates=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        op = self.op.wrapped
+        if compat.is_dynamo_compiling() or torch_wrap_enabled():
+            return op.maybe_inplace(*args, **kwargs)
+        if _must_copy(op, args, kwargs):
+            return self.op(*args, **kwargs)
+        return self.op.dispatch(*args, **kwargs).impl_fn(*args, **kwargs)
+
+
+def _must_copy(op: ir.IrOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a donating call may not write into its activations: shared memory, gradients."""
+    return needs_gradient(op.bind(*args, **kwargs)) or overlapping(op, *args, **kwargs)
+
+
+def wrapper_of(op: ir.IrOp) -> IrOp:
+    """Return the one ``IrOp`` that stands for opweave's *op*."""
+    found = vars(op).get("vllm_api")
+    if found is None:
+        found = IrOp.__new__(IrOp)
+        found._wrap(op)
+    return found
+
+
+@overload
+def register_op(f: Function, /) -> IrOp: ...
+
+
+@overload
+def register_op(
+    *,
+    name: str | None = None,
+    activations: Sequence[str] | None = None,
+    allow_inplace: bool = False,
+) -> Callable[[Function], IrOp]: ...
+
+
+def register_op(
+    f: Function | None = None,
+    /,
+    *,
+    name: str | None = None,
+    activations: Sequence[str] | None = None,
+    allow_inplace: bool = False,
+) -> IrOp | Callable[[Function], IrOp]:
+    """Declare an op: the decorated function is its native implementation.
+
+    Raises:
+        AssertionError: the name is taken or ill-formed, or the function cannot be an op.
+    """
+
+    def decorate(function: Function) -> IrOp:
+        with as_in_vllm():
+            declare = ir.register_op(
+                name=name, activations=activations, allow_inplace=allow_inplace
+            )
+            return wrapper_of(declare(function))
+
+    return decorate if f is None else decorate(f)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "vllm_ir_torch_lib":
+        return ir.current_registry().library
+    if name == "_ENABLE_TORCH_WRAP":
+        return torch_wrap_enabled()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

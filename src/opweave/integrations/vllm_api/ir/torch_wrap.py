@@ -1,0 +1,32 @@
+"""Whether an op that is called shows up as one torch op, or as its implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_default = True
+_scoped: ContextVar[bool | None] = ContextVar("opweave_vllm_api_torch_wrap", default=None)
+
+
+def torch_wrap_enabled() -> bool:
+    """Whether calls go through opweave, and by it into graphs as one torch op; True by default."""
+    scoped = _scoped.get()
+    return _default if scoped is None else scoped
+
+
+def set_default_torch_wrap(enable: bool) -> None:
+    """Say for the process whether ops are traced as torch ops."""
+    global _default
+    _default = enable
+
+
+@contextmanager
+def enable_torch_wrap(enable: bool = True) -> Iterator[None]:
+    """Say it inside the block, in this thread or asyncio task only."""
+    token = _scoped.set(enable)
+    try:
+        yield
+    finally:
+        _scoped.reset(token)
