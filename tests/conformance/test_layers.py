@@ -85,6 +85,27 @@ def test_collectives() -> None:
         assert gathered[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_sums_keep_their_dtype_and_are_added_in_order(dtype: torch.dtype) -> None:
+    values = torch.tensor([100.0, 0.3, 0.3]).to(dtype)
+    expected = (values[0] + values[1]) + values[2]
+    for total in on_ranks(3, lambda rank: rank.all_reduce(values[rank.rank])):
+        assert total.dtype == dtype
+        assert torch.equal(total, expected)
+
+
+def test_a_tensor_that_was_sent_may_be_overwritten() -> None:
+    def run(rank: Rank) -> Tensor:
+        x, total = torch.ones(20_000), torch.zeros(())
+        for _ in range(20):
+            total = rank.all_reduce(x)
+            x.zero_().add_(1)
+        return total
+
+    for total in on_ranks(3, run):
+        assert torch.equal(total, torch.full((20_000,), 3.0))
+
+
 def test_a_rank_that_raises_releases_the_others() -> None:
     def run(rank: Rank) -> Any:
         if rank.rank == 1:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch
 from opweave import native
 from opweave.conformance.checks import CHECKS
 from opweave.conformance.verify import Result
+from opweave.ir.site import Site
 
 _FORMAT = 1
 
@@ -60,7 +63,7 @@ def _result(result: Result) -> dict[str, Any]:
         "status": result.status,
         "reason": result.obstacle or None,
         "traits": sorted(subject.impl.traits),
-        "registered": str(subject.impl.site),
+        "registered": _place(subject.impl.site),
         "source": subject.impl.uuid(),
         "definition": subject.op.impls["native"].uuid(),
         "seconds": round(result.seconds, 3),
@@ -71,10 +74,21 @@ def _result(result: Result) -> dict[str, Any]:
                 "status": outcome.status,
                 "cases": outcome.passed + len(outcome.problems),
                 "problems": outcome.problems,
+                "seconds": round(outcome.seconds, 3),
             }
             for outcome in result.outcomes
         ],
     }
+
+
+def _place(site: Site) -> str:
+    """Return the module and the line: folders say something on this machine only."""
+    modules = {
+        vars(module).get("__file__"): name
+        for name, module in sys.modules.items()
+        if isinstance(module, ModuleType)
+    }
+    return f"{modules.get(site.file, Path(site.file).name)}:{site.line}"
 
 
 def _accelerator(results: Sequence[Result]) -> str | None:

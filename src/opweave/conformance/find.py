@@ -8,13 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
+from opweave import platforms
 from opweave.conformance.errors import NothingToVerifyError, UnknownPlatformError
 from opweave.conformance.subject import Subject
 from opweave.ir import IrOp, current_registry
 from opweave.ir.errors import did_you_mean
-from opweave.platforms import CpuPlatform, CudaPlatform, Platform, current_platform
-
-_PLATFORMS: dict[str, type[Platform]] = {p.name: p for p in (CpuPlatform, CudaPlatform)}
 
 
 def subjects(
@@ -72,10 +70,10 @@ def _providers() -> set[str]:
 
 def _device(name: str | None) -> str:
     if name is None:
-        return current_platform.device_type
-    if name not in _PLATFORMS:
-        raise UnknownPlatformError(f"unknown platform {name!r}. {did_you_mean(name, _PLATFORMS)}")
-    device = _PLATFORMS[name].device_type
-    if device != "cpu" and not getattr(torch, device).is_available():
+        return platforms.current_platform.device_type
+    from opweave.conformance.platform.find import find_platform
+
+    device = find_platform(name).platform.device_type
+    if device != "cpu" and not torch.get_device_module(device).is_available():
         raise UnknownPlatformError(f"platform {name!r}: torch finds no {device} device here.")
     return device

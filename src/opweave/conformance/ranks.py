@@ -6,6 +6,7 @@ import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
 from threading import Barrier, BrokenBarrierError
 from typing import TypeVar
 
@@ -24,10 +25,10 @@ class _Meeting:
         self.brought: list[Tensor | None] = [None] * size
 
     def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, in their order."""
+        """Return copies of the tensors of all ranks, in their order: owners go on to use theirs."""
         self.brought[rank] = tensor
         self.barrier.wait()
-        found = [t for t in self.brought if t is not None]
+        found = [t.clone() for t in self.brought if t is not None]
         self.barrier.wait()  # nobody brings the next before all have these
         return found
 
@@ -41,8 +42,8 @@ class Rank:
     meeting: _Meeting
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks, added in their order."""
-        return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)
+        """Return the sum over the ranks, added in their order, in the dtype of *x*."""
+        return reduce(torch.add, self.meeting.exchange(self.rank, x))
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """Return the ranks' tensors side by side."""

@@ -150,6 +150,7 @@ _STARTS, _INITIAL = "query_start_loc", "has_initial_state"
 _scanned = _packed(dict.fromkeys(("x", "dt", "b", "c", "z"), _STARTS), "slot_idx", _INITIAL)
 
 _SEQUENCES: dict[str, Callable[[Case], Tokens | Packed]] = {
+    "attention_quant": _packed({"query": _Q}, "block_tables", "seq_lens"),
     "causal_attention": _batch("query", "key", "value"),
     "selective_scan": _scanned,
     "ssd_chunk_scan": _scanned,

@@ -1,0 +1,23 @@
+"""Conformance for platforms: whether one keeps what opweave asks of it, on its own device.
+
+>>> from opweave.conformance.platform import find_platform, verify_platform
+>>> verify_platform(find_platform("cpu"), ["contract", "seed"]).status
+'passed'
+
+``pytest --pyargs opweave.conformance.platform --platform acme`` is the same in a test run.
+"""
+
+from opweave.conformance.platform.check import PlatformCheck
+from opweave.conformance.platform.checks import CHECKS
+from opweave.conformance.platform.find import find_platform
+from opweave.conformance.platform.subject import PlatformSubject
+from opweave.conformance.platform.verify import PlatformResult, verify_platform
+
+__all__ = [
+    "CHECKS",
+    "PlatformCheck",
+    "PlatformResult",
+    "PlatformSubject",
+    "find_platform",
+    "verify_platform",
+]

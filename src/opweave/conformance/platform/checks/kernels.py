@@ -1,0 +1,38 @@
+"""What the platform selects computes what the op says, on the platform's device."""
+
+from __future__ import annotations
+
+from opweave.conformance.check import Findings
+from opweave.conformance.platform.check import PlatformCheck
+from opweave.conformance.platform.subject import PlatformSubject
+from opweave.conformance.subject import Subject
+from opweave.conformance.verify import verify
+from opweave.ir import current_registry
+from opweave.ir.priority import NATIVE, parse
+
+_CHECKS = ("values", "mutation")  # `opweave verify --platform` runs all
+
+
+def _run(subject: PlatformSubject) -> Findings:
+    ops = current_registry().ops
+    for name, providers in subject.platform.get_default_ir_op_priority().items():
+        for entry in parse(providers, "platform default"):
+            # (what is not registered is for another check to say)
+            if name in ops and entry.provider in {*ops[name].impls} - {NATIVE}:
+                yield from _verified(
+                    Subject(ops[name], entry.provider, subject.platform.device_type)
+                )
+
+
+def _verified(implementation: Subject) -> Findings:
+    result = verify(implementation, _CHECKS)
+    problems = [f"{result.subject} {o.check}: {p}" for o in result.outcomes for p in o.problems]
+    if problems:
+        yield problems[0]
+    elif not result.obstacle:
+        yield None
+
+
+CHECK = PlatformCheck(
+    "kernels", "each implementation that it selects returns what the op says, on its device", _run
+)
