@@ -94,7 +94,7 @@ def test_the_model_is_built_under_the_config(
         seen.append(current_compilation_config())
         return load_model(*arguments, **options)
 
-    monkeypatch.setattr("opweave.engine.llm.load_model", spy)
+    monkeypatch.setattr("opweave.engine.worker.load_model", spy)
     path, typed = checkpoint("llama")[0], CompilationConfig(custom_ops=["none"])
     LLM(path, config=EngineConfig(compilation_config=typed))
     with compilation_config(typed):

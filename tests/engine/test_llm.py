@@ -16,13 +16,16 @@ from opweave.config import EngineConfig, KernelConfig
 from opweave.engine import (
     LLM,
     CheckpointError,
+    EngineStats,
     InvalidArgumentError,
     NonFiniteLogitsError,
     PromptError,
     SamplingParams,
     TokenizerError,
 )
-from opweave.engine import llm as llm_module
+from opweave.engine import core as core_module
+from opweave.engine.executor import InProcessExecutor
+from opweave.engine.stat_logger import StatLogger
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 PROMPTS = [random_ids(seed, count) for seed, count in enumerate([1, 7, 23, 2, 12])]
@@ -50,6 +53,13 @@ def tokens(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
+def model_of(llm: LLM) -> torch.nn.Module:
+    executor = llm._core.executor
+    assert isinstance(executor, InProcessExecutor)
+    assert executor.worker is not None
+    return executor.worker.runner.model
+
+
 def reference(model: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
     ids = torch.tensor([prompt])
     generated = model.generate(
@@ -75,6 +85,7 @@ def _providers() -> list[tuple[str, str]]:
     return [(op.name, provider) for op in ops for provider in op.supported_providers()]
 
 
+@pytest.mark.slow  # test_equality has all ops of a provider at once
 @pytest.mark.parametrize(("op", "provider"), _providers())
 def test_every_provider_gives_the_same_tokens(
     op: str, provider: str, checkpoint: Checkpoints, llms: Callable[[str], LLM]
@@ -257,13 +268,6 @@ def test_sampling_does_not_touch_the_global_generator(llm: LLM) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_small_limits_give_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = tokens(llm, PROMPTS)
-    monkeypatch.setattr(llm_module, "MAX_RUNNING", 2)
-    monkeypatch.setattr(llm_module, "MAX_PREFILL_TOKENS", 8)
-    assert tokens(llm, PROMPTS) == wanted
-
-
 def test_progress(llm: LLM) -> None:
     calls: list[tuple[int, int]] = []
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (1, 3, 2)]
@@ -275,9 +279,9 @@ def test_dtype(checkpoint: Checkpoints) -> None:
     path = checkpoint("llama")[0]
     llm = LLM(str(path), dtype="bfloat16")
     assert len(tokens(llm, PROMPTS)) == len(PROMPTS)
-    assert {p.dtype for p in llm._runner.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model_of(llm).parameters()} == {torch.bfloat16}
     llm = LLM(path, config=EngineConfig(dtype="bfloat16"))
-    assert {p.dtype for p in llm._runner.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model_of(llm).parameters()} == {torch.bfloat16}
 
 
 def test_settings_that_contradict_or_are_unknown(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -312,6 +316,50 @@ def test_progress_of_loading(checkpoint: Checkpoints) -> None:
 
 def test_scores_that_are_no_numbers_are_an_error(checkpoint: Checkpoints) -> None:
     llm = LLM(checkpoint("llama")[0])
-    llm._runner.model.model.norm.weight.fill_(float("nan"))
+    model_of(llm).model.norm.weight.fill_(float("nan"))
     with pytest.raises(NonFiniteLogitsError):
         llm.generate("a", GREEDY)
+
+
+def test_dummy_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    shutil.copy(checkpoint("qwen3")[0] / "config.json", tmp_path)
+    dummy = EngineConfig(load_format="dummy", seed=3, dtype="bfloat16")
+    llm = LLM(tmp_path, config=dummy)
+    (output,) = llm.generate(PROMPTS[1], GREEDY)
+    assert len(output.outputs[0].token_ids) == 14
+    assert output.outputs[0].text == "".join(f"<{i}>" for i in output.outputs[0].token_ids)
+    assert tokens(LLM(tmp_path, config=dummy), PROMPTS) == tokens(llm, PROMPTS)
+    assert {p.dtype for p in model_of(llm).parameters()} == {torch.bfloat16}
+    with pytest.raises(TokenizerError, match=r"give token ids instead of the text 'a'"):
+        llm.generate("a")
+    with pytest.raises(ValueError, match=r"load_format='dumy'.*auto, dummy.*'dummy'"):
+        EngineConfig(load_format="dumy")  # type: ignore[arg-type]
+
+
+def test_the_log_says_once_which_kernels_run(
+    checkpoint: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "opweave.engine"):
+        llm = LLM(checkpoint("llama")[0], ir_op_priority={"silu_and_mul": ["native"]})
+        tokens(llm, PROMPTS)
+    (record,) = (r for r in caplog.records if "kernels of the first forward" in r.message)
+    lines = {line.split()[0]: line.split()[1] for line in record.message.splitlines()[1:]}
+    assert lines["silu_and_mul"] == "native"
+    assert lines["paged_attention"] == lines["reshape_and_cache"] == "opweave_c"
+    assert {"rms_norm", "linear", "embedding", "rotary_embedding"} <= lines.keys()
+
+
+def test_stat_loggers_are_told_every_step(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[EngineStats] = []
+
+    class Logger(StatLogger):
+        def record(self, stats: EngineStats) -> None:
+            told.append(stats)
+
+    monkeypatch.setattr(core_module, "stat_loggers", lambda config: [Logger(config)])
+    tokens(LLM(checkpoint("llama")[0]), PROMPTS)
+    assert [stats.steps for stats in told] == list(range(1, 15))
+    assert [stats.generation_tokens for stats in told] == [5 * n for n in range(1, 15)]
+    assert told[-1].finished == {"length": 5}

@@ -26,6 +26,11 @@ def test_defaults() -> None:
         {"top_k": -1}, {"top_k": 50}, {"top_p": 1e-6}, {"top_p": 1}, {"max_tokens": 1},
         {"max_tokens": None}, {"seed": 0}, {"seed": 2**63 - 1}, {"stop": "x"},
         {"stop": ["x", "yz"]}, {"stop": []}, {"temperature": 100.0}, {"ignore_eos": True},
+        {"n": 1}, {"n": 128}, {"min_p": 0}, {"min_p": 1.0}, {"min_tokens": 16}, {"logprobs": 0},
+        {"logprobs": 20}, {"prompt_logprobs": 3}, {"presence_penalty": -2}, {"logit_bias": None},
+        {"frequency_penalty": 2.0}, {"repetition_penalty": 0.1}, {"repetition_penalty": 30},
+        {"logit_bias": {}}, {"logit_bias": {5: -100, 0: 100.0}}, {"stop_token_ids": [0, 7]},
+        {"skip_special_tokens": False}, {"max_tokens": None, "min_tokens": 900},
     ],
 )  # fmt: skip
 def test_what_is_allowed(valid: dict[str, Any]) -> None:
@@ -41,7 +46,14 @@ def test_what_is_allowed(valid: dict[str, Any]) -> None:
         {"top_p": 0.0}, {"top_p": 1.01}, {"top_p": -0.5}, {"top_p": math.nan}, {"top_p": "1"},
         {"top_k": -2}, {"top_k": 2.0}, {"top_k": None}, {"seed": -1}, {"seed": 1.0},
         {"seed": 2**63}, {"stop": ""}, {"stop": ["a", ""]}, {"stop": [1]}, {"stop": 5},
-        {"stop": None}, {"ignore_eos": 1}, {"temperature": True},
+        {"stop": None}, {"ignore_eos": 1}, {"temperature": True}, {"n": 0}, {"n": 129},
+        {"n": True}, {"min_p": -0.1}, {"min_p": 1.1}, {"min_tokens": -1}, {"min_tokens": 17},
+        {"logprobs": -1}, {"logprobs": 21}, {"logprobs": True}, {"prompt_logprobs": 1.0},
+        {"presence_penalty": 2.1}, {"presence_penalty": None}, {"frequency_penalty": -2.1},
+        {"repetition_penalty": 0}, {"repetition_penalty": -1}, {"repetition_penalty": math.inf},
+        {"logit_bias": [1]}, {"logit_bias": {-1: 0}}, {"logit_bias": {"1": 0}},
+        {"logit_bias": {1: 101}}, {"logit_bias": {1: math.nan}}, {"stop_token_ids": 3},
+        {"stop_token_ids": [-1]}, {"stop_token_ids": ["a"]}, {"skip_special_tokens": 0},
     ],
 )  # fmt: skip
 def test_what_is_refused_is_named(wrong: dict[str, Any]) -> None:

@@ -1,40 +1,76 @@
 """The engine: loads a checkpoint and answers prompts."""
 
+from opweave.engine.async_embedder import AsyncEmbedder
+from opweave.engine.async_engine import AsyncEngine
+from opweave.engine.chat import ChatTemplate
 from opweave.engine.checkpoint import Checkpoint
-from opweave.engine.checkpoint_model import load_checkpoint
+from opweave.engine.client import EngineClient
+from opweave.engine.core import EngineCore
+from opweave.engine.embedder import Embedder
 from opweave.engine.errors import (
+    CacheSizeError,
+    ChatTemplateError,
     CheckpointError,
+    CommunicatorError,
+    EngineDeadError,
     EngineError,
     InvalidArgumentError,
     MissingDependencyError,
     NonFiniteLogitsError,
     PromptError,
+    RankFailedError,
     SamplingParamsError,
     TokenizerError,
+    UnsupportedCacheError,
 )
 from opweave.engine.llm import LLM
 from opweave.engine.loader import load_model
-from opweave.engine.outputs import CompletionOutput, FinishReason, RequestOutput, RequestTimings
+from opweave.engine.open_engine import open_engine
+from opweave.engine.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    FinishReason,
+    Logprob,
+    RequestOutput,
+    RequestTimings,
+)
 from opweave.engine.sampling_params import SamplingParams
+from opweave.engine.stats import EngineStats, HistogramCounts
 from opweave.engine.tokenizer import Tokenizer
 
 __all__ = [
     "LLM",
+    "AsyncEmbedder",
+    "AsyncEngine",
+    "CacheSizeError",
+    "ChatTemplate",
+    "ChatTemplateError",
     "Checkpoint",
     "CheckpointError",
+    "CommunicatorError",
     "CompletionOutput",
+    "Embedder",
+    "EmbeddingOutput",
+    "EngineClient",
+    "EngineCore",
+    "EngineDeadError",
     "EngineError",
+    "EngineStats",
     "FinishReason",
+    "HistogramCounts",
     "InvalidArgumentError",
+    "Logprob",
     "MissingDependencyError",
     "NonFiniteLogitsError",
     "PromptError",
+    "RankFailedError",
     "RequestOutput",
     "RequestTimings",
     "SamplingParams",
     "SamplingParamsError",
     "Tokenizer",
     "TokenizerError",
-    "load_checkpoint",
+    "UnsupportedCacheError",
     "load_model",
+    "open_engine",
 ]

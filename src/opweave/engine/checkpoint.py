@@ -35,15 +35,23 @@ class Checkpoint:
         Raises:
             CheckpointError: the file does not hold a JSON object.
         """
-        file = self.path / name
-        if not file.is_file():
-            return None
-        try:
-            value = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} is not readable JSON: {error}.") from error
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{file} must hold a JSON object, not {type(value).__name__}.")
+        value = self._json(name)
+        if value is not None and not isinstance(value, dict):
+            raise CheckpointError(
+                f"{self.path / name} must hold a JSON object, not {type(value).__name__}."
+            )
+        return value
+
+    def json_list(self, name: str) -> list[dict[str, Any]] | None:
+        """Return the list of objects in file *name*, or None if there is no such file.
+
+        Raises:
+            CheckpointError: the file does not hold a JSON list of objects.
+        """
+        value: list[dict[str, Any]] | None = self._json(name)
+        is_list = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+        if value is not None and not is_list:
+            raise CheckpointError(f"{self.path / name} must hold a JSON list of objects.")
         return value
 
     def config(self) -> dict[str, Any]:
@@ -82,6 +90,15 @@ class Checkpoint:
                 f"{self.path / _INDEX} names files that are missing: {', '.join(missing)}."
             )
         return [self.path / name for name in names]
+
+    def _json(self, name: str) -> Any:
+        file = self.path / name
+        if not file.is_file():
+            return None
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} is not readable JSON: {error}.") from error
 
     def _listing(self) -> str:
         names = sorted(file.name for file in self.path.iterdir())

@@ -13,27 +13,69 @@ class Completion:
     Args:
         decoder: turns the tokens into text.
         stop: texts that end the answer.
+        min_tokens: a stop string that is complete before this many tokens does not end it.
+
+    Attributes:
+        stopped_by: the stop string that ended the answer, or None. Of several that begin at the
+            same place, the longest.
     """
 
-    def __init__(self, decoder: IncrementalDecoder, stop: Sequence[str]) -> None:
-        self.text = ""
-        self.is_stopped = False
-        self._decoder, self._stop = decoder, stop
+    def __init__(
+        self, decoder: IncrementalDecoder, stop: Sequence[str], *, min_tokens: int = 0
+    ) -> None:
+        self.stopped_by: str | None = None
+        self._decoder, self._min_tokens = decoder, min_tokens
+        self._stop = sorted(stop, key=len, reverse=True)
+        self._text, self._decided, self._tokens = "", 0, 0
+        self._is_finished = False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string ended the answer."""
+        return self.stopped_by is not None
+
+    @property
+    def text(self) -> str:
+        """The text so far, without an end that may be the beginning of a stop string.
+
+        It only ever grows: what was in it once stays.
+        """
+        return self._text[: self._decided]
 
     def push(self, token_id: int) -> None:
         """Add a token's text."""
+        self._tokens += 1
         self._add(self._decoder.push(token_id))
 
     def finish(self) -> None:
-        """Add the text of an incomplete character at the end."""
+        """Add the text of an incomplete character at the end, and all that was held back."""
         if not self.is_stopped:
+            self._is_finished = True
             self._add(self._decoder.finish())
 
     def _add(self, piece: str) -> None:
-        known = len(self.text)
-        self.text += piece
+        known = len(self._text)
+        self._text += piece
+        if self._tokens >= self._min_tokens:
+            self._look_for_stop(known)
+        # Once it is decided, it is whole: nothing comes after a stop string or the end.
+        is_whole = self._is_finished or self.is_stopped
+        self._decided = len(self._text) - (0 if is_whole else self._undecided())
+
+    def _look_for_stop(self, known: int) -> None:
         # A stop string may begin in the text before and end in this piece.
-        found = [self.text.find(stop, max(0, known - len(stop) + 1)) for stop in self._stop]
-        places = [place for place in found if place >= 0]
-        if places:
-            self.text, self.is_stopped = self.text[: min(places)], True
+        places = (
+            (self._text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stop
+        )
+        found = min((each for each in places if each[0] >= 0), key=lambda e: e[0], default=None)
+        if found is not None:
+            place, self.stopped_by = found
+            self._text = self._text[:place]
+
+    def _undecided(self) -> int:
+        """Return the length of the longest end of the text with which a stop string begins."""
+        longest = min(max((len(stop) - 1 for stop in self._stop), default=0), len(self._text))
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(self._text[-length:]) for stop in self._stop):
+                return length
+        return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from opweave.ir.errors import OpweaveError
 
 
@@ -33,5 +35,37 @@ class PromptError(EngineError, ValueError):
     """A prompt is empty, too long, or not made of this model's tokens."""
 
 
+class ChatTemplateError(EngineError, ValueError):
+    """A chat template is missing, is no valid Jinja, or refuses the messages."""
+
+
 class NonFiniteLogitsError(EngineError):
-    """The model produced scores that are not numbers."""
+    """The model produced scores that are not numbers.
+
+    Attributes:
+        rows: of the scores, those that are not.
+    """
+
+    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.rows = tuple(rows)
+
+
+class EngineDeadError(EngineError):
+    """The engine stopped, of an error or because it was shut down, and takes no requests."""
+
+
+class RankFailedError(EngineDeadError):
+    """A rank of a tensor-parallel engine died, hung, or refused to start."""
+
+
+class CommunicatorError(EngineError):
+    """A collective failed: a rank did not come, cannot be reached, or brought something else."""
+
+
+class CacheSizeError(EngineError, ValueError):
+    """The cache of keys and values cannot hold what it must."""
+
+
+class UnsupportedCacheError(EngineError):
+    """No attention backend, or not this one, can keep the cache that a layer needs."""

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Context
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 
-from opweave.config import EngineConfig, compilation_config
+from opweave.config import EngineConfig
+from opweave.engine.arguments import make_core
+from opweave.engine.chat import Message
 from opweave.engine.checkpoint import Checkpoint
-from opweave.engine.compilation import check_backend
-from opweave.engine.completion import Completion
-from opweave.engine.errors import InvalidArgumentError
-from opweave.engine.loader import Progress, check_dtype, load_model
-from opweave.engine.model_runner import ModelRunner
+from opweave.engine.conversation import as_conversations, template_for
+from opweave.engine.generation import Generation
+from opweave.engine.loader import Progress
 from opweave.engine.outputs import RequestOutput
-from opweave.engine.priorities import PriorityLists, engine_priorities, private_context
-from opweave.engine.prompts import Prompt, PromptReader, as_list, params_for
-from opweave.engine.sampler import SamplingRequest, sample
+from opweave.engine.priorities import PriorityLists, private_context
+from opweave.engine.prompts import Prompt, as_list, params_for
 from opweave.engine.sampling_params import SamplingParams
-from opweave.engine.sequence import Sequence
-from opweave.engine.tokenizer import IncrementalDecoder, Tokenizer
-from opweave.layers.unused import warn_of_unused_ops
-
-T = TypeVar("T")
-
-MAX_RUNNING = 64  # sequences that decode together
-MAX_PREFILL_TOKENS = 2048  # prompt tokens in one forward; a longer prompt goes alone
+from opweave.engine.stats import EngineStats
 
 
 class LLM:
@@ -65,28 +58,22 @@ class LLM:
         config: EngineConfig | None = None,
         progress: Progress | None = None,
     ) -> None:
-        given = EngineConfig() if config is None else config
-        if not isinstance(given, EngineConfig):
-            raise InvalidArgumentError(f"config={config!r} is no EngineConfig.")
-        dtype = check_dtype(_once("dtype", check_dtype(dtype), given.dtype, default="auto"))
-        seed = _check_seed(_once("seed", seed, given.seed, default=0))
-        self._priorities = engine_priorities(ir_op_priority, given)
-        check_backend(given.compilation)
-        self.tokenizer = Tokenizer(Checkpoint(model))
-        with compilation_config(given.compilation) as compiling:
-            loaded = load_model(model, dtype=dtype, progress=progress)
-        warn_of_unused_ops(compiling)
-        self._runner = ModelRunner(loaded, compiling)
-        self.config = self._runner.model.config
-        self._prompts = PromptReader(
-            self.tokenizer, self.config.vocab_size, self.config.max_position_embeddings
+        self._core, self._priorities = make_core(
+            model,
+            dtype=dtype,
+            seed=seed,
+            ir_op_priority=ir_op_priority,
+            config=config,
+            progress=progress,
         )
-        self._seeds = torch.Generator().manual_seed(seed)
+        self.tokenizer, self.config = self._core.tokenizer, self._core.model_config
+        self._checkpoint = Checkpoint(model)
+        self._names = count()
 
     def generate(
         self,
-        prompts: Prompt | Items[Prompt],
-        sampling_params: SamplingParams | Items[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Answer *prompts*, several at a time; the results are in their order.
@@ -104,64 +91,109 @@ class LLM:
         texts = as_list(prompts)
         params = params_for(len(texts), sampling_params)
         # All prompts are checked before the first one runs.
-        tokens = [self._prompts.tokens(prompt) for prompt in texts]
-        sequences = [self._sequence(*item) for item in zip(texts, tokens, params, strict=True)]
-        waiting, running = deque(sequences), list[Sequence]()
-        most = sum(sequence.max_tokens for sequence in sequences)
-        with private_context(self._priorities) as context:
-            while waiting or running:
-                admitted = _admit(waiting, MAX_RUNNING - len(running))
-                self._step(admitted or running, context)
-                running = [s for s in running + admitted if s.finish_reason is None]
-                if progress is not None:
-                    progress(sum(s.num_done for s in sequences), most)
-        return [sequence.output() for sequence in sequences]
+        generations = [
+            self._core.prepare(str(next(self._names)), *item, streams=False)
+            for item in zip(texts, params, strict=True)
+        ]
+        most = sum(generation.max_tokens for generation in generations)
+        try:
+            for generation in generations:
+                self._core.add_request(generation)
+            with private_context(self._priorities) as context:
+                while self._core.has_unfinished:
+                    for output in context.run(self._core.step):
+                        if output.error is not None:
+                            raise output.error
+                    if progress is not None:
+                        progress(sum(g.num_done for g in generations), most)
+        finally:
+            self._core.abort([generation.request_id for generation in generations])
+        return [generation.output() for generation in generations]
 
-    def _step(self, batch: list[Sequence], context: Context) -> None:
-        logits = context.run(self._runner.forward, batch)
-        tokens = sample(logits, [sequence.sampling for sequence in batch])
-        for sequence, token in zip(batch, tokens, strict=True):
-            sequence.append(token)
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: Progress | None = None,
+        *,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several of them; the results are in their order.
 
-    def _sequence(self, prompt: Prompt, tokens: list[int], params: SamplingParams) -> Sequence:
-        room = self.config.max_position_embeddings - len(tokens)
-        return Sequence(
-            prompt if isinstance(prompt, str) else None,
-            tokens,
-            SamplingRequest(params, self._generator(params)),
-            Completion(IncrementalDecoder(self.tokenizer, tokens), params.stop),
-            max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
-            eos_token_ids=frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids,
-        )
+        Args:
+            messages: dicts with ``role`` and ``content``, as in OpenAI's API: a list of them for
+                one conversation, a list of such lists for several.
+            sampling_params: for all conversations, or one for each; None: the defaults.
+            progress: as for :meth:`generate`.
+            chat_template: a Jinja file, or the template itself; None: the checkpoint's.
+            tools: the functions that the model may call, for templates that know of them.
+            add_generation_prompt: end the prompt with what begins an answer.
+            variables: what the template may ask for beside these.
 
-    def _generator(self, params: SamplingParams) -> torch.Generator:
-        seed = params.seed
-        if seed is None:
-            seed = int(torch.randint(2**63 - 1, (), generator=self._seeds))
-        return torch.Generator().manual_seed(seed)
+        Raises:
+            ChatTemplateError: there is no template, or it refuses the messages.
+            PromptError: *messages* are no conversations, or one is too long.
+            NonFiniteLogitsError: the model's scores are not numbers.
 
+        Example::
 
-def _admit(waiting: deque[Sequence], places: int) -> list[Sequence]:
-    """Take the prompts that one forward can compute: at least one, if there is a place."""
-    admitted: list[Sequence] = []
-    tokens = 0
-    while waiting and len(admitted) < places:
-        tokens += waiting[0].num_prompt_tokens
-        if admitted and tokens > MAX_PREFILL_TOKENS:
-            break
-        admitted.append(waiting.popleft())
-    return admitted
+            llm.chat([{"role": "user", "content": "Hello"}])[0].outputs[0].text
+        """
+        template = template_for(self._checkpoint, chat_template)
+        texts = [
+            template.render(
+                one, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+            )
+            for one in as_conversations(messages)
+        ]
+        # The template has written the special tokens that a prompt begins with.
+        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        outputs = self.generate(ids, sampling_params, progress)
+        return [replace(o, prompt=text) for o, text in zip(outputs, texts, strict=True)]
 
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield the answer to one prompt as it grows: each output holds everything so far.
 
-def _once(name: str, direct: T, configured: T, *, default: T) -> T:
-    if default not in (direct, configured) and direct != configured:
-        raise InvalidArgumentError(
-            f"{name} is given twice: {direct!r}, and {configured!r} in config. Give it once."
-        )
-    return configured if direct == default else direct
+        Text that may become a stop string is held back, so that text never shrinks. Closing the
+        iterator gives the request up.
 
+        Raises:
+            PromptError: the prompt is too long or not made of the model's tokens.
+            NonFiniteLogitsError: the model's scores are not numbers.
+        """
+        params = sampling_params or SamplingParams()
+        generation = self._core.prepare(str(next(self._names)), prompt, params)
+        try:
+            self._core.add_request(generation)
+            with private_context(self._priorities) as context:
+                yield from self._outputs(generation, context)
+        finally:
+            self._core.abort([generation.request_id])
 
-def _check_seed(seed: object) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise InvalidArgumentError(f"seed={seed!r} must be an integer from 0.")
-    return seed
+    def _outputs(self, generation: Generation, context: Context) -> Iterator[RequestOutput]:
+        known, is_finished = 0, False
+        while not is_finished:
+            if not generation.is_finished:  # another call may have run it to its end
+                context.run(self._core.step)
+            if generation.error is not None:
+                raise generation.error
+            is_finished = generation.is_finished
+            if is_finished or generation.num_done > known:
+                known = generation.num_done
+                yield generation.output()
+
+    def stats(self) -> EngineStats:
+        """Return what the engine has done so far."""
+        return self._core.stats()
+
+    def shutdown(self) -> None:
+        """Free the model, and end the processes of its other ranks; the end of the program does so.
+
+        Prompts are errors afterwards. A second call does nothing.
+        """
+        self._core.shutdown()

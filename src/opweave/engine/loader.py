@@ -1,70 +1,96 @@
-"""Loads a model from a checkpoint, strictly: every weight is found, and nothing else is there."""
+"""Loads any registered model, strictly: every weight is found, and nothing else is there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from opweave.engine.checkpoint import Checkpoint, TensorFile
 from opweave.engine.errors import CheckpointError, InvalidArgumentError
-from opweave.models import LlamaConfig, LlamaForCausalLM, checkpoint_tensors
+from opweave.models import (
+    CausalLM,
+    CheckpointModel,
+    UnsupportedModelError,
+    WeightsError,
+    build_model,
+    model_class,
+)
+from opweave.models.fields import Fields
 
 Progress = Callable[[int, int], None]
+LoadFormat = Literal["auto", "dummy"]
 
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_SHOWN = 10  # names of each kind in an error
 
 
 def load_model(
-    path: str | Path, *, dtype: str | torch.dtype = "auto", progress: Progress | None = None
-) -> LlamaForCausalLM:
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> CheckpointModel:
     """Build the model that directory *path* holds, and load its weights.
+
+    It is on torch's default device; inside a :func:`~opweave.layers.parallel.tensor_parallel`
+    block, it is one rank's part.
 
     Args:
         path: with ``config.json`` and safetensors files, sharded or not.
         dtype: ``"auto"`` for the checkpoint's, or one of ``DTYPES``: weights are cast to it.
+        load_format: ``"auto"`` reads the safetensors files; ``"dummy"`` reads nothing but
+            ``config.json``, and makes weights up: small random numbers.
+        seed: of dummy weights.
         progress: called with the number of tensors loaded so far and in total.
 
     Raises:
-        CheckpointError: a file is missing or damaged; or tensors are missing, unexpected or of the
-            wrong shape, in which case the message lists them together.
-        InvalidArgumentError: *dtype* is something else.
+        CheckpointError: a file is missing or damaged; or tensors are missing, unexpected or do not
+            fit, in which case the message lists them together.
+        InvalidArgumentError: *dtype* or *load_format* is something else.
         ModelError: the configuration is invalid or not supported.
     """
     dtype = check_dtype(dtype)
+    check_load_format(load_format)
     checkpoint = Checkpoint(path)
-    config = LlamaConfig.from_hf(checkpoint.config())
+    config = checkpoint.config()
+    # What is wrong with the configuration is said before any other file is looked for.
+    model_class(config)
+    named = _named_dtype(dtype, config)
+    if load_format == "dummy":
+        model = build_model(config, dtype=named or torch.float32)
+        model.fill_randomly(seed)
+        return model.eval()
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
-        found = {n: (file, shape) for file in files for n, shape in file.shapes().items()}
-        # Older checkpoints also hold the rotary frequencies, which follow from the configuration.
-        found = {n: entry for n, entry in found.items() if not n.endswith("rotary_emb.inv_freq")}
-        resolved = _resolve(dtype, config, files)
-        _check_depth(config, len(found))
-        # Shapes are compared before memory is allocated: wrong sizes may ask for any amount of it.
-        planned = checkpoint_tensors(LlamaForCausalLM(config, dtype=resolved, device="meta"))
-        _check(config, planned, {name: shape for name, (_, shape) in found.items()})
-        model = LlamaForCausalLM(config, dtype=resolved)
-        _fill(model, {n: file for n, (file, _) in found.items()}, progress or (lambda *_: None))
+        _check_shapes(config, files)
+        model = build_model(config, dtype=named or _dtype_of(files))
+        _fill(model, _tensors(files, progress or (lambda *_: None)))
     return model.eval()
 
 
-def _check_depth(config: LlamaConfig, num_tensors: int) -> None:
-    """Refuse more layers than there are tensors, before they are built one by one."""
-    if config.num_hidden_layers > num_tensors:
-        raise CheckpointError(
-            f"config.json says num_hidden_layers={config.num_hidden_layers}, but the checkpoint "
-            f"has {num_tensors} tensors."
+def as_language_model(model: CheckpointModel) -> CausalLM:
+    """Return *model*, which predicts the next token.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    if not isinstance(model, CausalLM):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not generate text: it is no language model that predicts "
+            "the next token. opweave.engine.Embedder makes vectors with encoders of texts; "
+            "opweave.engine.load_model loads any model, to be called as a module."
         )
+    return model
 
 
 def check_dtype(dtype: str | torch.dtype) -> str:
@@ -78,66 +104,60 @@ def check_dtype(dtype: str | torch.dtype) -> str:
     return dtype
 
 
-def _resolve(dtype: str, config: LlamaConfig, files: list[TensorFile]) -> torch.dtype:
-    if dtype != "auto":
-        return DTYPES[dtype]
-    if config.dtype in DTYPES:
-        return DTYPES[config.dtype]
-    if config.dtype is not None:
+def check_load_format(load_format: str) -> None:
+    """Raise InvalidArgumentError unless *load_format* is one."""
+    known = get_args(LoadFormat)
+    if load_format not in known:
+        raise InvalidArgumentError(
+            f"load_format={load_format!r} is not supported. Supported: {', '.join(known)}."
+        )
+
+
+def _named_dtype(dtype: str, config: Mapping[str, Any]) -> torch.dtype | None:
+    """Return *dtype*, or the configuration's; None if neither says one."""
+    saved = Fields(config).dtype()
+    if dtype == "auto" and saved is None:
+        return None
+    if dtype == "auto" and saved not in DTYPES:
         raise CheckpointError(
-            f"config.json has dtype {config.dtype!r}, which dtype='auto' cannot follow. "
+            f"config.json has dtype {saved!r}, which dtype='auto' cannot follow. "
             f"Choose one of: {', '.join(DTYPES)}."
         )
+    return DTYPES[str(saved) if dtype == "auto" else dtype]
+
+
+def _dtype_of(files: Iterable[TensorFile]) -> torch.dtype:
+    """Return the dtype of a tensor, where models can be loaded in it."""
     for file in files:
         for name in list(file.shapes())[:1]:
-            if (saved := file.tensor(name).dtype) in DTYPES.values():
-                return saved
+            if (found := file.tensor(name).dtype) in DTYPES.values():
+                return found
     return torch.float32
 
 
-def _target(name: str, config: LlamaConfig) -> str:
-    """Return the name of the weight that tensor *name* of a checkpoint fills."""
-    return _EMBEDDING if config.tie_word_embeddings and name == _HEAD else name
+def _check_shapes(config: Mapping[str, Any], files: list[TensorFile]) -> None:
+    """Load shapes alone, before memory is allocated: wrong sizes may ask for any amount of it."""
+    shapes = {name: shape for file in files for name, shape in file.shapes().items()}
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(shapes):  # they would be built one by one
+        raise CheckpointError(
+            f"config.json says num_hidden_layers={layers}, but the checkpoint has {len(shapes)} "
+            "tensors."
+        )
+    with torch.device("meta"):
+        planned = build_model(config, dtype=torch.float32)
+        _fill(planned, ((name, torch.empty(shape)) for name, shape in shapes.items()))
 
 
-def _check(
-    config: LlamaConfig, planned: dict[str, Tensor], found: dict[str, tuple[int, ...]]
-) -> None:
-    filled = {name: _target(name, config) for name in found}
-    problems = {
-        "missing": sorted(planned.keys() - filled.values()),
-        "unexpected": sorted(name for name, target in filled.items() if target not in planned),
-        "of the wrong shape": [
-            f"{name} {found[name]}, not {tuple(planned[target].shape)}"
-            for name, target in filled.items()
-            if target in planned and found[name] != planned[target].shape
-        ],
-    }
-    lines = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
-    if lines:
-        text = "; ".join(lines)
-        raise CheckpointError(f"The checkpoint's tensors do not fit config.json. {text}.")
+def _fill(model: CheckpointModel, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    try:
+        model.load_weights(tensors)
+    except WeightsError as error:
+        raise CheckpointError(str(error)) from error
 
 
-def _fill(model: LlamaForCausalLM, found: dict[str, TensorFile], progress: Progress) -> None:
-    weights, loaded = checkpoint_tensors(model), set[str]()
-    for done, (name, file) in enumerate(found.items(), start=1):
-        source, target = file.tensor(name), _target(name, model.config)
-        if not source.is_floating_point():
-            raise CheckpointError(
-                f"{name} has dtype {source.dtype}; quantized checkpoints are not supported."
-            )
-        if target not in loaded:
-            weights[target].copy_(source)
-        elif not torch.equal(source.to(model.dtype), weights[target]):
-            raise CheckpointError(
-                f"config.json ties the embeddings, but {_HEAD} differs from {_EMBEDDING}. Set "
-                "'tie_word_embeddings' to false in config.json to use both."
-            )
-        loaded.add(target)
-        progress(done, len(found))
-
-
-def _some(names: list[str]) -> str:
-    hidden = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
+def _tensors(files: list[TensorFile], progress: Progress) -> Iterator[tuple[str, Tensor]]:
+    names = [(name, file) for file in files for name in file.shapes()]
+    for done, (name, file) in enumerate(names, start=1):
+        yield name, file.tensor(name)
+        progress(done, len(names))

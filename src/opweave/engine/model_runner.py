@@ -1,66 +1,219 @@
-"""Runs the model on sequences that are packed one after the other."""
+"""Turns what is scheduled into a model's inputs, runs it, and chooses tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Batch
+import logging
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from opweave.config import CompilationConfig
+from opweave import ir
+from opweave.config import EngineConfig
+from opweave.engine.attention.batch import SequenceBatch
+from opweave.engine.attention.layers import LayerCaches, LayerGroup, layer_groups
+from opweave.engine.attention.specs import cache_specs
+from opweave.engine.cache_plan import CachePlan
 from opweave.engine.compilation import compiled_forward
-from opweave.engine.kv_cache import PackedCaches, SequenceCache
-from opweave.engine.sequence import Sequence
-from opweave.models import ForwardContext, LlamaForCausalLM, forward_context
+from opweave.engine.logprobs import TokenLogprob, token_logprobs
+from opweave.engine.sampler import Sampled, Sampler
+from opweave.engine.step import SequenceStep
+from opweave.layers import SequenceStates
+from opweave.models import CausalLM, ForwardContext, forward_context
+from opweave.platforms import Platform
+from opweave.plugins import resolve_obj_by_qualname
 
-_FIRST_ALLOCATION = 256  # generated tokens that a sequence's cache has room for at first
+_log = logging.getLogger(__name__)
+
+_SCORED = 64  # tokens of a prompt at once: each has a score for every token of the vocabulary
 
 
 class ModelRunner:
-    """Computes the next token's scores; prefill and decode differ in the number of tokens only."""
+    """Runs a model on sequences that are packed one after the other.
 
-    def __init__(self, model: LlamaForCausalLM, config: CompilationConfig) -> None:
-        self.model = model
-        self._forward = compiled_forward(model, config)
+    A platform may name another class; :class:`opweave.engine.worker.Worker` calls what is public
+    here.
 
-    @torch.inference_mode()
-    def forward(self, sequences: Batch[Sequence]) -> Tensor:
-        """Compute each sequence's new tokens, into its cache.
+    Args:
+        model: whose weights are loaded and on *device*.
+        config: how to compile, and the size of blocks.
+        platform: names the sampler and the attention backends.
+        device: where the model runs.
+    """
+
+    def __init__(
+        self, model: CausalLM, config: EngineConfig, platform: Platform, device: torch.device
+    ) -> None:
+        self.model, self.config, self.platform, self.device = model, config, platform, device
+        self._forward = compiled_forward(model, config.compilation)
+        self._specs = cache_specs(model, model.dtype)
+        self._groups = layer_groups(self._specs, config.cache.block_size)
+        self._caches: LayerCaches | None = None
+        sampler: type[Sampler] = resolve_obj_by_qualname(platform.get_sampler_cls(config))
+        self._sampler = sampler()
+
+    @property
+    def groups(self) -> list[LayerGroup]:
+        """The layers that keep something, grouped by what they keep."""
+        return self._groups
+
+    def allocate(self, plan: CachePlan) -> None:
+        """Make the caches of all layers.
+
+        Raises:
+            UnsupportedCacheError: an attention backend cannot keep what a layer needs.
+        """
+        self._caches = LayerCaches(
+            self.model,
+            self._specs,
+            self._groups,
+            plan.num_blocks,
+            plan.block_size,
+            self.platform,
+            self.device,
+        )
+
+    def warm_up(self) -> None:
+        """Run the model on one token and on several, which torch.compile tells apart.
+
+        The first time, every op is selected; the log says what was chosen.
+        """
+        tables = tuple((0,) for _ in self._groups)
+        one = SequenceStep("warm-up", [0], 0, tables, None)
+        two = SequenceStep("warm-up", [0, 0], 0, tables, None)
+        with ir.record() as record:
+            self._run([one], keeps=False)
+        _log.info("kernels of the first forward:%s", _selections(record))
+        if self.config.compilation.compiles:
+            self._run([one, two], keeps=False)
+
+    def execute(self, steps: Sequence[SequenceStep]) -> list[Sampled]:
+        """Compute the new tokens of some sequences, into their caches.
 
         Args:
-            sequences: at least one; each has at least one token that is not computed.
+            steps: at least one; those with one new token first.
 
         Returns:
-            ``(sequences, vocab_size)``: the scores of the token after each sequence.
+            The next token of each that has ``sampling``, in their order.
+
+        Raises:
+            NonFiniteLogitsError: scores are not numbers.
         """
-        caches = [sequence.cache or self._allocate(sequence) for sequence in sequences]
-        tokens = [sequence.uncomputed for sequence in sequences]
-        counts = [len(new) for new in tokens]
-        lengths = [cache.num_tokens + count for cache, count in zip(caches, counts, strict=True)]
-        spans = zip(lengths, counts, strict=True)
-        positions = [p for end, count in spans for p in range(end - count, end)]
-        packed = PackedCaches(caches, counts)
-        starts = self._starts(counts)
-        with forward_context(ForwardContext(starts, self._starts(lengths), packed)):
-            ids = self._ids([i for new in tokens for i in new])
-            hidden = self._forward(ids, self._ids(positions))
-        packed.advance()
-        return self.model.compute_logits(hidden[starts[1:] - 1])
+        with self.platform.inference_mode():
+            hidden = self._run(steps)
+            requests = [step.sampling for step in steps if step.sampling is not None]
+            if not requests:
+                return []
+            ends = accumulate(len(step.token_ids) for step in steps)
+            sampled = [end - 1 for end, step in zip(ends, steps, strict=True) if step.sampling]
+            last = self._tensor(sampled, torch.int64)
+            logits = self.model.compute_logits(hidden[last])
+            chosen = self._sampler(logits, requests)
+            return self._with_prompt_logprobs(hidden, steps, chosen)
 
-    def _allocate(self, sequence: Sequence) -> SequenceCache:
-        room = min(sequence.max_tokens, _FIRST_ALLOCATION)
-        sequence.cache = SequenceCache(
-            self.model.config,
-            sequence.num_prompt_tokens + room,
-            dtype=self.model.dtype,
-            device=self.model.device,
+    def _with_prompt_logprobs(
+        self, hidden: Tensor, steps: Sequence[SequenceStep], sampled: list[Sampled]
+    ) -> list[Sampled]:
+        ends = accumulate(len(step.token_ids) for step in steps)
+        asking = [(end, step) for end, step in zip(ends, steps, strict=True) if step.sampling]
+        return [
+            one._replace(
+                prompt_logprobs=self._prompt_logprobs(hidden[end - len(step.token_ids) :], step)
+            )
+            if step.targets
+            else one
+            for one, (end, step) in zip(sampled, asking, strict=True)
+        ]
+
+    def _prompt_logprobs(
+        self, hidden: Tensor, step: SequenceStep
+    ) -> tuple[tuple[TokenLogprob, ...], ...]:
+        assert step.sampling is not None, f"{step.request_id=} has targets only"
+        count = step.sampling.params.prompt_logprobs or 0
+        found: list[tuple[TokenLogprob, ...]] = []
+        for first in range(0, len(step.targets), _SCORED):
+            targets = step.targets[first : first + _SCORED]
+            logits = self.model.compute_logits(hidden[first : first + len(targets)])
+            found += token_logprobs(logits, targets, [count] * len(targets))
+        return tuple(found)
+
+    def _run(self, steps: Sequence[SequenceStep], *, keeps: bool = True) -> Tensor:
+        """Return the hidden states; without *keeps*, nothing is written to the caches."""
+        assert self._caches is not None, "allocate() comes first"
+        ids = [token for step in steps for token in step.token_ids]
+        positions = [
+            position
+            for step in steps
+            for position in range(step.start, step.start + len(step.token_ids))
+        ]
+        context = self._context(self._caches, steps, keeps)
+        with self.platform.inference_mode(), forward_context(context):
+            return self._forward(
+                self._tensor(ids, torch.int64), self._tensor(positions, torch.int64)
+            )
+
+    def _context(
+        self, caches: LayerCaches, steps: Sequence[SequenceStep], keeps: bool
+    ) -> ForwardContext:
+        counts = [len(step.token_ids) for step in steps]
+        lengths = [step.start + count for step, count in zip(steps, counts, strict=True)]
+        starts, key_starts = ([0, *accumulate(sizes)] for sizes in (counts, lengths))
+        shared = {
+            "query_starts": self._tensor(starts, torch.int32),
+            "seq_lens": self._tensor(lengths, torch.int32),
+            "key_starts": self._tensor(key_starts, torch.int32),
+        }
+        decodes = [*(count == 1 for count in counts), False].index(False)
+        batches = {
+            group: SequenceBatch(
+                **shared,
+                block_tables=self._tables(steps, group),
+                slot_mapping=self._slots(steps, group, keeps),
+                num_decodes=decodes,
+            )
+            for group in range(len(self._groups))
+            if group != caches.state_group
+        }
+        return ForwardContext(caches.step(batches), self._states(caches, steps, keeps))
+
+    def _states(
+        self, caches: LayerCaches, steps: Sequence[SequenceStep], keeps: bool
+    ) -> SequenceStates | None:
+        if caches.states is None or caches.state_group is None:
+            return None
+        return SequenceStates.of(
+            [len(step.token_ids) for step in steps],
+            [step.start for step in steps],
+            [step.tables[caches.state_group][0] if keeps else -1 for step in steps],
+            caches.states,
+            self.device,
         )
-        return sequence.cache
 
-    def _ids(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.model.device)
+    def _tables(self, steps: Sequence[SequenceStep], group: int) -> Tensor:
+        tables = [step.tables[group] for step in steps]
+        width = max(map(len, tables))
+        padded = [[*table, *[0] * (width - len(table))] for table in tables]
+        return self._tensor(padded, torch.int32)
 
-    def _starts(self, counts: list[int]) -> Tensor:
-        values = [0, *accumulate(counts)]
-        return torch.tensor(values, dtype=torch.int32, device=self.model.device)
+    def _slots(self, steps: Sequence[SequenceStep], group: int, keeps: bool) -> Tensor:
+        size = self.config.cache.block_size
+        slots = [
+            step.tables[group][position // size] * size + position % size if keeps else -1
+            for step in steps
+            for position in range(step.start, step.start + len(step.token_ids))
+        ]
+        return self._tensor(slots, torch.int64)
+
+    def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def _selections(record: ir.Record) -> str:
+    """Return a line for each op and outcome: what was chosen, and why not what comes before it."""
+    lines = []
+    for explanation, _ in record.outcomes():
+        chosen = next(v for v in explanation.verdicts if v.outcome == "chosen")
+        others = [f"{v.provider}: {v.reason}" for v in explanation.verdicts if v is not chosen]
+        lines.append(f"\n  {explanation.op:<28} {chosen.provider:<12} {'; '.join(others)}".rstrip())
+    return "".join(sorted(lines))

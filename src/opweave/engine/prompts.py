@@ -21,11 +21,13 @@ class PromptReader:
         tokenizer: of the model.
         vocab_size: token ids are below it.
         max_positions: the length of the context, prompt and answer together.
+        answers: whether room for an answer is needed.
     """
 
     tokenizer: Tokenizer
     vocab_size: int
     max_positions: int
+    answers: bool = True
 
     def tokens(self, prompt: Prompt) -> list[int]:
         """Return the tokens of one prompt.
@@ -47,11 +49,12 @@ class PromptReader:
                     f"The prompt holds the token id {token}, but ids are from 0 to "
                     f"{self.vocab_size - 1}."
                 )
-        if len(ids) >= self.max_positions:
+        too_many = len(ids) + self.answers - self.max_positions
+        if too_many > 0:
+            answer = ", at least one of them for the answer" if self.answers else ""
             raise PromptError(
                 f"The prompt has {len(ids)} tokens, but the model's context is "
-                f"{self.max_positions} tokens, at least one of them for the answer. Shorten it by "
-                f"{len(ids) - self.max_positions + 1}."
+                f"{self.max_positions} tokens{answer}. Shorten it by {too_many}."
             )
         return ids
 

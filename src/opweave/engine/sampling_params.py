@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from opweave.engine.errors import SamplingParamsError
+
+MAX_LOGPROBS = 20  # as many as OpenAI's API gives
+MAX_N = 128  # answers to one prompt
 
 
 @dataclass(frozen=True)
@@ -18,9 +21,25 @@ class SamplingParams:
         temperature: divides the scores; 0 always takes the best token.
         top_p: sample among the most likely tokens that together reach this probability.
         top_k: sample among this many most likely tokens; 0 or -1: all.
-        seed: makes the request's tokens reproducible; None: the engine draws one.
+        min_p: sample among the tokens at least this probable, relative to the most likely one.
+        seed: makes the request's tokens reproducible, whatever else runs; None: the engine draws
+            one.
         stop: one or more texts that end the request; none of them is part of its text.
         ignore_eos: go on after an end-of-text token.
+        stop_token_ids: tokens that end the request, beside the end-of-text token; none of them is
+            part of its text.
+        min_tokens: nothing but *max_tokens* and the end of the context ends an answer that has
+            fewer; until then, the tokens that would are not chosen.
+        n: how many answers to give.
+        presence_penalty: subtracted from the score of every token that the answer has, -2 to 2.
+        frequency_penalty: subtracted as often as the answer has the token, -2 to 2.
+        repetition_penalty: divides positive scores of tokens that the prompt or the answer has, and
+            multiplies negative ones; 1 changes nothing.
+        logit_bias: added to the scores of these tokens, -100 to 100.
+        logprobs: return the log-probability of each token, and of this many most likely ones: of
+            the model's own scores, before all that is above changes them.
+        prompt_logprobs: the same for the tokens of the prompt.
+        skip_special_tokens: leave special tokens out of the text.
 
     Raises:
         SamplingParamsError: a value is out of range or of the wrong type.
@@ -33,9 +52,21 @@ class SamplingParams:
     seed: int | None = None
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    stop_token_ids: Sequence[int] = ()
+    min_tokens: int = 0
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _stop_texts(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, "or None for no limit")
         _check_number("temperature", self.temperature, 0.0, math.inf)
@@ -45,13 +76,77 @@ class SamplingParams:
         _check_int("top_k", self.top_k, -1, "where 0 and -1 mean all tokens")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, "or None")
-        if not isinstance(self.ignore_eos, bool):
-            raise SamplingParamsError(f"ignore_eos={self.ignore_eos!r} is neither True nor False.")
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_int("n", self.n, 1, f"and at most {MAX_N}")
+        if self.n > MAX_N:
+            raise SamplingParamsError(f"n={self.n} must be at most {MAX_N}.")
+        self._check_limits()
+        self._check_penalties()
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise SamplingParamsError(f"{name}={value!r} is neither True nor False.")
+
+    def _check_limits(self) -> None:
+        _check_int("min_tokens", self.min_tokens, 0, "and at most max_tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise SamplingParamsError(
+                f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}."
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _check_int(name, value, 0, f"at most {MAX_LOGPROBS}, or None")
+                if value > MAX_LOGPROBS:
+                    raise SamplingParamsError(f"{name}={value} must be at most {MAX_LOGPROBS}.")
+
+    def _check_penalties(self) -> None:
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
+        if self.repetition_penalty == 0:
+            raise SamplingParamsError("repetition_penalty=0 divides by zero; it must be above 0.")
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise SamplingParamsError(
+                f"logit_bias={self.logit_bias!r} must map token ids to numbers, or be None."
+            )
+        for token, bias in self.logit_bias.items():
+            _check_int("a token of logit_bias", token, 0, "an id of the vocabulary")
+            _check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the best token is always taken."""
         return self.temperature == 0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether unlikely tokens are left out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the tokens so far change the scores."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    def check_vocabulary(self, size: int, eos_token_ids: Collection[int] = ()) -> None:
+        """Check that all tokens that it names are below *size*, and that some may be chosen.
+
+        Raises:
+            SamplingParamsError: otherwise.
+        """
+        named = [("logit_bias", token) for token in self.logit_bias or ()]
+        named += [("stop_token_ids", token) for token in self.stop_token_ids]
+        for name, token in named:
+            if token >= size:
+                raise SamplingParamsError(
+                    f"{name} holds the token id {token}, but ids are from 0 to {size - 1}."
+                )
+        if self.min_tokens and len({*self.stop_token_ids, *eos_token_ids}) >= size:
+            raise SamplingParamsError(
+                f"min_tokens={self.min_tokens}, but every token ends the answer: stop_token_ids "
+                "must leave some."
+            )
 
 
 def _check_int(name: str, value: object, least: int, note: str) -> None:
@@ -77,3 +172,11 @@ def _stop_texts(stop: object) -> tuple[str, ...]:
     if "" in texts:
         raise SamplingParamsError("stop holds an empty string, which every text contains.")
     return tuple(texts)
+
+
+def _token_ids(ids: object) -> tuple[int, ...]:
+    if not isinstance(ids, list | tuple):
+        raise SamplingParamsError(f"stop_token_ids={ids!r} must be a list of token ids.")
+    for token in ids:
+        _check_int("a token of stop_token_ids", token, 0, "an id of the vocabulary")
+    return tuple(ids)

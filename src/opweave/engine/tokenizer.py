@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from opweave.config import EngineConfig
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.dependencies import require
 from opweave.engine.errors import TokenizerError
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 8  # tokens of the prompt that decide how its continuation is decoded
+# No character has more bytes, and a token that is text at all has one: what is longer undecided
+# than twice that holds bytes that never become text.
+_BYTES = 4
 
 
 class Tokenizer:
@@ -20,6 +24,7 @@ class Tokenizer:
         eos_token_ids: the ids that end a text: those of ``generation_config.json``, else of
             ``config.json``, else of ``tokenizer_config.json``.
         bos_token_id: the id that begins a text, or None.
+        special_ids: the ids that stand for no text of their own.
 
     Raises:
         TokenizerError: the file is missing or damaged.
@@ -27,17 +32,38 @@ class Tokenizer:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._backend = _load(checkpoint)
+        self._pieces: dict[int, str] = {}
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         self.eos_token_ids = frozenset(self._special_ids(checkpoint, "eos"))
         self.bos_token_id = next(iter(self._special_ids(checkpoint, "bos")), None)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of *text*, with the special tokens that the tokenizer adds."""
-        return list(self._backend.encode(text).ids)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of *text*, with the special tokens that the tokenizer adds unless not."""
+        # A batch, since the library lets other threads run only while it works on one.
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(batch[0].ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of *ids* without special tokens; bytes that are no text become U+FFFD."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of *ids*; bytes that are no text become U+FFFD."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def piece(self, token_id: int) -> str:
+        """Return the text of one token inside of a text; of a part of a character, U+FFFD."""
+        if (known := self._pieces.get(token_id)) is None:
+            # Decoders drop the space before the first token of a text.
+            before = self.encode("a", add_special_tokens=False)
+            decoded = [
+                self.decode(ids, skip_special_tokens=False) for ids in (before, [*before, token_id])
+            ]
+            known = self._pieces[token_id] = decoded[1][len(decoded[0]) :]
+        return known
+
+    def token(self, token_id: int) -> str | None:
+        """Return how the vocabulary writes a token, or None if it has no such id."""
+        token: str | None = self._backend.id_to_token(token_id)
+        return token
 
     def _special_ids(self, checkpoint: Checkpoint, kind: str) -> list[int]:
         for file in ("generation_config.json", "config.json"):
@@ -51,38 +77,106 @@ class Tokenizer:
         return [] if known is None else [known]
 
 
+class AbsentTokenizer(Tokenizer):
+    """Stands for the tokenizer of a checkpoint that is only a configuration.
+
+    Prompts must be token ids. The text of a token is its number, ``<17>``: an answer grows, and a
+    stream of it has events, as with a tokenizer.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._path = checkpoint.path
+        self.eos_token_ids, self.bos_token_id = frozenset(), None
+        self.special_ids = frozenset()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        raise TokenizerError(
+            f"{self._path} has no tokenizer.json: give token ids instead of the text {text!r}."
+        )
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(map(self.piece, ids))
+
+    def piece(self, token_id: int) -> str:
+        return f"<{token_id}>"
+
+    def token(self, token_id: int) -> str | None:
+        return None
+
+
+def tokenizer_of(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
+    """Return the tokenizer of *checkpoint*, which dummy weights do not need.
+
+    Raises:
+        TokenizerError: it is missing or damaged.
+    """
+    is_needed = config.load_format != "dummy" or (checkpoint.path / "tokenizer.json").exists()
+    return (Tokenizer if is_needed else AbsentTokenizer)(checkpoint)
+
+
 class IncrementalDecoder:
     """Text from tokens that arrive one by one.
 
     What is returned never ends inside a character, and all together is the text that the tokens add
     to the prompt's.
+
+    Args:
+        tokenizer: of the tokens.
+        prompt: the tokens before.
+        skip_special_tokens: leave special tokens out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
         # Decoders treat the first token of a text differently (they drop its space), so each
         # piece is decoded behind the one before it.
         self._context = list(prompt[-_CONTEXT:])
-        self._before = tokenizer.decode(self._context).rstrip(_REPLACEMENT)
+        self._before = self._decode(self._context)
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
         """Return the text that *token_id* completes; empty while a character is incomplete."""
-        self._pending.append(token_id)
-        text = self._decode()
-        if not text or text.endswith(_REPLACEMENT):
+        if self._skips and token_id in self._tokenizer.special_ids:
             return ""
-        self._context, self._pending = self._pending, []
-        self._before = self._tokenizer.decode(self._context)
-        return text
+        self._pending.append(token_id)
+        text = self._decode(self._context + self._pending)
+        if not text.endswith(_REPLACEMENT):
+            return self._advance(len(self._pending), text)
+        return self._give_up(text) if len(self._pending) > 2 * _BYTES else ""
 
     def finish(self) -> str:
         """Return the rest: what incomplete characters decode to."""
-        text, self._pending = self._decode(), []
+        text = self._new(self._decode(self._context + self._pending))
+        self._pending = []
         return text
 
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._context + self._pending)[len(self._before) :]
+    def _advance(self, count: int, text: str) -> str:
+        """Return what is new in *text*, which the context and *count* tokens decode to."""
+        new = self._new(text)
+        done, self._pending = self._pending[:count], self._pending[count:]
+        # Tokens without a text of their own can decide how the next one is decoded.
+        self._context = done if new else (self._context + done)[-_CONTEXT:]
+        self._before = self._decode(self._context)
+        return new
+
+    def _new(self, text: str) -> str:
+        # A character that the prompt began is part of what comes after it.
+        is_behind = text.startswith(self._before)
+        return text[len(self._before if is_behind else self._before.rstrip(_REPLACEMENT)) :]
+
+    def _give_up(self, text: str) -> str:
+        """Return the text of old tokens whose bytes are no text, so that they do not pile up."""
+        count = len(self._pending) - _BYTES
+        older = self._decode(self._context + self._pending[:count])
+        # Text that follows shows that the bytes before it are complete.
+        if len(text) > len(older) and text.startswith(older):
+            return self._advance(count, older)
+        return ""
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
 
 
 def _load(checkpoint: Checkpoint) -> Any:

@@ -1,0 +1,163 @@
+"""The caches of a model's layers, and the groups of layers that keep the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opweave.engine.attention.backend import AttentionBackend
+from opweave.engine.attention.batch import SequenceBatch
+from opweave.engine.attention.specs import CacheSpec, StateSpaceSpec
+from opweave.engine.kv import Retention, SequenceState
+from opweave.layers.mamba.states import StateCache
+from opweave.models.attention import Attention
+from opweave.models.latent_attention import LatentAttention
+from opweave.platforms import Platform
+from opweave.platforms.spec import AttentionSpec
+from opweave.plugins import resolve_obj_by_qualname
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that keep the same of each sequence, and share tables of blocks.
+
+    Attributes:
+        retention: what they keep.
+        layers: which they are: indices, or names of layers that keep states.
+        block_bytes: memory of one block in all of them.
+    """
+
+    retention: Retention
+    layers: tuple[int | str, ...]
+    block_bytes: int
+
+
+def layer_groups(specs: Mapping[int | str, CacheSpec], block_size: int) -> list[LayerGroup]:
+    """Group layers by what they keep."""
+    members: dict[Retention, list[int | str]] = {}
+    for layer, spec in specs.items():
+        members.setdefault(spec.retention, []).append(layer)
+    return [
+        LayerGroup(
+            retention,
+            tuple(layers),
+            sum(specs[layer].block_bytes(block_size) for layer in layers),
+        )
+        for retention, layers in members.items()
+    ]
+
+
+class LayerCaches:
+    """The memory of every layer.
+
+    Args:
+        model: whose layers they are.
+        specs: what each keeps.
+        groups: the layers, grouped.
+        num_blocks: how many blocks each group has, without the null block.
+        block_size: tokens in a block.
+        platform: names the attention backends.
+        device: where the memory is.
+
+    Attributes:
+        backends: of each attention layer, by its index.
+        states: of the layers that keep some; None: there are none.
+        state_group: the index of their group.
+
+    Raises:
+        UnsupportedCacheError: a backend cannot keep what a layer needs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        specs: Mapping[int | str, CacheSpec],
+        groups: Sequence[LayerGroup],
+        num_blocks: Sequence[int],
+        block_size: int,
+        platform: Platform,
+        device: torch.device,
+    ) -> None:
+        modules = {
+            module.layer: module
+            for module in model.modules()
+            if isinstance(module, Attention | LatentAttention)
+        }
+        self.backends: dict[int, AttentionBackend] = {}
+        self._group_of: dict[int, int] = {}
+        self.states: StateCache | None = None
+        self.state_group: int | None = None
+        for index, (group, count) in enumerate(zip(groups, num_blocks, strict=True)):
+            if isinstance(group.retention, SequenceState):
+                self.states, self.state_group = StateCache(count + 1), index
+            for layer in group.layers:
+                spec = specs[layer]
+                if isinstance(spec, StateSpaceSpec):
+                    self._keep_states(str(layer), spec, device)
+                    continue
+                assert isinstance(layer, int), f"{layer=} attends, but has no index"
+                chosen = _backend(modules[layer], spec, platform)
+                self.backends[layer] = chosen(spec, count + 1, block_size, device)
+                self._group_of[layer] = index
+
+    def step(self, batches: Mapping[int, SequenceBatch]) -> StepAttention:
+        """Return what layers attend with in one forward.
+
+        Args:
+            batches: the sequences, as each group of attention layers sees them.
+        """
+        built: dict[tuple[int, type], Any] = {}
+        metadata = {}
+        for layer, backend in self.backends.items():
+            key = self._group_of[layer], type(backend)
+            if key not in built:
+                built[key] = backend.build_metadata(batches[key[0]])
+            metadata[layer] = built[key]
+        return StepAttention(self.backends, metadata)
+
+    def _keep_states(self, layer: str, spec: StateSpaceSpec, device: torch.device) -> None:
+        assert self.states is not None  # its group is one of states
+        for state in spec.states:
+            self.states.get(layer, state.kind, state.shape, state.dtype, device)
+
+
+@dataclass(frozen=True, slots=True)
+class StepAttention:
+    """Attention in one forward: the :class:`~opweave.models.CachedAttention` of models.
+
+    Attributes:
+        backends: by layer.
+        metadata: what each needs of this step.
+    """
+
+    backends: Mapping[int, AttentionBackend]
+    metadata: Mapping[int, Any]
+
+    def attend(self, layer: int, *inputs: Any) -> Tensor:
+        """Let the backend of a layer attend; *inputs* as the layer passes them."""
+        return self.backends[layer].forward(self.metadata[layer], *inputs)
+
+    attend_latent = attend
+
+
+def _backend(
+    module: Attention | LatentAttention, spec: CacheSpec, platform: Platform
+) -> type[AttentionBackend]:
+    assert not isinstance(spec, StateSpaceSpec)
+    rows = module.cached
+    wanted = AttentionSpec(
+        num_heads=module.num_heads,
+        num_kv_heads=rows.num_heads,
+        head_size=rows.key_size,
+        dtype=spec.dtype,
+        window=rows.window,
+        scale=module.scale if isinstance(module, Attention) else None,
+        soft_cap=module.soft_cap if isinstance(module, Attention) else None,
+        is_latent=isinstance(module, LatentAttention),
+    )
+    found: type[AttentionBackend] = resolve_obj_by_qualname(platform.get_attn_backend_cls(wanted))
+    return found

@@ -1,0 +1,144 @@
+"""What each layer keeps of the tokens that were computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+from opweave.engine.kv import EveryToken, Retention, SequenceState, Window
+from opweave.layers.mamba.stateful import StatefulLayer, state_dtype
+from opweave.models.attention import Attention
+from opweave.models.latent_attention import LatentAttention
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec:
+    """Keys and values of every token.
+
+    Attributes:
+        num_kv_heads: on this rank.
+        key_size, value_size: elements of a head.
+        dtype: of all of them.
+    """
+
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+
+    @property
+    def retention(self) -> Retention:
+        """Which blocks of a sequence are needed."""
+        return EveryToken()
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the size of one block of *block_size* tokens."""
+        row = self.num_kv_heads * (self.key_size + self.value_size)
+        return block_size * row * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec(FullAttentionSpec):
+    """Keys and values of the last tokens.
+
+    Attributes:
+        window: how many, the one that attends to them included.
+    """
+
+    window: int
+
+    @property
+    def retention(self) -> Retention:
+        return Window(self.window)
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """One row for all heads of every token: the latent vector and the rotated part of the key.
+
+    Attributes:
+        row_size: elements of both together.
+        dtype: of the row.
+    """
+
+    row_size: int
+    dtype: torch.dtype
+
+    @property
+    def retention(self) -> Retention:
+        """Which blocks of a sequence are needed."""
+        return EveryToken()
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the size of one block of *block_size* tokens."""
+        return block_size * self.row_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One kind of state.
+
+    Attributes:
+        kind: ``"conv"`` or ``"ssm"``.
+        shape: of one sequence's.
+        dtype: of its elements.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StateSpaceSpec:
+    """The states of a sequence, whose size does not depend on its length.
+
+    Attributes:
+        states: one of each kind.
+    """
+
+    states: tuple[StateSpec, ...]
+
+    @property
+    def retention(self) -> Retention:
+        """What is needed of a sequence: one slot."""
+        return SequenceState()
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the size of one sequence's states."""
+        return sum(prod(state.shape) * state.dtype.itemsize for state in self.states)
+
+
+CacheSpec = FullAttentionSpec | LatentAttentionSpec | StateSpaceSpec
+
+
+def cache_specs(model: nn.Module, dtype: torch.dtype) -> dict[int | str, CacheSpec]:
+    """Return what each layer of *model* keeps, by its index, or by its name if it keeps states.
+
+    Args:
+        model: whose modules say it themselves.
+        dtype: of its activations.
+    """
+    found: dict[int | str, CacheSpec] = {}
+    for module in model.modules():
+        if isinstance(module, Attention):
+            rows = module.cached
+            sizes = rows.num_heads, rows.key_size, rows.value_size, dtype
+            found[rows.layer] = (
+                FullAttentionSpec(*sizes)
+                if rows.window is None
+                else SlidingWindowSpec(*sizes, rows.window)
+            )
+        elif isinstance(module, LatentAttention):
+            found[module.cached.layer] = LatentAttentionSpec(module.cached.key_size, dtype)
+        elif isinstance(module, StatefulLayer):
+            found[module.prefix] = StateSpaceSpec(
+                tuple(
+                    StateSpec(kind, shape, state_dtype(dtype, kind))
+                    for kind, shape in module.state_shapes.items()
+                )
+            )
+    return found

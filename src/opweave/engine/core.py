@@ -1,0 +1,323 @@
+"""The engine itself: requests in, tokens out, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from opweave import platforms
+from opweave.config import EngineConfig
+from opweave.engine.answer import Answer
+from opweave.engine.cache_plan import plan_cache
+from opweave.engine.checkpoint import Checkpoint
+from opweave.engine.compilation import check_backend
+from opweave.engine.completion import Completion
+from opweave.engine.errors import EngineError, InvalidArgumentError, NonFiniteLogitsError
+from opweave.engine.executor import Executor
+from opweave.engine.generation import Generation
+from opweave.engine.kv import KVCacheManager
+from opweave.engine.loader import Progress
+from opweave.engine.logprobs import named
+from opweave.engine.outputs import RequestOutput
+from opweave.engine.prompts import Prompt, PromptReader
+from opweave.engine.randomness import derived_seed
+from opweave.engine.request import Request
+from opweave.engine.sampler import Sampled
+from opweave.engine.sampling_params import SamplingParams
+from opweave.engine.scheduler import Scheduled, Scheduler
+from opweave.engine.stat_logger import stat_loggers
+from opweave.engine.stats import EngineStats, StatCounter
+from opweave.engine.step import SequenceStep
+from opweave.engine.tokenizer import IncrementalDecoder, tokenizer_of
+from opweave.platforms import Platform
+from opweave.plugins import resolve_obj_by_qualname
+
+
+class EngineCore:
+    """A model, its cache, and the requests that share them.
+
+    One thread at a time calls :meth:`add_request`, :meth:`abort` and :meth:`step`. :meth:`prepare`
+    and :meth:`stats` may be called from another one.
+
+    Args:
+        model: the directory of a checkpoint.
+        config: how to run it; the platform fits it to itself.
+        platform: where; by default on the current one. It names the executor, the worker, the
+            runner, the scheduler, the sampler and the attention backends. Stat loggers that are
+            installed are told what each step has done.
+        progress: called while loading, with the number of tensors loaded so far and in total.
+
+    Attributes:
+        config: as the platform runs it.
+        executor: of the workers.
+        scheduler: chooses what each step computes.
+        tokenizer: of the checkpoint.
+        max_model_len: the most tokens of a prompt and its answer together.
+
+    Raises:
+        EngineError, ModelError: the checkpoint is missing, damaged or not supported, or the cache
+            is too small.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        config: EngineConfig,
+        *,
+        platform: Platform | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.platform = platform or platforms.current_platform
+        self.config = config = platforms.configured(config, self.platform)
+        check_backend(config.compilation)
+        self.tokenizer = tokenizer_of(Checkpoint(model), config)
+        executor: type[Executor] = resolve_obj_by_qualname(self.platform.get_executor_cls(config))
+        self.executor = executor(model, config, self.platform, progress)
+        facts = self.executor.facts
+        plan = plan_cache(facts.groups, config.cache, config.scheduler, facts.context, facts.memory)
+        self.max_model_len, self.model_config = plan.max_model_len, facts.config
+        self.executor.allocate(plan)
+        cache = KVCacheManager(
+            plan.cache_groups(facts.groups),
+            plan.block_size,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+        )
+        scheduler: type[Scheduler] = resolve_obj_by_qualname(
+            self.platform.get_scheduler_cls(config)
+        )
+        self.scheduler = scheduler(config.scheduler, cache)
+        self._prompts = PromptReader(self.tokenizer, facts.vocab_size, self.max_model_len)
+        eos = self.tokenizer.eos_token_ids
+        self._eos_token_ids = frozenset(token for token in eos if token < facts.vocab_size)
+        self._seeds = torch.Generator().manual_seed(config.seed)
+        self._generations: dict[str, Generation] = {}
+        self._answers: dict[str, tuple[Generation, Answer]] = {}  # as the scheduler names them
+        self._counter, self._loggers = StatCounter(), stat_loggers(config)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether there is anything to do."""
+        return self.scheduler.has_unfinished
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The names of all requests that are not finished."""
+        return list(self._generations)
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of one prompt.
+
+        Raises:
+            PromptError: it is empty, too long, or not made of the model's tokens.
+        """
+        return self._prompts.tokens(prompt)
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        streams: bool = True,
+    ) -> Generation:
+        """Return a request that can be added.
+
+        Args:
+            request_id: its name.
+            prompt: a text, or token ids.
+            params: how to choose tokens.
+            priority: a lower number goes first, where the scheduler's policy asks for it.
+            streams: return an output after every token, and not only at the end.
+
+        Raises:
+            PromptError: the prompt is empty, too long, or not made of the model's tokens.
+            SamplingParamsError: *params* name tokens that the model does not have.
+            OpweaveError: the platform does not serve such a request.
+        """
+        tokens = self.tokens(prompt)
+        eos = frozenset() if params.ignore_eos else self._eos_token_ids
+        params.check_vocabulary(self._prompts.vocab_size, eos)
+        self.platform.validate_request(params)
+        room = self.max_model_len - len(tokens)
+        seed = self._seed(params)
+        answers = [
+            Answer(
+                index,
+                Request(_sequence_id(request_id, index), tokens, priority=priority),
+                params,
+                derived_seed(seed, index),
+                self._completion(tokens, params),
+                max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+                eos_token_ids=eos,
+            )
+            for index in range(params.n)
+        ]
+        # What is found in the cache has no scores.
+        answers[0].request.uses_prefix = params.prompt_logprobs is None
+        text = prompt if isinstance(prompt, str) else None
+        return Generation(request_id, text, answers, streams=streams)
+
+    def add_request(self, generation: Generation) -> None:
+        """Let a request wait for its turn.
+
+        Raises:
+            InvalidArgumentError: an unfinished one has its name.
+        """
+        names = {answer.request.request_id for answer in generation.answers}
+        if generation.request_id in self._generations or names & self._answers.keys():
+            raise InvalidArgumentError(
+                f"request_id={generation.request_id!r} is in use by a request that is not finished."
+            )
+        self._generations[generation.request_id] = generation
+        for answer in generation.answers:
+            self._answers[answer.request.request_id] = generation, answer
+        self.scheduler.add(generation.answers[0].request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """Give up requests; return the last output of each that was there."""
+        found = [self._generations[name] for name in request_ids if name in self._generations]
+        for generation in found:
+            generation.abort()
+            self._forget_all(generation)
+        return [generation.output() for generation in found]
+
+    def step(self) -> list[RequestOutput]:
+        """Compute the next tokens of as many requests as there is room for.
+
+        Requests for which the model's scores are not numbers fail; the others are computed again,
+        as all are after any other error.
+
+        Returns:
+            What each request has so far that got a token, if it streams or is finished now.
+        """
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return []
+        # Sequences with one new token first, those with cached tokens before new ones.
+        scheduled.sort(key=lambda s: (s.num_tokens > 1, s.request.num_computed_tokens == 0))
+        steps = [self._step_of(item) for item in scheduled]
+        asking = [item for item, step in zip(scheduled, steps, strict=True) if step.sampling]
+        complete = [item.is_complete for item in asking]
+        starts = [item.request.num_computed_tokens for item in asking]
+        began = time.perf_counter()
+        try:
+            sampled = self.executor.execute(steps)
+        except Exception as error:
+            self.scheduler.undo(scheduled)
+            if isinstance(error, NonFiniteLogitsError) and error.rows:
+                return self._fail([asking[row] for row in error.rows], error)
+            raise  # also if nobody knows whose scores they are
+        self.scheduler.update(scheduled)
+        changed: dict[str, Generation] = {}
+        for item, start, is_complete, found in zip(asking, starts, complete, sampled, strict=True):
+            generation, answer = self._answers[item.request.request_id]
+            scores = [named(each, self.tokenizer) for each in found.prompt_logprobs]
+            generation.score_prompt(start, scores)
+            if is_complete:
+                self._append(generation, answer, found)
+                changed[generation.request_id] = generation
+        self._counter.step(time.perf_counter() - began, sum(s.num_tokens for s in scheduled))
+        for logger in self._loggers:
+            logger.record(self.stats())
+        return [g.output() for g in changed.values() if g.streams or g.is_finished]
+
+    def stats(self) -> EngineStats:
+        """Return what the engine does and has done."""
+        scheduler, counter = self.scheduler, self._counter
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            kv_usage=scheduler.cache.usage,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.num_preemptions,
+            prompt_tokens=counter.prompt_tokens,
+            generation_tokens=counter.generation_tokens,
+            steps=counter.steps,
+            finished=dict(counter.finished),
+            histograms=counter.histograms(),
+        )
+
+    def check_idle(self) -> None:
+        """Check that no request is left, and that every block is free.
+
+        Raises:
+            CacheIntegrityError: otherwise.
+        """
+        self.scheduler.cache.check_empty()
+
+    def shutdown(self) -> None:
+        """Abort what is unfinished, and free the model and its cache."""
+        self.abort(self.unfinished)
+        self.executor.shutdown()
+        for logger in self._loggers:
+            logger.shutdown()
+
+    def _step_of(self, item: Scheduled) -> SequenceStep:
+        request = item.request
+        generation, answer = self._answers[request.request_id]
+        answer.schedule()
+        start = request.num_computed_tokens
+        targets = generation.prompt_targets(answer, start, item.num_tokens)
+        return SequenceStep(
+            request.request_id,
+            request.token_ids[start : start + item.num_tokens],
+            start,
+            item.tables,
+            answer.sampling if item.is_complete or targets else None,
+            targets,
+        )
+
+    def _append(self, generation: Generation, answer: Answer, sampled: Sampled) -> None:
+        answer.append(sampled.token_id, named(sampled.logprobs, self.tokenizer))
+        is_first = answer.num_tokens == 1
+        computes_prompt = answer is generation.answers[0]
+        self._counter.token(
+            answer.since_last,
+            is_first=is_first,
+            num_prompt_tokens=answer.request.num_prompt_tokens if computes_prompt else 0,
+        )
+        if is_first and computes_prompt:
+            for other in generation.answers[1:]:
+                self.scheduler.add(other.request)
+        if answer.is_finished:
+            self._forget(answer)
+        if generation.is_finished:
+            del self._generations[generation.request_id]
+
+    def _fail(self, items: Iterable[Scheduled], error: EngineError) -> list[RequestOutput]:
+        found = {id(g): g for g, _ in (self._answers[item.request.request_id] for item in items)}
+        for generation in found.values():
+            generation.fail(error)
+            self._forget_all(generation)
+        return [generation.output() for generation in found.values()]
+
+    def _forget_all(self, generation: Generation) -> None:
+        del self._generations[generation.request_id]
+        for answer in generation.answers:
+            if answer.request.request_id in self._answers:
+                self._forget(answer)
+
+    def _forget(self, answer: Answer) -> None:
+        del self._answers[answer.request.request_id]
+        self.scheduler.remove(answer.request.request_id)
+        self._counter.finish(answer.finish_reason or "error", answer.timings())
+
+    def _completion(self, prompt: list[int], params: SamplingParams) -> Completion:
+        decoder = IncrementalDecoder(
+            self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens
+        )
+        return Completion(decoder, params.stop, min_tokens=params.min_tokens)
+
+    def _seed(self, params: SamplingParams) -> int:
+        if params.seed is not None:
+            return params.seed
+        return int(torch.randint(2**63 - 1, (), generator=self._seeds))
+
+
+def _sequence_id(request_id: str, index: int) -> str:
+    return request_id if index == 0 else f"{request_id}#{index}"

@@ -1,0 +1,144 @@
+"""Texts in, vectors out: encoder models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, count
+from pathlib import Path
+
+import torch
+
+from opweave import platforms
+from opweave.config import EngineConfig, compilation_config
+from opweave.engine.checkpoint import Checkpoint
+from opweave.engine.errors import InvalidArgumentError
+from opweave.engine.loader import Progress, check_dtype, load_model
+from opweave.engine.outputs import EmbeddingOutput
+from opweave.engine.pooling import Pooling
+from opweave.engine.priorities import PriorityLists, engine_priorities, private_context
+from opweave.engine.prompts import Prompt, PromptReader, as_list
+from opweave.engine.tokenizer import tokenizer_of
+from opweave.models import BertModel, UnsupportedModelError
+
+
+class Embedder:
+    """An encoder that turns prompts into vectors.
+
+    Args:
+        model: the directory of a checkpoint. If it is one of sentence-transformers, its files say
+            how vectors are pooled and normalised; otherwise a text's vector is the mean.
+        dtype: as for :class:`~opweave.engine.LLM`.
+        ir_op_priority: which kernels to prefer, by op; holds for this object's forwards only.
+        config: the same settings, and more; ``scheduler.max_num_batched_tokens`` limits a forward.
+        progress: called while loading, with the number of tensors loaded so far and in total.
+
+    Attributes:
+        tokenizer: of the checkpoint.
+        max_model_len: the most tokens of a prompt.
+        config: as the platform runs it.
+
+    Raises:
+        EngineError, ModelError: the checkpoint is missing, damaged or not supported.
+
+    Example::
+
+        (output,) = Embedder("path/to/checkpoint").embed("Hello")
+        print(output.embedding)
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        ir_op_priority: PriorityLists | None = None,
+        config: EngineConfig | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        platform = platforms.current_platform
+        self.config = platforms.configured(config or EngineConfig(), platform)
+        if self.config.parallel.tensor_parallel_size > 1:
+            raise InvalidArgumentError(
+                f"tensor_parallel_size={self.config.parallel.tensor_parallel_size}, but an encoder "
+                "runs on one rank. Leave it out, and start one server for each device."
+            )
+        self._priorities = engine_priorities(ir_op_priority, self.config)
+        checkpoint, named = Checkpoint(model), check_dtype(dtype)
+        self.tokenizer = tokenizer_of(checkpoint, self.config)
+        self._pooling = Pooling.of(checkpoint)
+        platform.set_device(0)
+        self._device = torch.device(platform.device_type)
+        with compilation_config(self.config.compilation), self._device:
+            loaded = load_model(
+                model,
+                dtype=self.config.dtype if named == "auto" else named,
+                load_format=self.config.load_format,
+                seed=self.config.seed,
+                progress=progress,
+            )
+        if not isinstance(loaded, BertModel):
+            raise UnsupportedModelError(
+                f"{type(loaded).__name__} makes no embeddings: it is no encoder. "
+                "opweave.engine.LLM runs language models."
+            )
+        platform.post_load_model(loaded.to(self._device))
+        self._model, self._names = loaded, count()
+        limit = (checkpoint.json("sentence_bert_config.json") or {}).get("max_seq_length")
+        longest = loaded.config.max_position_embeddings
+        self.max_model_len = min(longest, limit) if isinstance(limit, int) else longest
+        self._prompts = PromptReader(
+            self.tokenizer, loaded.config.vocab_size, self.max_model_len, answers=False
+        )
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of one prompt.
+
+        Raises:
+            PromptError: it is empty, too long, or not made of the model's tokens.
+        """
+        return self._prompts.tokens(prompt)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[EmbeddingOutput]:
+        """Return the vector of each prompt, in their order.
+
+        Args:
+            prompts: one text or several; or token ids, of one prompt or of several.
+
+        Raises:
+            PromptError: a prompt is empty, too long or not made of the model's tokens.
+        """
+        tokens = [self.tokens(prompt) for prompt in as_list(prompts)]
+        return [
+            EmbeddingOutput(str(next(self._names)), ids, vector)
+            for ids, vector in zip(tokens, self.vectors(tokens), strict=True)
+        ]
+
+    def vectors(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the vector of each text, which is given as tokens; many in one forward."""
+        found: list[list[float]] = []
+        limit = self.config.scheduler.max_num_batched_tokens
+        with private_context(self._priorities) as context:
+            start = 0
+            while start < len(texts):
+                end, size = start + 1, len(texts[start])
+                while end < len(texts) and size + len(texts[end]) <= limit:
+                    size += len(texts[end])
+                    end += 1
+                found += context.run(self._forward, texts[start:end])
+                start = end
+        return found
+
+    def _forward(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        lengths = [len(text) for text in texts]
+        ids = [token for text in texts for token in text]
+        positions = [place for length in lengths for place in range(length)]
+        starts = [0, *accumulate(lengths)]
+        with platforms.current_platform.inference_mode():
+            hidden = self._model(
+                torch.tensor(ids, device=self._device),
+                torch.tensor(positions, device=self._device),
+                cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=self._device),
+            )
+            pooled = [self._pooling(states) for states in hidden.split_with_sizes(lengths)]
+            vectors: list[list[float]] = torch.stack(pooled).tolist()
+        return vectors

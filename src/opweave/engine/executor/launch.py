@@ -1,0 +1,123 @@
+"""The ranks that ``torchrun`` starts: every one runs the same command."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any, Self, cast
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from opweave.engine.errors import InvalidArgumentError, RankFailedError
+
+_ADDRESS = "address"
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What ``torchrun`` tells a process in its environment.
+
+    Attributes:
+        rank: its place among all processes.
+        size: how many there are.
+        local_rank: its place on its machine.
+        local_size: how many are on that.
+        address: the machine of rank 0.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
+        """Read the variables; None where nothing has launched several processes.
+
+        Raises:
+            InvalidArgumentError: some are missing, or no numbers.
+        """
+        if not environment.get("WORLD_SIZE") or environment["WORLD_SIZE"] == "1":
+            return None
+        try:
+            rank, size, local_rank, local_size, address, _ = (environment[n] for n in _NAMES)
+            return cls(int(rank), int(size), int(local_rank), int(local_size), address)
+        except (KeyError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"WORLD_SIZE={environment['WORLD_SIZE']} says that several processes were "
+                f"launched, but of {', '.join(_NAMES)}, which torchrun sets, one is missing or no "
+                f"number: "
+                f"{error}. Launch with torchrun, or unset WORLD_SIZE."
+            ) from error
+
+    def check_size(self, tensor_parallel_size: int) -> None:
+        """Raise InvalidArgumentError unless all processes are ranks of the engine."""
+        if tensor_parallel_size != self.size:
+            raise InvalidArgumentError(
+                f"{self.size} processes were launched (WORLD_SIZE), but tensor_parallel_size is "
+                f"{tensor_parallel_size}. Make both the same: torchrun --nproc-per-node N, or "
+                f"--nnodes M --nproc-per-node N with M x N = {tensor_parallel_size}."
+            )
+
+    def store(self, timeout: float) -> Store:
+        """Return where the processes meet; waits for them."""
+        found = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        return PrefixStore("opweave", cast("tuple[Any, ...]", found)[0])
+
+    def accept(self, store: Store, timeout: float) -> dict[int, Connection]:
+        """Return connections to the other ranks, for rank 0.
+
+        Raises:
+            RankFailedError: one does not come within *timeout* seconds.
+        """
+        key, others = secrets.token_bytes(32), range(1, self.size)
+        with Listener((self.address, 0), backlog=self.size, authkey=key) as listener:
+            host, port = cast("tuple[str, int]", listener.address)
+            store.set(_ADDRESS, json.dumps([host, port, key.hex()]))
+            try:
+                store.wait([f"coming/{rank}" for rank in others], timedelta(seconds=timeout))
+            except RuntimeError as error:
+                raise RankFailedError(
+                    f"not all of {self.size} ranks came within {timeout:g} s: {error}"
+                ) from error
+            found: dict[int, Connection] = {}
+            for _ in others:
+                connection = listener.accept()
+                found[int(connection.recv_bytes())] = connection
+        return found
+
+    def connect(self, store: Store) -> Connection:
+        """Return a connection to rank 0, for the others.
+
+        Raises:
+            RankFailedError: it does not answer.
+        """
+        try:
+            host, port, key = json.loads(store.get(_ADDRESS))
+            store.set(f"coming/{self.rank}", "")
+            connection = Client((host, port), authkey=bytes.fromhex(key))
+            connection.send_bytes(str(self.rank).encode())
+        except (RuntimeError, OSError, EOFError, AuthenticationError) as error:
+            raise RankFailedError(f"rank {self.rank} cannot reach rank 0: {error}") from error
+        return connection
+
+
+def is_follower(tensor_parallel_size: int) -> bool:
+    """Whether an engine of that size does in this process what another process says.
+
+    Raises:
+        InvalidArgumentError: another number of processes was launched.
+    """
+    launch = Launch.from_environment() if tensor_parallel_size > 1 else None
+    if launch is not None:
+        launch.check_size(tensor_parallel_size)
+    return launch is not None and launch.rank > 0

@@ -1,0 +1,19 @@
+"""The program of a rank that an engine starts: ``python -m opweave.engine.executor.spawned_rank``.
+
+Its arguments are the number of the socket to the engine, and the port of the store.
+"""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing.connection import Connection
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from opweave.engine.executor.follower import follow
+from opweave.engine.executor.processes import HOST
+
+if __name__ == "__main__":
+    descriptor, port = map(int, sys.argv[1:])
+    store = TCPStore(HOST, port, is_master=False)
+    sys.exit(follow(Connection(descriptor), store))

@@ -1,0 +1,275 @@
+"""Many requests at once from asyncio: the answers are those of LLM, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.tiny_checkpoints import random_ids
+from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
+from opweave.engine import (
+    LLM,
+    AsyncEngine,
+    EngineClient,
+    EngineDeadError,
+    InvalidArgumentError,
+    NonFiniteLogitsError,
+    PromptError,
+    RequestOutput,
+    SamplingParams,
+)
+
+Checkpoints = Callable[[str], tuple[Path, Any]]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+PROMPTS = [random_ids(seed, 5 + 7 * seed % 13) for seed in range(12)]
+# Little memory: requests lose their blocks and are computed again.
+SMALL = EngineConfig(
+    cache=CacheConfig(block_size=16, num_blocks=7),
+    scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=24),
+)
+
+
+@pytest.fixture
+def engine(checkpoint: Checkpoints) -> Iterator[AsyncEngine]:
+    engine = AsyncEngine(checkpoint("llama")[0], config=SMALL)
+    yield engine
+    engine.shutdown()
+
+
+async def answer(engine: EngineClient, name: str, prompt: Any, params: Any = GREEDY) -> Any:
+    last: RequestOutput | None = None
+    async for output in engine.generate(prompt, params, request_id=name):
+        if last is not None:
+            assert not last.finished
+            known = last.outputs[0].token_ids
+            assert output.outputs[0].token_ids[: len(known)] == known
+            assert output.outputs[0].text.startswith(last.outputs[0].text)
+        last = output
+    assert last is not None
+    assert last.finished
+    assert last.request_id == name
+    return last
+
+
+async def settled(engine: AsyncEngine) -> None:
+    """Wait until the engine has heard of everything, then check that all blocks are free."""
+    for _ in range(500):
+        if not engine._core.has_unfinished and engine._commands.empty():
+            break
+        await asyncio.sleep(0.01)
+    engine._core.check_idle()
+
+
+def test_answers_are_those_of_llm(engine: AsyncEngine, checkpoint: Checkpoints) -> None:
+    path = checkpoint("llama")[0]
+    wanted = [output.outputs[0] for output in LLM(path).generate(PROMPTS, GREEDY)]
+
+    async def run() -> list[RequestOutput]:
+        jobs = (answer(engine, str(i), prompt) for i, prompt in enumerate(PROMPTS))
+        found = await asyncio.gather(*jobs)
+        await settled(engine)
+        return found
+
+    found = asyncio.run(run())
+    assert [output.outputs[0] for output in found] == wanted
+    assert [output.prompt_token_ids for output in found] == PROMPTS
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
+    assert stats.preemptions > 0
+    assert stats.generation_tokens == 12 * len(PROMPTS)
+    assert stats.prompt_tokens == sum(map(len, PROMPTS))
+    assert stats.finished == {"length": len(PROMPTS)}
+    counts = {name: sum(found.counts) for name, found in stats.histograms.items()}
+    assert counts["time_to_first_token"] == counts["e2e_latency"] == len(PROMPTS)
+    assert counts["inter_token_latency"] == 11 * len(PROMPTS)
+    assert counts["iteration_tokens"] == counts["step_time"] == stats.steps
+    for output in found:
+        assert 0 < output.timings.scheduled <= output.timings.first_token
+        assert output.timings.first_token <= output.timings.finished
+
+
+def test_random_disconnects_leave_nothing_behind(engine: AsyncEngine) -> None:
+    chance = random.Random(3)
+
+    async def request(i: int) -> str:
+        await asyncio.sleep(chance.random() * 0.2)
+        stream = engine.generate(PROMPTS[i % 12], GREEDY, request_id=str(i))
+        gone_after = chance.choice([0, 1, 5, 100])
+        async with aclosing(stream):
+            if gone_after == 0:
+                task = asyncio.create_task(anext(stream))
+                await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                return "gone"
+            seen = 0
+            async for output in stream:
+                seen += 1
+                if output.finished:
+                    return "finished"
+                if seen == gone_after:
+                    break
+        return "gone"
+
+    async def run() -> list[str]:
+        found = await asyncio.gather(*map(request, range(60)))
+        await settled(engine)
+        return found
+
+    found = asyncio.run(run())
+    assert set(found) == {"gone", "finished"}
+    assert not engine._streams
+    assert engine.stats().running == engine.stats().waiting == 0
+    assert engine.is_running
+
+
+def test_an_abort_ends_the_answer(engine: AsyncEngine) -> None:
+    async def run() -> RequestOutput:
+        stream = engine.generate(PROMPTS[1], LONG, request_id="a")
+        first = await anext(stream)
+        assert not first.finished
+        await engine.abort("a")
+        await engine.abort("no such request")
+        async for output in stream:
+            last = output
+        await settled(engine)
+        return last
+
+    last = asyncio.run(run())
+    assert last.finished
+    assert last.outputs[0].finish_reason == "abort"
+    assert len(last.outputs[0].token_ids) < 80
+    assert engine.stats().finished == {"abort": 1}
+
+
+def test_wrong_requests(engine: AsyncEngine) -> None:
+    async def run() -> None:
+        with pytest.raises(PromptError, match="context is 96"):
+            await answer(engine, "a", [5] * 200)
+        stream = engine.generate(PROMPTS[1], LONG, request_id="b")
+        await anext(stream)
+        with pytest.raises(InvalidArgumentError, match="'b' is in use"):
+            await answer(engine, "b", PROMPTS[2])
+        await stream.aclose()  # type: ignore[attr-defined]
+        await settled(engine)
+        assert len((await answer(engine, "b", PROMPTS[2])).outputs[0].token_ids) == 12
+        with pytest.raises(InvalidArgumentError, match="makes no embeddings"):
+            await engine.embed("a", request_id="c")
+
+    asyncio.run(run())
+    assert engine.is_running
+
+
+def test_drain_finishes_what_was_accepted(engine: AsyncEngine) -> None:
+    async def run() -> list[RequestOutput]:
+        jobs = [asyncio.create_task(answer(engine, str(i), PROMPTS[i])) for i in range(4)]
+        await asyncio.sleep(0)
+        await engine.drain(timeout=60)
+        assert not engine.is_running
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await answer(engine, "late", PROMPTS[0])
+        return await asyncio.gather(*jobs)
+
+    found = asyncio.run(run())
+    assert {output.outputs[0].finish_reason for output in found} == {"length"}
+    assert engine.dead_with is None
+
+
+def test_drain_aborts_what_takes_too_long(engine: AsyncEngine) -> None:
+    async def run() -> RequestOutput:
+        job = asyncio.create_task(answer(engine, "a", PROMPTS[1], LONG))
+        await asyncio.sleep(0)
+        await engine.drain(timeout=0)
+        found: RequestOutput = await job
+        await settled(engine)
+        return found
+
+    assert asyncio.run(run()).outputs[0].finish_reason == "abort"
+
+
+def test_shutdown_aborts(engine: AsyncEngine) -> None:
+    async def run() -> RequestOutput:
+        stream = engine.generate(PROMPTS[1], LONG, request_id="a")
+        await anext(stream)
+        engine.shutdown()
+        async for output in stream:
+            last = output
+        return last
+
+    assert asyncio.run(run()).outputs[0].finish_reason == "abort"
+    engine.shutdown()  # once more does nothing
+
+
+def test_scores_that_are_no_numbers_fail_one_request(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [out.outputs[0].token_ids for out in asyncio.run(_all(engine))]
+    worker = engine._core.executor.worker  # type: ignore[attr-defined]
+    compute = worker.runner.model.compute_logits
+    rows = 0
+
+    def once(hidden: Any) -> Any:
+        nonlocal rows
+        logits = compute(hidden)
+        rows += len(logits)
+        if rows >= 20:  # the last row of one step
+            logits[-1, 3], rows = float("nan"), -(10**9)
+        return logits
+
+    monkeypatch.setattr(worker.runner.model, "compute_logits", once)
+
+    async def run() -> list[Any]:
+        jobs = [answer(engine, str(i), prompt) for i, prompt in enumerate(PROMPTS)]
+        found = await asyncio.gather(*jobs, return_exceptions=True)
+        await settled(engine)
+        return found
+
+    found = asyncio.run(run())
+    failed = [i for i, output in enumerate(found) if isinstance(output, NonFiniteLogitsError)]
+    assert len(failed) == 1
+    for i, output in enumerate(found):
+        assert i in failed or output.outputs[0].token_ids == wanted[i]
+    assert engine.is_running
+    assert engine.stats().finished == {"length": 2 * len(PROMPTS) - 1, "error": 1}
+
+
+async def _all(engine: AsyncEngine) -> list[RequestOutput]:
+    found = await asyncio.gather(*(answer(engine, str(i), p) for i, p in enumerate(PROMPTS)))
+    await settled(engine)
+    return list(found)
+
+
+def test_a_dead_engine_tells_everybody(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(steps: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    async def reads(stream: AsyncIterator[RequestOutput]) -> None:
+        async for _ in stream:
+            pass
+
+    async def run() -> None:
+        jobs = [
+            asyncio.create_task(reads(engine.generate(PROMPTS[i], LONG, request_id=str(i))))
+            for i in range(3)
+        ]
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(engine._core.executor, "execute", fail)
+        for error in await asyncio.gather(*jobs, return_exceptions=True):
+            assert isinstance(error, EngineDeadError)
+            assert "the device is gone" in str(error)
+            assert isinstance(error.__cause__, RuntimeError)
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            await answer(engine, "late", PROMPTS[0])
+
+    asyncio.run(run())
+    assert not engine.is_running
+    assert isinstance(engine.dead_with, RuntimeError)

@@ -1,0 +1,222 @@
+"""Vectors are those of transformers, pooled as the checkpoint says, alone or together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.tiny_checkpoints import random_ids
+from opweave.config import EngineConfig, SchedulerConfig
+from opweave.engine import (
+    AsyncEmbedder,
+    AsyncEngine,
+    CheckpointError,
+    Embedder,
+    EmbeddingOutput,
+    EngineDeadError,
+    InvalidArgumentError,
+    PromptError,
+    SamplingParams,
+    open_engine,
+)
+from opweave.models import UnsupportedModelError
+
+Checkpoints = Callable[[str], tuple[Path, Any]]
+PROMPTS = [random_ids(seed, count) for seed, count in enumerate([1, 7, 23, 2, 96])]
+POOLING: dict[str, Callable[[Tensor], Tensor]] = {
+    "cls": lambda h: h[0],
+    "max": lambda h: h.max(0).values,
+    "mean": lambda h: h.mean(0),
+    "mean_sqrt_len_tokens": lambda h: h.sum(0) / len(h) ** 0.5,
+    "weightedmean": lambda h: (torch.arange(1, len(h) + 1) / (len(h) * (len(h) + 1) / 2)) @ h,
+    "lasttoken": lambda h: h[-1],
+}  # fmt: skip
+
+
+def states(model: Any, prompt: list[int]) -> Tensor:
+    with torch.inference_mode():
+        hidden: Tensor = model(torch.tensor([prompt])).last_hidden_state[0]
+    return hidden
+
+
+def pooled(path: Path, into: Path, pooling: dict[str, object] | None, *others: str) -> Path:
+    """Copy a checkpoint, and make it one of sentence-transformers."""
+    copy = Path(shutil.copytree(path, into / "model"))
+    kinds = ["Transformer", *(["Pooling"] if pooling is not None else []), *others]
+    modules = [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}", "type": f"sentence_transformers.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    (copy / "modules.json").write_text(json.dumps(modules))
+    (copy / "1_Pooling").mkdir()
+    (copy / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return copy
+
+
+def test_the_mean_of_the_tokens(checkpoint: Checkpoints) -> None:
+    path, model = checkpoint("bert")
+    outputs = Embedder(path).embed(PROMPTS)
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        found, wanted = torch.tensor(output.embedding), states(model, prompt).mean(0)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
+def test_forwards_are_limited(checkpoint: Checkpoints) -> None:
+    path, _ = checkpoint("bert")
+    limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=9)
+    found = Embedder(path, config=EngineConfig(scheduler=limits)).embed(PROMPTS)
+    for one, other in zip(found, Embedder(path).embed(PROMPTS), strict=True):
+        torch.testing.assert_close(
+            torch.tensor(one.embedding), torch.tensor(other.embedding), rtol=0, atol=2e-5
+        )
+
+
+@pytest.mark.parametrize("mode", POOLING)
+@pytest.mark.parametrize("as_flags", [False, True])
+def test_pooling_of_sentence_transformers(
+    mode: str, as_flags: bool, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    path, model = checkpoint("bert")
+    flag = mode if mode in ("lasttoken", "mean_sqrt_len_tokens") else f"{mode}_tokens"
+    flag = "cls_token" if mode == "cls" else flag
+    flags = {"pooling_mode_mean_tokens": False, f"pooling_mode_{flag}": True}
+    config = {"word_embedding_dimension": 64, **(flags if as_flags else {"pooling_mode": mode})}
+    copy = pooled(path, tmp_path, config, "Normalize")
+    for prompt, output in zip(PROMPTS, Embedder(copy).embed(PROMPTS), strict=True):
+        wanted = POOLING[mode](states(model, prompt))
+        found = torch.tensor(output.embedding)
+        torch.testing.assert_close(found, wanted / wanted.norm(), rtol=0, atol=2e-5)
+
+
+def test_several_ways_of_pooling_are_joined(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    path, model = checkpoint("bert")
+    flags = {f"pooling_mode_{each}": True for each in ("mean_tokens", "max_tokens", "cls_token")}
+    (output,) = Embedder(pooled(path, tmp_path, flags)).embed(PROMPTS[1])
+    hidden = states(model, PROMPTS[1])
+    wanted = torch.cat([POOLING[mode](hidden) for mode in ("cls", "max", "mean")])
+    torch.testing.assert_close(torch.tensor(output.embedding), wanted, rtol=0, atol=2e-5)
+
+
+def test_wrong_prompts_and_checkpoints(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    path, _ = checkpoint("bert")
+    with pytest.raises(PromptError, match=r"has 97 tokens, .* is 96 tokens. Shorten it by 1"):
+        Embedder(path).embed([5] * 97)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM makes no embeddings"):
+        Embedder(checkpoint("llama")[0])
+    copy = pooled(path, tmp_path, {"pooling_mode": "median"}, "Dense")
+    with pytest.raises(CheckpointError, match=r"pooling by \['median'\]. Supported: cls, max"):
+        Embedder(copy)
+    (copy / "1_Pooling" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="pooling by nothing"):
+        Embedder(copy)
+    (copy / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
+    with pytest.raises(CheckpointError, match=r"type 'Dense'. Supported: Transformer"):
+        Embedder(copy)
+    (copy / "1_Pooling" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no 1_Pooling/config.json"):
+        Embedder(copy)
+    (copy / "modules.json").write_text('{"a": 1}')
+    with pytest.raises(CheckpointError, match="must hold a JSON list of objects"):
+        Embedder(copy)
+
+
+def test_dummy_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    shutil.copy(checkpoint("bert")[0] / "config.json", tmp_path)
+    dummy = EngineConfig(load_format="dummy", seed=2)
+    found, again = (Embedder(tmp_path, config=dummy).embed(PROMPTS) for _ in range(2))
+    other = Embedder(tmp_path, config=EngineConfig(load_format="dummy")).embed(PROMPTS)
+    assert [one.embedding for one in found] == [one.embedding for one in again]
+    assert found[0].embedding != other[0].embedding
+    assert len(found[0].embedding) == 64
+
+
+def test_the_length_that_the_checkpoint_names(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(checkpoint("bert")[0], tmp_path / "bert"))
+    (copy / "sentence_bert_config.json").write_text('{"max_seq_length": 20}')
+    embedder = Embedder(copy)
+    assert embedder.max_model_len == 20
+    embedder.embed([5] * 20)
+    with pytest.raises(PromptError, match="Shorten it by 1"):
+        embedder.embed([5] * 21)
+
+
+def test_many_at_once_from_asyncio(checkpoint: Checkpoints) -> None:
+    path, _ = checkpoint("bert")
+    engine = open_engine(path)
+    assert isinstance(engine, AsyncEmbedder)
+
+    async def run() -> list[EmbeddingOutput]:
+        jobs = [engine.embed(PROMPTS[i % 5], request_id=str(i)) for i in range(40)]
+        found = await asyncio.gather(*jobs)
+        with pytest.raises(InvalidArgumentError, match="generates no text"):
+            await anext(engine.generate("a", SamplingParams(), request_id="g"))
+        with pytest.raises(PromptError):
+            await engine.embed([-1], request_id="bad")
+        await engine.drain(timeout=10)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await engine.embed("a", request_id="late")
+        return found
+
+    wanted = [output.embedding for output in Embedder(path).embed(PROMPTS)]
+    for i, output in enumerate(asyncio.run(run())):
+        assert output.request_id == str(i)
+        found = torch.tensor(output.embedding)
+        torch.testing.assert_close(found, torch.tensor(wanted[i % 5]), rtol=0, atol=2e-5)
+    stats = engine.stats()
+    assert stats.finished == {"stop": 40}
+    assert stats.prompt_tokens == 8 * sum(map(len, PROMPTS))
+    assert (stats.running, stats.waiting) == (0, 0)
+    engine.shutdown()
+
+
+def test_a_cancelled_request_harms_nobody(checkpoint: Checkpoints) -> None:
+    engine = AsyncEmbedder(checkpoint("bert")[0])
+
+    async def run() -> None:
+        gone = asyncio.create_task(engine.embed(PROMPTS[4], request_id="a"))
+        stays = asyncio.create_task(engine.embed(PROMPTS[1], request_id="b"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        assert len((await stays).embedding) == 64
+        assert gone.cancelled() or (await asyncio.gather(gone, return_exceptions=True))
+
+    asyncio.run(run())
+    assert engine.is_running
+    engine.shutdown()
+
+
+def test_a_dead_encoder_tells_everybody(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = AsyncEmbedder(checkpoint("bert")[0])
+
+    def fail(texts: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    async def run() -> None:
+        monkeypatch.setattr(engine._embedder, "vectors", fail)
+        jobs = [engine.embed("a", request_id=str(i)) for i in range(3)]
+        for error in await asyncio.gather(*jobs, return_exceptions=True):
+            assert isinstance(error, EngineDeadError)
+            assert "the device is gone" in str(error)
+
+    asyncio.run(run())
+    assert not engine.is_running
+    assert isinstance(engine.dead_with, RuntimeError)
+    engine.shutdown()
+
+
+def test_other_checkpoints_generate(checkpoint: Checkpoints) -> None:
+    engine = open_engine(checkpoint("llama")[0], model_name="tiny")
+    assert isinstance(engine, AsyncEngine)
+    assert engine.model_name == "tiny"
+    engine.shutdown()

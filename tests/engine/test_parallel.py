@@ -1,0 +1,297 @@
+"""Two ranks give the tokens of one; and whatever happens to a rank, nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import FreshPython
+from models.tiny_checkpoints import random_ids
+from opweave import ir
+from opweave.config import CacheConfig, EngineConfig, ParallelConfig
+from opweave.engine import (
+    LLM,
+    AsyncEngine,
+    Embedder,
+    EngineDeadError,
+    RankFailedError,
+    SamplingParams,
+)
+from opweave.engine.errors import InvalidArgumentError
+from opweave.engine.executor import RankedExecutor, is_follower
+from opweave.engine.executor.agreement import Agreement
+from opweave.engine.executor.launch import Launch
+from opweave.layers.errors import ShardingError
+from opweave.platforms import CpuPlatform
+
+Checkpoints = Callable[[str], tuple[Path, Any]]
+SOON = 10.0  # seconds; most of them for a machine that is busy
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+DRAWN = SamplingParams(
+    temperature=0.8, top_p=0.9, seed=3, max_tokens=12, repetition_penalty=1.2, logprobs=2
+)
+PROMPTS = [random_ids(seed, count) for seed, count in enumerate([1, 7, 23, 2, 40])]
+# Chunks of prompts, and preemption.
+CACHE = CacheConfig(block_size=16, num_blocks=8)
+
+
+def two_ranks(**changes: Any) -> EngineConfig:
+    parallel = ParallelConfig(tensor_parallel_size=2, timeout=changes.pop("timeout", 60.0))
+    return EngineConfig(cache=CACHE, parallel=parallel, **changes)
+
+
+def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+
+
+def executor_of(engine: LLM | AsyncEngine) -> RankedExecutor:
+    found = engine._core.executor
+    assert isinstance(found, RankedExecutor)
+    return found
+
+
+def pid_of(engine: LLM | AsyncEngine) -> int:
+    (pid,) = executor_of(engine).pids.values()
+    return pid
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(happened: Callable[[], object]) -> None:
+    end = time.monotonic() + SOON
+    while not happened():
+        assert time.monotonic() < end, "too late"
+        time.sleep(0.05)
+
+
+def test_a_dense_model_until_a_rank_fails(checkpoint: Checkpoints) -> None:
+    path = checkpoint("llama")[0]
+    alone = LLM(path)
+    # The order of another op's providers, so that the other rank must be told.
+    llm = LLM(path, config=two_ranks(), ir_op_priority={"silu_and_mul": ["native"]})
+    pid = pid_of(llm)
+    assert executor_of(llm)._rank.communicator.is_shared  # type: ignore[union-attr]
+    assert tokens(llm) == tokens(alone)
+    assert tokens(llm, DRAWN) == tokens(alone, DRAWN)
+    assert llm.stats().preemptions > 0
+    llm._core.check_idle()
+    executor_of(llm)._peers.call("allocate", None)
+    with pytest.raises(RankFailedError, match=r"rank 1 failed: AttributeError: 'NoneType'"):
+        tokens(llm)
+    wait_until(lambda: not is_alive(pid))
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(EngineDeadError):
+        tokens(llm)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_mixture_of_experts_until_a_rank_is_killed(checkpoint: Checkpoints) -> None:
+    path = checkpoint("mixtral_window")[0]
+    wanted = tokens(LLM(path))
+
+    async def answer(engine: AsyncEngine, name: int, kills: bool) -> list[int]:
+        found: list[int] = []
+        async for output in engine.generate(PROMPTS[name], GREEDY, request_id=f"{name} {kills}"):
+            found = output.outputs[0].token_ids
+            if kills:
+                os.kill(pid_of(engine), signal.SIGKILL)
+        return found
+
+    async def run(engine: AsyncEngine) -> None:
+        answers = [answer(engine, name, kills=False) for name in range(len(PROMPTS))]
+        assert await asyncio.gather(*answers) == wanted
+        assert engine.is_running
+        with pytest.raises(EngineDeadError, match="rank 1 died: it was killed by SIGKILL"):
+            await answer(engine, 0, kills=True)
+        assert not engine.is_running
+        assert isinstance(engine.dead_with, RankFailedError)
+
+    engine = AsyncEngine(path, config=two_ranks())
+    try:
+        asyncio.run(asyncio.wait_for(run(engine), 60))
+    finally:
+        engine.shutdown()
+
+
+def test_a_rank_that_hangs_and_one_that_dies_while_nothing_is_computed(
+    checkpoint: Checkpoints,
+) -> None:
+    path = checkpoint("one_layer")[0]
+    llm = LLM(path, config=two_ranks(timeout=2.0))
+    pid = pid_of(llm)
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match="rank 0 waited 2 s for rank 1"):
+        tokens(llm)
+    assert time.monotonic() - began < SOON
+    wait_until(lambda: not is_alive(pid))
+    llm.shutdown()
+    engine = AsyncEngine(path, config=two_ranks())
+    os.kill(pid_of(engine), signal.SIGKILL)
+    wait_until(lambda: not engine.is_running)
+    assert isinstance(engine.dead_with, RankFailedError)
+    engine.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend: str, checkpoint: Checkpoints) -> None:
+    """Functional collectives are traced, and divided over tokens where that pays."""
+    path = checkpoint("one_layer")[0]
+    llm = LLM(path, config=two_ranks(compilation_config={"mode": 3, "backend": backend}))
+    assert tokens(llm) == tokens(LLM(path))
+    llm.shutdown()
+
+
+# The engine runs in a process of its own, which a signal ends.
+ENDING = """
+    import os, signal, sys
+    from opweave.config import EngineConfig, ParallelConfig
+    from opweave.engine import LLM, SamplingParams
+    llm = LLM({path!r}, config=EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)))
+    print(*llm._core.executor.pids.values(), flush=True)
+    steps = 0
+    def stop(done, most):
+        global steps
+        steps += 1
+        if steps == 3:
+            os.kill(os.getpid(), signal.{signal})
+    llm.generate([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True), progress=stop)
+"""
+
+
+@pytest.mark.parametrize(("signal_", "code"), [("SIGKILL", -9), ("SIGINT", -2)])
+def test_no_rank_outlives_the_engine(
+    signal_: str, code: int, checkpoint: Checkpoints, fresh_python: FreshPython
+) -> None:
+    program = ENDING.format(path=str(checkpoint("one_layer")[0]), signal=signal_)
+    ended = fresh_python(program, check=False)
+    assert ended.returncode == code, ended.stderr
+    (pid,) = map(int, ended.stdout.split())
+    wait_until(lambda: not is_alive(pid))
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, path: Path, **changes: Any) -> str:
+    """Return the error of an engine whose second rank is told *changes*."""
+    agreement = replace(Agreement.here(), **changes)
+    monkeypatch.setattr(Agreement, "here", lambda: agreement)
+    with pytest.raises(RankFailedError) as found:
+        LLM(path, config=two_ranks())
+    return str(found.value)
+
+
+def test_a_rank_that_would_be_on_another_platform_refuses(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import opweave.platforms as p; p.resolution()")
+    monkeypatch.syspath_prepend(tmp_path)
+    platform = json.loads(Agreement.here().platform)
+    platform["claim"]["platform"] = "opweave.platforms.xpu.XpuPlatform"
+    error = refused(monkeypatch, checkpoint("one_layer")[0], platform=json.dumps(platform))
+    assert "rank 1 refused to start: PlatformMismatchError: the parent process runs on " in error
+    assert "XpuPlatform; this process runs on opweave.platforms.cpu.CpuPlatform already" in error
+
+
+def test_a_rank_that_would_choose_other_kernels_refuses(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists = {**Agreement.here().priorities, "rms_norm": ["absent", "native"]}
+    error = refused(monkeypatch, checkpoint("one_layer")[0], priorities=lists)
+    assert "rank 1 refused to start: UnknownProviderError" in error
+    assert "'absent'" in error
+
+
+def test_what_ranks_agree_on() -> None:
+    with ir.priority(rms_norm=["native", "aten"]), ir.require("batch_invariant"):
+        agreement = Agreement.from_json(Agreement.here().to_json())
+    assert agreement.priorities["rms_norm"][:2] == ["native", "aten"]
+    assert agreement.required == ["batch_invariant"]
+    with agreement.selection():
+        assert ir.ops.rms_norm.get_priority() == agreement.priorities["rms_norm"]
+    with pytest.raises(RankFailedError, match="plugins absent; this process finds"):
+        replace(agreement, plugins=["absent"]).impose()
+    with pytest.raises(RankFailedError, match=r"speaks version 0 .*this process speaks 1"):
+        Agreement.from_json(replace(agreement, protocol=0).to_json())
+    lists = {op: names for op, names in agreement.priorities.items() if op != "rms_norm"}
+    with (
+        pytest.raises(RankFailedError, match=r"tries none for op 'rms_norm'; this process tries"),
+        replace(agreement, priorities=lists).selection(),
+    ):
+        pass
+
+
+def test_more_ranks_than_heads(tmp_path: Path, checkpoint: Checkpoints) -> None:
+    config = json.loads((checkpoint("one_layer")[0] / "config.json").read_text())
+    config |= {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    # Whichever rank is the first to say so.
+    with pytest.raises((ShardingError, RankFailedError), match=r"=3 cannot be divided over 2"):
+        LLM(tmp_path, config=two_ranks(load_format="dummy"))
+    assert not torch.distributed.is_initialized()
+
+
+def test_an_encoder_has_one_rank(checkpoint: Checkpoints) -> None:
+    with pytest.raises(InvalidArgumentError, match="tensor_parallel_size=2, but an encoder"):
+        Embedder(checkpoint("bert")[0], config=two_ranks())
+
+
+def test_the_other_ranks_are_on_the_current_platform(checkpoint: Checkpoints) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"'cpu' was given.*OPWEAVE_PLATFORM"):
+        RankedExecutor(checkpoint("one_layer")[0], two_ranks(), CpuPlatform())
+
+
+LAUNCHED = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "1",
+}
+
+
+def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Launch.from_environment({}) is None
+    assert Launch.from_environment(LAUNCHED | {"WORLD_SIZE": "1"}) is None
+    assert Launch.from_environment(LAUNCHED) == Launch(1, 2, 1, 2, "localhost")
+    for wrong in ({"RANK": "one"}, {"MASTER_ADDR": None}):
+        given = {name: value for name, value in (LAUNCHED | wrong).items() if value is not None}
+        with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
+            Launch.from_environment(given)
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    assert is_follower(2)
+    assert not is_follower(1)
+    with pytest.raises(InvalidArgumentError, match=r"2 processes.*tensor_parallel_size is 4"):
+        is_follower(4)
+
+
+def test_torchrun(checkpoint: Checkpoints, fresh_python: FreshPython) -> None:
+    """Both ranks run the same command; the first one prints."""
+    path = checkpoint("one_layer")[0]
+    options = ["--prompt=hello", "--max-tokens=6", "--json", "--tensor-parallel-size=2"]
+    code = f"from opweave.cli.app import main; main({['generate', str(path), *options]})"
+    launched = fresh_python(f"""
+        import sys
+        from torch.distributed.run import main
+        main(["--nproc-per-node=2", "--standalone", "--no-python", sys.executable, "-c", {code!r}])
+    """)
+    found = json.loads(launched.stdout)
+    (output,) = LLM(path).generate("hello", SamplingParams(temperature=0, max_tokens=6))
+    assert found["outputs"][0]["token_ids"] == output.outputs[0].token_ids

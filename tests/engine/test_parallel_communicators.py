@@ -1,0 +1,66 @@
+"""Collectives between processes: values, bits, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import multiprocessing
+from torch.distributed import HashStore
+
+from engine.communicating import KINDS, RANKS, run_rank
+from opweave.engine.communicators import RankGroup, SharedMemoryCommunicator, TorchCommunicator
+from opweave.engine.communicators.segment import Segment
+from opweave.engine.errors import CommunicatorError
+from opweave.platforms import CpuPlatform, CudaPlatform
+from opweave.plugins import resolve_obj_by_qualname
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_collectives_between_three_processes(kind: str, tmp_path: Path) -> None:
+    spawn: Any = multiprocessing.spawn  # type: ignore[attr-defined]
+    spawn(run_rank, (kind, tmp_path), nprocs=RANKS)
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(RANKS)] == [""] * RANKS
+
+
+def test_a_segment_leaves_no_file_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+
+    def full(descriptor: int, *_: int) -> None:
+        made.append(Path(f"/proc/self/fd/{descriptor}").resolve())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        Segment.create(2, 1.0)
+    assert len(made) == 1
+    assert not made[0].exists()
+
+
+def test_a_segment_of_another_machine_is_not_opened(tmp_path: Path) -> None:
+    made, path, nonce = Segment.create(2, 1.0)
+    try:
+        assert Segment.open(path, nonce, 1, 2, 1.0) is not None
+        assert Segment.open(path, nonce + 1, 1, 2, 1.0) is None
+        assert Segment.open(tmp_path / "absent", nonce, 1, 2, 1.0) is None
+    finally:
+        path.unlink()
+    assert made.size == 2
+
+
+def test_platforms_name_their_communicators() -> None:
+    names = {p: p().get_device_communicator_cls() for p in (CpuPlatform, CudaPlatform)}
+    found = {platform: resolve_obj_by_qualname(name) for platform, name in names.items()}
+    assert found == {CpuPlatform: SharedMemoryCommunicator, CudaPlatform: TorchCommunicator}
+    assert CudaPlatform.dist_backend == "nccl"
+
+
+def test_a_group_that_cannot_be_joined_is_an_error() -> None:
+    """As NCCL's where there is no GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    group = RankGroup(0, 1, torch.device("cuda"), "nccl", HashStore(), 5.0)
+    with pytest.raises(CommunicatorError, match="rank 0 of 1: joining the group failed"):
+        TorchCommunicator(group)
