@@ -1,0 +1,19 @@
+"""The server: OpenAI's API over HTTP."""
+
+from opweave.server.app import create_app
+from opweave.server.config import ServerConfig
+from opweave.server.errors import ApiError, ServerConfigError, ServerError
+from opweave.server.plugin_routes import PluginRouteError
+from opweave.server.run import AddressError, listen, run
+
+__all__ = [
+    "AddressError",
+    "ApiError",
+    "PluginRouteError",
+    "ServerConfig",
+    "ServerConfigError",
+    "ServerError",
+    "create_app",
+    "listen",
+    "run",
+]

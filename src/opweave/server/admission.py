@@ -1,0 +1,70 @@
+"""How many requests there are, and whether more may come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from opweave.server.errors import ApiError
+
+_RETRY = {"Retry-After": "1"}
+
+
+class Admission:
+    """Counts the answers that are worked on or wait, up to *limit*."""
+
+    def __init__(self, limit: int) -> None:
+        self.active = 0
+        self.is_closed = False
+        self._limit = limit
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def places(self, count: int) -> Iterator[None]:
+        """Hold places for *count* answers.
+
+        Raises:
+            ApiError: there are not that many; or the server is about to stop.
+        """
+        self._check(count)
+        self.active += count
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.active -= count
+            if not self.active:
+                self._idle.set()
+
+    def close(self) -> None:
+        """Admit nothing more."""
+        self.is_closed = True
+
+    async def wait_idle(self) -> None:
+        """Wait until no place is held."""
+        await self._idle.wait()
+
+    def _check(self, count: int) -> None:
+        if self.is_closed:
+            raise ApiError(
+                "The server is shutting down and takes no more requests.",
+                status=503,
+                code="shutting_down",
+                headers={**_RETRY, "Connection": "close"},
+            )
+        if count > self._limit:
+            raise ApiError(
+                f"The request asks for {count} answers, more than the {self._limit} that the "
+                "server works on at one time. Send several requests.",
+                code="too_many_answers",
+            )
+        if self.active + count > self._limit:
+            raise ApiError(
+                f"The server works on {self.active} answers, of at most {self._limit}, and the "
+                f"request asks for {count} more. Try again later.",
+                status=429,
+                code="queue_full",
+                headers=_RETRY,
+            )

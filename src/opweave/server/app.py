@@ -1,0 +1,94 @@
+"""The application: OpenAI's API and opweave's own endpoints, over an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from opweave import __version__
+from opweave.engine import ChatTemplate, EngineClient
+from opweave.ir.errors import OpweaveError
+from opweave.server.admission import Admission
+from opweave.server.config import ServerConfig
+from opweave.server.errors import api_error, http_error
+from opweave.server.metrics import Metrics
+from opweave.server.middleware import ApiKey, Envelope, RootPath, WholeBody, error_response
+from opweave.server.plugin_routes import attach
+from opweave.server.routes import chat, completions, embeddings, info, models, tokens
+from opweave.server.state import ServerState
+from opweave.server.validation import validation_error
+
+_ROUTERS = [part.router for part in (completions, chat, embeddings, models, tokens, info)]
+_EXPOSED = ["X-Request-Id", "X-Opweave-Ignored"]
+
+
+def create_app(
+    engine: EngineClient,
+    config: ServerConfig | None = None,
+    chat_template: ChatTemplate | None = None,
+) -> FastAPI:
+    """Return the application; the engine is the caller's to stop.
+
+    Args:
+        engine: answers the requests.
+        config: how to behave towards clients.
+        chat_template: turns conversations into prompts; None: they are refused.
+
+    Raises:
+        PluginRouteError: a plugin's HTTP routes cannot be attached.
+    """
+    config = config or ServerConfig()
+    server = ServerState(engine, config, chat_template, Admission(config.max_requests))
+    metrics = Metrics(engine, server.model_names[0])
+    app = FastAPI(
+        title="opweave",
+        version=__version__,
+        middleware=_middleware(config, metrics),
+    )
+    app.state.server, app.state.metrics = server, metrics
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(OpweaveError, _failed)
+    for router in _ROUTERS:
+        app.include_router(router)
+    attach(app, engine, _ROUTERS)
+    return app
+
+
+def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
+    """Return what a request passes, the outermost first."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=config.cors_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=_EXPOSED,
+    )
+    return [
+        *([Middleware(RootPath, root=config.root_path)] if config.root_path else []),
+        Middleware(Envelope, observe=metrics.observe),
+        *([cors] if config.cors_origins else []),
+        Middleware(ApiKey, keys=config.api_keys),
+        Middleware(WholeBody, limit=config.max_body_bytes, timeout=config.body_timeout),
+    ]
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(validation_error(error, request.headers.get("content-type", "")))
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers: Mapping[str, str] | None = error.headers
+    return error_response(http_error(error.status_code, str(error.detail), headers))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return error_response(api_error(error, request.state.request_id))

@@ -1,0 +1,66 @@
+"""What a server is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opweave.server.errors import ServerConfigError
+
+MEBIBYTE = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How a server behaves towards its clients.
+
+    Attributes:
+        api_keys: one of them must come with a request; none: everybody is served.
+        served_model_names: the names by which clients ask for the model, the first of which is in
+            every answer; none: the engine's.
+        root_path: the path under which a proxy shows the server.
+        cors_origins: the web pages that may call the server; ``*`` is all.
+        max_requests: answers that are worked on or wait at one time, one for each prompt and each
+            of its *n*; a request for more gets 429.
+        max_body_bytes: the size of the largest request.
+        body_timeout: seconds within which a request must have arrived.
+        request_timeout: seconds within which it must have been answered.
+        drain_timeout: seconds that running requests get when the server is told to stop.
+        log_prompts: whether prompts are logged.
+
+    Raises:
+        ServerConfigError: a value is out of range.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    root_path: str = ""
+    cors_origins: tuple[str, ...] = ()
+    max_requests: int = 1024
+    max_body_bytes: int = 16 * MEBIBYTE
+    body_timeout: float = 30.0
+    request_timeout: float = 600.0
+    drain_timeout: float = 60.0
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_body_bytes"):
+            if getattr(self, name) < 1:
+                raise ServerConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("body_timeout", "request_timeout", "drain_timeout"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ServerConfigError(
+                    f"{name}={getattr(self, name)} must be a number of seconds, at least 0."
+                )
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ServerConfigError(
+                f"root_path={self.root_path!r} must begin with a slash and end without one: /api."
+            )
+        for kind in ("api_keys", "served_model_names", "cors_origins"):
+            if "" in getattr(self, kind):
+                raise ServerConfigError(f"One of {kind} is empty.")
+        for key in self.api_keys:
+            if not key.isascii() or not key.isprintable() or " " in key:
+                raise ServerConfigError(
+                    "An API key holds characters that no HTTP header can carry; use letters, "
+                    "digits and signs of ASCII, without spaces."
+                )

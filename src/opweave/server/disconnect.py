@@ -1,0 +1,85 @@
+"""Work that ends when the client hangs up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from opweave.server.merge import cancelled, close
+
+T = TypeVar("T")
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that did not wait
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the response any more."""
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what *work* returns; cancel it as soon as the client hangs up.
+
+    Raises:
+        ClientGoneError: the client has hung up.
+    """
+    working = asyncio.create_task(work)
+    hanging_up = asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait({working, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        await cancelled([working, hanging_up])
+
+
+class EventStream(Response):
+    """Server-sent events, until the client hangs up; then their source is closed at once.
+
+    Args:
+        events: yields the events as they are sent, and raises nothing.
+        source: what *events* reads, which is to be closed even if *events* never started.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None], source: AsyncIterator[object]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._source = events, source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        sending = asyncio.create_task(self._send(send))
+        hanging_up = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({sending, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            await cancelled([sending, hanging_up])
+            await self._events.aclose()
+            await close(self._source)
+
+    async def _send(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        async for event in self._events:
+            body = event.encode("utf-8")
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,102 @@
+"""Errors, as objects of OpenAI's API and as exceptions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from opweave.engine import EngineDeadError, EngineError
+from opweave.ir.errors import OpweaveError
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_PARAMETER = re.compile(r"^(\w+)=")
+
+
+class ServerError(OpweaveError):
+    """Base class of every error that :mod:`opweave.server` raises on purpose."""
+
+
+class ServerConfigError(ServerError, ValueError):
+    """A server was told something that it cannot do."""
+
+
+class ApiError(ServerError):
+    """A request cannot be answered; the client learns why.
+
+    Args:
+        message: for whoever wrote the client.
+        status: of HTTP.
+        param: the field of the request that is wrong.
+        code: what happened, for programs.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The error object."""
+        kind = _TYPES.get(self.status)
+        if kind is None:
+            kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def json(self) -> str:
+        """Return the error object as ASCII, whatever the message quotes."""
+        return json.dumps(self.body)
+
+
+def api_error(error: Exception, request_id: str) -> ApiError:
+    """Return what a client learns of *error*; nothing of it, if it is not about the request."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return ApiError("The engine does not run.", status=503, code="engine_dead")
+    if isinstance(error, EngineError) and isinstance(error, ValueError):
+        named = _PARAMETER.match(str(error))
+        return ApiError(str(error), param=named[1] if named else None)
+    return ApiError(
+        f"Something went wrong in the server. Its log says more about request {request_id}.",
+        status=500,
+        code="internal_error",
+    )
+
+
+def http_error(status: int, detail: str, headers: Mapping[str, str] | None) -> ApiError:
+    """Return the error object for what the framework refuses."""
+    phrase = HTTPStatus(status).phrase
+    message = phrase if detail in ("", phrase) else detail
+    return ApiError(
+        f"{message.rstrip('.')}.",
+        status=status,
+        code=phrase.lower().replace(" ", "_"),
+        headers=headers,
+    )

@@ -1,0 +1,113 @@
+"""Answers to the prompts of one request, as they grow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from opweave.engine import RequestOutput, SamplingParams
+from opweave.server.errors import ApiError
+from opweave.server.merge import merged
+from opweave.server.prompts import Prompt
+from opweave.server.state import ServerState
+
+_log = logging.getLogger(__name__)
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # of which prompt
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one request wants to have generated.
+
+    Attributes:
+        server: where.
+        kind: what its id begins with.
+        prompts: at least one.
+        params: how to choose tokens.
+        priority: a lower number goes first.
+        id: its id in responses; the engine knows each prompt by it and a number.
+        created: in seconds since 1970.
+    """
+
+    server: ServerState
+    kind: str
+    prompts: list[Prompt]
+    params: SamplingParams
+    priority: int = 0
+    id: str = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", f"{self.kind}-{uuid.uuid4().hex}")
+
+    @property
+    def model(self) -> str:
+        """The name of the model in responses."""
+        return self.server.model_names[0]
+
+    async def outputs(self) -> Outputs:
+        """Yield what is answered so far, with the number of the prompt; closing it aborts.
+
+        Raises:
+            ApiError: too many requests are running, it takes too long, or the server stops.
+            EngineError: what the engine raises.
+        """
+        deadline = asyncio.get_running_loop().time() + self.server.config.request_timeout
+        if self.server.config.log_prompts:
+            _log.info("%s prompts %r", self.id, [p.text or p.ids for p in self.prompts])
+        with self.server.admission.places(len(self.prompts) * self.params.n):
+            async with aclosing(self._merged()) as outputs:
+                while True:
+                    try:
+                        async with asyncio.timeout_at(deadline):
+                            index, output = await anext(outputs)
+                    except StopAsyncIteration:
+                        return
+                    except TimeoutError as error:
+                        raise self._too_late() from error
+                    self._check_not_aborted(output)
+                    yield index, output
+
+    async def answers(self) -> list[RequestOutput]:
+        """Return the complete answers, in the order of the prompts; raises as :meth:`outputs`."""
+        newest: dict[int, RequestOutput] = {}
+        async with aclosing(self.outputs()) as outputs:
+            async for index, output in outputs:
+                newest[index] = output
+        return [newest[index] for index in range(len(self.prompts))]
+
+    def _merged(self) -> Outputs:
+        engine = self.server.engine
+        return merged(
+            [
+                engine.generate(
+                    prompt.ids,
+                    self.params,
+                    request_id=f"{self.id}-{index}",
+                    priority=self.priority,
+                )
+                for index, prompt in enumerate(self.prompts)
+            ]
+        )
+
+    def _check_not_aborted(self, output: RequestOutput) -> None:
+        aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
+        if aborted and self.server.admission.is_closed:
+            raise ApiError(
+                "The server shuts down, and the request took too long to wait for.",
+                status=503,
+                code="shutting_down",
+            )
+
+    def _too_late(self) -> ApiError:
+        return ApiError(
+            f"The request was not answered within {self.server.config.request_timeout:g} s.",
+            status=504,
+            code="timeout",
+        )

@@ -1,0 +1,88 @@
+"""Log-probabilities in the two forms of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from opweave.engine import Logprob
+from opweave.server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
+from opweave.server.protocol.completions import CompletionLogprobs
+
+_REPLACEMENT = "\ufffd"  # stands for bytes that are no text on their own
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]] | None, count: int
+) -> ChatLogprobs | None:
+    """Return them for a chat, with the *count* most likely tokens of each place."""
+    if logprobs is None:
+        return None
+    return ChatLogprobs(
+        content=[
+            TokenLogprob(
+                **_entry(at[token]).model_dump(),
+                top_logprobs=[_entry(likely) for likely in _most_likely(at, count)],
+            )
+            for token, at in zip(token_ids, logprobs, strict=True)
+        ]
+    )
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[Mapping[int, Logprob] | None] | None,
+    count: int,
+    *,
+    offset: int,
+    first: str = "",
+) -> CompletionLogprobs | None:
+    """Return them for a completion.
+
+    Args:
+        token_ids: the tokens.
+        logprobs: theirs; None where there is nothing before the token.
+        count: how many of the most likely tokens to name.
+        offset: where the first token begins in the text.
+        first: the text of a token without any.
+    """
+    if logprobs is None:
+        return None
+    pairs = list(zip(token_ids, logprobs, strict=True))
+    tokens = [first if at is None else at[token].decoded_token for token, at in pairs]
+    offsets = []
+    for text in tokens:
+        offsets.append(offset)
+        offset += len(text)
+    return CompletionLogprobs(
+        tokens=tokens,
+        token_logprobs=[None if at is None else at[token].logprob for token, at in pairs],
+        top_logprobs=[
+            None if at is None else {t.decoded_token: t.logprob for t in _most_likely(at, count)}
+            for _, at in pairs
+        ]
+        if count
+        else None,
+        text_offset=offsets,
+    )
+
+
+def joined(one: CompletionLogprobs | None, two: CompletionLogprobs | None) -> CompletionLogprobs:
+    """Return two as one; None is nothing."""
+    parts = [part for part in (one, two) if part is not None]
+    tops = [part.top_logprobs for part in parts if part.top_logprobs is not None]
+    return CompletionLogprobs(
+        tokens=[token for part in parts for token in part.tokens],
+        token_logprobs=[value for part in parts for value in part.token_logprobs],
+        top_logprobs=[top for part in tops for top in part] if tops else None,
+        text_offset=[offset for part in parts for offset in part.text_offset],
+    )
+
+
+def _most_likely(at: Mapping[int, Logprob], count: int) -> list[Logprob]:
+    return sorted((each for each in at.values() if each.rank <= count), key=lambda e: e.rank)
+
+
+def _entry(token: Logprob) -> TopLogprob:
+    text = token.decoded_token
+    known = None if _REPLACEMENT in text else list(text.encode("utf-8"))
+    return TopLogprob(token=text, logprob=token.logprob, bytes=known)

@@ -1,0 +1,148 @@
+"""Numbers for Prometheus: of the engine, whenever they are asked for, and of HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from starlette.types import Scope
+
+from opweave.engine import EngineClient, EngineStats, HistogramCounts
+from opweave.server.ops import preferred
+from opweave.server.plugin_list import plugins
+
+# The engine's names, the names that dashboards know, and what they are.
+_GAUGES = {
+    "running": ("num_requests_running", "Requests that are computed."),
+    "waiting": ("num_requests_waiting", "Requests that wait."),
+    "kv_usage": ("kv_cache_usage_perc", "Share of the cache in use; 1 is all of it."),
+}
+_COUNTERS = {
+    "prefix_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    "prefix_hits": ("prefix_cache_hits", "Tokens found in the prefix cache."),
+    "preemptions": ("num_preemptions", "Requests that lost their cache and began again."),
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+    "generation_tokens": ("generation_tokens", "Tokens that were generated."),
+    "steps": ("engine_steps", "Forwards of the model."),
+}
+_HISTOGRAMS = {
+    "time_to_first_token": ("time_to_first_token_seconds", "Until a request's first token."),
+    "inter_token_latency": ("inter_token_latency_seconds", "From one token to the next."),
+    "queue_time": ("request_queue_time_seconds", "Until a request is computed."),
+    "prefill_time": ("request_prefill_time_seconds", "From then on until its first token."),
+    "decode_time": ("request_decode_time_seconds", "From its first token to its last."),
+    "inference_time": ("request_inference_time_seconds", "Prefill and decode together."),
+    "e2e_latency": ("e2e_request_latency_seconds", "From a request's arrival to its last token."),
+    "step_time": ("engine_step_seconds", "One forward, and what belongs to it."),
+    "iteration_tokens": ("iteration_tokens", "Tokens of one forward."),
+}
+PREFIX = "opweave_"
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own.
+
+    Args:
+        engine: whose numbers to show.
+        model: the value of the label ``model_name``.
+    """
+
+    def __init__(self, engine: EngineClient, model: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine, model))
+        self._requests = Counter(
+            f"{PREFIX}http_requests", "HTTP responses.", ("method", "path", "status"),
+            registry=self._registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            f"{PREFIX}http_request_duration_seconds", "Until the end of a response.", ("path",),
+            registry=self._registry,
+        )  # fmt: skip
+
+    def observe(self, scope: Scope, status: int, seconds: float) -> None:
+        """Count one response; paths that no route knows are one, however many there are."""
+        path = getattr(scope.get("route"), "path", "unknown")
+        method = scope["method"] if path != "unknown" else "any"
+        self._requests.labels(method, path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, engine: EngineClient, model: str) -> None:
+        self._engine, self._model = engine, model
+
+    def describe(self) -> list[Metric]:
+        return []  # what there is, is known when it is collected
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        for field, (name, doc) in _GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + name, doc, labels=["model_name"])
+            gauge.add_metric([self._model], getattr(stats, field))
+            yield gauge
+        for field, (name, doc) in _COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, doc, labels=["model_name"])
+            counter.add_metric([self._model], getattr(stats, field))
+            yield counter
+        yield self._finished(stats)
+        for field, counts in stats.histograms.items():
+            yield self._histogram(field, counts)
+        yield _ops()
+        yield _plugins()
+
+    def _finished(self, stats: EngineStats) -> Metric:
+        finished = CounterMetricFamily(
+            f"{PREFIX}request_success",
+            "Requests that ended, by their reason.",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, count in stats.finished.items():
+            finished.add_metric([self._model, reason], count)
+        return finished
+
+    def _histogram(self, field: str, counts: HistogramCounts) -> Metric:
+        name, doc = _HISTOGRAMS.get(field, (field, "As the engine counts it."))
+        bounds = [*map(str, counts.bounds), "+Inf"]
+        family = HistogramMetricFamily(PREFIX + name, doc, labels=["model_name"])
+        family.add_metric(
+            [self._model],
+            list(zip(bounds, accumulate(counts.counts), strict=True)),
+            counts.total,
+        )
+        return family
+
+
+def _ops() -> Metric:
+    info = InfoMetricFamily(
+        f"{PREFIX}op_selection",
+        "The provider that each op prefers, of those available here.",
+        labels=["op", "provider", "plugin"],
+    )
+    for op, (provider, plugin) in preferred().items():
+        info.add_metric([op, provider, plugin], {})
+    return info
+
+
+def _plugins() -> Metric:
+    info = InfoMetricFamily(
+        f"{PREFIX}plugin",
+        "Plugins that were found.",
+        labels=["plugin", "group", "distribution", "version", "state"],
+    )
+    for each in plugins():
+        labels = [str(each[k]) for k in ("name", "group", "distribution", "version", "state")]
+        info.add_metric(labels, {})
+    return info

@@ -1,0 +1,210 @@
+"""What happens to every request before an endpoint sees it, and after."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from opweave.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError
+from opweave.server.errors import ApiError, api_error
+
+_access = logging.getLogger("opweave.server.access")
+_log = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})  # for probes, which have no key
+
+Observe = Callable[[Scope, int, float], None]  # of a response: its request, status and seconds
+
+
+def error_response(error: ApiError) -> Response:
+    """Return *error* as a response."""
+    return Response(error.json(), error.status, error.headers, "application/json")
+
+
+class Envelope:
+    """Gives every request an id and a line in the log, and every exception a response."""
+
+    def __init__(self, app: ASGIApp, observe: Observe) -> None:
+        self._app, self._observe = app, observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+        started, status = time.perf_counter(), 0
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                _add_headers(message, scope["state"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        except ClientGoneError:
+            status = CLIENT_CLOSED_REQUEST
+            await Response(status_code=status)(scope, receive, send)
+        except Exception as error:
+            _log.exception("request %s failed", request_id)
+            if not status:
+                await error_response(api_error(error, request_id))(scope, receive, send_on)
+        finally:
+            seconds = time.perf_counter() - started
+            self._observe(scope, status, seconds)
+            _log_access(scope, status, seconds)
+
+
+class RootPath:
+    """Lets paths begin with *root*, whether a proxy has taken it away or not."""
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self._app, self._root = app, root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            whole = path if path.startswith(f"{self._root}/") else self._root + path
+            scope.update(root_path=self._root, path=whole)
+        await self._app(scope, receive, send)
+
+
+class ApiKey:
+    """Refuses requests without one of the keys, if there are any."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self._app, self._keys = app, [key.encode("ascii") for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http" or self._is_open(scope) or self._has_key(scope):
+            await self._app(scope, receive, send)
+            return
+        refusal = ApiError(
+            "The API key is missing or wrong. Send it in the header Authorization: Bearer KEY.",
+            status=401,
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await error_response(refusal)(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        path: str = scope["path"]
+        return not self._keys or path.removeprefix(scope.get("root_path", "")) in OPEN_PATHS
+
+    def _has_key(self, scope: Scope) -> bool:
+        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        sent = given.strip().encode("utf-8", "replace")
+        # All keys are compared, so that the time does not tell which one was nearly right.
+        matches = [hmac.compare_digest(sent, key) for key in self._keys]
+        return kind.lower() == "bearer" and any(matches)
+
+
+class WholeBody:
+    """Hands on a request when its body is there: not too large, and not too late."""
+
+    def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
+        self._app, self._limit, self._timeout = app, limit, timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(self._timeout):
+                body = await self._read(scope, receive)
+        except TimeoutError:
+            late = ApiError(
+                f"The request did not arrive within {self._timeout:g} s.",
+                status=408,
+                code="timeout",
+                headers={"Connection": "close"},
+            )
+            await error_response(late)(scope, receive, send)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+        else:
+            await self._app(scope, _replaying(body, receive), send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._limit:
+            raise self._too_large()
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > self._limit:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            f"The request is larger than {self._limit} bytes, which is the most that the server "
+            "takes.",
+            status=413,
+            code="request_too_large",
+            headers={"Connection": "close"},
+        )
+
+
+def _replaying(body: bytes, receive: Receive) -> Receive:
+    is_read = False
+
+    async def replay() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _add_headers(message: Message, state: dict[str, Any]) -> None:
+    headers = MutableHeaders(scope=message)
+    headers["X-Request-Id"] = state["request_id"]
+    if ignored := state.get("ignored"):
+        headers["X-Opweave-Ignored"] = ", ".join(ignored)
+
+
+def _log_access(scope: Scope, status: int, seconds: float) -> None:
+    client = scope.get("client")
+    fields = {
+        "request_id": scope["state"]["request_id"],
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "seconds": round(seconds, 6),
+        "client": client[0] if client else None,
+    }
+    if ignored := scope["state"].get("ignored"):
+        fields["ignored_fields"] = ignored
+    shown = " ".join(f"{name}={value!a}" for name, value in fields.items())
+    _access.info("%s", shown, extra={"fields": fields})

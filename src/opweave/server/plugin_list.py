@@ -1,0 +1,13 @@
+"""The plugins, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from opweave.plugins import plugin_report
+
+
+def plugins() -> list[dict[str, Any]]:
+    """Return every plugin that was found: its state, what it registered, and its error."""
+    return [asdict(record) for record in plugin_report()]

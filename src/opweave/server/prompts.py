@@ -1,0 +1,95 @@
+"""The prompts of a request, as tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+from opweave.engine import SamplingParams
+from opweave.server.errors import ApiError
+from opweave.server.protocol.base import Input
+from opweave.server.protocol.chat import Conversation
+from opweave.server.state import ServerState
+
+_QUICK = 4096  # characters that are tokenized in a millisecond, without a thread
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt; its text is None if the client sent tokens."""
+
+    text: str | None
+    ids: list[int]
+
+
+async def read_prompts(given: Input, server: ServerState, *, param: str) -> list[Prompt]:
+    """Return the prompts of a request, in their order.
+
+    Raises:
+        ApiError: there is none.
+    """
+    several = _as_list(given)
+    if not several:
+        raise ApiError(f"{param} is empty; it must hold at least one prompt.", param=param)
+    return [
+        Prompt(one, await tokenize(one, server)) if isinstance(one, str) else Prompt(None, one)
+        for one in several
+    ]
+
+
+async def render(conversation: Conversation, server: ServerState) -> str:
+    """Return the text of a conversation.
+
+    Raises:
+        ApiError: there is no chat template.
+        ChatTemplateError: it refuses the messages.
+    """
+    if server.chat_template is None:
+        raise ApiError(
+            "The model has no chat template: its checkpoint brings none. Start the server with "
+            "--chat-template FILE, or use /v1/completions.",
+            code="no_chat_template",
+        )
+    write = partial(
+        server.chat_template.render,
+        [message.for_template() for message in conversation.messages],
+        tools=conversation.tools,
+        add_generation_prompt=conversation.add_generation_prompt,
+        **(conversation.chat_template_kwargs or {}),
+    )
+    return await asyncio.to_thread(write)
+
+
+async def tokenize(text: str, server: ServerState, *, special: bool = True) -> list[int]:
+    """Return the tokens of *text*, with those that the tokenizer adds unless not *special*.
+
+    Raises:
+        ApiError: the text holds half of a surrogate pair.
+    """
+    encode = partial(server.engine.tokenizer.encode, text, add_special_tokens=special)
+    try:
+        return encode() if len(text) < _QUICK else await asyncio.to_thread(encode)
+    except TypeError as error:  # what a template makes of a message need not be text
+        raise ApiError("The prompt holds half of a surrogate pair.") from error
+
+
+def check_context(prompts: list[Prompt], params: SamplingParams, server: ServerState) -> None:
+    """Raise ApiError if a prompt and the answer to it do not fit into the context together."""
+    room = server.engine.max_model_len
+    for prompt in prompts:
+        asked = len(prompt.ids) + (1 if params.max_tokens is None else params.max_tokens)
+        if asked > room:
+            raise ApiError(
+                f"The context of the model has {room} tokens, but the request asks for {asked}: "
+                f"{len(prompt.ids)} in the prompt and {asked - len(prompt.ids)} for the answer. "
+                "Shorten one of them.",
+                param="max_tokens" if len(prompt.ids) < room else "prompt",
+                code="context_length_exceeded",
+            )
+
+
+def _as_list(given: Input) -> list[str] | list[list[int]]:
+    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
+    return cast("list[str] | list[list[int]]", [given] if is_one else given)

@@ -1,0 +1,75 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from opweave.engine import FinishReason, SamplingParams
+from opweave.server.protocol.base import Input, ResponseBody, Text
+from opweave.server.protocol.sampling import SamplingFields, refuse
+from opweave.server.protocol.usage import Usage
+
+_MAX_TOKENS = 16  # as OpenAI's API has it
+
+
+class CompletionRequest(SamplingFields):
+    """Continue one or more prompts."""
+
+    prompt: Input
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: Text | None = None
+    best_of: int | None = None
+
+    @property
+    def writes_nothing(self) -> bool:
+        """Whether only the prompt is asked for, as programs do that rate texts."""
+        return self.max_tokens == 0
+
+    def params(self) -> SamplingParams:
+        """Return the parameters.
+
+        Raises:
+            SamplingParamsError: a value is out of range.
+            ApiError: the request asks for what there is not.
+        """
+        if self.suffix:
+            raise refuse("suffix", "suffix is not supported: models continue prompts only.")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise refuse("best_of", f"best_of={self.best_of} is not supported; use n.")
+        limit = _MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.sampling_params(
+            1 if self.writes_nothing else limit,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
+
+
+class CompletionLogprobs(ResponseBody):
+    """Log-probabilities, in lists of one entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(ResponseBody):
+    """One answer, or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+
+
+class CompletionResponse(ResponseBody):
+    """All answers; or, of a stream, a piece of one of them."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None

@@ -1,0 +1,75 @@
+"""The fields that say how to choose tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from opweave.engine import SamplingParams
+from opweave.server.errors import ApiError
+from opweave.server.protocol.base import Fields, RequestBody, Text, TokenIds
+
+_MAX_STOPS = 64
+_SAME = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos",
+    "skip_special_tokens",
+)  # fmt: skip
+
+
+class StreamOptions(Fields):
+    """How to stream."""
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(RequestBody):
+    """Everything that :class:`opweave.engine.SamplingParams` knows; None is its default."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Text | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: TokenIds | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are for streams only; they need stream=true")
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling_params(self, max_tokens: int | None, **others: Any) -> SamplingParams:
+        """Return the parameters; *others* are those that the endpoints name differently.
+
+        Raises:
+            SamplingParamsError: a value is out of range.
+        """
+        values = {**{name: getattr(self, name) for name in _SAME}, **others}
+        given = {name: value for name, value in values.items() if value is not None}
+        return SamplingParams(max_tokens=max_tokens, **given)
+
+
+def refuse(param: str, message: str) -> ApiError:
+    """Return the error for what OpenAI's API has and opweave does not do."""
+    return ApiError(message, param=param, code="unsupported")

@@ -1,0 +1,48 @@
+"""``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from opweave.server.protocol.base import RequestBody, ResponseBody, Text
+from opweave.server.protocol.chat import Conversation
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+
+
+class TokenizePrompt(RequestBody):
+    """A text to be split into tokens."""
+
+    prompt: Text
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeConversation(Conversation):
+    """A conversation to be split into tokens."""
+
+    add_special_tokens: bool = False
+    return_token_strs: bool = False
+
+
+class TokenizeResponse(ResponseBody):
+    """The tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(RequestBody):
+    """Tokens to be joined to a text."""
+
+    tokens: list[TokenId]
+
+
+class DetokenizeResponse(ResponseBody):
+    """The text."""
+
+    prompt: str

@@ -1,0 +1,65 @@
+"""What the server is, and how it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from opweave import __version__
+from opweave.server.ops import ops
+from opweave.server.plugin_list import plugins
+from opweave.server.routes.responses import ERRORS
+from opweave.server.state import Server
+
+router = APIRouter(responses=ERRORS, tags=["Server"])
+
+
+@router.head("/health", include_in_schema=False)  # what load balancers ask with
+@router.head("/ping", include_in_schema=False)
+@router.get("/health")
+@router.get("/ping")
+async def health(server: Server) -> JSONResponse:
+    """Say whether requests are answered: 200 while the engine runs, else 503."""
+    engine = server.engine
+    status = "ok"
+    if server.admission.is_closed:
+        status = "shutting down"
+    elif not engine.is_running:
+        status = "dead"
+    failed = [each["name"] for each in plugins() if each["error"]]
+    error = engine.dead_with
+    return JSONResponse(
+        {
+            "status": status,
+            "error": None if error is None else type(error).__name__,
+            "failed_plugins": failed,
+        },
+        200 if status == "ok" else 503,
+    )
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Return the version of opweave."""
+    return {"version": __version__}
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Return the metrics, for Prometheus."""
+    return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/ops")
+def list_ops() -> dict[str, Any]:
+    """List the ops: which kernels they have, which is preferred, and why."""
+    return {"object": "list", "data": ops()}
+
+
+@router.get("/v1/plugins")
+def list_plugins() -> dict[str, Any]:
+    """List the plugins: their state, what they registered, and what went wrong."""
+    return {"object": "list", "data": plugins()}

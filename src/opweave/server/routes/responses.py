@@ -1,0 +1,41 @@
+"""What the schema says of responses, and how they are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Response
+
+from opweave.server.protocol.base import ResponseBody
+
+
+class ErrorDetail(ResponseBody):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(ResponseBody):
+    """The body of every response that is no success."""
+
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request cannot be answered."},
+    "5XX": {"model": ErrorBody, "description": "The server cannot answer."},
+}
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "description": "The answers; with stream=true as server-sent events.",
+    }
+}
+
+
+def json_response(body: ResponseBody, **options: Any) -> Response:
+    """Return *body* as JSON."""
+    return Response(body.model_dump_json(**options), media_type="application/json")

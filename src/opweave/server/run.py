@@ -1,0 +1,150 @@
+"""Runs a server until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from opweave.server.errors import ServerError
+from opweave.server.state import ServerState
+
+_log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_BACKLOG = 2048  # connections that wait to be accepted
+_LAST_BYTES = 5.0  # seconds in which what is answered reaches the clients
+
+
+class AddressError(ServerError):
+    """The server cannot listen where it should."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to the address; port 0 is any that is free.
+
+    Raises:
+        AddressError: the address is taken, not this machine's, or not allowed.
+    """
+    if not 0 <= port < 2**16:
+        raise AddressError(f"Port {port} does not exist; ports are from 0 to {2**16 - 1}.")
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise AddressError(f"Cannot listen on {host!r}: {error}.") from error
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise AddressError(
+            f"Cannot listen on {host!r}, port {port}: {error.strerror}. "
+            "Choose another with --port; --port 0 takes one that is free."
+        ) from error
+    bound.set_inheritable(False)
+    return bound
+
+
+def url(bound: socket.socket) -> str:
+    """Return the address of a bound socket as a URL."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run(app: FastAPI, bound: socket.socket, ready: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT; then finish what was accepted, and stop the engine.
+
+    A second signal stops at once.
+
+    Args:
+        app: as :func:`opweave.server.create_app` makes it.
+        bound: the socket to listen on; it is closed at the end.
+        ready: called when the first request can come.
+    """
+    server: ServerState = app.state.server
+    try:
+        asyncio.run(_serve(app, server, bound, ready))
+    finally:
+        server.engine.shutdown()
+        bound.close()
+
+
+async def _serve(
+    app: FastAPI, server: ServerState, bound: socket.socket, ready: Callable[[], None]
+) -> None:
+    bound.listen(_BACKLOG)
+    http = _Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=int(_LAST_BYTES),
+        )
+    )
+    stop = _Stop(server, http)
+    serving = asyncio.create_task(http.serve(sockets=[bound]))
+    try:
+        while not http.started and not serving.done():
+            await asyncio.sleep(0.005)
+        if http.started:
+            ready()
+        await serving
+    finally:
+        stop.restore()
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # what a signal does is not uvicorn's business
+
+
+class _Stop:
+    """What signals do: the first one lets everything finish, the second one does not."""
+
+    def __init__(self, server: ServerState, http: uvicorn.Server) -> None:
+        self._server, self._http = server, http
+        self._draining: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            self._loop.add_signal_handler(number, self._signal, number)
+
+    def restore(self) -> None:
+        for number in _SIGNALS:
+            self._loop.remove_signal_handler(number)
+
+    def _signal(self, number: int) -> None:
+        if self._draining is None:
+            name = signal.Signals(number).name
+            count = self._server.admission.active
+            _log.warning("%s: finishing %d requests, taking no more", name, count)
+            self._server.admission.close()
+            self._draining = self._loop.create_task(self._drain())
+        else:
+            # Nothing that is computed now can be stopped, and nobody wants to wait for it.
+            _log.warning("stopping at once")
+            os._exit(128 + number)
+
+    async def _drain(self) -> None:
+        timeout = self._server.config.drain_timeout
+        try:
+            async with asyncio.timeout(timeout):
+                await self._server.admission.wait_idle()
+        except TimeoutError:
+            left = self._server.admission.active
+            _log.warning("%d requests have not finished within %g s", left, timeout)
+        await self._server.engine.drain(0.0)
+        self._http.should_exit = True

@@ -1,0 +1,68 @@
+"""What all requests to one server share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+
+from opweave.engine import ChatTemplate, EngineClient
+from opweave.server.admission import Admission
+from opweave.server.config import ServerConfig
+from opweave.server.errors import ApiError
+from opweave.server.protocol.base import RequestBody
+
+
+@dataclass
+class ServerState:
+    """One server.
+
+    Attributes:
+        engine: answers the requests.
+        config: what the server is told.
+        chat_template: turns conversations into prompts, if there is one.
+        admission: how many requests there are.
+        created: when the server was made, in seconds since 1970.
+    """
+
+    engine: EngineClient
+    config: ServerConfig
+    chat_template: ChatTemplate | None
+    admission: Admission
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names by which the model can be asked for; the first is in every answer."""
+        return self.config.served_model_names or (self.engine.model_name,)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError if the model is not served by that name; None is any."""
+        if name is not None and name not in self.model_names:
+            raise ApiError(
+                f"The model {name!a} does not exist. This server has: "
+                f"{', '.join(self.model_names)}.",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def accept(self, body: RequestBody, request: Request) -> None:
+        """Check the model's name, note what of *body* is ignored, and refuse if the engine is dead.
+
+        Raises:
+            ApiError: the model does not exist, or the engine does not run.
+        """
+        request.state.ignored = body.ignored_fields()
+        self.check_model(body.model)
+        if not self.engine.is_running:
+            raise ApiError("The engine does not run.", status=503, code="engine_dead")
+
+
+async def _server(request: Request) -> ServerState:
+    return cast(ServerState, request.app.state.server)
+
+
+Server = Annotated[ServerState, Depends(_server)]

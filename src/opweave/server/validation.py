@@ -1,0 +1,47 @@
+"""What a request that does not fit the schema is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi.exceptions import RequestValidationError
+
+from opweave.server.errors import ApiError
+
+_SHOWN = 3  # problems in one message
+
+
+def validation_error(error: RequestValidationError, content_type: str) -> ApiError:
+    """Return the error object: the fields that are wrong, and why."""
+    problems: dict[str, list[str]] = {}
+    for each in error.errors():
+        path, message = _path(each["loc"]), str(each["msg"]).removeprefix("Value error, ")
+        if each["type"] == "json_invalid":
+            return ApiError(f"The body is no JSON: {each['ctx']['error']}.", code="invalid_json")
+        if message not in problems.setdefault(path, []):
+            problems[path].append(message)
+    if list(problems) == [""] and "json" not in content_type:
+        return ApiError(
+            f"The body is not taken for JSON, since Content-Type is {content_type!a}. Send "
+            "Content-Type: application/json.",
+            code="invalid_content_type",
+        )
+    lines = [
+        f"{path + ': ' if path else ''}{' or '.join(messages)}"
+        for path, messages in problems.items()
+    ]
+    more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    param = next(iter(problems)).partition(".")[0] or None
+    return ApiError("; ".join(lines[:_SHOWN]) + more + ".", param=param, code="invalid_request")
+
+
+def _path(location: Sequence[str | int]) -> str:
+    """Return where in the body: names of fields and indices, without pydantic's names of types."""
+    return ".".join(str(part) for part in location[1:] if isinstance(part, int) or _is_field(part))
+
+
+def _is_field(part: str) -> bool:
+    return part.isidentifier() and part not in _TYPES and not part[:1].isupper()
+
+
+_TYPES = {"str", "int", "float", "bool", "constrained"}

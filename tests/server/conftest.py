@@ -1,0 +1,97 @@
+"""Servers on real sockets, over an engine that tests control."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from openai import OpenAI
+
+from opweave.engine import ChatTemplate
+from opweave.server import ServerConfig, create_app, listen
+from opweave.server.run import url
+from opweave.server.state import ServerState
+from server.fake_engine import FakeEngine
+
+TEMPLATE = ChatTemplate(
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'forbidden' %}{{ raise_exception('No such role.') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if tools %}[tools]{{ tools | tojson }}{% endif %}"
+    "{{ mood or '' }}{% if add_generation_prompt %}[assistant]{% endif %}",
+    "a test",
+    {"bos_token": "<s>"},
+)
+
+
+@dataclass
+class Running:
+    """A server that runs in a thread of its own."""
+
+    url: str
+    engine: FakeEngine
+    state: ServerState
+    http: uvicorn.Server
+    client: httpx.Client
+
+    def openai(self, key: str = "none") -> OpenAI:
+        return OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=self.client
+        )
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.client.get(path, **options)
+
+    def post(self, path: str, json: object = None, **options: Any) -> httpx.Response:
+        return self.client.post(path, json=json, **options)
+
+
+Start = Callable[..., Running]
+
+
+@contextmanager
+def running(
+    engine: FakeEngine | None = None,
+    config: ServerConfig | None = None,
+    template: ChatTemplate | None = TEMPLATE,
+) -> Iterator[Running]:
+    engine = engine or FakeEngine()
+    app = create_app(engine, config, template)
+    bound = listen("127.0.0.1", 0)
+    bound.listen(1024)
+    address = url(bound)
+    http = uvicorn.Server(
+        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
+    )
+    thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[bound])))
+    thread.start()
+    client = httpx.Client(base_url=address, timeout=20, verify=False, trust_env=False)
+    try:
+        with client:
+            yield Running(address, engine, app.state.server, http, client)
+    finally:
+        http.should_exit = True
+        thread.join(20)
+        bound.close()
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """A server that all tests of a module share."""
+    with running() as shared:
+        yield shared
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a server for one test: ``start(engine, config, template)``."""
+    with ExitStack() as stack:
+        yield lambda *arguments, **options: stack.enter_context(running(*arguments, **options))

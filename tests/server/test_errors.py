@@ -1,0 +1,279 @@
+"""Requests that cannot be answered: OpenAI's error object, with what is wrong and where."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from server.conftest import Running, Start, running
+from server.fake_engine import FakeEngine
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Running]:
+    """A server of a model without a chat template."""
+    with running(template=None) as shared:
+        yield shared
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    found: dict[str, Any] = body["error"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "named"),
+    [
+        (COMPLETIONS, {}, "prompt", "required"),
+        (COMPLETIONS, {"prompt": 3}, "prompt", "valid string"),
+        (COMPLETIONS, {"prompt": []}, "prompt", "empty"),
+        (COMPLETIONS, {"prompt": [[]]}, None, "prompt is empty"),
+        (COMPLETIONS, {"prompt": ["a", 3]}, "prompt", "valid string"),
+        (COMPLETIONS, {"prompt": [1, 2.5]}, "prompt", "valid integer"),
+        (COMPLETIONS, {"prompt": [5, 99999]}, None, "model has not"),
+        (COMPLETIONS, {"prompt": [-1]}, None, "model has not"),
+        (COMPLETIONS, {"prompt": "\ud800"}, "prompt", "surrogate"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": "many"}, "max_tokens", "integer"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": -1}, "max_tokens", "at least 1"),
+        (COMPLETIONS, {"prompt": "x", "temperature": -1}, "temperature", "at least 0"),
+        (COMPLETIONS, {"prompt": "x", "temperature": math.inf}, "temperature", "finite"),
+        (COMPLETIONS, {"prompt": "x", "temperature": math.nan}, "temperature", "finite"),
+        (COMPLETIONS, {"prompt": "x", "top_p": 0}, "top_p", "above 0"),
+        (COMPLETIONS, {"prompt": "x", "n": 0}, "n", "at least 1"),
+        (COMPLETIONS, {"prompt": "x", "n": 4096}, "n", "at most"),
+        (COMPLETIONS, {"prompt": "x", "logprobs": 900}, "logprobs", "at most 20"),
+        (COMPLETIONS, {"prompt": "x", "stop": ""}, None, "empty string"),
+        (COMPLETIONS, {"prompt": "x", "stop": ["a"] * 99}, "stop", "64"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "integer"),
+        (COMPLETIONS, {"prompt": "x", "seed": 1 << 70}, "seed", "seed"),
+        (COMPLETIONS, {"prompt": "x", "best_of": 3}, "best_of", "use n"),
+        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
+        (COMPLETIONS, {"prompt": "x", "stream_options": {}}, None, "stream=true"),
+        (COMPLETIONS, {"prompt": "x", "priority": 1 << 40}, "priority", "less than"),
+        (CHAT, {}, "messages", "required"),
+        (CHAT, {"messages": []}, "messages", "at least 1"),
+        (CHAT, {"messages": [{}]}, "messages", "required"),
+        (CHAT, {"messages": "hello"}, "messages", "list"),
+        (CHAT, {"messages": [{"role": "", "content": ""}]}, "messages", "at least 1"),
+        (CHAT, {"messages": [{"role": "forbidden"}]}, None, "No such role"),
+        (CHAT, {"messages": [{"role": "a\ud800"}]}, "messages", "surrogate"),
+        (CHAT, {"messages": USER, "tools": [{"a": "\ud800"}]}, None, "surrogate"),
+        (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
+        (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "function"),
+        (
+            CHAT,
+            {"messages": USER, "max_tokens": 1, "max_completion_tokens": 2},
+            "max_tokens",
+            "one",
+        ),
+        (
+            CHAT,
+            {"messages": USER, "response_format": {"type": "json_object"}},
+            "response_format",
+            "json_object",
+        ),
+        (
+            CHAT,
+            {"messages": USER, "chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs",
+            "messages",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages",
+            "'image_url' is not supported",
+        ),
+        ("/v1/embeddings", {"input": []}, "input", "empty"),
+        ("/v1/embeddings", {"input": "x", "encoding_format": "hex"}, "encoding_format", "base64"),
+        ("/tokenize", {}, "prompt", "required"),
+        ("/detokenize", {"tokens": [2048]}, "tokens", "no token 2048"),
+        ("/detokenize", {"tokens": [-1]}, "tokens", "greater than or equal to 0"),
+        ("/detokenize", {"tokens": [1 << 80]}, "tokens", "less than"),
+    ],
+)
+def test_bad_requests(
+    server: Running, path: str, body: dict[str, Any], param: str | None, named: str
+) -> None:
+    answer = server.post(
+        path, content=json.dumps(body), headers={"content-type": "application/json"}
+    )
+    error = error_of(answer, 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param, error
+    assert named in error["message"], error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_does_not_fit_into_the_context(server: Running, stream: bool) -> None:
+    body = {"prompt": [5] * 200, "max_tokens": 57, "stream": stream}
+    error = error_of(server.post(COMPLETIONS, body), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "256 tokens" in error["message"]
+    assert "257: 200 in the prompt and 57 for the answer" in error["message"]
+    assert server.post(COMPLETIONS, {**body, "max_tokens": 56}).status_code == 200
+    error = error_of(server.post(COMPLETIONS, {"prompt": [5] * 256, "stream": stream}), 400)
+    assert error["param"] == "prompt"
+    chat = {"messages": [{"role": "user", "content": "word " * 400}], "stream": stream}
+    assert error_of(server.post(CHAT, chat), 400)["code"] == "context_length_exceeded"
+
+
+def test_no_chat_template(plain: Running) -> None:
+    for path in (CHAT, "/tokenize"):
+        error = error_of(plain.post(path, {"messages": USER}), 400)
+        assert error["code"] == "no_chat_template"
+        assert "--chat-template" in error["message"]
+
+
+DEEP = b"[" * 100_000
+HOSTILE = {
+    "empty": b"",
+    "no JSON": b"{",
+    "not UTF-8": b'{"prompt": "caf\xe9"}',
+    "a byte order mark": b'\xff\xfe{"prompt": "x"}',
+    "deeply nested": b'{"prompt": ' + DEEP,
+    "deeply nested and closed": b'{"prompt": "x", "a": ' + DEEP + b"]" * 100_000 + b"}",
+    "a list": b"[]",
+    "null": b"null",
+    "a string": b'"prompt"',
+    "an integer of many digits": b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}",
+    "zeros": b"\x00" * 1000,
+}
+
+
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize", "/detokenize"])
+def test_hostile_bodies(server: Running, path: str, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    error_of(server.post(path, content=body, headers=headers), 400)
+
+
+def test_nesting_that_json_allows_is_no_harm(server: Running) -> None:
+    nested: Any = {}
+    for _ in range(200):
+        nested = {"a": [nested]}
+    body = {"prompt": "x", "max_tokens": 1, "nested": nested}
+    answer = server.post(COMPLETIONS, body)
+    assert answer.status_code == 200
+    messages = [{"role": "user", "content": "x", "nested": nested}]
+    body = {"messages": messages, "tools": [nested], "max_tokens": 1}
+    error = error_of(server.post(CHAT, body), 400)  # it reaches the template, and is too long
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_another_content_type(server: Running) -> None:
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    answer = server.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
+    assert "Content-Type: application/json" in error_of(answer, 400)["message"]
+
+
+def test_paths_and_methods(server: Running) -> None:
+    assert error_of(server.get("/v1/nothing"), 404)["type"] == "not_found_error"
+    assert error_of(server.get("/v1/models/nothing"), 404)["code"] == "model_not_found"
+    answer = server.get(COMPLETIONS)
+    error_of(answer, 405)
+    assert answer.headers["allow"] == "POST"
+    error = error_of(server.post(COMPLETIONS, {"prompt": "x", "model": "gpt"}), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+def test_fields_that_nobody_knows_are_ignored_and_named(server: Running) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "store": True, "a\r\nb": 1, "é" * 900: 2}
+    answer = server.post(COMPLETIONS, body)
+    assert answer.status_code == 200
+    ignored = answer.headers["x-opweave-ignored"].split(", ")
+    assert {"a\\r\\nb", "store"} < set(ignored)
+    assert max(map(len, ignored)) <= 64
+    assert "x-opweave-ignored" not in server.post(COMPLETIONS, {"prompt": "x"}).headers
+
+
+def test_an_error_of_the_engine_before_the_first_token(start: Start) -> None:
+    engine = FakeEngine()
+    engine.fails_after, engine.raises = 0, RuntimeError("a secret of the machine")
+    server = start(engine)
+    for stream in (False, True):
+        answer = server.post(
+            COMPLETIONS, {"prompt": "x", "stream": stream}, headers={"X-Request-Id": "mine"}
+        )
+        error = error_of(answer, 500)
+        assert error["type"] == "server_error"
+        assert "mine" in error["message"]
+        assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_error_in_mid_stream(start: Start, path: str) -> None:
+    engine = FakeEngine()
+    engine.fails_after, engine.raises = 3, RuntimeError("a secret of the machine")
+    server = start(engine)
+    body = {"prompt": "x", "messages": USER, "stream": True, "n": 2, "logprobs": None}
+    answer = server.post(path, body)
+    events = [line[6:] for line in answer.text.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    error = json.loads(events[-2])["error"]
+    assert error["type"] == "server_error"
+    assert "secret" not in answer.text
+    assert all("choices" in json.loads(event) for event in events[:-2])
+    assert len(events) > 3
+    assert not engine.running
+    with pytest.raises(openai.APIError, match="went wrong"):
+        list(server.openai().completions.create(model="tiny-pydoc", prompt="x", stream=True))
+
+
+def test_an_engine_that_dies(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine()
+    engine.fails_after = 2
+    server = start(engine)
+    events = server.post(COMPLETIONS, {"prompt": "x", "stream": True}).text.split("\n\n")
+    assert json.loads(events[-3][6:])["error"]["code"] == "engine_dead"
+    health = server.get("/health")
+    assert health.status_code == 503
+    assert (health.json()["status"], health.json()["error"]) == ("dead", "RuntimeError")
+    for path in (COMPLETIONS, CHAT):
+        for stream in (False, True):
+            body = {"prompt": "x", "messages": USER, "stream": stream}
+            error = error_of(server.post(path, body), 503)
+            assert error["code"] == "engine_dead"
+    assert error_of(server.post("/v1/embeddings", {"input": "x"}), 503)
+
+
+def test_what_breaks_in_the_server_is_logged_and_not_told(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start()
+    monkeypatch.setattr(type(server.engine), "model_name", property(lambda _: 1 / 0), raising=False)
+    del server.engine.__dict__["model_name"]
+    with caplog.at_level(logging.ERROR, "opweave.server"):
+        answer = server.get("/v1/models", headers={"X-Request-Id": "id-17"})
+    assert "id-17" in error_of(answer, 500)["message"]
+    assert "division" not in answer.text
+    assert any("id-17" in r.getMessage() and r.exc_info for r in caplog.records)
+
+
+def test_a_request_that_is_no_http(server: Running) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=5)
+    connection.putrequest("POST", COMPLETIONS)
+    connection.putheader("content-length", "-5")
+    connection.endheaders()
+    assert connection.getresponse().status == 400
+    connection.close()
+    assert server.get("/health").status_code == 200

@@ -1,0 +1,83 @@
+"""Several streams as one: everything arrives, and everything is closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from opweave.server.merge import merged
+
+closed: list[int] = []
+
+
+async def counting(
+    number: int, count: int, *, fails: bool = False, delay: float = 0.001
+) -> AsyncGenerator[int, None]:
+    try:
+        for i in range(count):
+            await asyncio.sleep(delay)
+            yield i
+        if fails:
+            raise ValueError(number)
+    finally:
+        closed.append(number)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_closed() -> None:
+    closed.clear()
+
+
+def test_a_fast_reader_gets_everything() -> None:
+    async def read() -> list[tuple[int, int]]:
+        return [item async for item in merged([counting(i, 4) for i in range(3)])]
+
+    items = asyncio.run(read())
+    for number in range(3):
+        assert [item for n, item in items if n == number] == [0, 1, 2, 3]
+    assert sorted(closed) == [0, 1, 2]
+
+
+def test_a_slow_reader_gets_the_newest() -> None:
+    async def read() -> list[tuple[int, int]]:
+        items = []
+        async for item in merged([counting(0, 50), counting(1, 50)]):
+            items.append(item)
+            await asyncio.sleep(0.02)
+        return items
+
+    items = asyncio.run(read())
+    assert len(items) < 50
+    for number in range(2):
+        found = [item for n, item in items if n == number]
+        assert found == sorted(set(found))
+        assert found[-1] == 49
+
+
+def test_an_error_ends_all() -> None:
+    async def read() -> list[tuple[int, int]]:
+        return [item async for item in merged([counting(0, 2, fails=True), counting(1, 9999)])]
+
+    with pytest.raises(ValueError, match="0"):
+        asyncio.run(read())
+    assert sorted(closed) == [0, 1]
+
+
+def test_closing_closes_all() -> None:
+    async def read() -> None:
+        async with aclosing(merged([counting(i, 9999) for i in range(3)])) as items:
+            async for _ in items:
+                break
+        assert sorted(closed) == [0, 1, 2]
+
+    asyncio.run(read())
+
+
+def test_streams_without_items() -> None:
+    async def read() -> list[tuple[int, int]]:
+        return [item async for item in merged([counting(0, 0), counting(1, 1)])]
+
+    assert asyncio.run(read()) == [(1, 0)]

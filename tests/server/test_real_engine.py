@@ -1,0 +1,161 @@
+"""The server over the real engine: every option, and clients that hang up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from models.layer_checkpoints import write_checkpoint
+from models.tiny_checkpoints import write_tokenizer
+from opweave.engine import LLM, AsyncEngine, Embedder, SamplingParams, open_engine
+from opweave.server import ServerConfig
+from server.conftest import TEMPLATE, Running, running
+from server.fake_engine import CHECKPOINT
+from server.test_limits import until
+from server.test_openai_client import EXTENSIONS, OPTIONS
+
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Running]:
+    engine: Any = AsyncEngine(CHECKPOINT, dtype="float32")
+    with running(engine, ServerConfig(), TEMPLATE) as server:
+        yield server
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(CHECKPOINT, dtype="float32")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_answers_with_every_option_are_those_of_the_library(
+    real: Running, llm: LLM, kind: str, stream: bool
+) -> None:
+    options: Any = {**OPTIONS, **EXTENSIONS, "max_tokens": 12, "stream": stream}
+    biases = {int(token): bias for token, bias in OPTIONS["logit_bias"].items()}
+    text = "Return the"
+    if kind == "chat":
+        text = "<s>[user]Return the[assistant]"
+        options["messages"] = [{"role": "user", "content": "Return the"}]
+    else:
+        options["prompt"] = text
+    ids = llm.tokenizer.encode(text, add_special_tokens=kind != "chat")
+    params = SamplingParams(max_tokens=12, **{**OPTIONS, **EXTENSIONS, "logit_bias": biases})
+    expected = [answer.text for answer in llm.generate(ids, params)[0].outputs]
+    client = real.openai()
+    create: Any = client.chat.completions if kind == "chat" else client.completions
+    extra = {name: options.pop(name) for name in EXTENSIONS}
+    answers = create.create(model="tiny-pydoc", extra_body=extra, **options)
+    texts = [""] * len(expected)
+    for answer in answers if stream else [answers]:
+        for choice in answer.choices:
+            if kind == "completions":
+                texts[choice.index] += choice.text
+            else:
+                part = choice.delta if stream else choice.message
+                texts[choice.index] += part.content or ""
+    assert texts == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_prompt_and_its_answer(real: Running, llm: LLM, stream: bool) -> None:
+    answers: Any = real.openai().completions.create(
+        model="tiny-pydoc", prompt="Return the", max_tokens=6, temperature=0, logprobs=3,
+        echo=True, stream=stream,
+    )  # fmt: skip
+    choices = [answer.choices[0] for answer in (answers if stream else [answers])]
+    found: dict[str, list[Any]] = {}
+    for choice in choices:
+        if choice.logprobs is not None:
+            for name, values in choice.logprobs.model_dump().items():
+                found.setdefault(name, []).extend(values)
+    params = SamplingParams(max_tokens=6, temperature=0, logprobs=3, prompt_logprobs=3)
+    (output,) = llm.generate("Return the", params)
+    (answer,) = output.outputs
+    assert output.prompt_logprobs is not None
+    assert answer.logprobs is not None
+    ids = [*output.prompt_token_ids, *answer.token_ids]
+    places = [*output.prompt_logprobs, *answer.logprobs]
+    wanted = [place and place[token].logprob for token, place in zip(ids, places, strict=True)]
+    assert found["token_logprobs"] == pytest.approx(wanted, abs=1e-4)
+    assert [top and len(top) for top in found["top_logprobs"]] == [None] + [3] * (len(ids) - 1)
+    text = "".join(choice.text for choice in choices)
+    assert text == "Return the" + answer.text
+
+
+def test_errors_of_the_engine_are_errors_of_the_request(real: Running) -> None:
+    for prompt in ([5, 2048], [-1]):
+        for stream in (False, True):
+            answer = real.post(PATH, {"prompt": prompt, "stream": stream})
+            assert answer.status_code == 400, answer.text
+    assert real.post("/v1/embeddings", {"input": "x"}).status_code == 400
+    for prompt in ("", [[]]):  # is the token that begins texts
+        assert real.post(PATH, {"prompt": prompt}).status_code == 200
+
+
+def test_many_streams_with_random_disconnects_leave_nothing(real: Running) -> None:
+    draw = random.Random(1)
+
+    async def one(client: httpx.AsyncClient, number: int, lives: float) -> None:
+        body = {"prompt": f"def f{number}", "max_tokens": 40, "ignore_eos": True, "stream": True}
+        try:
+            async with asyncio.timeout(lives):
+                async with client.stream("POST", PATH, json=body) as answer:
+                    assert answer.status_code == 200
+                    text = "".join([piece async for piece in answer.aiter_text()])
+                    assert text.endswith("data: [DONE]\n\n")
+        except TimeoutError:
+            return
+
+    async def all_of_them() -> None:
+        limits = httpx.Limits(max_connections=None)
+        client = httpx.AsyncClient(
+            base_url=real.url, limits=limits, timeout=60, verify=False, trust_env=False
+        )
+        lives = [draw.choice([60.0, draw.uniform(0.05, 2.0)]) for _ in range(60)]
+        async with client:
+            await asyncio.gather(*(one(client, i, life) for i, life in enumerate(lives)))
+
+    asyncio.run(all_of_them())
+
+    def is_idle() -> bool:
+        stats = real.engine.stats()
+        return stats.running == stats.waiting == 0
+
+    until(is_idle, 20)
+    assert real.state.admission.active == 0
+    assert real.engine.stats().kv_usage == 0
+    core: Any = real.engine
+    core._core.scheduler.cache.check_integrity()
+    assert real.post(PATH, {"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+def test_vectors_of_an_encoder(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "bert")
+    write_tokenizer(tmp_path)
+    prompts = [[5, 6, 7], [8], list(range(5, 40))]
+    expected = [output.embedding for output in Embedder(tmp_path).embed(prompts)]
+    engine: Any = open_engine(tmp_path)
+    with running(engine, template=None) as server:
+        name = server.get("/v1/models").json()["data"][0]["id"]
+        answer = server.openai().embeddings.create(model=name, input=prompts)
+        assert [each.embedding for each in answer.data] == [
+            pytest.approx(vector, abs=1e-6) for vector in expected
+        ]
+        assert answer.usage.prompt_tokens == 39
+        assert server.get("/health").status_code == 200
+        assert "opweave_num_requests_running" in server.get("/metrics").text
+        refused = server.post(PATH, {"prompt": [5, 6], "max_tokens": 2})
+        assert refused.status_code == 400
+        assert "generates no text" in refused.text
+    engine.shutdown()

@@ -1,0 +1,72 @@
+"""Random requests after the OpenAPI schema: no status of 500 and up, and nothing undocumented."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from opweave.server import create_app
+from server.conftest import TEMPLATE
+from server.fake_engine import FakeEngine
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    response_headers_conformance,
+]
+EXAMPLES = 12
+WITH_BODY = {
+    "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize",
+}  # fmt: skip
+PATHS = WITH_BODY | {
+    "/v1/models", "/v1/models/{model}", "/health", "/ping", "/version", "/metrics", "/v1/ops",
+    "/v1/plugins",
+}  # fmt: skip
+
+
+@cache
+def operations() -> dict[str, Any]:
+    app = create_app(FakeEngine(embeds=True), None, TEMPLATE)
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    return {each.ok().path: each.ok() for each in schema.get_all_operations()}
+
+
+def test_the_schema_has_every_endpoint() -> None:
+    assert set(operations()) == PATHS
+
+
+@pytest.mark.parametrize("path", sorted(PATHS))
+def test_requests_after_the_schema(path: str) -> None:
+    check(path, GenerationMode.POSITIVE)
+
+
+@pytest.mark.parametrize("path", sorted(WITH_BODY))
+def test_requests_that_break_the_schema(path: str) -> None:
+    check(path, GenerationMode.NEGATIVE)
+
+
+def check(path: str, mode: GenerationMode) -> None:
+    operation = operations()[path]
+
+    @settings(max_examples=EXAMPLES)
+    @given(st.data())
+    def send(data: st.DataObject) -> None:
+        case = data.draw(operation.as_strategy(generation_mode=mode))
+        case.call_and_validate(checks=CHECKS)
+
+    send()
