@@ -1,0 +1,16 @@
+// What the device has no kernel for runs on the host, and is counted.
+
+#pragma once
+
+#include <ATen/core/Dict.h>
+
+#include <cstdint>
+#include <string>
+
+namespace acme {
+
+c10::Dict<std::string, std::int64_t> fallbacks();
+
+void reset_fallbacks();
+
+}  // namespace acme
