@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-abi test-abi-nightly test-sanitizers test-mindspore check fix bench bench-all docs clean
+.PHONY: help run test test-all verify test-abi test-abi-nightly test-sanitizers test-mindspore check fix bench bench-all bench-engine docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ test: $(VENV)/dev.stamp ## run the tests
 
 test-all: $(VENV)/dev.stamp ## run the tests, slow sweeps included
 	$(BIN)/python -m pytest
+
+verify: $(VENV)/dev.stamp ## verify every implementation, and write docs/reference/certificate.json
+	$(BIN)/opweave verify --certificate docs/reference/certificate.json
 
 check: $(VENV)/dev.stamp ## lint, types, spelling, docs
 	$(BIN)/ruff check .
@@ -46,6 +49,9 @@ bench: $(VENV)/dev.stamp ## measure what a call costs, and a few kernels
 
 bench-all: $(VENV)/dev.stamp ## measure every kernel, and write benchmarks/results/kernels.*
 	$(BIN)/python benchmarks/kernels.py --save
+
+bench-engine: $(VENV)/dev.stamp ## measure the engine against transformers and the memory (10 GB, 10 minutes)
+	$(BIN)/python benchmarks/engine.py
 
 docs: $(VENV)/dev.stamp ## serve the documentation
 	$(BIN)/mkdocs serve

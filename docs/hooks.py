@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from opweave.config.environment import VARIABLES
-from opweave.conformance import CHECKS
+from opweave.conformance import CHECKS, Subject, subjects
+from opweave.conformance.platform import CHECKS as PLATFORM_CHECKS
 from opweave.ir import TRAITS
+from opweave.platforms import Capabilities, Platform
+from opweave.platforms.contract import members
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the markers in a page."""
     for name, fill in _PARTS.items():
-        markdown = markdown.replace(f"<!-- {name} -->", fill())
+        marker = f"<!-- {name} -->"
+        if marker in markdown:
+            markdown = markdown.replace(marker, fill())
     return markdown
 
 
@@ -31,4 +41,93 @@ def _checks() -> str:
     return "\n".join(["| check | what holds where it passes |", "|---|---|", *rows])
 
 
-_PARTS = {"environment": _environment, "traits": _traits, "checks": _checks}
+def _platform_checks() -> str:
+    rows = [f"| `{name}` | {check.promise} |" for name, check in PLATFORM_CHECKS.items()]
+    return "\n".join(["| check | what holds where it passes |", "|---|---|", *rows])
+
+
+def _certificate() -> str:
+    return verified(json.loads(_CERTIFICATE.read_text(encoding="utf-8")))
+
+
+def verified(issued: dict[str, Any]) -> str:
+    """Return what a certificate says of the implementations that are registered now."""
+    found = {(result["op"], result["provider"]): result for result in issued["results"]}
+    registered = subjects()
+    providers = list(dict.fromkeys(subject.provider for subject in registered))
+    cells: dict[str, dict[str, str]] = {}
+    for subject in registered:
+        said = _said(subject, found.get((subject.op.name, subject.provider)))
+        cells.setdefault(subject.op.name, {})[subject.provider] = said
+    rows = [
+        f"| `{op}` | {' | '.join(row.get(provider, '') for provider in providers)} |"
+        for op, row in cells.items()
+    ]
+    header = f"| op | {' | '.join(f'`{provider}`' for provider in providers)} |"
+    return "\n".join([_conditions(issued), "", header, "|---|" + "--:|" * len(providers), *rows])
+
+
+def _said(subject: Subject, result: dict[str, Any] | None) -> str:
+    """Return the cell of an implementation: a certificate of other sources says nothing of it."""
+    if result is None:
+        return "not yet verified"
+    digests = subject.impl.uuid(), subject.op.impls["native"].uuid()
+    if (result["source"], result["definition"]) != digests:
+        return f"{result['status']}, changed since"
+    if result["status"] != "passed":
+        return f"**{result['status']}**"
+    return f"{sum(check['cases'] for check in result['checks']):,}"
+
+
+def _conditions(issued: dict[str, Any]) -> str:
+    versions, machine = issued["versions"], issued["machine"]
+    counts = ", ".join(f"{count} {status}" for status, count in issued["summary"].items() if count)
+    return (
+        f"{counts}. opweave {versions['opweave']}, "
+        f"torch {versions['torch']}, Python {versions['python']}, {machine['system']} on "
+        f"{machine['architecture']} ({machine['isa']}), seed {issued['seed']}."
+    )
+
+
+def _platform() -> str:
+    rows = [f"| {_member(name)} | {_meaning(Platform, name)} |" for name in members(Platform)]
+    return "\n".join(["| member | meaning |", "|---|---|", *rows])
+
+
+def _member(name: str) -> str:
+    value = getattr(Platform, name, None)
+    if not inspect.isfunction(value):
+        return f"`{name}`"
+    parameters = list(inspect.signature(value).parameters.values())[1:]
+    bare = [str(p.replace(annotation=p.empty)) for p in parameters]
+    return f"`{name}({', '.join(bare)})`"
+
+
+def _capabilities() -> str:
+    rows = [f"| `{f.name}` | {_meaning(Capabilities, f.name)} |" for f in fields(Capabilities)]
+    return "\n".join(["| capability | the device |", "|---|---|", *rows])
+
+
+def _meaning(owner: type, name: str) -> str:
+    """Return what the docstring of a class says of a member: of an attribute, all."""
+    value = getattr(owner, name, None)
+    if inspect.isfunction(value):
+        text = (inspect.getdoc(value) or "").partition("\n\n")[0]
+    else:
+        found = re.search(
+            rf"^ +{name}: (.*?)(?=^ +\w+: |^\S|\Z)", inspect.getdoc(owner) or "", re.M | re.S
+        )
+        text = found[1] if found else ""
+    return " ".join(text.replace("``", "`").split())
+
+
+_CERTIFICATE = Path(__file__).parent / "reference" / "certificate.json"
+_PARTS = {
+    "environment": _environment,
+    "traits": _traits,
+    "platform": _platform,
+    "capabilities": _capabilities,
+    "checks": _checks,
+    "platform checks": _platform_checks,
+    "certificate": _certificate,
+}

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from opweave import ir, native
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))  # at the end: its engine.py is not tests/engine
 
 import kernels  # noqa: E402
 from kernel_cells import plot, results, summary  # noqa: E402
@@ -280,3 +281,56 @@ def test_dispatch_keeps_its_options_and_output() -> None:
     found = json.loads(done.stdout)
     assert set(found) == {"machine", "rows"}
     assert "dispatch.one_predicate" in {row["name"] for row in found["rows"]}
+
+
+def test_the_engine_keeps_its_contract(tmp_path: Path) -> None:
+    picture = tmp_path / "engine.svg"
+    done = subprocess.run(
+        [
+            sys.executable, str(ROOT / "benchmarks" / "engine.py"), "--size=tiny", "--rounds=1",
+            "--requests=3", "--steps=3", "--json", "--plot", str(picture),
+        ],
+        check=True, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert set(found) == {"machine", "rows"}
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {"engine.throughput", "engine.throughput.generate", "engine.prefill"} <= rows.keys()
+    assert rows["engine.throughput"]["equal_answers"] == rows["engine.throughput"]["answers"] == 6
+    for weights in ("", ".int8", ".fp8"):
+        row = rows[f"engine.decode_bandwidth{weights}"]
+        assert row["limit_share"] == pytest.approx(row["value"] / row["limit"], rel=1e-2)
+    for row in found["rows"]:
+        assert min(row["value"], row["baseline"], row["ratio"]) > 0
+        assert row["unit"] in ("tokens/s", "ms")
+    latencies = [rows[f"engine.latency.last_token.p{p}"]["value"] for p in (50, 90, 99)]
+    assert latencies == sorted(latencies)
+    assert picture.read_text(encoding="utf-8").count("<title>") == len(found["rows"])
+
+
+def main_of(name: str) -> Callable[[list[str]], int]:
+    """Return ``main`` of a benchmark whose name another module has, too."""
+    spec = spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--rounds", "0"), "--rounds"),
+        (("--size", "huge"), "huge"),
+        (("--plot", "no/such/folder/x.svg"), "no/such/folder"),
+    ],
+)
+def test_bad_options_of_the_engine_are_one_line(
+    arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main_of("engine")(list(arguments))
+    captured = capsys.readouterr()
+    assert (stopped.value.code, captured.out, captured.err.count("\n")) == (2, "", 1)
+    assert named in captured.err

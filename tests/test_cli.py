@@ -263,3 +263,15 @@ def test_broken_settings_end_in_one_line(tmp_path: Path) -> None:
 def test_unknown_command_and_no_command(run: Run) -> None:
     assert_one_line_error(run("generat"), "generat")
     assert "generate" in run("--help").stdout
+
+
+@pytest.mark.parametrize("arguments", [("ops",), ("ops", "--json"), ("--help",)])
+def test_a_reader_that_has_gone_is_no_problem(arguments: tuple[str, ...]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-c", "from opweave.cli import main; main()", *arguments],
+        check=False, stdout=writing, stderr=subprocess.PIPE, cwd=ROOT, timeout=120,
+    )  # fmt: skip
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -1,4 +1,4 @@
-"""The command line: ``opweave generate | ops | doctor | native``."""
+"""The command line, ``opweave``."""
 
 from opweave.cli.app import main
 

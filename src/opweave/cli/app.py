@@ -6,9 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+import torch
 from cyclopts import App, CycloptsError
 
 from opweave import __version__
+from opweave.cli.bench import bench
+from opweave.cli.chat import chat
 from opweave.cli.doctor import doctor
 from opweave.cli.errors import CliError
 from opweave.cli.explain import explain
@@ -16,7 +19,9 @@ from opweave.cli.generate import generate
 from opweave.cli.migrate import migrate
 from opweave.cli.native import native
 from opweave.cli.ops import ops
-from opweave.cli.output import fail, open_streams
+from opweave.cli.output import Results, fail, open_streams
+from opweave.cli.plugins import plugins
+from opweave.cli.serve import serve_app
 from opweave.cli.verify import verify_command
 from opweave.ir.errors import OpweaveError
 
@@ -25,10 +30,14 @@ app = App(
     help="Run models on the kernels you choose, and see which ones run and why.",
     version=__version__,
     help_format="plaintext",
+    console=Results(),
 )
-for _command in (generate, explain, ops, migrate, doctor):
+for _command in (generate, chat, explain, ops, migrate, doctor):
     app.command(_command)
+app.command(bench)
 app.command(native)
+app.command(serve_app)
+app.command(plugins)
 app.command(verify_command, name="verify")
 
 
@@ -40,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
     except CycloptsError as error:
         fail(f"{error} Try: opweave --help")
-    except (CliError, OpweaveError) as error:
+    except (CliError, OpweaveError, torch.OutOfMemoryError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)

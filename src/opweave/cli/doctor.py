@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import platform as python_platform
-from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.markup import escape
 
-from opweave import native
+from opweave.cli.examination import Examination
 from opweave.cli.output import out, print_json
-from opweave.config import current_compilation_config, environment, file
-from opweave.ir import current_registry
-from opweave.ir.errors import IrError
-from opweave.platforms import current_platform
+from opweave.cli.plugin_tables import owner_text, plugin_table
+from opweave.cli.selections import plain_table
 
-_PACKAGES = ("opweave", "torch", "safetensors", "tokenizers", "numpy", "cyclopts", "rich")
+_LISTED = ("versions", "native", "environment")  # sections of keys and values
 
 
 def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
-    """Show versions, the platform, the native module, and what is wrong, if anything.
+    """Show versions, the platform and why it is that, plugins, what they replace, and problems.
 
-    Exits with 1 if a problem was found.
+    Loads every plugin, as a run would. Exits with 1 if a problem was found.
 
     Parameters
     ----------
     json
         Print JSON.
     """
-    report = examine()
+    report = Examination().report()
     if json:
         print_json(report)
     else:
@@ -38,61 +34,13 @@ def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
     return 1 if report["problems"] else 0
 
 
-def examine() -> dict[str, Any]:
-    """Return everything that ``doctor`` shows, as plain data."""
-    status, problems = native.status(), _problems()
-    return {
-        "versions": {"python": python_platform.python_version(), **_versions()},
-        "platform": {"name": current_platform.name, "device_type": current_platform.device_type},
-        "native": asdict(status),
-        "config_file": _config_file(),
-        "environment": environment.in_use(),
-        "problems": problems,
-    }
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def _config_file() -> str | None:
-    try:
-        path = file.find().path
-    except IrError:
-        return None  # among the problems
-    return str(path) if path else None
-
-
-def _problems() -> list[str]:
-    problems = []
-    status = native.status()
-    if not status.available:
-        problems.append(
-            f"The native module is missing: {status.reason_missing}. Ops run without it."
-        )
-    for check in (current_registry().check_settings, current_compilation_config):
-        try:
-            check()
-        except IrError as error:
-            problems.append(str(error))
-    problems += [
-        f"{name} is set, but opweave knows no such variable."
-        for name in environment.unknown_names()
-    ]
-    return list(dict.fromkeys(problems))  # a file that cannot be read is one problem
-
-
 def _print(report: dict[str, Any]) -> None:
-    for section in ("versions", "platform", "native", "environment"):
-        out.print(f"[bold]{section}[/]")
-        for key, value in report[section].items():
-            out.print(f"  {key:<22} {escape(_show(value))}")
+    _print_values("versions", report["versions"])
+    _print_platform(report["platform"])
+    _print_plugins(report["plugins"], report["overrides"])
+    _print_settings(report["plugin_settings"])
+    _print_values("native", report["native"])
+    _print_values("environment", report["environment"])
     out.print(f"[bold]config file[/]\n  {escape(_show(report['config_file']))}")
     if report["problems"]:
         out.print("[bold red]problems[/]")
@@ -102,7 +50,67 @@ def _print(report: dict[str, Any]) -> None:
         out.print("[bold green]no problems[/]")
 
 
+def _print_values(title: str, values: Mapping[str, Any]) -> None:
+    out.print(f"[bold]{title}[/]")
+    for key, value in values.items():
+        out.print(f"  {escape(key):<22} {escape(_show(value))}")
+
+
+def _print_platform(platform: dict[str, Any] | None) -> None:
+    if platform is None:
+        out.print("[bold]platform[/]\n  [bold red]none could be chosen[/]")
+        return
+    capabilities = platform.pop("capabilities", {})
+    facts = platform.pop("facts", {})
+    candidates = [
+        f"{each['name']} ({each['score']}{', ' if each['why'] else ''}{each['why']})"
+        for each in platform.pop("candidates")
+    ]
+    asked = _last_frame(platform.pop("first_asked_by"))
+    shown = {
+        **platform,
+        "owner": owner_text(platform["owner"]),
+        "candidates": candidates,
+        "capabilities": [name for name, has in capabilities.items() if has],
+        "first asked by": asked,
+        **facts,
+    }
+    _print_values("platform", shown)
+
+
+def _last_frame(trace: str) -> str:
+    """Return the innermost place of a stack trace that is in a file."""
+    frames = [part.partition("\n")[0] for part in trace.split("File ")]
+    return next((frame for frame in reversed(frames) if not frame.startswith('"<')), "-")
+
+
+def _print_plugins(plugins: list[dict[str, Any]], overrides: list[dict[str, Any]]) -> None:
+    out.print("[bold]plugins[/]")
+    out.print(plugin_table(plugins) if plugins else "  none is installed")
+    if overrides:
+        out.print("[bold]registered by plugins[/]")
+        table = plain_table("kind", "name", "owner")
+        for each in overrides:
+            owner = owner_text(each["owner"])
+            table.add_row(escape(each["kind"]), escape(each["name"]), escape(owner))
+        out.print(table)
+
+
+def _print_settings(settings: list[dict[str, Any]]) -> None:
+    if not settings:
+        return
+    out.print("[bold]settings of plugins[/]")
+    table = plain_table("name", "type", "default", "given", "meaning", "owner")
+    for each in settings:
+        shown = [each["name"], each["kind"], _show(each["default"]), _show(each["given"])]
+        cells = [*shown, each["help"], owner_text(each["owner"])]
+        table.add_row(*map(escape, cells))
+    out.print(table)
+
+
 def _show(value: Any) -> str:
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value))
-    return {None: "-", True: "yes", False: "no"}.get(value, str(value))
+        return ", ".join(map(str, value)) or "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value is None else str(value)

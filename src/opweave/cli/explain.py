@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,7 @@ from opweave.ir.errors import OpweaveError
 
 if TYPE_CHECKING:
     from opweave.compile import Report
-    from opweave.models import LlamaForCausalLM
+    from opweave.models import CausalLM
 
 PROMPT = "The quick brown fox jumps over the lazy dog"
 
@@ -107,21 +108,21 @@ def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str 
         write_json("--json", json, data)
 
 
-def _load(path: Path, prompt: str, dtype: str) -> tuple[LlamaForCausalLM, list[int]]:
+def _load(path: Path, prompt: str, dtype: str) -> tuple[CausalLM, list[int]]:
     from opweave.engine.checkpoint import Checkpoint
-    from opweave.engine.loader import load_model
+    from opweave.engine.loader import as_language_model, load_model
     from opweave.engine.prompts import PromptReader
     from opweave.engine.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(Checkpoint(path))
     with ProgressBar("loading") as loading:
-        model = load_model(path, dtype=dtype, progress=loading)
-    config = model.config
-    reader = PromptReader(tokenizer, config.vocab_size, config.max_position_embeddings)
+        model = as_language_model(load_model(path, dtype=dtype, progress=loading))
+    longest = model.max_positions or sys.maxsize
+    reader = PromptReader(tokenizer, model.vocab_size, longest)
     return model, reader.tokens(prompt)
 
 
-def _compile(model: LlamaForCausalLM, tokens: list[int]) -> list[Report]:
+def _compile(model: CausalLM, tokens: list[int]) -> list[Report]:
     """Compile the forward for any number of tokens; return the report of each graph."""
     import torch
     from torch._dynamo.exc import BackendCompilerFailed

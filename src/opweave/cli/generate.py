@@ -14,10 +14,12 @@ from opweave import ir
 from opweave.cli.compilation import CompilationOption, apply_compilation
 from opweave.cli.errors import CliError
 from opweave.cli.output import out, print_json, print_text
+from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
 from opweave.cli.progress import ProgressBar
 from opweave.cli.prompts import check_utf8
 from opweave.cli.selections import selection_table, selections
+from opweave.config import EngineConfig, ParallelConfig
 
 if TYPE_CHECKING:
     from opweave.engine import RequestOutput
@@ -36,8 +38,11 @@ def generate(
     seed: int | None = None,
     stop: Annotated[list[str] | None, Parameter(negative=())] = None,
     dtype: str = "auto",
+    load_format: str = "auto",
+    tensor_parallel_size: int | None = None,
     ir_op_priority: PriorityOption = None,
     compilation_config: CompilationOption = None,
+    plugin: PluginOption = None,
     explain: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
@@ -65,6 +70,10 @@ def generate(
         End at this text; give it several times for more than one.
     dtype
         auto (the checkpoint's), float32, bfloat16 or float16.
+    load_format
+        auto reads the weights; dummy makes random ones up.
+    tensor_parallel_size
+        Over how many devices the model is divided.
     explain
         Show which kernel each op used, and why the others did not.
     json
@@ -77,10 +86,20 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
         stop=stop or [],
     )  # fmt: skip
+    apply_plugins(plugin)
     apply_priorities(ir_op_priority)
     apply_compilation(compilation_config)
+    engine_config = EngineConfig(
+        dtype=dtype,
+        load_format=load_format,  # type: ignore[arg-type]
+        parallel=(
+            ParallelConfig()
+            if tensor_parallel_size is None
+            else ParallelConfig(tensor_parallel_size=tensor_parallel_size)
+        ),
+    )
     with ProgressBar("loading") as loading:
-        llm = LLM(model, dtype=dtype, progress=loading)
+        llm = LLM(model, config=engine_config, progress=loading)
     recording = ir.record() if explain or json else nullcontext(ir.Record())
     with recording as record, ProgressBar("writing") as writing:
         outputs = llm.generate(prompts, sampling, progress=writing)

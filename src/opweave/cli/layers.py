@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import nn
 
 from opweave.layers import CustomOp, op_registry, replacement
-from opweave.layers.registry import full_name
+from opweave.layers.registry import full_name, owner_of
 
 
 def layers(name: str | None) -> list[dict[str, Any]]:
@@ -30,7 +30,13 @@ def _describe(name: str, layer: type[nn.Module]) -> dict[str, Any]:
         "summary": (inspect.getdoc(layer) or "").partition("\n")[0],
         "enabled": found.enabled() if issubclass(found, CustomOp) else None,
         "replacement": None if found is layer else full_name(found),
+        "plugin": _plugin(found),
     }
+
+
+def _plugin(layer: type[nn.Module]) -> str | None:
+    owner = owner_of(layer)
+    return None if owner is None else str(owner)
 
 
 def layer_table(found: list[dict[str, Any]]) -> Table:

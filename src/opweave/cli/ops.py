@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 from rich.markup import escape
@@ -13,7 +13,8 @@ from opweave.cli.compilation import CompilationOption, apply_compilation
 from opweave.cli.errors import CliError
 from opweave.cli.output import out, print_json
 from opweave.cli.priorities import PriorityOption, apply_priorities
-from opweave.ir import IrOp, IrOpImpl, current_registry, policy_for
+from opweave.ir import IrOp, current_registry, policy_for
+from opweave.ir.description import describe
 from opweave.ir.errors import did_you_mean
 
 
@@ -60,36 +61,6 @@ def ops(
 
 def _ops(name: str | None) -> list[IrOp]:
     return [op for op in current_registry().ops.values() if name in (None, op.name)]
-
-
-def describe(op: IrOp) -> dict[str, Any]:
-    """Return what is known about *op* as plain data."""
-    return {
-        "op": op.name,
-        "kind": "op",
-        "schema": op.schema.torch,
-        "summary": (inspect.getdoc(op.native) or "").partition("\n")[0],
-        "activations": list(op.activations),
-        "allow_inplace": op.allow_inplace,
-        "composite": op.composite,
-        "declared": str(op.site),
-        "priority": [
-            {"provider": entry.provider, "strict": entry.strict, "origin": entry.origin}
-            for entry in policy_for(op).priority
-        ],
-        "implementations": [_describe_impl(impl) for impl in op.impls.values()],
-    }
-
-
-def _describe_impl(impl: IrOpImpl) -> dict[str, Any]:
-    return {
-        "provider": impl.provider,
-        "available": impl.supported,
-        "reason": None if impl.supported else impl.unsupported_reason,
-        "inplace": impl.inplace,
-        "traits": sorted(impl.traits),
-        "registered": str(impl.site),
-    }
 
 
 def _table(chosen: list[IrOp]) -> Table:

@@ -13,8 +13,16 @@ from rich.markup import escape
 _WIDE = 240  # for files and pipes, where nothing should be folded
 
 
+class Results(Console):
+    """Writes to standard output, whose reader may go before the end, as ``head`` does."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # no problem to the command line; rich would exit with 1
+
+
 def _console(*, stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, highlight=False, soft_wrap=True, emoji=False)
+    kind = Console if stderr else Results
+    console = kind(stderr=stderr, highlight=False, soft_wrap=True, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDE
     return console
@@ -42,8 +50,18 @@ def print_json(value: Any) -> None:
     print_text(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def fail(message: str) -> NoReturn:
-    """Write *message* as one line to stderr and exit with 2."""
+def print_json_line(value: Any) -> None:
+    """Write *value* to stdout as JSON in one line."""
+    print_text(json.dumps(value, ensure_ascii=False))
+
+
+def show_error(message: str) -> None:
+    """Write *message* as one line to stderr."""
     line = " ".join(message.split())
     err.print(f"[bold red]opweave:[/] {escape(line)}")
+
+
+def fail(message: str) -> NoReturn:
+    """Write *message* as one line to stderr and exit with 2."""
+    show_error(message)
     sys.exit(2)

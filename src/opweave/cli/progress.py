@@ -8,9 +8,13 @@ from opweave.cli.output import err
 
 
 class ProgressBar:
-    """A bar that goes away when it is done; call it with ``(done, total)``, or never."""
+    """A bar that goes away when it is done.
+
+    Call it with ``(done, total)``, and with what is at work if that is worth knowing; or never.
+    """
 
     def __init__(self, what: str, *, counts: bool = True) -> None:
+        self._what = what
         counter = (MofNCompleteColumn(),) if counts else ()
         columns = (TextColumn("{task.description}"), BarColumn(), *counter, TimeElapsedColumn())
         self._bar = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
@@ -23,5 +27,6 @@ class ProgressBar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
+    def __call__(self, done: int, total: int, item: str = "") -> None:
+        described = f"{self._what} {item}".rstrip()
+        self._bar.update(self._task, completed=done, total=total, description=described)

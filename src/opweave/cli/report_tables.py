@@ -80,7 +80,7 @@ def _print_passes(report: Report) -> None:
     table.columns[2].justify = "right"
     for record in report.passes:
         changed = "changed" if record.changed else "-"
-        table.add_row(record.name, record.stage, f"{record.seconds * 1e3:.1f}", changed)
+        table.add_row(record.title, record.stage, f"{record.seconds * 1e3:.1f}", changed)
     out.print(table, "")
 
 

@@ -49,7 +49,7 @@ def verify_command(
         Verify this provider only; may be given several times. A name that is not registered is
         imported as a module.
     platform
-        Verify on this platform: cpu or cuda; by default the current one.
+        Verify on the device of this platform; by default the current one.
     check
         Run this check only; may be given several times.
     import_
@@ -90,7 +90,7 @@ def _verify(found: list[Subject], checks: list[str], seed: int) -> list[Result]:
     results = []
     with ProgressBar("verifying") as progress:
         for i, subject in enumerate(found):
-            progress(i, len(found))
+            progress(i, len(found), str(subject))
             results.append(verify(subject, checks, seed=seed))
     return results
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from opweave.ir.errors import OpweaveError
 from opweave.native.errors import NativeBuildError
 from opweave.native.extension import check_name
 
@@ -19,25 +21,50 @@ def new(name: str, parent: Path) -> list[Path]:
         NativeBuildError: the name is no good, or the folder exists or cannot be written.
     """
     check_name(name)
-    if importlib.util.find_spec(name) is not None and not (parent / name).exists():
-        raise NativeBuildError(
+    return write_package(name, parent, [_TEMPLATES], NativeBuildError)
+
+
+def write_package(
+    name: str,
+    parent: Path,
+    templates: Sequence[Path],
+    error: type[OpweaveError],
+    values: Mapping[str, str] | None = None,
+) -> list[Path]:
+    """Write a Python package from folders of templates; return its files.
+
+    A template is a file ``*.tmpl`` with ``{{name}}`` in place of the name, and ``{{key}}`` for each
+    of *values*. Those in the folder ``package`` become the Python package.
+
+    Raises:
+        error: a package of that name is installed, or the folder exists or cannot be written.
+    """
+    folder = parent / name
+    if not folder.exists() and importlib.util.find_spec(name) is not None:
+        raise error(
             f"A Python package {name!r} is installed already and would be in the way; choose "
             "another name."
         )
-    folder = parent / name
+    filled = {"name": name, **(values or {})}
     try:
         folder.mkdir()
-        return [_write(template, folder, name) for template in sorted(_TEMPLATES.rglob("*.tmpl"))]
-    except FileExistsError as error:
-        raise NativeBuildError(f"{folder} exists already; choose another name.") from error
-    except OSError as error:
-        raise NativeBuildError(f"Cannot write {folder}: {error.strerror}.") from error
+        return [
+            _write(template, template.relative_to(root), folder, filled)
+            for root in templates
+            for template in sorted(root.rglob("*.tmpl"))
+        ]
+    except FileExistsError as cause:
+        raise error(f"{folder} exists already; choose another name.") from cause
+    except OSError as cause:
+        raise error(f"Cannot write {folder}: {cause.strerror}.") from cause
 
 
-def _write(template: Path, folder: Path, name: str) -> Path:
-    first, *rest = template.relative_to(_TEMPLATES).with_suffix("").parts
-    path = folder.joinpath(_PLACES.get(first, first).format(name=name), *rest)
+def _write(template: Path, relative: Path, folder: Path, values: Mapping[str, str]) -> Path:
+    first, *rest = relative.with_suffix("").parts
+    path = folder.joinpath(_PLACES.get(first, first).format(name=values["name"]), *rest)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = template.read_text(encoding="utf-8").replace("{{name}}", name)
+    text = template.read_text(encoding="utf-8")
+    for key, value in values.items():
+        text = text.replace(f"{{{{{key}}}}}", value)
     path.write_text(text, encoding="utf-8")
     return path

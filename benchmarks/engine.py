@@ -1,0 +1,80 @@
+"""How fast the engine is: many requests at once, and one alone.
+
+    python benchmarks/engine.py                    a table
+    python benchmarks/engine.py --json             one object, see below
+    python benchmarks/engine.py --plot engine.svg  a picture, too
+    python benchmarks/engine.py --size tiny        small models, to try it: the figures mean little
+
+Everything that is compared runs in turns in one process, on one thread unless ``--threads`` says
+otherwise, and a figure is the median over rounds. `ratio` above 1: ours is better.
+
+``engine.throughput``: tokens generated in a second by ``LLM.generate`` from a load of requests that
+arrive at once; baseline: transformers' continuous batching, with the same budget of tokens.
+``engine.throughput.generate``: the same; baseline: ``generate`` of transformers, one padded batch.
+`equal_answers` of `answers` are token for token those of the baseline, in float32.
+``engine.latency.first_token.p50`` and so on: from handing a request in, in milliseconds.
+``engine.decode_bandwidth``: tokens in a second of one request; `limit`: those that reading the
+weights at the measured speed of memory would allow; baseline: a loop over transformers' model.
+``engine.decode_bandwidth.int8``, ``.fp8``: linear layers have weights of 8 bits; the head has not.
+``engine.prefill``: tokens of a prompt of 512 in a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from engine_cells import mixed, plot, single
+from engine_cells.models import MIXED
+from harness import Parser, describe_machine, print_json
+
+PARTS = ("mixed", "single")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture, as SVG")
+    parser.add_argument("--size", choices=list(MIXED), default="full", help="of the models")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--requests", type=int, default=32, help="of the mixed load")
+    parser.add_argument("--steps", type=int, default=16, help="tokens that one request decodes")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args(arguments)
+    for name in ("requests", "steps", "rounds", "threads"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if options.plot is not None and not options.plot.parent.is_dir():
+        parser.error(f"--plot {options.plot}: no directory {options.plot.parent}")
+    torch.set_num_threads(options.threads)
+    found = []
+    if "mixed" in options.parts:
+        found += mixed.measure(options.size, options.requests, options.rounds, quiet=options.json)
+    if "single" in options.parts:
+        found += single.measure(options.size, options.steps, options.rounds, quiet=options.json)
+    machine = describe_machine()
+    if options.plot is not None:
+        options.plot.write_text(plot.draw(found, machine), encoding="utf-8")
+    if options.json:
+        print_json(machine, found)
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    table = Table("name", "value", "unit", "baseline", "against", "ratio", "of the limit", "equal")
+    for row in found:
+        share = f"{row['limit_share']:.0%}" if "limit_share" in row else ""
+        equal = f"{row['equal_answers']} of {row['answers']}" if "answers" in row else ""
+        fields = (row[name] for name in ("name", "value", "unit", "baseline", "against", "ratio"))
+        table.add_row(*map(str, fields), share, equal)
+    console.print(table)
+    for case in dict.fromkeys(row["case"] for row in found):
+        console.print(case, markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

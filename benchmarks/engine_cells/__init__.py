@@ -1,0 +1,1 @@
+"""What benchmarks/engine.py measures: a mixed load, decoding and prefill."""

@@ -1,0 +1,215 @@
+"""``opweave chat``: talk with a model in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from unicodedata import category
+
+from cyclopts import Parameter
+
+from opweave.cli.compilation import CompilationOption, apply_compilation
+from opweave.cli.errors import CliError
+from opweave.cli.interrupt import interruptible
+from opweave.cli.output import err, print_json_line, print_text, show_error
+from opweave.cli.plugin_options import PluginOption, apply_plugins
+from opweave.cli.priorities import PriorityOption, apply_priorities
+from opweave.cli.progress import ProgressBar
+from opweave.cli.prompts import check_utf8
+from opweave.config import EngineConfig
+
+if TYPE_CHECKING:
+    from opweave.engine import LLM, ChatTemplate, RequestOutput, SamplingParams
+
+_HELP = "/reset forgets the conversation; /exit or Ctrl-D leaves; Ctrl-C stops an answer."
+
+
+def chat(
+    model: Path,
+    /,
+    *,
+    system: str | None = None,
+    chat_template: str | None = None,
+    max_tokens: int | None = None,
+    temperature: float = 0.7,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    stop: Annotated[list[str] | None, Parameter(negative=())] = None,
+    dtype: str = "auto",
+    load_format: str = "auto",
+    ir_op_priority: PriorityOption = None,
+    compilation_config: CompilationOption = None,
+    plugin: PluginOption = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Talk with the model in a directory; answers appear as they are written.
+
+    Lines are messages. /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an
+    answer. From a file or a pipe, every line is answered in turn.
+
+    Parameters
+    ----------
+    model
+        A directory with config.json, safetensors, tokenizer.json and a chat template.
+    system
+        What the conversation begins with, as its system message.
+    chat_template
+        A Jinja file, or the template itself, instead of the checkpoint's.
+    max_tokens
+        Write at most this many tokens in an answer; the default is what the context has room for.
+    temperature
+        0 takes the likeliest token each time; higher is more random.
+    top_k
+        Choose among this many likeliest tokens; 0 is all.
+    top_p
+        Choose among the likeliest tokens that add up to this probability.
+    min_p
+        Choose among tokens at least this probable, relative to the likeliest one.
+    repetition_penalty
+        Above 1, tokens that were there before become less likely.
+    seed
+        Makes sampling repeatable.
+    stop
+        End an answer at this text; give it several times for more than one.
+    dtype
+        auto (the checkpoint's), float32, bfloat16 or float16.
+    load_format
+        auto reads the weights; dummy makes random ones up.
+    json
+        Print each answer as one line of JSON when it is complete.
+    """
+    from opweave.engine import LLM, Checkpoint, SamplingParams
+    from opweave.engine.conversation import template_for
+
+    sampling = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, seed=seed, stop=stop or [],
+    )  # fmt: skip
+    apply_plugins(plugin)
+    apply_priorities(ir_op_priority)
+    apply_compilation(compilation_config)
+    template = template_for(
+        Checkpoint(model), chat_template
+    )  # before the model, which takes longer
+    engine_config = EngineConfig(dtype=dtype, load_format=load_format)  # type: ignore[arg-type]
+    with ProgressBar("loading") as loading:
+        llm = LLM(model, config=engine_config, progress=loading)
+    _Chat(llm, template, sampling, system, as_json=json).run()
+
+
+class _Chat:
+    """A conversation that goes on."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        template: ChatTemplate,
+        sampling: SamplingParams,
+        system: str | None,
+        *,
+        as_json: bool,
+    ) -> None:
+        self._llm, self._template, self._sampling = llm, template, sampling
+        self._as_json = as_json
+        self._beginning = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._beginning)
+
+    def run(self) -> None:
+        """Answer until there is nothing more to answer."""
+        is_terminal = sys.stdin is not None and sys.stdin.isatty()
+        if is_terminal:
+            err.print(_HELP)
+        for line in _typed() if is_terminal else _piped():
+            text = line.strip()
+            if text == "/exit":
+                return
+            if text == "/reset":
+                self._messages = list(self._beginning)
+            elif text == "/help":
+                err.print(_HELP)
+            elif text:
+                self._answer(text, goes_on=is_terminal)
+
+    def _answer(self, text: str, *, goes_on: bool) -> None:
+        from opweave.engine import EngineError
+
+        asked = [*self._messages, {"role": "user", "content": text}]
+        try:
+            check_utf8(text)
+            answer = self._write(asked)
+        except (CliError, EngineError) as error:
+            if not goes_on:
+                raise
+            show_error(f"{error} /reset forgets the conversation.")
+            return
+        self._messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def _write(self, messages: list[dict[str, str]]) -> str:
+        """Answer, and return the text; of an answer that was stopped, what there was."""
+        prompt = self._template.render(messages)
+        ids = self._llm.tokenizer.encode(prompt, add_special_tokens=False)
+        shown, newest = "", None
+        with interruptible() as is_interrupted:
+            for newest in self._llm.stream(ids, self._sampling):
+                text = newest.outputs[0].text
+                self._show(text[len(shown) :])
+                shown = text
+                if is_interrupted():
+                    break
+        if self._as_json and newest is not None:
+            print_json_line(_to_json(newest))
+        elif not self._as_json:
+            print_text("")
+        sys.stdout.flush()
+        return shown
+
+    def _show(self, piece: str) -> None:
+        if not self._as_json:
+            sys.stdout.write(_harmless(piece) if sys.stdout.isatty() else piece)
+            sys.stdout.flush()
+
+
+def _typed() -> Iterator[str]:
+    """Yield lines from the keyboard, with its editing and history where Python has them."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 (input() uses it once it is there)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print_text("")
+            return
+        except KeyboardInterrupt:
+            print_text("")
+            err.print("/exit or Ctrl-D leaves.")
+
+
+def _piped() -> Iterator[str]:
+    if sys.stdin is None:
+        raise CliError("Cannot read messages from standard input: it is closed.")
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CliError(f"Line {number} of standard input is not UTF-8: {error}.") from error
+
+
+def _harmless(text: str) -> str:
+    """Replace what would control the terminal."""
+    return "".join("\ufffd" if category(c) == "Cc" and c not in "\n\t" else c for c in text)
+
+
+def _to_json(output: RequestOutput) -> dict[str, Any]:
+    (answer,) = output.outputs
+    return {
+        "text": answer.text,
+        "finish_reason": answer.finish_reason or "abort",
+        "prompt_tokens": len(output.prompt_token_ids),
+        "completion_tokens": len(answer.token_ids),
+    }

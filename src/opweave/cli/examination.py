@@ -1,0 +1,192 @@
+"""What ``opweave doctor`` finds out, as data. A part that is broken does not hide the rest."""
+
+from __future__ import annotations
+
+import platform as python_platform
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from opweave import native
+from opweave.config import current_compilation_config, environment, file
+from opweave.config.plugin_settings import plugin_settings
+from opweave.ir import current_registry
+from opweave.ir.errors import OpweaveError
+from opweave.platforms import Platform, Resolution, resolution
+from opweave.platforms.contract import members
+from opweave.platforms.passes import pass_references
+from opweave.plugins import (
+    PluginRecord,
+    PluginWarning,
+    hook,
+    load_general_plugins,
+    plugin_problems,
+    plugin_report,
+)
+from opweave.plugins.errors import PluginsFailedError
+
+_PACKAGES = ("opweave", "torch", "safetensors", "tokenizers", "numpy", "cyclopts", "rich")
+
+
+class Examination:
+    """Loads everything that a run would load, and keeps what went wrong."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.found: Resolution | None = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PluginWarning)  # they are among the problems
+            plugged = self._step(load_general_plugins)
+            if self._step(self._resolve) and plugged:
+                self._step(current_registry().check_settings)
+        self._step(current_compilation_config)
+        self._step(environment.check_declared)
+        self._check_native()
+        self.problems += [
+            f"{name} is set, but opweave knows no such variable."
+            for name in environment.unknown_names()
+        ]
+
+    def report(self) -> dict[str, Any]:
+        """Return everything that ``doctor`` shows."""
+        platform = self._platform()
+        plugins = self._plugins()  # after the platform's hooks, which may have failed
+        facts = {
+            "versions": {"python": python_platform.python_version(), **_versions()},
+            "platform": platform,
+            "plugins": plugins,
+            "overrides": self._overrides(plugins),
+            "plugin_settings": _settings(),
+            "native": asdict(native.status()),
+            "config_file": _config_file(),
+            "environment": environment.in_use(),
+        }
+        return {**facts, "problems": list(dict.fromkeys([*plugin_problems(), *self.problems]))}
+
+    def _step(self, step: Callable[[], object]) -> bool:
+        try:
+            step()
+        except PluginsFailedError:
+            return False  # each is among plugin_problems()
+        except OpweaveError as error:
+            self.problems.append(str(error))
+            return False
+        return True
+
+    def _resolve(self) -> None:
+        self.found = resolution()
+
+    def _check_native(self) -> None:
+        status = native.status()
+        if not status.available:
+            self.problems.append(
+                f"The native module is missing: {status.reason_missing}. Ops run without it."
+            )
+
+    def _platform(self) -> dict[str, Any] | None:
+        if self.found is None:
+            return None
+        platform, owner = self.found.platform, self.found.owner
+        return {
+            "name": platform.name,
+            "device_type": platform.device_type,
+            "class": self.found.qualname,
+            "owner": None if owner is None else asdict(owner),
+            "why": self.found.why,
+            "first_asked_by": self.found.trace,
+            "candidates": [
+                {"name": name, "score": claim.score, "why": claim.why}
+                for name, claim, _ in self.found.candidates
+            ],
+            "supported_dtypes": [str(dtype) for dtype in platform.supported_dtypes],
+            "overrides": _overridden(platform),
+            **self._device(self.found),
+        }
+
+    def _device(self, found: Resolution) -> dict[str, Any]:
+        try:
+            with hook(found.owner, "doctor"):
+                return _facts(found.platform)
+        except OpweaveError as error:
+            self.problems.append(str(error))
+        except Exception as error:  # of a driver; a plugin's are all of the kind above
+            name = found.platform.name
+            self.problems.append(f"platform {name} cannot tell what its device is: {error}")
+        return {}
+
+    def _plugins(self) -> list[dict[str, Any]]:
+        records: list[PluginRecord] = []
+        self._step(lambda: records.extend(plugin_report()))
+        return [{**asdict(record), "state": str(record.state)} for record in records]
+
+    def _overrides(self, plugins: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        registered = [(what, _owner(plugin)) for plugin in plugins for what in plugin["registered"]]
+        if self.found is not None and self.found.owner is not None:
+            owner = asdict(self.found.owner)
+            passes = [f"compiler pass {each.qualname}" for each in self._passes()]
+            registered += [(what, owner) for what in passes if (what, owner) not in registered]
+        return [
+            {"kind": kind, "name": name, "owner": owner}
+            for what, owner in registered
+            for kind, _, name in [what.rpartition(" ")]
+        ]
+
+    def _passes(self) -> list[Any]:
+        found: list[Any] = []
+        self._step(lambda: found.extend(pass_references()))
+        return [each for each in found if self.found and each.owner == self.found.owner]
+
+
+def _settings() -> list[dict[str, Any]]:
+    return [
+        {**each._asdict(), "owner": None if each.owner is None else asdict(each.owner)}
+        for each in plugin_settings()
+    ]
+
+
+def _facts(platform: Platform) -> dict[str, Any]:
+    capability = platform.get_device_capability()
+    return {
+        "device_name": platform.get_device_name(),
+        "device_capability": None if capability is None else str(capability),
+        "capabilities": asdict(platform.capabilities),
+        "facts": dict(platform.doctor()),
+    }
+
+
+def _overridden(platform: Platform) -> list[str]:
+    """Return the methods of the contract that the platform has its own of."""
+    return [
+        name
+        for name in members(Platform)
+        if callable(getattr(Platform, name, None))
+        and getattr(type(platform), name) is not getattr(Platform, name)
+    ]
+
+
+def _owner(plugin: dict[str, Any]) -> dict[str, str]:
+    return {
+        "plugin": plugin["name"],
+        "distribution": plugin["distribution"],
+        "version": plugin["version"],
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _config_file() -> str | None:
+    try:
+        path = file.find().path
+    except OpweaveError:
+        return None  # among the problems
+    return str(path) if path else None

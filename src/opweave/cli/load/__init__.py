@@ -1,0 +1,7 @@
+"""Drives a running server with requests, and measures its answers."""
+
+from opweave.cli.load.client import Answer, Client
+from opweave.cli.load.plan import Load, arrivals, prompts
+from opweave.cli.load.summary import Summary, summarise
+
+__all__ = ["Answer", "Client", "Load", "Summary", "arrivals", "prompts", "summarise"]

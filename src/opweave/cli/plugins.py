@@ -1,0 +1,78 @@
+"""``opweave plugins list | new``: the plugins that are installed, and a package to start from."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from rich.markup import escape
+
+from opweave.cli.output import out, print_json
+from opweave.cli.plugin_tables import plugin_table
+from opweave.ir.errors import OpweaveError
+from opweave.platforms import resolution
+from opweave.plugins import load_general_plugins, plugin_problems, plugin_report, scaffold
+
+plugins = App(name="plugins", help="List the plugins that are installed, and start a new one.")
+
+Flag = Annotated[bool, Parameter(negative=())]
+
+
+@plugins.command
+def new(name: str, /, *, platform: Flag = False, json: Flag = False) -> None:
+    """Write a plugin package that passes conformance into a new folder.
+
+    It has a kernel for an op, a layer that replaces opweave's, and tests.
+
+    Parameters
+    ----------
+    name
+        The package's name, also that of the folder, the plugin and its provider.
+    platform
+        Let it bring a platform too.
+    json
+        Print JSON.
+    """
+    files = scaffold.new(name, Path.cwd(), platform=platform)
+    if json:
+        print_json({"name": name, "files": [str(path) for path in files]})
+        return
+    for path in files:
+        out.print(escape(str(path.relative_to(Path.cwd()))))
+    out.print(f"\nNow: pytest {name}, then pip install -e {name} && opweave plugins list")
+
+
+@plugins.command(name="list")
+def list_(*, json: Flag = False) -> int:
+    """List the plugins that are installed, and what became of each.
+
+    Loads the general plugins and asks the platforms', as a run would. Exits with 1 if one failed.
+
+    Parameters
+    ----------
+    json
+        Print JSON.
+    """
+    with suppress(OpweaveError):  # what is wrong with plugins is told below, all of it
+        load_general_plugins()
+    problem = _resolve_platform()
+    records = [{**asdict(each), "state": str(each.state)} for each in plugin_report()]
+    problems = list(dict.fromkeys([*plugin_problems(), *problem]))
+    if json:
+        print_json({"plugins": records, "problems": problems})
+    else:
+        out.print(plugin_table(records) if records else "No plugin is installed.")
+        for each in problems:
+            out.print(f"[bold red]✗[/] {escape(each)}")
+    return 1 if problems else 0
+
+
+def _resolve_platform() -> list[str]:
+    try:
+        resolution()
+    except OpweaveError as error:
+        return [str(error)]
+    return []

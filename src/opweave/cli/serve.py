@@ -1,0 +1,205 @@
+"""``opweave serve``: answer requests of OpenAI's API over HTTP."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from cyclopts import App, Parameter
+
+from opweave.cli.compilation import CompilationOption, apply_compilation
+from opweave.cli.output import print_text
+from opweave.cli.plugin_options import PluginOption, apply_plugins
+from opweave.cli.priorities import PriorityOption, apply_priorities
+from opweave.cli.progress import ProgressBar
+from opweave.cli.serve_file import OptionSources
+from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, environment
+from opweave.config.log import choose_log
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
+
+Flag = Annotated[bool, Parameter(negative=())]
+Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+
+_sources = OptionSources()
+serve_app = App(name="serve", config=_sources, help_format="plaintext")
+
+
+@serve_app.default
+def serve(
+    model: Path,
+    /,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: Annotated[list[str] | None, Parameter(negative=())] = None,
+    served_model_name: Annotated[list[str] | None, Parameter(negative=())] = None,
+    chat_template: str | None = None,
+    root_path: str = "",
+    cors: Annotated[list[str] | None, Parameter(negative=())] = None,
+    dtype: str = "auto",
+    load_format: Literal["auto", "dummy"] = "auto",
+    seed: int = 0,
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    scheduling_policy: str | None = None,
+    tensor_parallel_size: int | None = None,
+    block_size: int | None = None,
+    kv_cache_memory: int | None = None,
+    prefix_caching: bool | None = None,
+    enforce_eager: Flag = False,
+    max_requests: int = 1024,
+    max_body_size: int = 16 * 1024 * 1024,
+    body_timeout: float = 30.0,
+    request_timeout: float = 600.0,
+    drain_timeout: float = 60.0,
+    log_level: Level | None = None,
+    log_format: Literal["text", "json"] = "text",
+    log_prompts: Flag = False,
+    config: Path | None = None,
+    ir_op_priority: PriorityOption = None,
+    compilation_config: CompilationOption = None,
+    plugin: PluginOption = None,
+) -> None:
+    """Answer requests over HTTP, as OpenAI's API has them, with the model in a directory.
+
+    SIGTERM and Ctrl-C finish the requests that were accepted; a second one stops at once.
+
+    Parameters
+    ----------
+    model
+        A directory with config.json, safetensors and tokenizer.json.
+    host
+        The address to listen on; 0.0.0.0 is every network.
+    port
+        The port to listen on; 0 takes one that is free, and prints it.
+    api_key
+        A key that requests must bring; give it several times for several. Also OPWEAVE_API_KEY.
+    served_model_name
+        The name by which clients ask for the model; give it several times for several.
+    chat_template
+        A Jinja file, or the template itself, instead of the checkpoint's.
+    root_path
+        The path under which a proxy shows the server, such as /api.
+    cors
+        A web page's origin that may call the server, such as https://example.com; * is all.
+    dtype
+        auto (the checkpoint's), float32, bfloat16 or float16.
+    load_format
+        auto reads the weights; dummy makes random ones up.
+    seed
+        Seeds the sampling of requests that bring no seed.
+    max_model_len
+        The most tokens of a prompt and its answer together.
+    max_num_seqs
+        How many requests are computed together.
+    max_num_batched_tokens
+        The most tokens of one forward.
+    scheduling_policy
+        fcfs (first come, first served) or priority (the lowest number first).
+    tensor_parallel_size
+        Over how many devices the model is divided.
+    block_size
+        Tokens in one block of the cache.
+    kv_cache_memory
+        The memory for the cache, in bytes.
+    prefix_caching
+        Whether prompts that begin alike share what was computed of them.
+    enforce_eager
+        Compile nothing, whatever the other settings say.
+    max_requests
+        How many answers may be worked on and wait; more are refused with 429.
+    max_body_size
+        The size of the largest request, in bytes.
+    body_timeout
+        Seconds within which a request must have arrived.
+    request_timeout
+        Seconds within which a request must have been answered.
+    drain_timeout
+        Seconds that accepted requests get to finish when the server is told to stop.
+    log_level
+        DEBUG, INFO, WARNING, ERROR or CRITICAL. The default is OPWEAVE_LOGGING_LEVEL, else INFO.
+    log_format
+        text, or json for one JSON object per line.
+    log_prompts
+        Log the text of prompts.
+    config
+        A file of options by name: .yaml, .json or .toml. The command line is stronger.
+    """
+    level = log_level or environment.logging_level() or "INFO"
+    choose_log(level, as_json=log_format == "json", others={"uvicorn": "WARNING"})
+    from opweave.engine import ChatTemplate, Checkpoint, open_engine
+    from opweave.engine.dependencies import require
+    from opweave.engine.executor import is_follower
+
+    for package in _PACKAGES:
+        require(package)
+    from opweave.server import ServerConfig, create_app, listen, run
+    from opweave.server.run import url
+
+    settings = ServerConfig(
+        api_keys=tuple(api_key or environment.api_keys()),
+        served_model_names=tuple(served_model_name or ()),
+        root_path=root_path,
+        cors_origins=tuple(cors or ()),
+        max_requests=max_requests,
+        max_body_bytes=max_body_size,
+        body_timeout=body_timeout,
+        request_timeout=request_timeout,
+        drain_timeout=drain_timeout,
+        log_prompts=log_prompts,
+    )
+    apply_plugins(plugin)
+    apply_priorities(ir_op_priority)
+    apply_compilation({**(compilation_config or {}), **({"mode": "0"} if enforce_eager else {})})
+    engine_config = EngineConfig(
+        dtype=dtype,
+        load_format=load_format,
+        seed=seed,
+        scheduler=_given(
+            SchedulerConfig,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            policy=scheduling_policy,
+        ),
+        cache=_given(
+            CacheConfig,
+            block_size=block_size,
+            memory_bytes=kv_cache_memory,
+            enable_prefix_caching=prefix_caching,
+        ),
+        parallel=_given(ParallelConfig, tensor_parallel_size=tensor_parallel_size),
+    )
+    checkpoint = Checkpoint(model)
+    template = (
+        ChatTemplate.given(chat_template, checkpoint)
+        if chat_template
+        else ChatTemplate.of(checkpoint)
+    )
+    if is_follower(engine_config.parallel.tensor_parallel_size):
+        open_engine(model, config=engine_config)  # which ends the process when rank 0 stops
+    # Before the model, which takes a while to load: whether the address is free shows at once.
+    bound = listen(host, port)
+    _log_options()
+    with bound:
+        with ProgressBar("loading") as loading:
+            engine = open_engine(model, config=engine_config, progress=loading)
+        app = create_app(engine, settings, template)
+        run(app, bound, lambda: print_text(f"opweave serves {engine.model_name} on {url(bound)}"))
+
+
+def _given(kind: type[T], **values: object) -> T:
+    """Return a configuration of the values that were given; a platform may choose the others."""
+    return kind(**{name: value for name, value in values.items() if value is not None})
+
+
+def _log_options() -> None:
+    for name, values in _sources.given.items():
+        _log.info("option %s: %s", name, values)

@@ -1,0 +1,102 @@
+"""The file of ``opweave serve --config``: options under their names."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App, Argument, ArgumentCollection
+from cyclopts.config import Dict
+
+from opweave.cli.errors import CliError
+from opweave.ir.errors import did_you_mean
+
+_SECRET = ("--api-key",)
+_KINDS = ".yaml, .yml, .json or .toml"
+
+
+class OptionSources:
+    """Fills in options from the file that ``--config`` names, and knows where each comes from.
+
+    Attributes:
+        given: for each option that was given, its values and where they come from.
+    """
+
+    def __init__(self) -> None:
+        self.given: dict[str, str] = {}
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Be called by cyclopts between parsing and converting."""
+        for argument in arguments:
+            if argument.name == "--config" and argument.tokens:
+                path = argument.tokens[0].value
+                values = _read(Path(path).expanduser())
+                _check_names(values, arguments, path)
+                file = Dict(values, source=path, use_commands_as_keys=False)
+                file(app, commands, arguments)
+        self.given = {argument.name: _origin(argument) for argument in arguments if argument.tokens}
+
+
+def _origin(argument: Argument) -> str:
+    source = argument.tokens[0].source
+    values = [".".join([*token.keys, token.value]) for token in argument.tokens]
+    shown = "***" if argument.name in _SECRET else ", ".join(values)
+    return f"{shown} ({'command line' if source == 'cli' else source})"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = _parser(path)(text)
+    except OSError as error:
+        raise CliError(f"Cannot read --config {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise CliError(f"--config {path} is malformed: {error}.") from error
+    if not isinstance(values, dict):
+        raise CliError(f"--config {path} must hold options by name, as port: 8000.")
+    return {str(name).replace("_", "-"): _flat(value) for name, value in values.items()}
+
+
+def _parser(path: Path) -> Callable[[str], Any]:
+    if path.suffix == ".json":
+        return json.loads
+    if path.suffix == ".toml":
+        return tomllib.loads
+    if path.suffix in (".yaml", ".yml"):
+        return _parse_yaml
+    raise CliError(f"--config {path}: its name must end in {_KINDS}.")
+
+
+def _parse_yaml(text: str) -> Any:
+    from opweave.engine.dependencies import require
+
+    yaml = require("yaml")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from error
+
+
+def _flat(value: Any) -> Any:
+    """Lists inside of tables are written with commas on the command line."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        str(key): ",".join(map(str, each)) if isinstance(each, list) else _flat(each)
+        for key, each in value.items()
+    }
+
+
+def _check_names(values: Mapping[str, Any], arguments: ArgumentCollection, path: str) -> None:
+    known = {
+        name.removeprefix("--")
+        for argument in arguments
+        for name in argument.names
+        if name.startswith("--") and name != "--config"
+    }
+    for name in values:
+        if name not in known:
+            raise CliError(f"--config {path}: unknown option {name!r}. {did_you_mean(name, known)}")
