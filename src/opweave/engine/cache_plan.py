@@ -102,7 +102,7 @@ class _Sizing:
                 raise CacheSizeError(
                     f"The states of one sequence take {states[0]} bytes, and there is one more set "
                     f"that nobody owns, but {share} bytes are for states. Give the cache more "
-                    "memory (memory_bytes, memory_utilization)."
+                    "memory (cache.memory_bytes; serve --kv-cache-memory)."
                 )
 
     def total_blocks(self, max_model_len: int) -> int:
@@ -171,5 +171,6 @@ def _too_small(cache: CacheConfig, sizing: _Sizing, wanted: int, total: int, mem
     return (
         f"{memory} bytes of memory hold {total} blocks of {cache.block_size} tokens, but a "
         f"sequence of {wanted} tokens takes {needed}, which are {sizing.bytes(needed)} bytes. Give "
-        "the cache more memory (memory_bytes, memory_utilization), or lower max_model_len."
+        "the cache more memory (cache.memory_bytes; serve --kv-cache-memory), or lower "
+        "max_model_len."
     )

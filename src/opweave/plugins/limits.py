@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from contextvars import copy_context
 from dataclasses import dataclass
 from types import FrameType
@@ -64,12 +64,15 @@ class _Stop(BaseException):
 def run_within(limits: Limits, function: Callable[[], T]) -> T:
     """Return ``function()``.
 
+    What it prints goes to standard error: standard output is for the results of a command.
+
     Raises:
         OvertimeError: it takes longer than *limits*.
     """
-    if threading.current_thread() is threading.main_thread() and _takes_alarms():
-        return _run_here(limits, function)
-    return _run_in_helper(limits, function)
+    in_main = threading.current_thread() is threading.main_thread()
+    run = _run_here if in_main and _takes_alarms() else _run_in_helper
+    with redirect_stdout(sys.stderr) if sys.stderr is not None else nullcontext():
+        return run(limits, function)
 
 
 class _Watch:
