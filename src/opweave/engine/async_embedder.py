@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 
 from opweave.config import EngineConfig
+from opweave.engine.async_client import AsyncClient
 from opweave.engine.embedder import Embedder
-from opweave.engine.errors import EngineDeadError, InvalidArgumentError
+from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.loader import Progress
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput, RequestTimings
 from opweave.engine.priorities import PriorityLists
@@ -28,7 +29,7 @@ class _Waiting(NamedTuple):
     since: float
 
 
-class AsyncEmbedder:
+class AsyncEmbedder(AsyncClient):
     """Implements :class:`~opweave.engine.client.EngineClient` with an encoder in this process.
 
     Args:
@@ -51,16 +52,15 @@ class AsyncEmbedder:
         model_name: str | None = None,
         progress: Progress | None = None,
     ) -> None:
+        super().__init__(model, model_name)
         self._embedder = Embedder(
             model, dtype=dtype, ir_op_priority=ir_op_priority, config=config, progress=progress
         )
-        self._model_name = model_name or Path(model).resolve().name
         self._waiting: dict[str, _Waiting] = {}
         self._running: dict[str, _Waiting] = {}
         self._work: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="opweave-embedder")
-        self._counter, self._is_closed = StatCounter(), False
-        self._dead_with: BaseException | None = None
+        self._counter = StatCounter()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -69,18 +69,6 @@ class AsyncEmbedder:
     @property
     def max_model_len(self) -> int:
         return self._embedder.max_model_len
-
-    @property
-    def model_name(self) -> str:
-        return self._model_name
-
-    @property
-    def is_running(self) -> bool:
-        return not self._is_closed and self._dead_with is None
-
-    @property
-    def dead_with(self) -> BaseException | None:
-        return self._dead_with
 
     async def generate(
         self,
@@ -172,10 +160,3 @@ class AsyncEmbedder:
             whole = now - waiting.since
             self._counter.finish("stop", RequestTimings(began - waiting.since, whole, whole))
             waiting.vector.set_result(vector)
-
-    def _why_not(self) -> EngineDeadError:
-        if self._dead_with is None:
-            return EngineDeadError("The engine is shut down, and takes no requests.")
-        error = EngineDeadError(f"The engine died: {self._dead_with!r}.")
-        error.__cause__ = self._dead_with
-        return error

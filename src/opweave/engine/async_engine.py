@@ -15,6 +15,7 @@ import torch
 
 from opweave.config import EngineConfig
 from opweave.engine.arguments import make_core
+from opweave.engine.async_client import AsyncClient
 from opweave.engine.errors import EngineDeadError, InvalidArgumentError
 from opweave.engine.loader import Progress
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput
@@ -54,7 +55,7 @@ class _Stream:
         return output
 
 
-class AsyncEngine:
+class AsyncEngine(AsyncClient):
     """Implements :class:`~opweave.engine.client.EngineClient` with an engine in this process.
 
     Requests go to its thread, outputs come back to the event loop that asked. A reader that is slow
@@ -83,6 +84,7 @@ class AsyncEngine:
         model_name: str | None = None,
         progress: Progress | None = None,
     ) -> None:
+        super().__init__(model, model_name)
         self._core, self._priorities = make_core(
             model,
             dtype=dtype,
@@ -91,9 +93,6 @@ class AsyncEngine:
             config=config,
             progress=progress,
         )
-        self._model_name = model_name or Path(model).resolve().name
-        self._dead_with: BaseException | None = None
-        self._is_closed = False
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, _Stream] = {}
@@ -113,16 +112,8 @@ class AsyncEngine:
         return self._core.max_model_len
 
     @property
-    def model_name(self) -> str:
-        return self._model_name
-
-    @property
     def is_running(self) -> bool:
-        return self._thread.is_alive() and not self._is_closed and self._dead_with is None
-
-    @property
-    def dead_with(self) -> BaseException | None:
-        return self._dead_with
+        return self._thread.is_alive() and super().is_running
 
     async def generate(
         self,
@@ -209,13 +200,6 @@ class AsyncEngine:
             if (stream := self._streams.get(request_id)) is not None:
                 stream.fail(self._why_not())
             self._close(request_id)
-
-    def _why_not(self) -> EngineDeadError:
-        if self._dead_with is None:
-            return EngineDeadError("The engine is shut down, and takes no requests.")
-        error = EngineDeadError(f"The engine died: {self._dead_with!r}.")
-        error.__cause__ = self._dead_with
-        return error
 
     async def _wait_until_idle(self) -> None:
         if self._unfinished and self._thread.is_alive():

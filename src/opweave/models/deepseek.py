@@ -18,15 +18,15 @@ from opweave.layers import (
     RMSNorm,
     RowParallelLinear,
     SiluAndMul,
-    VocabParallelEmbedding,
     get_rope,
 )
 from opweave.layers.parallel import current_tensor_parallel
-from opweave.models.causal_lm import CausalLM, Decoder
+from opweave.models.causal_lm import CausalLM
 from opweave.models.decoder_layer import DecoderLayer
 from opweave.models.deepseek_config import DeepseekV3Config
 from opweave.models.latent_attention import LatentAttention
 from opweave.models.mlp import GatedMlp
+from opweave.models.pre_norm_lm import PreNormLM
 from opweave.models.weights import Merged
 
 # The norms of latent vectors do not follow rms_norm_eps.
@@ -76,7 +76,7 @@ class DeepseekMoE(nn.Module):
         return mixed
 
 
-class DeepseekV3ForCausalLM(CausalLM):
+class DeepseekV3ForCausalLM(PreNormLM):
     """A DeepSeek-V3 language model.
 
     Args:
@@ -90,20 +90,7 @@ class DeepseekV3ForCausalLM(CausalLM):
     }
 
     def __init__(self, config: DeepseekV3Config, *, dtype: torch.dtype = torch.float32) -> None:
-        size = config.hidden_size
-        decoder = Decoder(
-            VocabParallelEmbedding(config.vocab_size, size, params_dtype=dtype),
-            (deepseek_layer(config, i, dtype) for i in range(config.num_hidden_layers)),
-            RMSNorm(size, config.rms_norm_eps, dtype=dtype),
-        )
-        super().__init__(
-            decoder,
-            config.vocab_size,
-            size,
-            dtype=dtype,
-            tied=config.tie_word_embeddings,
-            max_positions=config.max_position_embeddings,
-        )
+        super().__init__(config, lambda i: deepseek_layer(config, i, dtype), dtype=dtype)
         self.config = config
 
     @classmethod

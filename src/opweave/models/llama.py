@@ -11,15 +11,15 @@ from typing import Any, Self
 
 import torch
 
-from opweave.layers import RMSNorm, SiluAndMul, VocabParallelEmbedding
-from opweave.models.causal_lm import CausalLM, Decoder
+from opweave.layers import RMSNorm, SiluAndMul
 from opweave.models.config import LlamaConfig
 from opweave.models.decoder_layer import DecoderLayer
 from opweave.models.mlp import GatedMlp
+from opweave.models.pre_norm_lm import PreNormLM
 from opweave.models.self_attention import SelfAttention
 
 
-class LlamaForCausalLM(CausalLM):
+class LlamaForCausalLM(PreNormLM):
     """A language model of the Llama family.
 
     Args:
@@ -28,20 +28,7 @@ class LlamaForCausalLM(CausalLM):
     """
 
     def __init__(self, config: LlamaConfig, *, dtype: torch.dtype = torch.float32) -> None:
-        size = config.hidden_size
-        decoder = Decoder(
-            VocabParallelEmbedding(config.vocab_size, size, params_dtype=dtype),
-            (llama_layer(config, layer, dtype) for layer in range(config.num_hidden_layers)),
-            RMSNorm(size, config.rms_norm_eps, dtype=dtype),
-        )
-        super().__init__(
-            decoder,
-            config.vocab_size,
-            size,
-            dtype=dtype,
-            tied=config.tie_word_embeddings,
-            max_positions=config.max_position_embeddings,
-        )
+        super().__init__(config, lambda i: llama_layer(config, i, dtype), dtype=dtype)
         self.config = config
 
     @classmethod

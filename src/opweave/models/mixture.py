@@ -12,12 +12,11 @@ from opweave.layers import (
     ReplicatedLinear,
     RMSNorm,
     SiluAndMul,
-    VocabParallelEmbedding,
 )
-from opweave.models.causal_lm import CausalLM, Decoder
 from opweave.models.decoder_layer import DecoderLayer
 from opweave.models.mixture_config import MixtureConfig
 from opweave.models.mlp import GatedMlp
+from opweave.models.pre_norm_lm import PreNormLM
 from opweave.models.self_attention import SelfAttention
 
 
@@ -47,7 +46,7 @@ class MixtureOfExperts(nn.Module):
         return mixed
 
 
-class MixtureForCausalLM(CausalLM):
+class MixtureForCausalLM(PreNormLM):
     """A language model with a mixture of experts.
 
     Args:
@@ -56,20 +55,7 @@ class MixtureForCausalLM(CausalLM):
     """
 
     def __init__(self, config: MixtureConfig, *, dtype: torch.dtype = torch.float32) -> None:
-        size = config.hidden_size
-        decoder = Decoder(
-            VocabParallelEmbedding(config.vocab_size, size, params_dtype=dtype),
-            (mixture_layer(config, i, dtype) for i in range(config.num_hidden_layers)),
-            RMSNorm(size, config.rms_norm_eps, dtype=dtype),
-        )
-        super().__init__(
-            decoder,
-            config.vocab_size,
-            size,
-            dtype=dtype,
-            tied=config.tie_word_embeddings,
-            max_positions=config.max_position_embeddings,
-        )
+        super().__init__(config, lambda i: mixture_layer(config, i, dtype), dtype=dtype)
         self.config = config
 
 

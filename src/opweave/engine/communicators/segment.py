@@ -102,6 +102,8 @@ class Segment:
         words[own] = number  # last: who sees it sees the rest (see SharedMemoryCommunicator)
         for other in self._others:
             self._wait(other, number)
+        # Only now: who goes on while another is in the step before writes what that one reads.
+        for other in self._others:
             if words[_LINE * (other + 1) + 1 + parity] != tag:
                 raise CommunicatorError(
                     f"rank {self.rank} and rank {other} are at different collectives, or bring "

@@ -1,0 +1,41 @@
+"""What the clients for asyncio have in common: a name, and how they end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from opweave.engine.errors import EngineDeadError
+
+
+class AsyncClient:
+    """Part of an :class:`~opweave.engine.client.EngineClient` that computes in this process.
+
+    Args:
+        model: the directory of a checkpoint.
+        model_name: by default the name of the directory.
+    """
+
+    def __init__(self, model: str | Path, model_name: str | None) -> None:
+        self._model_name = model_name or Path(model).resolve().name
+        self._dead_with: BaseException | None = None
+        self._is_closed = False
+
+    @property
+    def model_name(self) -> str:
+        return self._model_name
+
+    @property
+    def is_running(self) -> bool:
+        return not self._is_closed and self._dead_with is None
+
+    @property
+    def dead_with(self) -> BaseException | None:
+        return self._dead_with
+
+    def _why_not(self) -> EngineDeadError:
+        """Return why no request is taken."""
+        if self._dead_with is None:
+            return EngineDeadError("The engine is shut down, and takes no requests.")
+        error = EngineDeadError(f"The engine died: {self._dead_with!r}.")
+        error.__cause__ = self._dead_with
+        return error
