@@ -308,6 +308,12 @@ def test_settings_that_contradict_or_are_unknown(checkpoint: Checkpoints, tmp_pa
         LLM(tmp_path)
 
 
+def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(CheckpointError, match=r"no config\.json.* holds: notes\.txt"):
+        LLM(tmp_path)
+
+
 def test_progress_of_loading(checkpoint: Checkpoints) -> None:
     calls: list[tuple[int, int]] = []
     LLM(checkpoint("llama")[0], progress=lambda *call: calls.append(call))

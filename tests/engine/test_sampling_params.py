@@ -67,3 +67,8 @@ def test_what_is_refused_is_named(wrong: dict[str, Any]) -> None:
 def test_equal_parameters_are_equal() -> None:
     assert SamplingParams(stop="a") == SamplingParams(stop=["a"])
     assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop=("a",)))
+
+
+def test_what_is_too_large_is_not_called_too_small() -> None:
+    with pytest.raises(SamplingParamsError, match=r"max_tokens is too large.*below 2\*\*63"):
+        SamplingParams(max_tokens=10**5000)  # has too many digits to be shown

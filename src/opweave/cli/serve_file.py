@@ -95,7 +95,7 @@ def _check_names(values: Mapping[str, Any], arguments: ArgumentCollection, path:
         name.removeprefix("--")
         for argument in arguments
         for name in argument.names
-        if name.startswith("--") and name != "--config"
+        if name.startswith("--") and name != "--config" and "_" not in name
     }
     for name in values:
         if name not in known:

@@ -73,7 +73,9 @@ class EngineCore:
         self.platform = platform or platforms.current_platform
         self.config = config = platforms.configured(config, self.platform)
         check_backend(config.compilation)
-        self.tokenizer = tokenizer_of(Checkpoint(model), config)
+        checkpoint = Checkpoint(model)
+        checkpoint.config()  # what a directory that is no checkpoint lacks first
+        self.tokenizer = tokenizer_of(checkpoint, config)
         executor: type[Executor] = resolve_obj_by_qualname(self.platform.get_executor_cls(config))
         self.executor = executor(model, config, self.platform, progress)
         facts = self.executor.facts
