@@ -152,7 +152,7 @@ class SamplingParams:
 def _check_int(name: str, value: object, least: int, note: str) -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if is_int and value >= 2**63:  # type: ignore[operator]
-        raise SamplingParamsError(f"{name} is too large: it must be below 2**63.")
+        raise SamplingParamsError(f"{name}={value:#x} must be below 2**63.")
     if not is_int or value < least:  # type: ignore[operator]
         raise SamplingParamsError(
             f"{name}={value!r} must be an integer of at least {least}, {note}."
