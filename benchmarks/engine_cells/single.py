@@ -26,6 +26,7 @@ Row = dict[str, Any]
 DTYPE = torch.bfloat16
 PREFILL, PROMPT = 512, 16  # tokens
 _CACHE_BYTES = 256 << 20
+_READ = 1 << 30  # bytes; a step reads for long, and a short read measures its own start
 EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
@@ -110,7 +111,7 @@ def measure(size: str, steps: int, rounds: int, *, quiet: bool) -> list[Row]:
     """Return the rows of decoding and prefill, one request at a time."""
     with tempfile.TemporaryDirectory() as folder, progress(quiet=quiet) as bar:
         path = write_config(Path(folder) / "model", SINGLE[size])
-        own, theirs, stream = Ours(path, steps), Theirs(path, steps), Stream()
+        own, theirs, stream = Ours(path, steps), Theirs(path, steps), Stream(_READ, pieces=1)
         narrow = {name: Ours(path, steps, dtype) for name, dtype in EIGHT_BITS.items()}
         measures: dict[str, Callable[[], float]] = {
             "opweave": own.decode,
