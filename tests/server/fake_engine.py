@@ -23,8 +23,10 @@ from opweave.engine import (
     SamplingParams,
     Tokenizer,
 )
+from opweave.engine.completion import Completion
 from opweave.engine.outputs import FinishReason
 from opweave.engine.stats import SECONDS, TOKENS, Histogram
+from opweave.engine.tokenizer import IncrementalDecoder
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "models" / "tiny-pydoc"
 VOCABULARY = 2048
@@ -199,16 +201,16 @@ class FakeEngine:
 
 
 class Answer:
-    """One growing answer; nothing of its text is held back."""
+    """One growing answer."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, index: int
     ) -> None:
         self.token_ids: list[int] = []
-        self.text = ""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._tokenizer, self._params, self._index = tokenizer, params, index
+        self._completion = Completion(IncrementalDecoder(tokenizer), params.stop)
         self._tokens = tokens(prompt, params.seed, index)
 
     def grow(self, *, is_last: bool) -> int:
@@ -217,13 +219,11 @@ class Answer:
             return 0
         token = next(self._tokens)
         self.token_ids.append(token)
-        text = self._tokenizer.decode(self.token_ids)
-        self.text = text if is_last else text.rstrip("\ufffd")
-        stops = [stop for stop in self._params.stop if stop in self.text]
-        if stops:
-            first = min(stops, key=self.text.index)
-            self.text = self.text[: self.text.index(first)]
-            self.finish_reason, self.stop_reason = "stop", first
+        self._completion.push(token)
+        if is_last or token in self._params.stop_token_ids:
+            self._completion.finish()
+        if self._completion.is_stopped:
+            self.finish_reason, self.stop_reason = "stop", self._completion.stopped_by
         elif token in self._params.stop_token_ids:
             self.finish_reason, self.stop_reason = "stop", token
         elif is_last:
@@ -238,7 +238,7 @@ class Answer:
             known = [logprobs(self._tokenizer, token, count) for token in self.token_ids]
         return CompletionOutput(
             self._index,
-            self.text,
+            self._completion.text,
             list(self.token_ids),
             reason or self.finish_reason,
             known,

@@ -8,10 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opweave.engine import CompletionOutput, Logprob
+from opweave.engine.completion import Completion
+from opweave.engine.tokenizer import IncrementalDecoder
 from opweave.server.pieces import Growth
 
 TEXTS = st.text("abc", max_size=40)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), max_size=3)
+
+
+class Texts(IncrementalDecoder):
+    """Stands for a decoder: every token is *piece*."""
+
+    def __init__(self, piece: str = "") -> None:
+        self.piece = piece
+
+    def push(self, token_id: int) -> str:
+        return self.piece
 
 
 @given(TEXTS, STOPS, st.lists(st.integers(1, 6)))
@@ -20,13 +32,16 @@ def test_pieces_add_up_to_the_text_before_the_stop(
 ) -> None:
     ends = [text.find(stop) for stop in stops if stop in text]
     final = text[: min(ends)] if ends else text
-    growth, sent, length = Growth(stops), "", 0
+    decoder = Texts()
+    completion, growth, sent, length = Completion(decoder, stops), Growth(), "", 0
     for step in steps:
+        decoder.piece = text[length : length + step]
         length += step
         shown = text[:length]
         if any(stop in shown for stop in stops) or length >= len(text):
             break
-        piece = growth.piece(CompletionOutput(0, shown, list(range(length)), None))
+        completion.push(0)
+        piece = growth.piece(CompletionOutput(0, completion.text, list(range(length)), None))
         assert piece.start == len(sent)
         sent += piece.text
         assert final.startswith(sent)
@@ -40,24 +55,30 @@ def test_pieces_add_up_to_the_text_before_the_stop(
 
 def test_long_stop_strings_cost_no_more_than_the_text() -> None:
     size = 200_000
-    growth = Growth(["a" * size + "b", ("ab" * size)[:size]])
+    decoder = Texts("a" * 1000)
+    completion = Completion(decoder, ["a" * size + "b", ("ab" * size)[:size]])
     started = time.process_time()
-    for length in range(1000, size, 1000):
-        assert not growth.piece(CompletionOutput(0, "a" * length, [], None)).text
-    assert growth.piece(CompletionOutput(0, "a" * size + "c", [], None)).text == "a" * size + "c"
+    for _ in range(1000, size + 1000, 1000):
+        completion.push(0)
+        assert not completion.text
+    decoder.piece = "c"
+    completion.push(0)
+    assert completion.text == "a" * size + "c"
     assert time.process_time() - started < 5  # a quadratic search takes minutes
 
 
 def test_a_stop_string_that_does_not_stop_is_sent() -> None:
-    growth = Growth(["aba"])
-    sent = ""
-    for text in ("a", "ab", "aba", "abab", "ababx"):  # as with min_tokens
-        sent += growth.piece(CompletionOutput(0, text, [], None)).text
+    decoder, growth, sent = Texts(), Growth(), ""
+    completion = Completion(decoder, ["aba"], min_tokens=5)
+    for piece in ("a", "b", "a", "b", "x"):
+        decoder.piece = piece
+        completion.push(0)
+        sent += growth.piece(CompletionOutput(0, completion.text, [], None)).text
     assert sent == "ababx"
 
 
 def test_tokens_and_their_logprobs_come_once() -> None:
-    growth = Growth(())
+    growth = Growth()
     known = [{7: Logprob(-1.0, 1, "a")}, {8: Logprob(-2.0, 1, "b")}, {9: Logprob(-3.0, 2, "c")}]
     first = growth.piece(CompletionOutput(0, "a", [7], None, known[:1]))
     rest = growth.piece(CompletionOutput(0, "abc", [7, 8, 9], "length", known))
@@ -66,7 +87,7 @@ def test_tokens_and_their_logprobs_come_once() -> None:
 
 
 def test_a_token_without_text_is_no_piece() -> None:
-    growth = Growth(())
+    growth = Growth()
     assert not growth.piece(CompletionOutput(0, "", [5], None))
     assert growth.piece(CompletionOutput(0, "é", [5, 6], None)).text == "é"
     assert growth.piece(CompletionOutput(0, "é", [5, 6, 1], "stop"))

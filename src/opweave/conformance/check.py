@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -88,17 +89,20 @@ def raised(error: Exception | None) -> str:
     return f"raised {type(error).__name__}{f' ({lines[0]})' if lines else ''}"
 
 
-def outcome_of(check: Check, subject: Subject) -> Outcome:
-    """Run *check*, until a few problems are found."""
-    outcome = Outcome(check.name)
+def outcome_of(
+    name: str, run: Callable[[], Findings], most_problems: int = _MAX_PROBLEMS
+) -> Outcome:
+    """Run the check called *name*, until *most_problems* are found."""
+    outcome, start = Outcome(name), time.perf_counter()
     try:
-        for finding in check.run(subject):
+        for finding in run():
             if finding is None:
                 outcome.passed += 1
             else:
                 outcome.problems.append(finding)
-            if len(outcome.problems) == _MAX_PROBLEMS:
+            if len(outcome.problems) == most_problems:
                 break
     except Exception as error:
         outcome.problems.append(raised(error))
+    outcome.seconds = time.perf_counter() - start
     return outcome

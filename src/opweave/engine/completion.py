@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from opweave.engine.beginning import Beginning
 from opweave.engine.tokenizer import IncrementalDecoder
 
 
@@ -26,6 +27,7 @@ class Completion:
         self.stopped_by: str | None = None
         self._decoder, self._min_tokens = decoder, min_tokens
         self._stop = sorted(stop, key=len, reverse=True)
+        self._beginnings = [Beginning(text) for text in stop]
         self._text, self._decided, self._tokens = "", 0, 0
         self._is_finished = False
 
@@ -56,11 +58,13 @@ class Completion:
     def _add(self, piece: str) -> None:
         known = len(self._text)
         self._text += piece
+        # The longest end of the text with which a stop string begins.
+        undecided = max((beginning.read(piece) for beginning in self._beginnings), default=0)
         if self._tokens >= self._min_tokens:
             self._look_for_stop(known)
         # Once it is decided, it is whole: nothing comes after a stop string or the end.
         is_whole = self._is_finished or self.is_stopped
-        self._decided = len(self._text) - (0 if is_whole else self._undecided())
+        self._decided = len(self._text) - (0 if is_whole else undecided)
 
     def _look_for_stop(self, known: int) -> None:
         # A stop string may begin in the text before and end in this piece.
@@ -71,11 +75,3 @@ class Completion:
         if found is not None:
             place, self.stopped_by = found
             self._text = self._text[:place]
-
-    def _undecided(self) -> int:
-        """Return the length of the longest end of the text with which a stop string begins."""
-        longest = min(max((len(stop) - 1 for stop in self._stop), default=0), len(self._text))
-        for length in range(longest, 0, -1):
-            if any(stop.startswith(self._text[-length:]) for stop in self._stop):
-                return length
-        return 0

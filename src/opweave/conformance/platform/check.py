@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from opweave.conformance.check import Findings, Outcome, raised
+from opweave.conformance.check import Findings, Outcome, outcome_of
 from opweave.conformance.platform.subject import PlatformSubject
 
 _MAX_PROBLEMS = 5  # of one check; more of them say no more
@@ -28,16 +27,4 @@ class PlatformCheck:
 
     def outcome(self, subject: PlatformSubject) -> Outcome:
         """Run the check, until a few problems are found."""
-        outcome, start = Outcome(self.name), time.perf_counter()
-        try:
-            for finding in self.run(subject):
-                if finding is None:
-                    outcome.passed += 1
-                else:
-                    outcome.problems.append(finding)
-                if len(outcome.problems) == _MAX_PROBLEMS:
-                    break
-        except Exception as error:
-            outcome.problems.append(raised(error))
-        outcome.seconds = time.perf_counter() - start
-        return outcome
+        return outcome_of(self.name, lambda: self.run(subject), _MAX_PROBLEMS)

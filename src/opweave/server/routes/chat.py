@@ -80,7 +80,7 @@ class _Writer:
             newest = [output]
             for answer in output.outputs:
                 if answer.index not in growing:
-                    growing[answer.index] = Growth(tuple(self.generation.params.stop))
+                    growing[answer.index] = Growth()
                     begin = {"role": "assistant", "content": ""}
                     yield self._event(ChatChunkChoice(index=answer.index, delta=begin))
                 for choice in self._choices(answer.index, growing[answer.index].piece(answer)):

@@ -51,7 +51,7 @@ class _Writer:
 
     def response(self, outputs: list[RequestOutput]) -> CompletionResponse:
         choices = [
-            self._choice(number, output, answer, Growth(()).piece(answer), is_first=True)
+            self._choice(number, output, answer, Growth().piece(answer), is_first=True)
             for number, output in enumerate(outputs)
             for answer in output.outputs
         ]
@@ -65,7 +65,7 @@ class _Writer:
             for answer in output.outputs:
                 place = self._place(number, answer)
                 is_first = place not in growing
-                growth = growing.setdefault(place, Growth(tuple(self.generation.params.stop)))
+                growth = growing.setdefault(place, Growth())
                 if (piece := growth.piece(answer)) or (is_first and self.body.echo):
                     choice = self._choice(number, output, answer, piece, is_first=is_first)
                     yield self._body([choice], None).event()
