@@ -1,240 +1,290 @@
 // Linear maps of few tokens, compiled once per instruction set.
 //
-// With few tokens, reading the weights is the work. They are read in blocks of one row per lane,
-// each cache line once for all tokens. Every output has one vector of partial sums, which takes the
-// products in the order of the columns; its lanes are added at the end, in one order. So the bits of
-// an output depend on its own token and weights only: not on other tokens, blocks or threads.
+// With few tokens, reading the weights is the work. Blocks of them, one row per lane, are read once
+// for all tokens. Several blocks are read at once, each of them by a stream of rows that never jumps:
+// memory is fastest when it is asked for several lines, and can foresee them. Every output has
+// one vector of partial sums, which takes the products in the order of the columns; its lanes are
+// added at the end, in one order. So the bits of an output depend on its own token and weights only:
+// not on other tokens, blocks or threads.
 #include "kernels/linear.h"
 
 #include "kernels/row_cursor.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
-#include "kernels/vec_bytes.h"
+#include "kernels/vec_dot.h"
 #include "kernels/vec_reduce.h"
 
 namespace {
 
 constexpr int64_t kRows = kLanes;  // of a block
-constexpr int kTokens = kLanes == 16 ? 4 : 2;  // whose sums with four rows fit the registers
+constexpr int kTogether = 4;       // rows, whose sums need not wait for one another
+constexpr int kTokens = kLanes == 16 ? 4 : 2;  // whose sums with those rows fit the registers
 constexpr int64_t kColumns = 256;  // of a tile: with kRows rows, it stays in the L1 cache
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kAhead = 64 * kCacheLine;  // enough to hide the latency of memory
-
-static_assert(OPWEAVE_LINEAR_ALIGNMENT % kLanes == 0);
+constexpr int64_t kAhead = 32 * kCacheLine;  // enough to hide the latency of memory
 
 #define OPWEAVE_UNROLL _Pragma("GCC unroll 16")
 
-struct WidenRows {
+// Call visit with the Dot for tokens of type X and the weights of a call.
+template <class X, class Visit>
+inline void with_weights(OpweaveDtype dtype, Visit visit) {
+  switch (dtype) {
+    case OPWEAVE_INT8: return visit(Dot<int8_t, X>{});
+    case OPWEAVE_FLOAT8_E4M3FN: return visit(Dot<Float8, X>{});
+    default: return visit(Dot<X>{});  // those of 8 bits aside, weights have the type of x
+  }
+}
+
+struct KeepRows {
   template <class T>
-  static void run(int64_t begin, int64_t end, const OpweaveWiden& call) {
-    RowCursor row(call.rows, begin);
-    float* out = call.out;
-    for (int64_t r = begin; r < end; ++r, row.advance(), out += call.stride) {
-      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
-      for_each_vec(call.width, [=](int64_t i, auto part) {
-        Lanes<float>::store(out + i, Lanes<T>::load(x + i, part), Full{});  // zeros past the end
-      });
-    }
+  static void run(int64_t begin, int64_t end, const OpweaveLinearTokens& call) {
+    with_weights<T>(call.weight_dtype, [&](auto dot) {
+      using D = decltype(dot);
+      RowCursor row(call.rows, begin);
+      char* out = static_cast<char*>(call.out);
+      for (int64_t r = begin; r < end; ++r, row.advance(), out += call.stride) {
+        D::keep(reinterpret_cast<typename D::Query*>(out),
+                reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1)),
+                call.width);
+      }
+    });
   }
 };
+
+// Into the L2 cache, which can wait for more lines at once than the L1 can.
+inline void fetch(const char* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(from + i, 0, 2);
+}
 
 // Sums of one token with the rows of a block.
 struct Sums {
   Vec rows[kRows];
 };
 
-// Some columns of a block of weights and of the tokens. `ahead` is the distance in bytes from a
-// weight to what is fetched into the cache when it is read.
-template <class W>
+// Some columns of rows of weights and of the tokens.
+template <class D>
 struct Columns {
-  const W* weights;
-  int64_t weight_stride;
-  const float* x;
-  int64_t x_stride;
+  using Query = typename D::Query;
+
+  const typename D::Weight* weights;
+  int64_t apart;     // elements from one of the rows taken together to the next one
+  const char* x;     // Query
+  int64_t x_stride;  // in bytes
   int64_t width;
-  int64_t ahead;
+  int64_t ahead;  // bytes from a weight to what is fetched into the cache when it is read; or 0
 
   Columns from(int64_t column) const {
-    return {weights + column, weight_stride, x + column, x_stride, width - column, ahead};
+    const int64_t bytes = column * static_cast<int64_t>(sizeof(Query));
+    return {weights + column, apart, x + bytes, x_stride, width - column, ahead};
   }
+
+  Columns at(int64_t row, int64_t stride) const {
+    return {weights + row * stride, apart, x, x_stride, width, ahead};
+  }
+
+  const Query* token(int64_t t) const { return reinterpret_cast<const Query*>(x + t * x_stride); }
 };
 
-template <class W>
-inline void load_weights(Vec (&to)[1], const W* from, Full) {
-  to[0] = Lanes<W>::load(from, Full{});
+template <class D>
+using Operand = decltype(D::query(nullptr));
+
+template <class D, int V, class Part>
+inline void load_weights(Operand<D> (&to)[V], const typename D::Weight* from, Part part) {
+  if constexpr (V == 2 && sizeof(typename D::Query) == sizeof(float)) {
+    load_two(to, from);
+  } else {
+    OPWEAVE_UNROLL for (int v = 0; v < V; ++v) to[v] = D::key(from + v * D::kWidth, part);
+  }
 }
 
-template <class W>
-inline void load_weights(Vec (&to)[1], const W* from, Tail tail) {
-  to[0] = Lanes<W>::load(from, tail);
-}
-
-template <class W>
-inline void load_weights(Vec (&to)[2], const W* from, Full) {
-  load_two(to, from);
-}
-
-// totals += products of R rows and T tokens in V vectors of columns. Inlined and unrolled, so that
+// totals += products of R rows and T tokens in V steps of columns. Inlined and unrolled, so that
 // the totals stay in registers.
-template <int V, int R, int T, class W, class Part>
-__attribute__((always_inline)) inline void add_product(Vec (&totals)[T][R], const Columns<W>& c,
+template <int V, int R, int T, class D, class Part>
+__attribute__((always_inline)) inline void add_product(Vec (&totals)[T][R], const Columns<D>& c,
                                                        int64_t column, Part part) {
-  Vec tokens[T][V];
+  Operand<D> tokens[T][V];
   OPWEAVE_UNROLL for (int t = 0; t < T; ++t) {
     OPWEAVE_UNROLL for (int v = 0; v < V; ++v) {
-      const float* x = c.x + t * c.x_stride + column + v * kLanes;
-      tokens[t][v] = Lanes<float>::load(x, Full{});
+      tokens[t][v] = D::query(c.token(t) + column + v * D::kWidth);
     }
   }
   OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-    Vec weights[V];
-    load_weights(weights, c.weights + r * c.weight_stride + column, part);
+    Operand<D> weights[V];
+    load_weights<D>(weights, c.weights + r * c.apart + column, part);
     OPWEAVE_UNROLL for (int v = 0; v < V; ++v) {
       OPWEAVE_UNROLL for (int t = 0; t < T; ++t) {
-        totals[t][r] = fma(weights[v], tokens[t][v], totals[t][r]);
+        totals[t][r] = D::step(tokens[t][v], weights[v], totals[t][r]);
       }
     }
   }
 }
 
-// The same for `steps` times `kWidth` columns; the first row is `row` of the sums.
-template <int R, int T, int kWidth, bool kFetches, class W, class Part>
-inline void add_steps(Sums* sums, int64_t row, const Columns<W>& c, int64_t steps, Part part) {
-  constexpr int kVectors = kWidth >= 2 * kLanes ? 2 : 1;
-  constexpr int64_t kSize = static_cast<int64_t>(sizeof(W));
+// The same for `steps` times `kWidth` columns. total(t, r) is where token t has its sum with row r.
+template <int R, int T, int kWidth, bool kFetches, class D, class Part, class Total>
+inline void add_steps(const Columns<D>& c, int64_t steps, Part part, Total total) {
+  constexpr int kVectors = kWidth >= 2 * D::kWidth ? 2 : 1;
+  constexpr int64_t kSize = static_cast<int64_t>(sizeof(*c.weights));
   Vec totals[T][R];
   OPWEAVE_UNROLL for (int t = 0; t < T; ++t) {
-    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) totals[t][r] = sums[t].rows[row + r];
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) totals[t][r] = total(t, r);
   }
   for (int64_t i = 0; i < steps * kWidth; i += kWidth) {
     if constexpr (kFetches) {
-      const char* ahead = reinterpret_cast<const char*>(c.weights + i) + c.ahead;
       OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-        for (int64_t line = 0; line < kWidth * kSize; line += kCacheLine) {
-          // Into the L2 cache, which can wait for more lines at once than the L1 can.
-          __builtin_prefetch(ahead + r * c.weight_stride * kSize + line, 0, 2);
-        }
+        fetch(reinterpret_cast<const char*>(c.weights + r * c.apart + i) + c.ahead, kWidth * kSize);
       }
     }
-    OPWEAVE_UNROLL for (int k = 0; k < kWidth; k += kVectors * kLanes) {
+    OPWEAVE_UNROLL for (int k = 0; k < kWidth; k += kVectors * D::kWidth) {
       add_product<kVectors>(totals, c, i + k, part);
     }
   }
   OPWEAVE_UNROLL for (int t = 0; t < T; ++t) {
-    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) sums[t].rows[row + r] = totals[t][r];
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) total(t, r) = totals[t][r];
   }
 }
 
 // The same for all columns. Each loop has the totals in registers of its own.
-template <int R, int T, bool kFetches, class W>
-inline void add_columns(Sums* sums, int64_t row, const Columns<W>& c) {
-  constexpr int kLine = static_cast<int>(kCacheLine / sizeof(W));
-  constexpr int kWidth = kLine > 2 * kLanes ? kLine : 2 * kLanes;
+template <int R, int T, bool kFetches, class D, class Total>
+inline void add_columns(const Columns<D>& c, Total total) {
+  constexpr int kStep = static_cast<int>(D::kWidth);
+  constexpr int kLine = static_cast<int>(kCacheLine / sizeof(*c.weights));
+  constexpr int kWidth = kLine > kStep ? kLine : kStep;
   const int64_t whole = c.width / kWidth;
-  add_steps<R, T, kWidth, kFetches>(sums, row, c, whole, Full{});
-  Columns<W> rest = c.from(whole * kWidth);
-  if (rest.width >= kLanes) {
-    const int64_t vectors = rest.width / kLanes;
-    add_steps<R, T, kLanes, false>(sums, row, rest, vectors, Full{});
-    rest = rest.from(vectors * kLanes);
+  add_steps<R, T, kWidth, kFetches>(c, whole, Full{}, total);
+  Columns<D> rest = c.from(whole * kWidth);
+  if (rest.width >= kStep) {
+    const int64_t steps = rest.width / kStep;
+    add_steps<R, T, kStep, false>(rest, steps, Full{}, total);
+    rest = rest.from(steps * kStep);
   }
-  if (rest.width > 0) add_steps<R, T, kLanes, false>(sums, row, rest, 1, Tail{rest.width});
+  if (rest.width > 0) add_steps<R, T, kStep, false>(rest, 1, Tail{rest.width}, total);
 }
 
-// The same for all rows from `row` on: R at once, then half as many, and so on.
-template <int R, int T, class W>
-inline void add_rows(Sums* sums, int64_t row, int64_t rows, const Columns<W>& all) {
-  for (; row + R <= rows; row += R) {
-    Columns<W> c = all;
-    c.weights += row * c.weight_stride;
-    if (c.ahead == 0) {
-      add_columns<R, T, false>(sums, row, c);
-      continue;
-    }
-    // The last columns of these rows are followed by the first ones of the next rows.
-    const int64_t size = static_cast<int64_t>(sizeof(W));
-    const int64_t early = c.width - c.ahead / size;
-    const int64_t last = early > 0 ? early / kLanes * kLanes : 0;  // whole vectors, as ever
-    Columns<W> rest = c.from(last);
-    rest.ahead += (R * c.weight_stride - c.width) * size;
-    c.width = last;
-    add_columns<R, T, true>(sums, row, c);
-    add_columns<R, T, true>(sums, row, rest);
-  }
-  if constexpr (R > 1) {
-    if (row < rows) add_rows<R / 2, T>(sums, row, rows, all);
-  }
-}
-
-// The same for T tokens or fewer.
-template <int T, class W>
-inline void add_tokens(Sums* sums, int64_t tokens, int64_t rows, const Columns<W>& c) {
+// The same for `tokens` tokens, T at most; what is to come is fetched if c.ahead says so.
+template <int R, int T, class D, class Total>
+inline void add_tokens(int64_t tokens, const Columns<D>& c, Total total) {
   if constexpr (T > 1) {
-    if (tokens < T) return add_tokens<T - 1>(sums, tokens, rows, c);
+    if (tokens < T) return add_tokens<R, T - 1>(tokens, c, total);
   }
-  // Each row is a stream from memory, and few streams are faster than many; but with fewer rows than
-  // this, sums would wait for one another.
-  add_rows<(T == 1 && sizeof(W) == 2 ? 2 : 4), T>(sums, 0, rows, c);
+  if (c.ahead != 0) {
+    add_columns<R, T, true>(c, total);
+  } else {
+    add_columns<R, T, false>(c, total);
+  }
 }
 
-template <class W>
+template <class D>
 struct LinearRows {
+  using Weight = typename D::Weight;
+  using Query = typename D::Query;
+
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveLinear& call) {
+    if (call.tokens <= kTokens / 2) {
+      begin = add_streams<T, 2 * kTogether, kTokens / 2>(begin, end, call);
+    } else if (call.tokens <= kTokens) {
+      begin = add_streams<T, kTogether, kTokens>(begin, end, call);
+    }
     for (int64_t n = begin; n < end; n += kRows) {
       Sums sums[OPWEAVE_LINEAR_TOKENS];
+      clear(sums, call.tokens);
       const int64_t rows = end - n < kRows ? end - n : kRows;
-      for (int64_t t = 0; t < call.tokens; ++t) {
-        for (Vec& row : sums[t].rows) row = splat(0);
-      }
-      const Columns<W> all{static_cast<const W*>(call.weight) + n * call.weight_stride,
-                           call.weight_stride, call.x, call.x_stride, call.width, kAhead};
+      const Columns<D> block = columns(n, call.weight_stride, 0, call);
       if (call.tokens <= kTokens) {
-        add_tokens<kTokens>(sums, call.tokens, rows, all);
+        add_block<kTogether>(sums, call.tokens, 0, rows, block, call.weight_stride);
       } else {
-        add_tiles(sums, call.tokens, rows, all);
+        add_tiles(sums, rows, block, call);
       }
       store<T>(sums, n, rows, call);
     }
   }
 
  private:
-  // Many tokens: a tile of the weights is widened once, and stays in the cache for all of them.
-  static void add_tiles(Sums* sums, int64_t tokens, int64_t rows, const Columns<W>& all) {
-    alignas(64) float wide[kRows * kColumns];
-    for (int64_t k = 0; k < all.width; k += kColumns) {
-      Columns<W> tile = all.from(k);
-      tile.ahead = 0;
-      if (tile.width > kColumns) tile.width = kColumns;
-      if constexpr (sizeof(W) == sizeof(float)) {
-        add_tile(sums, tokens, rows, tile);
+  static Columns<D> columns(int64_t row, int64_t apart, int64_t ahead, const OpweaveLinear& call) {
+    return {static_cast<const Weight*>(call.weight) + row * call.weight_stride, apart,
+            static_cast<const char*>(call.x), call.x_stride, call.width, ahead};
+  }
+
+  static void clear(Sums* sums, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      for (Vec& row : sums[i].rows) row = splat(0);
+    }
+  }
+
+  // The rows of S streams, each of which is followed by the next one. Returns what is left to do.
+  template <class T, int S, int kMost>
+  static int64_t add_streams(int64_t begin, int64_t end, const OpweaveLinear& call) {
+    const int64_t length = (end - begin) / (S * kRows) * kRows;
+    for (int64_t n = begin; n < begin + length; n += kRows) {
+      Sums sums[S][kMost];
+      for (Sums(&of_stream)[kMost] : sums) clear(of_stream, call.tokens);
+      const Columns<D> first = columns(n, length * call.weight_stride, kAhead, call);
+      for (int64_t row = 0; row < kRows; ++row) {
+        add_tokens<S, kMost>(
+            call.tokens, first.at(row, call.weight_stride),
+            [&](int token, int stream) -> Vec& { return sums[stream][token].rows[row]; });
+      }
+      for (int stream = 0; stream < S; ++stream) {
+        store<T>(sums[stream], n + stream * length, kRows, call);
+      }
+    }
+    return begin + S * length;
+  }
+
+  // All rows of a block from `row` on: R together, then half as many, and so on.
+  template <int R, class Any>
+  static void add_block(Sums* sums, int64_t tokens, int64_t row, int64_t rows,
+                        const Columns<Any>& block, int64_t stride) {
+    for (; row + R <= rows; row += R) {
+      add_tokens<R, kTokens>(tokens, block.at(row, stride), [=](int token, int next) -> Vec& {
+        return sums[token].rows[row + next];
+      });
+    }
+    if constexpr (R > 1) {
+      if (row < rows) add_block<R / 2>(sums, tokens, row, rows, block, stride);
+    }
+  }
+
+  // Many tokens: a tile of the weights stays in the cache for all of them, widened if need be.
+  static void add_tiles(Sums* sums, int64_t rows, const Columns<D>& block,
+                        const OpweaveLinear& call) {
+    constexpr int64_t kSize = static_cast<int64_t>(sizeof(Weight));
+    alignas(64) Query wide[kRows * kColumns];
+    for (int64_t k = 0; k < block.width; k += kColumns) {
+      Columns<D> tile = block.from(k);
+      if (tile.width > kColumns) {
+        tile.width = kColumns;
+        tile.ahead = kColumns * kSize;
       } else {
+        tile.ahead = (kRows * tile.apart - k) * kSize;  // the first columns of the next block
+      }
+      if constexpr (sizeof(Weight) < sizeof(Query)) {
         for (int64_t r = 0; r < rows; ++r) {
-          widen_row(wide + r * kColumns, tile.weights + r * tile.weight_stride, tile.width);
+          const Weight* weights = tile.weights + r * tile.apart;
+          fetch(reinterpret_cast<const char*>(weights) + tile.ahead, tile.width * kSize);
+          D::widen(wide + r * kColumns, weights, tile.width);
         }
-        add_tile(sums, tokens, rows,
-                 Columns<float>{wide, kColumns, tile.x, tile.x_stride, tile.width, 0});
+        add_tile(sums, call.tokens, rows,
+                 Columns<Dot<Query>>{wide, kColumns, tile.x, tile.x_stride, tile.width, 0});
+      } else {
+        add_tile(sums, call.tokens, rows, tile);
       }
     }
   }
 
-  static void widen_row(float* to, const W* from, int64_t count) {
-    for_each_vec(count, [=](int64_t i, auto part) {
-      Lanes<float>::store(to + i, Lanes<W>::load(from + i, part), Full{});
-    });
-  }
-
-  template <class V>
-  static void add_tile(Sums* sums, int64_t tokens, int64_t rows, Columns<V> tile) {
+  // The first tokens fetch the tile that is next, while they are multiplied.
+  template <class Any>
+  static void add_tile(Sums* sums, int64_t tokens, int64_t rows, Columns<Any> tile) {
     for (int64_t t = 0; t < tokens; t += kTokens, tile.x += kTokens * tile.x_stride) {
-      add_tokens<kTokens>(sums + t, tokens - t, rows, tile);
+      add_block<kTogether>(sums + t, tokens - t, 0, rows, tile, tile.apart);
+      tile.ahead = 0;
     }
   }
 
   template <class T>
   static void store(const Sums* totals, int64_t n, int64_t rows, const OpweaveLinear& call) {
     const Tail part{rows};
-    Vec scale = splat(kUnit<W>);
+    Vec scale = splat(D::kUnit);
     if (call.scale != nullptr) {
       scale = mul(scale, call.scale_stride == 0 ? splat(*call.scale)
                                                 : Lanes<float>::load(call.scale + n, part));
@@ -266,17 +316,15 @@ void linear_rows(int64_t begin, int64_t end, void* erased) {
   const OpweaveLinear& call = *static_cast<const OpweaveLinear*>(erased);
   with_storage(call.dtype, [&](auto storage) {
     using T = decltype(storage);
-    switch (call.weight_dtype) {
-      case OPWEAVE_INT8: return LinearRows<int8_t>::run<T>(begin, end, call);
-      case OPWEAVE_FLOAT8_E4M3FN: return LinearRows<Float8>::run<T>(begin, end, call);
-      default: return LinearRows<T>::template run<T>(begin, end, call);  // that of x
-    }
+    with_weights<T>(call.weight_dtype, [&](auto dot) {
+      LinearRows<decltype(dot)>::template run<T>(begin, end, call);
+    });
   });
 }
 
 }  // namespace
 
 OPWEAVE_KERNEL_TABLE(OpweaveLinearKernels, linear) = {
-    run_for_type<WidenRows, OpweaveWiden>,
+    run_for_type<KeepRows, OpweaveLinearTokens>,
     linear_rows,
 };

@@ -9,31 +9,33 @@ extern "C" {
 
 // The most tokens of one OpweaveLinear call.
 #define OPWEAVE_LINEAR_TOKENS 32
-// Rows of widened x are this many floats apart, or a multiple.
-#define OPWEAVE_LINEAR_ALIGNMENT 16
+// The rows of x, from one kept for the kernel to the next, are a multiple of this many bytes apart.
+#define OPWEAVE_LINEAR_ALIGNMENT 64
 
-// out[r - begin] = row r of x in float32, zeros up to `stride`: operand 1 of `rows` is x.
-struct OpweaveWiden {
-  float* out;
+// out + (r - begin) * stride = row r of x as it is multiplied by weights of weight_dtype, at most
+// four bytes for each element, zeros up to a multiple of the alignment: operand 1 of `rows` is x.
+struct OpweaveLinearTokens {
+  void* out;
   const void* x;
   struct OpweaveRows rows;
   int64_t width;
-  int64_t stride;
+  int64_t stride;  // in bytes
   enum OpweaveDtype dtype;
+  enum OpweaveDtype weight_dtype;  // that of x, or of 8 bits
 };
 
 // out[t, n] = sum(x[t] * weight[n]) * scale[n] + bias[n]. A row of the call is an output feature n,
 // for all tokens. out is contiguous; weight_stride is in elements.
 struct OpweaveLinear {
   void* out;
-  const float* x;  // widened
+  const void* x;       // kept
   const void* weight;
   const float* scale;  // or null for one
   const void* bias;    // or null for zero
   int64_t tokens;      // at most OPWEAVE_LINEAR_TOKENS
   int64_t width;
   int64_t out_features;
-  int64_t x_stride;
+  int64_t x_stride;  // in bytes
   int64_t weight_stride;
   int64_t scale_stride;  // 1, or 0 for one scale for all
   enum OpweaveDtype dtype;
@@ -42,7 +44,7 @@ struct OpweaveLinear {
 };
 
 struct OpweaveLinearKernels {
-  OpweaveRangeKernel widen;   // call: OpweaveWiden*
+  OpweaveRangeKernel keep;    // call: OpweaveLinearTokens*
   OpweaveRangeKernel linear;  // call: OpweaveLinear*
 };
 

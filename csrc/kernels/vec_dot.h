@@ -1,48 +1,64 @@
-// The products of a dot product, summed lane by lane:
-//   Dot<K>::Query       what the other operand of values of type K is kept as
-//   Dot<K>::kWidth      how many elements a step takes
-//   Dot<K>::keep        stores n values of type K as Query, zeros up to a whole step
-//   Dot<K>::query, key  load a step of either operand; of keys also a Tail
-//   Dot<K>::step        adds the products of a step to the totals
+// Dot products of keys or weights of type W with values of type X, summed lane by lane:
+//   Dot<W, X>::Query       what values of type X are kept as
+//   Dot<W, X>::kWidth      how many elements a step takes
+//   Dot<W, X>::kUnit       what the sums are in units of
+//   Dot<W, X>::keep        stores n values of type X as Query, zeros up to a whole step
+//   Dot<W, X>::widen       the same for values of type W; Dot<Query> multiplies them
+//   Dot<W, X>::query, key  load a step of either operand; of keys also a Tail
+//   Dot<W, X>::step        adds the products of a step to the totals
 #pragma once
 
-#include "kernels/vec.h"
+#include "kernels/vec_bytes.h"
 
 namespace {
 
-template <class K>
+template <class T>
+inline void widen_row(float* to, const T* from, int64_t n) {
+  for_each_vec(n, [=](int64_t i, auto part) {
+    Lanes<float>::store(to + i, Lanes<T>::load(from + i, part), Full{});
+  });
+}
+
+template <class W, class X = W>
 struct Dot {
+  using Weight = W;
   using Query = float;
   static constexpr int64_t kWidth = kLanes;
+  static constexpr float kUnit = ::kUnit<W>;
 
-  static void keep(Query* out, const K* values, int64_t n) {
-    for_each_vec(n, [=](int64_t i, auto part) {
-      Lanes<float>::store(out + i, Lanes<K>::load(values + i, part), Full{});
-    });
-  }
+  static void keep(Query* to, const X* from, int64_t n) { widen_row(to, from, n); }
+  static void widen(Query* to, const W* from, int64_t n) { widen_row(to, from, n); }
   static Vec query(const Query* p) { return Lanes<float>::load(p, Full{}); }
   template <class Part>
-  static Vec key(const K* p, Part part) {
-    return Lanes<K>::load(p, part);
+  static Vec key(const W* p, Part part) {
+    return Lanes<W>::load(p, part);
   }
   static Vec step(Vec query, Vec key, Vec totals) { return fma(query, key, totals); }
 };
 
 #if defined(__AVX512BF16__)
+
+// Copies n values, and fills the last `width` of them up with zeros.
+inline void copy_padded(BFloat16* to, const BFloat16* from, int64_t n, int64_t width) {
+  const size_t bytes = static_cast<size_t>(n) * sizeof(BFloat16);
+  const size_t whole = static_cast<size_t>((n + width - 1) / width * width) * sizeof(BFloat16);
+  memcpy(to, from, bytes);
+  memset(reinterpret_cast<char*>(to) + bytes, 0, whole - bytes);
+}
+
+inline __m512bh load_bfloat16(const BFloat16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+
 // Both operands stay as they are; denormals count as zero.
 template <>
 struct Dot<BFloat16> {
+  using Weight = BFloat16;
   using Query = BFloat16;
   static constexpr int64_t kWidth = 2 * kLanes;
+  static constexpr float kUnit = 1;
 
-  static void keep(Query* out, const BFloat16* values, int64_t n) {
-    const size_t bytes = static_cast<size_t>(n) * sizeof(BFloat16);
-    const size_t whole = static_cast<size_t>((n + kWidth - 1) / kWidth * kWidth) * sizeof(BFloat16);
-    memcpy(out, values, bytes);
-    memset(reinterpret_cast<char*>(out) + bytes, 0, whole - bytes);
-  }
-  static __m512bh query(const Query* p) { return (__m512bh)_mm512_loadu_si512(p); }
-  static __m512bh key(const BFloat16* p, Full) { return (__m512bh)_mm512_loadu_si512(p); }
+  static void keep(Query* to, const BFloat16* from, int64_t n) { copy_padded(to, from, n, kWidth); }
+  static __m512bh query(const Query* p) { return load_bfloat16(p); }
+  static __m512bh key(const BFloat16* p, Full) { return load_bfloat16(p); }
   static __m512bh key(const BFloat16* p, Tail tail) {
     touch(p, tail);
     const auto mask = static_cast<__mmask32>((uint64_t{1} << tail.count) - 1u);
@@ -52,6 +68,11 @@ struct Dot<BFloat16> {
     return _mm512_dpbf16_ps(totals, query, key);
   }
 };
+
 #endif
 
 }  // namespace
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#include "kernels/vec_dot_bytes.h"
+#endif

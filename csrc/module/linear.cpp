@@ -54,10 +54,12 @@ void check_scale(const View& scale, int64_t out_features) {
 // products with four tokens.
 int64_t work_per_weight(int64_t tokens) { return 1 + tokens / 4; }
 
-// An odd number of cache lines: the tokens of a power of two of columns would otherwise share the
-// few places of the cache that have one remainder of the address.
+// Bytes of a row of x, with room for a whole step at its end. They are an odd number of cache lines:
+// the tokens of a power of two of columns would otherwise share the few places of the cache that have
+// one remainder of the address.
 int64_t x_stride_of(int64_t width) {
-  const int64_t lines = (width + OPWEAVE_LINEAR_ALIGNMENT - 1) / OPWEAVE_LINEAR_ALIGNMENT;
+  const int64_t bytes = width * static_cast<int64_t>(sizeof(float));
+  const int64_t lines = bytes / OPWEAVE_LINEAR_ALIGNMENT + 2;
   return (lines | 1) * OPWEAVE_LINEAR_ALIGNMENT;
 }
 
@@ -67,32 +69,33 @@ void run(const View& out, const View& x, const View& weight, const View* scale, 
   if (scale != nullptr) check_disjoint(out, *scale);
   if (bias != nullptr) check_disjoint(out, *bias);
   if (out.element_count() == 0) return;
-  OpweaveWiden widen;
-  widen.x = x.data;
-  widen.rows = rows_of(out, x);
-  widen.width = x.sizes[x.rank - 1];
-  widen.stride = x_stride_of(widen.width);
-  widen.dtype = x.dtype;
-  const int64_t tokens = std::min<int64_t>(widen.rows.count, OPWEAVE_LINEAR_TOKENS);
-  widen.out = scratch_of(tokens * widen.stride);
+  OpweaveLinearTokens kept;
+  kept.x = x.data;
+  kept.rows = rows_of(out, x);
+  kept.width = x.sizes[x.rank - 1];
+  kept.stride = x_stride_of(kept.width);
+  kept.dtype = x.dtype;
+  kept.weight_dtype = weight.dtype;
+  const int64_t tokens = std::min<int64_t>(kept.rows.count, OPWEAVE_LINEAR_TOKENS);
+  kept.out = scratch_of(tokens * kept.stride / static_cast<int64_t>(sizeof(float)));
   OpweaveLinear call;
-  call.x = widen.out;
+  call.x = kept.out;
   call.weight = weight.data;
   call.scale = scale != nullptr ? reinterpret_cast<const float*>(scale->data) : nullptr;
   call.bias = bias != nullptr ? bias->data : nullptr;
-  call.width = widen.width;
+  call.width = kept.width;
   call.out_features = weight.sizes[0];
-  call.x_stride = widen.stride;
+  call.x_stride = kept.stride;
   call.weight_stride = weight.strides[0];
   call.scale_stride = scale != nullptr && scale->element_count() > 1 ? 1 : 0;
   call.dtype = x.dtype;
   call.weight_dtype = weight.dtype;
   call.bias_dtype = bias != nullptr ? bias->dtype : x.dtype;
   const OpweaveLinearKernels& kernels = *active_kernels().linear;
-  for (int64_t token = 0; token < widen.rows.count; token += tokens) {
-    call.tokens = std::min(tokens, widen.rows.count - token);
+  for (int64_t token = 0; token < kept.rows.count; token += tokens) {
+    call.tokens = std::min(tokens, kept.rows.count - token);
     call.out = out.data + token * call.out_features * out.element_size();
-    kernels.widen(token, token + call.tokens, &widen);
+    kernels.keep(token, token + call.tokens, &kept);
     for_rows(call.out_features, call.width * work_per_weight(call.tokens) + 1, kernels.linear,
              &call);
   }

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from opweave.engine import huge_pages
 from opweave.engine.checkpoint import Checkpoint, TensorFile
 from opweave.engine.errors import CheckpointError, InvalidArgumentError
 from opweave.models import (
@@ -68,12 +69,14 @@ def load_model(
     named = _named_dtype(dtype, config)
     if load_format == "dummy":
         model = build_model(config, dtype=named or torch.float32)
+        huge_pages.move_parameters(model)
         model.fill_randomly(seed)
         return model.eval()
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
         _check_shapes(config, files)
         model = build_model(config, dtype=named or _dtype_of(files))
+        huge_pages.move_parameters(model)
         _fill(model, _tensors(files, progress or (lambda *_: None)))
     return model.eval()
 

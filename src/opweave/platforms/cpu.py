@@ -30,6 +30,7 @@ _NATIVE_OPS = (
     "gelu_new",
     "layer_norm",
     "linear",
+    "linear_w8a16",
     "mul_and_silu",
     "paged_attention",
     "per_token_group_quant_fp8",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
+from opweave.engine import huge_pages
 from opweave.engine.attention.backend import AttentionBackend
 from opweave.engine.attention.batch import SequenceBatch
 from opweave.engine.attention.specs import CacheSpec, LatentAttentionSpec
@@ -28,7 +29,7 @@ class LatentPagedAttention(AttentionBackend):
     ) -> None:
         assert isinstance(spec, LatentAttentionSpec)  # unsupported() has said so
         shape = num_blocks, 1, block_size
-        self._rows = torch.empty(*shape, spec.row_size, dtype=spec.dtype, device=device)
+        self._rows = huge_pages.empty((*shape, spec.row_size), spec.dtype, device)
         self._rows[NULL_BLOCK].zero_()
         self._no_values = self._rows.new_empty(*shape, 0)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
+from opweave.engine import huge_pages
 from opweave.engine.attention.backend import AttentionBackend
 from opweave.engine.attention.batch import SequenceBatch
 from opweave.engine.attention.specs import CacheSpec, FullAttentionSpec
@@ -29,7 +30,7 @@ class PagedAttention(AttentionBackend):
         assert isinstance(spec, FullAttentionSpec)  # unsupported() has said so
         shape = num_blocks, spec.num_kv_heads, block_size
         self.key_cache, self.value_cache = (
-            torch.empty(*shape, size, dtype=spec.dtype, device=device)
+            huge_pages.empty((*shape, size), spec.dtype, device)
             for size in (spec.key_size, spec.value_size)
         )
         for cache in (self.key_cache, self.value_cache):

@@ -1,0 +1,122 @@
+// Weights of 8 bits times bfloat16: a table has the two bytes of each weight, which bfloat16 can
+// hold exactly, so that products are those of pairs.
+#pragma once
+
+#include "kernels/vec_dot.h"
+
+namespace {
+
+// The bits of magnitude * 2^exponent, for a magnitude of 8 bits.
+constexpr uint16_t bfloat16_bits(int magnitude, int exponent) {
+  if (magnitude == 0) return 0;
+  int top = 7;
+  while ((magnitude >> top) == 0) --top;
+  return static_cast<uint16_t>(((top + exponent + 127) << 7) | ((magnitude << (7 - top)) & 0x7f));
+}
+
+// The bfloat16 of 128 codes, byte by byte.
+struct CodeTable {
+  alignas(64) uint8_t low[128];
+  alignas(64) uint8_t high[128];
+
+  template <class Bits>
+  constexpr explicit CodeTable(Bits bits) : low{}, high{} {
+    for (int code = 0; code < 128; ++code) {
+      low[code] = static_cast<uint8_t>(bits(code) & 0xff);
+      high[code] = static_cast<uint8_t>(bits(code) >> 8);
+    }
+  }
+};
+
+constexpr uint16_t float8_bits(int code) {
+  if (code == 0x7f) return 0x7fc0;  // NaN
+  const int exponent = code >> 3;
+  return exponent == 0 ? bfloat16_bits(code & 7, -9)
+                       : bfloat16_bits(8 + (code & 7), exponent - 10);
+}
+
+constexpr CodeTable kFloat8Codes(float8_bits);
+constexpr CodeTable kMagnitudes([](int code) { return bfloat16_bits(code, 0); });
+
+// Looks up the lower seven bits of each byte.
+inline __m512i look_up(const uint8_t (&table)[128], __m512i bytes) {
+  return _mm512_permutex2var_epi8(_mm512_load_si512(table), bytes,
+                                  _mm512_load_si512(table + 64));
+}
+
+// The lower and the upper byte of each weight.
+struct TwoBytes {
+  __m512i low;
+  __m512i high;
+};
+
+// 0xf8: high | (codes & 0x80), bit by bit.
+inline __m512i with_signs(__m512i high, __m512i codes) {
+  return _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
+}
+
+inline TwoBytes split_codes(__m512i codes, Float8) {
+  return {look_up(kFloat8Codes.low, codes), with_signs(look_up(kFloat8Codes.high, codes), codes)};
+}
+
+inline TwoBytes split_codes(__m512i codes, int8_t) {
+  const __m512i magnitudes = _mm512_abs_epi8(codes);
+  // 128 is in no table of seven bits: it has the lower byte of zero, and this upper one.
+  const __m512i high = _mm512_mask_mov_epi8(look_up(kMagnitudes.high, magnitudes),
+                                            _mm512_movepi8_mask(magnitudes),
+                                            _mm512_set1_epi8(bfloat16_bits(128, 0) >> 8));
+  return {look_up(kMagnitudes.low, magnitudes), with_signs(high, codes)};
+}
+
+struct BFloat16x64 {
+  __m512bh first;
+  __m512bh second;
+};
+
+template <class W>
+struct DotOfBytes {
+  using Weight = W;
+  using Query = BFloat16;
+  static constexpr int64_t kWidth = 4 * kLanes;
+  static constexpr float kUnit = 1;
+
+  static void keep(Query* to, const BFloat16* from, int64_t n) { copy_padded(to, from, n, kWidth); }
+  static void widen(Query* to, const W* from, int64_t n) {
+    for (int64_t i = 0; i < n; i += kWidth) {
+      const BFloat16x64 wide = i + kWidth <= n ? key(from + i, Full{}) : key(from + i, Tail{n - i});
+      _mm512_storeu_si512(to + i, (__m512i)wide.first);
+      _mm512_storeu_si512(to + i + kWidth / 2, (__m512i)wide.second);
+    }
+  }
+  static BFloat16x64 query(const Query* p) {
+    return {load_bfloat16(p), load_bfloat16(p + kWidth / 2)};
+  }
+  static BFloat16x64 key(const W* p, Full) { return widened(_mm512_loadu_si512(p)); }
+  static BFloat16x64 key(const W* p, Tail tail) {
+    touch(p, tail);
+    const __mmask64 mask = (uint64_t{1} << tail.count) - 1u;
+    return widened(_mm512_maskz_loadu_epi8(mask, p));
+  }
+  static Vec step(const BFloat16x64& query, const BFloat16x64& key, Vec totals) {
+    totals = _mm512_dpbf16_ps(totals, query.first, key.first);
+    return _mm512_dpbf16_ps(totals, query.second, key.second);
+  }
+
+ private:
+  static BFloat16x64 widened(__m512i codes) {
+    // Bytes are joined within each quarter, the lower half of it first; so the halves of the codes
+    // are dealt out to the quarters.
+    const __m512i dealt =
+        _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes);
+    const TwoBytes bytes = split_codes(dealt, W{});
+    return {(__m512bh)_mm512_unpacklo_epi8(bytes.low, bytes.high),
+            (__m512bh)_mm512_unpackhi_epi8(bytes.low, bytes.high)};
+  }
+};
+
+template <>
+struct Dot<int8_t, BFloat16> : DotOfBytes<int8_t> {};
+template <>
+struct Dot<Float8, BFloat16> : DotOfBytes<Float8> {};
+
+}  // namespace
