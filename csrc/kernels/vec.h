@@ -13,8 +13,9 @@
 //   bounded_exponent      a, or a bound if scale_by_power needs one: enough to give 0 or infinity
 //   fraction              a less the nearest integer; 0 for bounds and infinities
 //   sum                   the sum over lanes, in a fixed order
-//   Lanes<T>              load, store and round for storage type T; stored(v) is what a store and a
-//                         load make of v: as round, but denormals may become zero
+//   Lanes<T>              load, store and round for storage type T; round(v) may lose a NaN that
+//                         was read from float32, and round_any(v) loses none; stored(v) is what a
+//                         store and a load make of v: as round_any, but denormals may become zero
 // A load or store takes Full{} for kLanes elements or Tail{n} for the first n of them; lanes past
 // the tail load as zero and are never written.
 //
