@@ -74,4 +74,20 @@ inline void for_each_vec(int64_t n, Visit visit) {
   if (i < n) visit(i, Tail{n - i});
 }
 
+// Call store(i, value(i, part), part) for every vector, for a value that takes many steps, each on
+// the one before: four of them are begun before the first is stored, so that their steps overlap.
+// value may read what store(i) writes.
+template <class Value, class Store>
+inline void map_vecs(int64_t n, Value value, Store store) {
+  constexpr int kAtOnce = 4;
+  int64_t i = 0;
+  for (; i + kAtOnce * kLanes <= n; i += kAtOnce * kLanes) {
+    Vec values[kAtOnce];
+    for (int k = 0; k < kAtOnce; ++k) values[k] = value(i + k * kLanes, Full{});
+    for (int k = 0; k < kAtOnce; ++k) store(i + k * kLanes, values[k], Full{});
+  }
+  for (; i + kLanes <= n; i += kLanes) store(i, value(i, Full{}), Full{});
+  if (i < n) store(i, value(i, Tail{n - i}), Tail{n - i});
+}
+
 }  // namespace
