@@ -132,14 +132,19 @@ inline void for_each_row(int64_t begin, int64_t end, const OpweaveActivation& ca
   }
 }
 
+template <class T, class Value>
+inline void write(T* out, int64_t width, Value value) {
+  map_vecs(width, value, [=](int64_t i, Vec v, auto part) { Lanes<T>::store(out + i, v, part); });
+}
+
 template <template <class> class Activation>
 struct Elementwise {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
     const Activation<T> activation(call);
     for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
-      for_each_vec(call.width, [=](int64_t i, auto part) {
-        Lanes<T>::store(out + i, activation(Lanes<T>::load(x + i, part)), part);
+      write<T>(out, call.width, [=](int64_t i, auto part) {
+        return activation(Lanes<T>::load(x + i, part));
       });
     });
   }
@@ -154,9 +159,9 @@ struct Gated {
     for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
       const T* gate = x + (kSecondHalf ? call.width : 0);
       const T* other = x + (kSecondHalf ? 0 : call.width);
-      for_each_vec(call.width, [=](int64_t i, auto part) {
+      write<T>(out, call.width, [=](int64_t i, auto part) {
         const Vec activated = Lanes<T>::round(activation(Lanes<T>::load(gate + i, part)));
-        Lanes<T>::store(out + i, mul(activated, Lanes<T>::load(other + i, part)), part);
+        return mul(activated, Lanes<T>::load(other + i, part));
       });
     });
   }
@@ -171,10 +176,10 @@ struct SparseGated {
     for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
       const T* other = x + call.width;
       const Vec bound = cutoff(x, call.width, call.parameters[0]);
-      for_each_vec(call.width, [=](int64_t i, auto part) {
+      write<T>(out, call.width, [=](int64_t i, auto part) {
         const Vec above = keep_positive(Lanes<T>::round(sub(Lanes<T>::load(x + i, part), bound)));
         const Vec activated = Lanes<T>::round(activation(above));
-        Lanes<T>::store(out + i, mul(activated, Lanes<T>::load(other + i, part)), part);
+        return mul(activated, Lanes<T>::load(other + i, part));
       });
     });
   }
@@ -196,12 +201,12 @@ struct Swigluoai {
     const Vec lower = sub(splat(0), limit);
     const auto round = [](Vec v) { return Lanes<T>::round(v); };
     for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
-      for_each_vec(call.width, [=](int64_t i, auto part) {
+      write<T>(out, call.width, [=](int64_t i, auto part) {
         const Pairs pairs = load_pairs(x + 2 * i, part);
         const Vec gate = min(limit, pairs.first);  // the order keeps NaN
         const Vec up = max(lower, min(limit, pairs.second));
         const Vec glu = round(mul(gate, round(MathFor<T>::sigmoid(round(mul(gate, alpha))))));
-        Lanes<T>::store(out + i, mul(round(add(up, splat(1))), glu), part);
+        return mul(round(add(up, splat(1))), glu);
       });
     });
   }

@@ -48,11 +48,13 @@ inline void plain(const Group<T, W> group, float epsilon) {
 template <bool kSigmoid, class T, class W>
 inline void norm_then_gate(const Group<T, W> group, float epsilon) {
   const Vec scale = splat(scale_of(group, epsilon));
-  for_each_vec(group.size, [=](int64_t i, auto part) {
+  const auto gated = [=](int64_t i, auto part) {
     const Vec normalised = mul(Lanes<T>::load(group.x + i, part), scale);
     const Vec gate = activate<kSigmoid, T>(Lanes<T>::load(group.gate + i, part));
-    Lanes<T>::store(group.out + i, mul(group.weighted(normalised, i, part), gate), part);
-  });
+    return mul(group.weighted(normalised, i, part), gate);
+  };
+  map_vecs(group.size, gated,
+           [=](int64_t i, Vec v, auto part) { Lanes<T>::store(group.out + i, v, part); });
 }
 
 // Norms product(i, part); the first pass over it may remember what the second one reads.

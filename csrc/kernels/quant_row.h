@@ -56,9 +56,8 @@ inline float bounded(float largest, float upper_bound) {
 template <class Q, class Value>
 inline void quantise(typename Q::Storage* out, int64_t n, float scale, Value value) {
   const Vec inverse = splat(1.0f / scale);
-  for_each_vec(n, [=](int64_t i, auto part) {
-    Q::store(out + i, mul(value(i, part), inverse), part);
-  });
+  map_vecs(n, [=](int64_t i, auto part) { return mul(value(i, part), inverse); },
+           [=](int64_t i, Vec v, auto part) { Q::store(out + i, v, part); });
 }
 
 // The largest magnitude among n values; NaN if one is.

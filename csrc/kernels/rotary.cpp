@@ -11,8 +11,14 @@
 #include "kernels/storage.h"
 #include "kernels/table.h"
 #include "kernels/vec_pairs.h"
+#include "kernels/vec_products.h"
 
 namespace {
+
+struct Rotated {
+  Vec first;
+  Vec second;
+};
 
 // Cosines and sines of one token, rounded to T and laid out as the vectors of a head need them.
 // Past their end is room for one vector, so that they are always read in full.
@@ -33,13 +39,26 @@ class Angles {
       load_row(static_cast<const T*>(call_.cache) + row);
     }
     if (!call_.is_neox) interleave();
+    const int64_t size = call_.is_neox ? half_ : 2 * half_;
+    cos_.ready(size);
+    sin_.ready(size);
   }
 
-  // The first and the second vector of a neox head that are rotated into one another.
-  void rotate(T* out, int64_t i, Vec first, Vec second) const {
-    const Vec cosines = angle(cos_ + i);
-    Lanes<T>::store(out + i, combine(first, cosines, second, angle(minus_sin_ + i)), Full{});
-    Lanes<T>::store(out + half_ + i, combine(second, cosines, first, angle(sin_ + i)), Full{});
+  // Rotate the vectors at element i of the two halves of a neox head into one another.
+  template <class Mode>
+  Rotated rotated(Vec first, Vec second, int64_t i, Mode mode) const {
+    const Vec a = sub(cos_.product(first, i, mode), sin_.product(second, i, mode));
+    const Vec b = add(cos_.product(second, i, mode), sin_.product(first, i, mode));
+    return {FactorsOfHead::finish(a, mode), FactorsOfHead::finish(b, mode)};
+  }
+
+  // Store what make(Quick{}) returns, or make(Exact{}) where that fails.
+  template <class Make, class Part>
+  void store(T* out, int64_t i, Make make, Part part) const {
+    Rotated both = make(Quick{});
+    if (FactorsOfHead::failed(both.first, both.second)) both = make(Exact{});
+    Lanes<T>::store(out + i, both.first, part);
+    Lanes<T>::store(out + half_ + i, both.second, part);
   }
 
   // out may be x.
@@ -56,58 +75,58 @@ class Angles {
   }
 
  private:
+  static constexpr int64_t kCapacity = OPWEAVE_MAX_ROTARY_SIZE + kLanes;
+  using FactorsOfHead = Factors<T, kCapacity>;
+
+  // Zeros follow the last angle, up to a whole vector.
   template <class C>
   void load_row(const C* row) {
     for_each_vec(half_, [&](int64_t i, auto part) {
-      const Vec sines = Lanes<T>::round(Lanes<C>::load(row + half_ + i, part));
-      Lanes<float>::store(cos_ + i, Lanes<T>::round(Lanes<C>::load(row + i, part)), part);
-      Lanes<float>::store(sin_ + i, sines, part);
-      Lanes<float>::store(minus_sin_ + i, mul(sines, splat(-1)), part);
+      const Vec cosines = Lanes<T>::round_any(Lanes<C>::load(row + i, part));
+      const Vec sines = Lanes<T>::round_any(Lanes<C>::load(row + half_ + i, part));
+      Lanes<float>::store(cos_.values() + i, cosines, Full{});
+      Lanes<float>::store(sin_.values() + i, sines, Full{});
     });
   }
 
   // Both lanes of a pair get its cosine; the first one gets minus its sine, the second one the
-  // sine.
+  // sine. Minus a rounded product is the rounded product by minus a factor, so a sum does for both.
   void interleave() {
+    float* cosines = cos_.values();
+    float* sines = sin_.values();
     for (int64_t i = half_ - 1; i >= 0; --i) {  // from the end: the values move up
-      cos_[2 * i] = cos_[2 * i + 1] = cos_[i];
-      sin_[2 * i + 1] = sin_[i];
-      sin_[2 * i] = minus_sin_[i];
+      cosines[2 * i] = cosines[2 * i + 1] = cosines[i];
+      sines[2 * i + 1] = sines[i];
+      sines[2 * i] = -sines[i];
     }
-  }
-
-  static Vec angle(const float* values) { return Lanes<float>::load(values, Full{}); }
-
-  // Minus a rounded product is the rounded product by minus a factor, so a sum does for both.
-  static Vec combine(Vec x, Vec cosines, Vec partner, Vec sines) {
-    return add(Lanes<T>::round(mul(x, cosines)), Lanes<T>::round(mul(partner, sines)));
   }
 
   void rotate_halves(T* out, const T* x) const {
     for_each_vec(half_, [&](int64_t i, auto part) {
       const Vec first = Lanes<T>::load(x + i, part);
       const Vec second = Lanes<T>::load(x + half_ + i, part);
-      const Vec cosines = angle(cos_ + i);
-      Lanes<T>::store(out + i, combine(first, cosines, second, angle(minus_sin_ + i)), part);
-      Lanes<T>::store(out + half_ + i, combine(second, cosines, first, angle(sin_ + i)), part);
+      store(out, i, [&](auto mode) { return rotated(first, second, i, mode); }, part);
     });
   }
 
   void rotate_pairs(T* out, const T* x) const {
     for_each_vec(2 * half_, [&](int64_t i, auto part) {
       const Vec values = Lanes<T>::load(x + i, part);
-      const Vec rotated = combine(values, angle(cos_ + i), swap_pairs(values), angle(sin_ + i));
-      Lanes<T>::store(out + i, rotated, part);
+      const auto turned = [&](auto mode) {
+        const Vec a = cos_.product(values, i, mode);
+        const Vec b = sin_.product(swap_pairs(values), i, mode);
+        return FactorsOfHead::finish(add(a, b), mode);
+      };
+      Vec sums = turned(Quick{});
+      if (FactorsOfHead::failed(sums, sums)) sums = turned(Exact{});
+      Lanes<T>::store(out + i, sums, part);
     });
   }
 
-  static constexpr int64_t kCapacity = OPWEAVE_MAX_ROTARY_SIZE + kLanes;
-
   const OpweaveRotary& call_;
   int64_t half_;
-  alignas(64) float cos_[kCapacity];
-  alignas(64) float sin_[kCapacity];
-  alignas(64) float minus_sin_[kCapacity];
+  FactorsOfHead cos_;
+  FactorsOfHead sin_;
 };
 
 // Calls visit(out, x) for every head of the token under the cursor.
@@ -120,74 +139,119 @@ inline void for_each_head(const OpweaveHeads& heads, const RowCursor& token, Vis
   }
 }
 
-struct Rotate {
-  template <class T>
-  static void run(const OpweaveRotary&, const OpweaveHeads& heads, const RowCursor& token,
-                  const Angles<T>& angles) {
-    for_each_head<T>(heads, token, [&](T* out, const T* x) { angles.rotate(out, x); });
+template <class T>
+class RotatedHeads {
+ public:
+  RotatedHeads(const OpweaveRotary&, const OpweaveHeads& heads) : heads_(heads) {}
+
+  void run(const RowCursor& token, const Angles<T>& angles) const {
+    for_each_head<T>(heads_, token, [&](T* out, const T* x) { angles.rotate(out, x); });
   }
+
+ private:
+  const OpweaveHeads& heads_;
 };
 
-// One head of any size and rotation.
-template <class T, class W>
-inline void normalise_and_rotate(T* out, const T* x, W weight, const OpweaveRotary& call,
-                                 const Angles<T>& angles) {
-  const int64_t width = call.head_size;
-  const float scale = inverse_rms(sum_of_squares(x, width), width, call.epsilon);
-  write_normalised(out, x, weight, scale, width);
-  angles.rotate(out, out);
-}
-
-// A head of kVecs vectors, all of which rotate as neox: it is read once, and stays in registers.
-template <int kVecs, class T, class W>
-inline void normalise_and_rotate_in_registers(T* out, const T* x, W weight,
-                                              const OpweaveRotary& call,
-                                              const Angles<T>& angles) {
-  Vec head[kVecs];
-  const float squares = sum_of_squares(kVecs * kLanes, [&](int64_t i, auto part) {
-    return head[i / kLanes] = Lanes<T>::load(x + i, part);
-  });
-  const Vec scale = splat(inverse_rms(squares, kVecs * kLanes, call.epsilon));
-  for (int k = 0; k < kVecs; ++k) {
-    head[k] = Lanes<T>::stored(weight.apply(mul(head[k], scale), k * kLanes, Full{}));
+// Heads are normalised, then rotated.
+template <class T>
+class NormalisedHeads {
+ public:
+  NormalisedHeads(const OpweaveRotary& call, const OpweaveHeads& heads)
+      : heads_(heads), call_(call), size_(call.head_size) {
+    // Heads that fall into whole vectors, all of which rotate as neox.
+    is_usual_ = call.is_neox && call.rotary_size == size_ && size_ % (2 * kLanes) == 0 &&
+                size_ <= kMostUsual;
+    if (!is_usual_ || heads.weight == nullptr) return;
+    if (call.weight_dtype == OPWEAVE_FLOAT32) {
+      load_weight(static_cast<const float*>(heads.weight));
+    } else {
+      load_weight(static_cast<const T*>(heads.weight));
+    }
   }
-  for (int k = 0; k < kVecs / 2; ++k) {
-    angles.rotate(out, k * kLanes, head[k], head[k + kVecs / 2]);
-  }
-}
 
-struct NormaliseAndRotate {
-  template <class T>
-  static void run(const OpweaveRotary& call, const OpweaveHeads& heads, const RowCursor& token,
-                  const Angles<T>& angles) {
-    const int64_t vecs = call.is_neox && call.rotary_size == call.head_size &&
-                                 call.head_size % kLanes == 0
-                             ? call.head_size / kLanes
-                             : 0;
-    with_weight<T>(heads.weight, call.weight_dtype, [&](auto weight) {
-      for_each_head<T>(heads, token, [&](T* out, const T* x) {
-        switch (vecs) {
-          case 4: return normalise_and_rotate_in_registers<4>(out, x, weight, call, angles);
-          case 8: return normalise_and_rotate_in_registers<8>(out, x, weight, call, angles);
-          case 16: return normalise_and_rotate_in_registers<16>(out, x, weight, call, angles);
-          default: return normalise_and_rotate(out, x, weight, call, angles);
-        }
+  void run(const RowCursor& token, const Angles<T>& angles) const {
+    with_weight<T>(heads_.weight, call_.weight_dtype, [&](auto weight) {
+      if (is_usual_) return run_usual(token, weight, angles);
+      for_each_head<T>(heads_, token, [&](T* out, const T* x) {
+        write_normalised(out, x, weight, scale_of(x), size_);
+        angles.rotate(out, out);
       });
     });
   }
+
+ private:
+  static constexpr int64_t kMostUsual = 256;
+
+  template <class W>
+  void load_weight(const W* weight) {
+    for (int64_t i = 0; i < size_; i += kLanes) {
+      Lanes<float>::store(weight_.values() + i, Lanes<W>::load(weight + i, Full{}), Full{});
+    }
+    weight_.ready(size_);
+  }
+
+  float scale_of(const T* head) const {
+    return inverse_rms(sum_of_squares(head, size_), size_, call_.epsilon);
+  }
+
+  // The scale of a head takes long to come, so it is begun before the head in front of it is
+  // rotated.
+  template <class W>
+  void run_usual(const RowCursor& token, W weight, const Angles<T>& angles) const {
+    const char* first = token.in(static_cast<const char*>(heads_.x), 1);
+    const char* last = first + (heads_.count - 1) * heads_.x_stride;
+    float next = heads_.count > 0 ? scale_of(reinterpret_cast<const T*>(first)) : 0.0f;
+    for_each_head<T>(heads_, token, [&](T* out, const T* x) {
+      const Vec scale = splat(next);
+      const char* head = reinterpret_cast<const char*>(x);
+      if (head != last) next = scale_of(reinterpret_cast<const T*>(head + heads_.x_stride));
+      const int64_t half = size_ / 2;
+      for (int64_t i = 0; i < half; i += kLanes) {
+        const auto normalised = [&](int64_t at, auto mode) {
+          return weighted(mul(Lanes<T>::load(x + at, Full{}), scale), weight, at, mode);
+        };
+        const auto rotated = [&](auto mode) {
+          return angles.rotated(normalised(i, mode), normalised(half + i, mode), i, mode);
+        };
+        angles.store(out, i, rotated, Full{});
+      }
+    });
+  }
+
+  template <class Mode>
+  Vec weighted(Vec normalised, NoWeight, int64_t, Mode) const {
+    return Lanes<T>::round(normalised);
+  }
+
+  template <class W, class Mode>
+  Vec weighted(Vec normalised, Weight<W>, int64_t i, Mode mode) const {
+    if constexpr (sizeof(W) == sizeof(T)) {
+      return weight_.finish(weight_.product(Lanes<T>::round(normalised), i, mode), mode);
+    } else {
+      return Lanes<T>::round_any(mul(normalised, weight_.at(i)));
+    }
+  }
+
+  const OpweaveHeads& heads_;
+  const OpweaveRotary& call_;
+  int64_t size_;
+  bool is_usual_;
+  Factors<T, kMostUsual> weight_;
 };
 
-template <class Heads>
+template <template <class> class Heads>
 struct TokenRows {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveRotary& call) {
     Angles<T> angles(call);
+    const Heads<T> queries(call, call.query);
+    const Heads<T> keys(call, call.key);
     RowCursor query(call.query.tokens, begin);
     RowCursor key(call.key.tokens, begin);
     for (int64_t token = begin; token < end; ++token, query.advance(), key.advance()) {
       angles.load(token);
-      Heads::run(call, call.query, query, angles);
-      Heads::run(call, call.key, key, angles);
+      queries.run(query, angles);
+      keys.run(key, angles);
     }
   }
 };
@@ -214,11 +278,12 @@ void rope_reshape_and_cache(int64_t begin, int64_t end, void* erased) {
   with_storage(call.rotary.dtype, [&](auto storage) {
     using T = decltype(storage);
     Angles<T> angles(call.rotary);
+    const RotatedHeads<T> queries(call.rotary, call.rotary.query);
     RowCursor query(call.rotary.query.tokens, begin);
     RowCursor key(call.rotary.key.tokens, begin);
     for (int64_t token = begin; token < end; ++token, query.advance(), key.advance()) {
       angles.load(token);
-      Rotate::run(call.rotary, call.rotary.query, query, angles);
+      queries.run(query, angles);
       rotate_into_slot(call, token, key, angles);
     }
   });
@@ -227,7 +292,7 @@ void rope_reshape_and_cache(int64_t begin, int64_t end, void* erased) {
 }  // namespace
 
 OPWEAVE_KERNEL_TABLE(OpweaveRotaryKernels, rotary) = {
-    run_for_type<TokenRows<Rotate>, OpweaveRotary>,
-    run_for_type<TokenRows<NormaliseAndRotate>, OpweaveRotary>,
+    run_for_type<TokenRows<RotatedHeads>, OpweaveRotary>,
+    run_for_type<TokenRows<NormalisedHeads>, OpweaveRotary>,
     rope_reshape_and_cache,
 };

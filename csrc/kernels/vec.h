@@ -13,8 +13,9 @@
 //   bounded_exponent      a, or a bound if scale_by_power needs one: enough to give 0 or infinity
 //   fraction              a less the nearest integer; 0 for bounds and infinities
 //   sum                   the sum over lanes, in a fixed order
-//   Lanes<T>              load, store and round for storage type T; stored(v) is what a store and a
-//                         load make of v: as round, but denormals may become zero
+//   Lanes<T>              load, store and round for storage type T; round(v) may lose a NaN that
+//                         was read from float32, and round_any(v) loses none; stored(v) is what a
+//                         store and a load make of v: as round_any, but denormals may become zero
 // A load or store takes Full{} for kLanes elements or Tail{n} for the first n of them; lanes past
 // the tail load as zero and are never written.
 //
@@ -71,6 +72,22 @@ inline void for_each_vec(int64_t n, Visit visit) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) visit(i, Full{});
   if (i < n) visit(i, Tail{n - i});
+}
+
+// Call store(i, value(i, part), part) for every vector, for a value that takes many steps, each on
+// the one before: four of them are begun before the first is stored, so that their steps overlap.
+// value may read what store(i) writes.
+template <class Value, class Store>
+inline void map_vecs(int64_t n, Value value, Store store) {
+  constexpr int kAtOnce = 4;
+  int64_t i = 0;
+  for (; i + kAtOnce * kLanes <= n; i += kAtOnce * kLanes) {
+    Vec values[kAtOnce];
+    for (int k = 0; k < kAtOnce; ++k) values[k] = value(i + k * kLanes, Full{});
+    for (int k = 0; k < kAtOnce; ++k) store(i + k * kLanes, values[k], Full{});
+  }
+  for (; i + kLanes <= n; i += kLanes) store(i, value(i, Full{}), Full{});
+  if (i < n) store(i, value(i, Tail{n - i}), Tail{n - i});
 }
 
 }  // namespace

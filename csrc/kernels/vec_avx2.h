@@ -109,6 +109,7 @@ struct Lanes {  // a 16-bit storage type; AVX2 has no masked access for those, s
     memcpy(p, buffer, static_cast<size_t>(tail.count) * sizeof(T));
   }
   static Vec round(Vec v) { return round_to(v, T{}); }
+  static Vec round_any(Vec v) { return round(v); }
   static Vec stored(Vec v) { return round(v); }
 };
 
@@ -125,6 +126,7 @@ struct Lanes<float> {
     _mm256_maskstore_ps(p, mask_of(tail), v);
   }
   static Vec round(Vec v) { return v; }
+  static Vec round_any(Vec v) { return v; }
   static Vec stored(Vec v) { return v; }
 };
 

@@ -120,6 +120,7 @@ struct Lanes {  // a 16-bit storage type
     memcpy(p, buffer, static_cast<size_t>(tail.count) * sizeof(T));
   }
   static Vec round(Vec v) { return widen(narrow(v, T{}), T{}); }
+  static Vec round_any(Vec v) { return round(v); }
   static Vec stored(Vec v) { return round(v); }
 };
 
@@ -140,6 +141,7 @@ struct Lanes<float> {
     memcpy(p, &v, static_cast<size_t>(tail.count) * sizeof(float));
   }
   static Vec round(Vec v) { return v; }
+  static Vec round_any(Vec v) { return v; }
   static Vec stored(Vec v) { return v; }
 };
 
