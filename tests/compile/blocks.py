@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opweave import ir
+from opweave.layers import QuantFP8, RMSNorm, SiluAndMul
+from opweave.layers.quant_fp8 import PER_TENSOR, PER_TOKEN
+from opweave.models.llama import LlamaForCausalLM
+from opweave.models.mixtral import MixtralForCausalLM
 
 HIDDEN, HEADS, HEAD = 64, 4, 16
 Functions = Mapping[str, Callable[..., Any]]
@@ -116,6 +120,77 @@ class Model(nn.Module):
         return x
 
 
+class OneInput(nn.Module):
+    """A language model that takes token ids and positions as the rows of one tensor.
+
+    As two inputs, each has a size of its own until the model adds them. Dynamo keeps the size of
+    the positions as an input where it sees them used before that, as in the native function of a
+    rotation: then plain's graph has one input more than ours, and numbers its arguments otherwise.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, both: Tensor) -> Tensor:
+        hidden: Tensor = self.model(both[0], both[1])
+        return hidden
+
+
+class QuantisedLayers(nn.Module):
+    """The block of a quantised model, of the layers that opweave ships."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(99, HIDDEN)
+        self.norm, self.activation = RMSNorm(HIDDEN), SiluAndMul()
+        self.per_token = QuantFP8(static=False, group_shape=PER_TOKEN)
+        self.per_tensor = QuantFP8(static=True, group_shape=PER_TENSOR)
+        self.up = nn.Parameter(torch.randn(2 * HIDDEN, HIDDEN))
+        self.down = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+        self.scale = nn.Parameter(torch.tensor([0.05]))
+
+    def forward(self, both: Tensor) -> Tensor:
+        x, r = self.norm(self.embedding(both[0]), self.embedding(both[1]))
+        q, scale = self.per_token(x)
+        x = self.activation((q.to(torch.float32) * scale) @ self.up.t())
+        q, scale = self.per_tensor(x, self.scale)
+        out: Tensor = (q.to(torch.float32) * scale) @ self.down.t() + r
+        return out
+
+
+def _config(architecture: str, **more: int) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "num_hidden_layers": 2,
+        "vocab_size": 99,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "max_position_embeddings": 32,
+        "rms_norm_eps": 1e-6,
+        **more,
+    }
+
+
+def llama() -> nn.Module:
+    config = _config("LlamaForCausalLM")
+    return OneInput(LlamaForCausalLM.from_hf(config, dtype=torch.float32))
+
+
+def mixtral() -> nn.Module:
+    config = _config("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2)
+    return OneInput(MixtralForCausalLM.from_hf(config, dtype=torch.float32))
+
+
+SHIPPED: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "mixtral": mixtral,
+    "quantised": QuantisedLayers,
+}
 BLOCKS = {"llama": LlamaBlock, "moe": MoeBlock, "quantised": QuantisedBlock}
 
 

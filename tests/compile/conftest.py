@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,3 +25,13 @@ def compiled_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def all_native() -> dict[str, str]:
     """Priorities that choose native for every op."""
     return dict.fromkeys(ir.current_registry().ops, "native")
+
+
+def amounts(few: int, many: int, parts: int = 4) -> list[Any]:
+    """How many random programs a test draws: a few, or many in parts that take a minute or two."""
+    share = many // parts
+    slow = [
+        pytest.param(share, marks=pytest.mark.slow, id=f"{share} of {many}, part {part}")
+        for part in range(parts)
+    ]
+    return [few, *slow]

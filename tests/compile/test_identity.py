@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import opweave.compile
 from opweave import ir
+from opweave.ir.testing import written_out
 
-from .blocks import BLOCKS, Model, NativeCalls, OpCalls, model_inputs
+from .blocks import BLOCKS, SHIPPED, Model, NativeCalls, OpCalls, model_inputs
 from .conftest import all_native
 
 
-def generated(backend: Any, calls: Any, block: str, *, dynamic: bool) -> tuple[Any, list[str]]:
+def generated(backend: Any, model: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, list[str]]:
     torch.compiler.reset()
-    model = Model(BLOCKS[block], 2, calls)
-    inputs = model_inputs(16)
-    if dynamic:
-        for tensor in inputs:
-            torch._dynamo.mark_dynamic(tensor, 0)
     compiled: Callable[..., Any] = torch.compile(model, backend=backend, fullgraph=True)
     result, code = run_and_get_code(compiled, *inputs)
     assert len(code) == 1
@@ -36,20 +33,42 @@ def statements(code: str) -> list[str]:
     return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
-@pytest.mark.parametrize("block", sorted(BLOCKS))
-@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_no_line_differs(block: str, dynamic: bool) -> None:
-    torch.manual_seed(1)
-    expected, plain = generated("inductor", NativeCalls(), block, dynamic=dynamic)
-    torch.manual_seed(1)
+def check_native(model: nn.Module, inputs: Sequence[Tensor], expected: Any, plain: Any) -> None:
+    """Compile with every op native, and compare the result and the code."""
     with ir.priority(all_native()):
-        found, ours = generated(opweave.compile.backend, OpCalls(), block, dynamic=dynamic)
+        found, ours = generated(opweave.compile.backend, model, inputs)
     report = opweave.compile.report()
     assert {node.chosen for node in report.nodes} == {"native"}
     assert report.complete
     difference = list(difflib.unified_diff(plain, ours, lineterm="", n=0))
     assert difference == []
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("block", sorted(BLOCKS))
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_no_line_differs(block: str, dynamic: bool) -> None:
+    torch.manual_seed(1)
+    inputs = model_inputs(16)
+    for tensor in inputs if dynamic else ():
+        torch._dynamo.mark_dynamic(tensor, 0)
+    plain = generated("inductor", Model(BLOCKS[block], 2, NativeCalls()), inputs)
+    check_native(Model(BLOCKS[block], 2, OpCalls()), inputs, *plain)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mixtral", "quantised"))]
+)
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_no_line_differs_for_shipped_models(name: str, dynamic: bool) -> None:
+    torch.manual_seed(1)
+    model = SHIPPED[name]()
+    both = torch.stack([torch.randint(0, 99, (16,)), torch.arange(16)])
+    if dynamic:
+        torch._dynamo.mark_dynamic(both, 1)
+    with ir.priority(all_native()), written_out():  # attention is an op when the graph runs
+        plain = generated("inductor", model, [both])
+    check_native(model, [both], *plain)
 
 
 def test_graphs_without_ops_are_left_alone() -> None:
@@ -59,17 +78,3 @@ def test_graphs_without_ops_are_left_alone() -> None:
     x = torch.randn(4, 5)
     compiled = torch.compile(plain, backend="opweave", fullgraph=True)
     torch.testing.assert_close(compiled(x), plain(x))
-
-
-def test_lowering_traces_signatures_not_layers() -> None:
-    traces = []
-    for layers in (2, 6):
-        torch.compiler.reset()
-        model = Model(BLOCKS["llama"], layers, OpCalls())
-        compiled = torch.compile(model, backend=opweave.compile.backend, options={"codegen": False})
-        with ir.priority(all_native()):
-            compiled(*model_inputs(8))
-        report = opweave.compile.report()
-        traces.append(report.traces)
-        assert len(report.nodes) >= 5 * layers
-    assert traces[0] == traces[1]

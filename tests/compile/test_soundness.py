@@ -14,6 +14,7 @@ import opweave.compile
 from opweave import ir
 
 from . import programs
+from .conftest import amounts
 from .programs import ROWS, WIDTH, Ops, Program
 
 FEW, MANY = 40, 2000  # programs for each provider
@@ -63,7 +64,7 @@ def check(program: Program, aliased: str, **options: object) -> None:
 aliasing = st.sampled_from(["apart", "same", "overlapping", "expanded"])
 
 
-@pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", amounts(FEW, MANY))
 @pytest.mark.parametrize("provider", ["native", "functional", "inplace", "crossed", "opaque"])
 def test_random_programs(ops: Ops, provider: str, examples: int) -> None:
     force(ops, provider)

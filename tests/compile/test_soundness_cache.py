@@ -14,7 +14,7 @@ from torch import Tensor
 import opweave.compile
 from opweave import ir
 
-from .conftest import all_native
+from .conftest import all_native, amounts
 from .test_soundness import HEALTH
 
 FEW, MANY = 6, 500  # programs for each provider
@@ -146,7 +146,7 @@ def check(program: Program, layout: str) -> set[str]:
     return {f.composite for f in opweave.compile.report().fusions if f.outcome == "fused"}
 
 
-@pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", amounts(FEW, MANY))
 @pytest.mark.parametrize("provider", ["native", "opweave_c"])
 def test_random_programs(provider: str, examples: int) -> None:
     priority = all_native() if provider == "native" else {}

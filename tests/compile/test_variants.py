@@ -162,3 +162,11 @@ def test_bad_options(double: ir.IrOp, options: dict[str, Any], message: str) -> 
 
 def test_bad_option_type() -> None:
     assert issubclass(OptionError, ir.IrError)
+
+
+def test_a_call_from_python_does_not_compile_again(double: ir.IrOp) -> None:
+    run = compiled(calling(double))
+    assert factor(run) == 2
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert factor(double) == 2  # the first one: it generates what calls of the op run
+        assert factor(run) == 2

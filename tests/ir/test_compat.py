@@ -34,10 +34,12 @@ CHECKED = {
     "FORWARD_AD",
     "has_tangent",
     "share_storage",
+    "multiplies_float16",
     "is_taken_in_torch_ops",
     "parse_schema",
     "all_gather",
     "all_reduce_sum",
+    "onednn_linear",
 }
 
 
@@ -224,6 +226,23 @@ def test_share_storage() -> None:
     assert compat.share_storage(memory[:4], memory[4:])
     assert compat.share_storage(memory, memory.view(2, 4))
     assert not compat.share_storage(memory, memory.clone())
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is without oneDNN")
+def test_onednn_linear() -> None:
+    x, weight, bias = torch.randn(3, 40, 8), torch.randn(5, 8), torch.randn(5)
+    for given in (bias, None):
+        wanted = torch.nn.functional.linear(x, weight, given)
+        torch.testing.assert_close(compat.onednn_linear(x, weight, given), wanted)
+
+
+def test_multiplies_float16() -> None:
+    """An AVX-512 CPU has the instructions by this name, AMD's and Intel's before 2023 do not."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if "avx512_fp16" in flags or "amx_fp16" in flags:
+        assert compat.multiplies_float16()
+    elif flags:
+        assert not compat.multiplies_float16()
 
 
 def test_register_fake() -> None:

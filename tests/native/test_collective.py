@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,9 @@ def vendor() -> Iterator[list[str]]:
         yield groups
 
 
-def composed(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    summed = functional_collectives.all_reduce(x, "sum", distributed.group.WORLD)
+def composed(x: Tensor, residual: Tensor, group: Any = None) -> tuple[Tensor, Tensor]:
+    group = group or distributed.group.WORLD
+    summed = functional_collectives.all_reduce(x, "sum", group)
     y, s = ir.ops.fused_add_rms_norm.maybe_inplace(summed, residual, WEIGHT, 1e-5)
     return y, s
 
@@ -108,6 +110,17 @@ def test_a_kernel_is_found(function: Callable[..., Any], vendor: list[str]) -> N
     assert report.selected_impls["all_reduce_rms_norm"]
     assert [f.composite for f in report.fusions if f.outcome == "fused"] == [op.name]
     assert report.collectives == {}, "the kernel moves the data, so that nothing is to be sharded"
+
+
+@pytest.mark.usefixtures("group")
+def test_a_group_of_another_name(vendor: list[str]) -> None:
+    other = distributed.new_group([0, 1])
+    assert other.group_name != "0"
+    with ir.priority(all_reduce_rms_norm=["vendor"]):
+        compiled(partial(composed, group=other))(X, RESIDUAL.clone())
+    assert set(vendor) == {other.group_name}
+    fused = [f for f in opweave.compile.report().fusions if f.outcome == "fused"]
+    assert [f.composite for f in fused] == [op.name]
 
 
 @pytest.mark.usefixtures("group")

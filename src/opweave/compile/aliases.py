@@ -24,7 +24,7 @@ class Aliases:
         self.order = {node: position for position, node in enumerate(graph.nodes)}
         self._by_storage: dict[int, dict[Node, None]] = {}
         self._storages: dict[Node, set[int]] = {}
-        self._owned: set[int] = set()
+        self._owned: dict[int, Tensor] = {}  # as long as they live, no other has their keys
         for node in graph.nodes:
             self._enter(node)
 
@@ -47,11 +47,11 @@ class Aliases:
 
     def own(self, node: Node) -> None:
         """Note that the memory of *node* is the graph's own, even if it came from the caller."""
-        self._owned.update(map(_key, tensors_of(node)))
+        self._owned.update((_key(tensor), tensor) for tensor in tensors_of(node))
 
     def owns(self, node: Node) -> bool:
         """Whether :meth:`own` was told so."""
-        return self._owned.issuperset(map(_key, tensors_of(node)))
+        return self._owned.keys() >= set(map(_key, tensors_of(node)))
 
     def sharing(self, node: Node) -> list[Node]:
         """Return the nodes that may share elements with *node*, itself included."""

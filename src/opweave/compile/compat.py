@@ -17,6 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 __all__ = ["CustomGraphPass", "FakeTensorMode", "cache_directory", "compile_fx", "fake_mode_of"]
 
@@ -47,6 +48,70 @@ def trace(function: Callable[..., Any], inputs: Sequence[object]) -> GraphModule
     mode = fake_mode_of(inputs) or FakeTensorMode()
     with torch.no_grad(), mode, preserve_node_meta():
         return make_fx(function, decomposition_table=select_decomp_table())(*inputs)
+
+
+def is_plain_fake(tensor: Tensor) -> bool:
+    """Whether sizes, strides, dtype, device and memory are all that there is to a fake tensor."""
+    plain = type(tensor) is FakeTensor and tensor.layout is torch.strided
+    return plain and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+
+
+def fresh_fake(fake: FakeTensor) -> Tensor:
+    """Return a fake tensor like *fake* in memory of its own."""
+    size, stride = fake.shape, fake.stride()
+    with fake.fake_mode:
+        return torch.empty_strided(size, stride, dtype=fake.dtype, device=fake.device)
+
+
+class _Memory(Tensor):
+    """A tensor for the sake of its storage, whose size may vary: torch has no way to make one."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(cls.__name__)
+
+
+def new_fake_storage(size: int | torch.SymInt) -> torch.UntypedStorage:
+    """Return memory for fake tensors.
+
+    Args:
+        size: in bytes.
+    """
+    make = cast("Any", Tensor)._make_wrapper_subclass
+    holder = make(_Memory, (0,), (1,), dtype=torch.uint8, device="meta", storage_size=size)
+    return cast("torch.UntypedStorage", holder.untyped_storage())
+
+
+def fake_in(
+    mode: FakeTensorMode, storage: torch.UntypedStorage, like: Tensor, offset: int | torch.SymInt
+) -> Tensor:
+    """Return a fake tensor of *mode* in *storage*, at *offset* in elements, that is *like* another.
+
+    Call it without modes that are active (:func:`no_modes`).
+    """
+    whole = torch.empty(0, dtype=like.dtype, device="meta")
+    whole.set_(storage, 0, (0,), (1,))
+    view = whole.as_strided(like.shape, like.stride(), cast("int", offset))
+    return FakeTensor(mode, view, like.device)
+
+
+def leaves(value: object) -> list[Any]:
+    """Return what is in *value*, however deep in lists, tuples and mappings."""
+    return pytree.tree_leaves(value)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return *value* with what *function* makes of each tensor in it."""
+    return pytree.tree_map_only(Tensor, function, value)
+
+
+def data_dependent(values: Sequence[object]) -> set[Any]:
+    """Return the symbols in fake tensors and numbers that stand for what only the data tell."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    kinds = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    found = (leaf for leaf in leaves(values) if isinstance(leaf, kinds))
+    return {symbol for leaf in found for symbol in free_unbacked_symbols(leaf)}
 
 
 @contextmanager

@@ -54,6 +54,7 @@ class CompiledGraph:
         self.options, self._compile = options, compile
         self._ranges = options.ranges
         self._registries = registries_of(graph_module)
+        prepare_ops(graph_module)
         self._pristine = copy_module(graph_module)
         self._size_at = varying_size(example_inputs) if options.compile_ranges else None
         self._donated = donated_inputs(graph_module.graph)
@@ -160,7 +161,7 @@ def compile_with(
     """Run the passes on a graph that Dynamo traced, and compile it. Takes *graph_module* over."""
     for module in all_graphs(graph_module):
         pipeline.run(Stage.DYNAMO, module.graph, context)
-    graph_module.recompile()
+        module.recompile()
     key = store.key_of(graph_module, inputs, context.plan)
     context.report.key = key
     config = {**context.plan.options.inductor, **hooks(context)}
@@ -232,6 +233,17 @@ def registries_of(graph_module: GraphModule) -> list[Registry]:
     for module in all_graphs(graph_module):
         found |= dict.fromkeys(call.op.registry for call in ir_calls(module.graph))
     return list(found)
+
+
+def prepare_ops(graph_module: GraphModule) -> None:
+    """Prepare the ops for calls from Python.
+
+    Dynamo guards on the function that a call of an op is, which the first one would replace.
+    """
+    for module in all_graphs(graph_module):
+        for call in ir_calls(module.graph):
+            for path in call.op.paths():
+                call.op.ensure_prepared(path)
 
 
 def _content(scope: Scope | None) -> Any:

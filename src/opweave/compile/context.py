@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from opweave.compile.log import logger
 from opweave.compile.nodes import IrCall, source_line
 from opweave.compile.plan import Plan
 from opweave.compile.report import NodeReport, Refusal, Report
-from opweave.compile.tracing import Tracer
+from opweave.compile.tracing import Tracer, signature
 from opweave.ir import Selection
 from opweave.ir.explain import explained
 
@@ -22,6 +23,7 @@ class Context:
     tracer: Tracer = field(default_factory=Tracer)
     fused_from: dict[str, list[str]] = field(default_factory=dict)  # node -> what it replaced
     notes: list[str] = field(default_factory=list)  # of the pass that is running
+    _texts: dict[Any, str] = field(default_factory=dict)  # of arguments, by their signature
 
     def describe(self, call: IrCall, selection: Selection, stage: str) -> NodeReport:
         """Enter what was selected for *call* into the report."""
@@ -29,7 +31,7 @@ class Context:
             node=call.node.name,
             op=call.op.name,
             source=source_line(call.node),
-            call=explained(selection, call.fakes).call,
+            call=self._arguments(call, selection),
             chosen=selection.provider,
             rejected=[Refusal(r.provider, r.reason, r.origin) for r in selection.rejected],
             stage=stage,
@@ -40,3 +42,10 @@ class Context:
         for refusal in described.rejected:
             logger.debug("    not %s: %s [%s]", refusal.provider, refusal.reason, refusal.origin)
         return described
+
+    def _arguments(self, call: IrCall, selection: Selection) -> str:
+        """Return the arguments of *call* as text; those that are alike look alike."""
+        key = call.op, tuple(map(signature, call.fakes))
+        if key not in self._texts:
+            self._texts[key] = explained(selection, call.fakes).call
+        return self._texts[key]

@@ -73,6 +73,8 @@ class _Search:
         call = ir_call(node)
         if call and call.call_site:
             raise NoMatchError(f"{node.name} names its providers itself", WHOLE)
+        if call and call.autocast:
+            raise NoMatchError(f"{node.name} is called under torch.autocast", WHOLE)
         if wanted in self.nodes:
             self._miss(f"{where} is {node.name}, not {self.nodes[wanted]}")
         self._operands(wanted, node)

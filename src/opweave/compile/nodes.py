@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from os.path import dirname
@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from opweave import ir
 from opweave.compile import compat
+from opweave.compile.relocation import Relocation, same_layout
 from opweave.ir import IrOp
 from opweave.ir.priority import Entries
 from opweave.ir.torch_ops import call_site, find_target
@@ -33,6 +34,7 @@ class IrCall:
         values: one value per parameter of the op, nodes where the graph computes them.
         call_site: the priority that ``op.using(...)`` named.
         donate: the positions of the parameters that the caller gives up.
+        autocast: the state of autocast that it is made under, see :mod:`opweave.ir.autocast`.
     """
 
     node: Node
@@ -40,6 +42,7 @@ class IrCall:
     values: tuple[Any, ...]
     call_site: Entries
     donate: tuple[int, ...]
+    autocast: str = ""
 
     @property
     def fakes(self) -> tuple[Any, ...]:
@@ -58,10 +61,23 @@ def ir_call(node: Node) -> IrCall | None:
         return None
     kwargs = dict(node.kwargs)
     using, donate = "", tuple(target.op.activation_indices if target.donates else ())
+    autocast = ""
     if target.annotated:
-        using, donate = str(kwargs.pop("using", "")), _integers(kwargs.pop("donate", ()))
+        using, autocast = (str(kwargs.pop(name, "")) for name in ("using", "autocast"))
+        donate = _integers(kwargs.pop("donate", ()))
     values = target.op.bind(*node.args, **kwargs)
-    return IrCall(node, target.op, values, call_site(using), donate)
+    return IrCall(node, target.op, values, call_site(using), donate, autocast)
+
+
+def annotate(
+    call: IrCall, *, using: str = "", donate: Sequence[int] = (), autocast: str = ""
+) -> None:
+    """Let *call* say of itself what is given, and nothing else."""
+    args, kwargs = call_arguments(call.op, call.values)
+    said: dict[str, Any] = {"using": using, "donate": list(donate), "autocast": autocast}
+    call.node.target = call.op.torch_ops.annotated
+    call.node.args = args
+    call.node.kwargs = {**kwargs, **{name: value for name, value in said.items() if value}}
 
 
 def call_arguments(op: IrOp, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -109,17 +125,36 @@ def substitute(old: Node, new: Node) -> list[Node]:
     """
     renewed: list[Node] = []
     stale = {compat.storage_key(tensor) for tensor in tensors_of(old)}
+    waiting = list(old.users)
+    move = _mover(old, new)
     old.replace_all_uses_with(new)
-    waiting = list(new.users)
     while waiting:
         user = waiting.pop()
         if user.op != "call_function" or "val" not in user.meta:
             continue
         if stale & {compat.storage_key(tensor) for tensor in tensors_of(user)}:
-            _refresh(user)
+            move(user)
             renewed.append(user)
             waiting += user.users
     return renewed
+
+
+def _mover(old: Node, new: Node) -> Callable[[Node], None]:
+    """Return what gives a view of *old* the fake value that it has as a view of *new*."""
+    before, after = (tensors_of(node) for node in (old, new))  # none where a plugin made the node
+    if len(before) != 1 or len(after) != 1 or not same_layout(before[0], after[0]):
+        return _refresh
+    relocation = Relocation(cast("Any", after[0]).fake_mode)
+    relocation.put(before[0], after[0])
+
+    def move(node: Node) -> None:
+        if not all(map(compat.is_plain_fake, tensors_of(node))):
+            _refresh(node)
+            return
+        with torch.no_grad(), compat.no_modes():
+            node.meta["val"] = relocation.move(node.meta["val"])
+
+    return move
 
 
 def _refresh(node: Node) -> None:
@@ -148,9 +183,19 @@ def has_fakes(graph: Graph) -> bool:
 
 def all_graphs(graph_module: GraphModule) -> list[GraphModule]:
     """Return *graph_module* and the graphs that control flow in it runs (cond, while_loop, ...)."""
-    names = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}
-    found = [getattr(graph_module, str(name), None) for name in sorted(map(str, names))]
-    return [graph_module, *(sub for sub in found if isinstance(sub, GraphModule))]
+    return [graph_module, *_modules(graph_module, graph_module.graph.nodes)]
+
+
+def inner_graphs(node: Node) -> list[GraphModule]:
+    """Return the graphs that *node* runs, as control flow does."""
+    return _modules(node.graph.owning_module, node.all_input_nodes)
+
+
+def _modules(owner: GraphModule | None, nodes: Iterable[Node]) -> list[GraphModule]:
+    """Return the graphs among *nodes*."""
+    names = sorted({str(node.target) for node in nodes if node.op == "get_attr"})
+    found = (getattr(owner, name, None) for name in names)
+    return [module for module in found if isinstance(module, GraphModule)]
 
 
 def source_line(node: Node) -> str:

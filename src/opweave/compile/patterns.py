@@ -2,7 +2,8 @@
 
 A composite's native function is written in other ops. Traced twice, with different sizes and
 numbers, it gives two graphs that differ only in what depends on its arguments: those constants
-become parameters of the pattern, and everything else must be found as it is.
+become parameters of the pattern, and everything else must be found as it is. A constant that is the
+text of one argument (the name of a process group) becomes that parameter, too; a match is checked.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ def _pattern(op: IrOp, first: Values, second: Values, tracer: Tracer, *, expand:
     scalars = {
         i: (a, b)
         for i, (a, b) in enumerate(zip(first, second, strict=True))
-        if isinstance(a, (int, float))
+        if isinstance(a, (int, float, str))
     }
     wildcards: dict[tuple[Node, int], int] = {}
     for a, b in zip(*nodes, strict=True):

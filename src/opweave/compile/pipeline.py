@@ -13,8 +13,9 @@ from torch.fx import Graph
 from opweave.compile.context import Context
 from opweave.compile.errors import UnloweredOpError
 from opweave.compile.log import logger
-from opweave.compile.nodes import ir_calls
+from opweave.compile.nodes import inner_graphs, ir_calls
 from opweave.compile.options import CompileOptions
+from opweave.compile.passes.autocast import carry_autocast
 from opweave.compile.passes.cleanup import clean_up
 from opweave.compile.passes.donation import carry_donations
 from opweave.compile.passes.fusion import fuse
@@ -47,6 +48,7 @@ class Pass(NamedTuple):
 
 PASSES = (
     Pass("carry donations", Stage.DYNAMO, carry_donations),
+    Pass("carry autocast", Stage.DYNAMO, carry_autocast),
     Pass("eliminate noops", Stage.JOINT, eliminate_noops, lambda o: o.noop_elimination),
     Pass("fuse", Stage.JOINT, fuse, lambda o: o.fusion),
     Pass("clean up", Stage.JOINT, clean_up),
@@ -67,14 +69,16 @@ def run(stage: Stage, graph: Graph, context: Context) -> None:
         UnloweredOpError: an op is left after the last stage.
     """
     context.report.complete = stage is not Stage.DYNAMO
-    if not ir_calls(graph):
+    if not ir_calls(graph) and not (stage is Stage.DYNAMO and any(map(inner_graphs, graph.nodes))):
         return
-    text = graph_text(graph)
+    text, state = graph_text(graph), _state(graph)
     for step in steps(stage, context.plan):
         start = time.perf_counter()
         step.run(graph, context)
         seconds = time.perf_counter() - start
-        before, text = text, graph_text(graph)
+        before, state_before, state = text, state, _state(graph)
+        if not _is_same(state, state_before):
+            text = graph_text(graph)
         record = PassReport(step.name, stage.value, seconds, notes=context.notes, owner=step.owner)
         if text != before:
             record.before, record.after = before, text
@@ -101,6 +105,18 @@ def steps(stage: Stage, plan: Plan) -> Iterator[Pass]:
 def graph_text(graph: Graph) -> str:
     """Return *graph* as Python source."""
     return graph.python_code("self").src
+
+
+def _state(graph: Graph) -> list[tuple[object, ...]]:
+    """Return what the text of *graph* is made of."""
+    return [(n, n.name, n.target, n.args, n.kwargs) for n in graph.nodes]
+
+
+def _is_same(a: list[tuple[object, ...]], b: list[tuple[object, ...]]) -> bool:
+    """Whether nothing was exchanged between two states, by identity: every change makes a copy."""
+    return len(a) == len(b) and all(
+        x is y for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)
+    )
 
 
 def _check_lowered(graph: Graph) -> None:

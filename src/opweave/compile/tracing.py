@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.overrides import TorchFunctionMode
 
 from opweave.compile import compat
 from opweave.compile.log import logger
-from opweave.compile.nodes import IrCall, fake_of
+from opweave.compile.nodes import IrCall, fake_of, tensors_of
+from opweave.compile.relocation import Relocation, are_movable, expressions
 from opweave.ir import IrOpImpl
+from opweave.ir.autocast import entered
 from opweave.ir.schema import Schema
+from opweave.ir.torch_ops import ANNOTATIONS, find_target
 
 Function = Callable[..., Any]
 Signature = tuple[Any, ...]
@@ -41,6 +45,11 @@ class Trace:
         return self.module.graph
 
     @property
+    def inputs(self) -> list[Node]:
+        """The placeholders."""
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
     def outputs(self) -> list[Node]:
         """The nodes whose values the implementation returns."""
         returned = next(node for node in self.graph.nodes if node.op == "output").args[0]
@@ -51,6 +60,12 @@ class Trace:
         """Whether a kernel in the graph writes to an argument, be it a buffer made in the graph."""
         return any(compat.is_mutable(node.target) for node in self.graph.nodes)
 
+    @cached_property
+    def is_movable(self) -> bool:
+        """Whether copies of the graph have its own fake values, apart from where in memory."""
+        values = [node.meta["val"] for node in self.graph.nodes if "val" in node.meta]
+        return are_movable(values, list(map(fake_of, self.inputs)))
+
 
 class Tracer:
     """Traces implementations, and keeps the traces for later calls with the same signature."""
@@ -59,16 +74,25 @@ class Tracer:
         self.traces: dict[Signature, Trace] = {}
 
     def trace(
-        self, impl: IrOpImpl, values: Sequence[Any], function: Function | None = None
+        self,
+        impl: IrOpImpl,
+        values: Sequence[Any],
+        function: Function | None = None,
+        *,
+        autocast: str = "",
     ) -> Trace:
         """Return the graph of *impl* for *values* (fake tensors and numbers, one per parameter).
 
-        With *function*, that of another form of the implementation.
+        With *function*, that of another form of the implementation. Under *autocast*, the casts are
+        in the graph, and ops that the implementation calls are written out, as their casts depend
+        on where they are called.
         """
         function = function or impl.impl_fn
-        key = (function, tuple(map(signature, values)))
+        key = (function, autocast, tuple(map(signature, values)))
         found = self.traces.get(key)
         if found is None:
+            if autocast:
+                function = _written_out(function, autocast)
             found = self.traces[key] = _trace(function, impl.op.schema, values)
             outcome = found.failure or f"{len(found.graph.nodes)} nodes"
             logger.debug("traced %s of %s: %s", impl.provider, impl.op.name, outcome)
@@ -78,8 +102,8 @@ class Tracer:
 def signature(value: Any) -> Signature:
     """Return what of a value a trace depends on; sizes that vary count as their expressions."""
     if isinstance(value, Tensor):
-        sizes = tuple(map(_size, (*value.shape, *value.stride())))
-        return (value.dtype, value.device, value.ndim, sizes, value.is_conj(), value.is_neg())
+        facts = value.dtype, value.device, value.ndim, value.is_conj(), value.is_neg()
+        return (*facts, expressions(value))
     if isinstance(value, _SYMBOLIC):
         return (type(value), value.node.expr)
     if isinstance(value, (list, tuple)):
@@ -106,38 +130,57 @@ def arguments(call: IrCall) -> list[Node]:
 def inline(graph: Graph, trace: Trace, before: Node, given: Sequence[Node]) -> list[Node]:
     """Copy a trace into *graph*, in front of *before*, and return its outputs.
 
-    The new nodes get fake values of their own, computed from those of *given*: storages tell
-    views from copies, and two inlined copies of one trace must not look as if they shared any.
+    The new nodes get fake values of their own: storages tell views from copies, and two inlined
+    copies of one trace must not look as if they shared any.
     """
-    copies: dict[Node, Any] = {}
-    waiting = iter(given)
     mode = compat.fake_mode_of([fake_of(node) for node in given]) or compat.FakeTensorMode()
+    copies: dict[Node, Any] = dict(zip(trace.inputs, given, strict=True))
     outputs: Any = ()
-    with graph.inserting_before(before), torch.no_grad(), mode:
+    with graph.inserting_before(before):
         for node in trace.graph.nodes:
-            if node.op == "placeholder":
-                copies[node] = next(waiting)
-            elif node.op == "output":
+            if node.op == "output":
                 outputs = torch.fx.map_arg(node.args[0], copies.__getitem__)
-            else:
-                copies[node] = _copy(graph, trace, node, copies, before)
+            elif node.op == "get_attr":
+                copies[node] = _constant(graph, trace, node, before)
+            elif node.op != "placeholder":
+                copies[node] = _copy(graph, node, copies, before)
+    (_move_fakes if trace.is_movable else _compute_fakes)(mode, copies)
     return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
 
 
-def _copy(graph: Graph, trace: Trace, node: Node, copies: dict[Node, Any], origin: Node) -> Node:
-    if node.op == "get_attr":
-        return _constant(graph, trace, node, origin)
+def _copy(graph: Graph, node: Node, copies: dict[Node, Any], origin: Node) -> Node:
     new = graph.node_copy(node, copies.__getitem__)
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr"):
         if key in origin.meta:
             new.meta[key] = origin.meta[key]
-    args, kwargs = torch.fx.map_arg((new.args, new.kwargs), fake_of)
-    if isinstance(node.target, torch._ops.OpOverload) or not isinstance(
-        node.target, torch._ops.HigherOrderOperator
-    ):
-        new.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
     new.meta.pop("tensor_meta", None)
     return new
+
+
+def _move_fakes(mode: compat.FakeTensorMode, copies: dict[Node, Node]) -> None:
+    """Give copies of nodes the fake values of the originals, in the memory of what was given."""
+    relocation = Relocation(mode)
+    with torch.no_grad(), compat.no_modes():
+        for node, new in copies.items():
+            if node.op in ("placeholder", "get_attr"):
+                for tensor, there in zip(tensors_of(node), tensors_of(new), strict=True):
+                    relocation.put(tensor, there)
+            elif "val" in node.meta:
+                relocation.put_anew(node.meta["val"])
+                new.meta["val"] = relocation.move(node.meta["val"])
+
+
+def _compute_fakes(mode: compat.FakeTensorMode, copies: dict[Node, Node]) -> None:
+    """Give copies of nodes the fake values that their operators compute."""
+    with torch.no_grad(), mode:
+        for node, new in copies.items():
+            if node.op not in ("placeholder", "get_attr") and not _is_higher_order(node):
+                args, kwargs = torch.fx.map_arg((new.args, new.kwargs), fake_of)
+                new.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _is_higher_order(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _constant(graph: Graph, trace: Trace, node: Node, origin: Node) -> Node:
@@ -164,6 +207,29 @@ def _flat(values: Sequence[Any]) -> list[Any]:
     return [i for v in values for i in (v if isinstance(v, (list, tuple)) else (v,))]
 
 
+class _WritingOut(TorchFunctionMode):
+    """Calls native functions in place of ops, where it still shows which state holds."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        target, given = find_target(function), kwargs or {}
+        if target is None:
+            return function(*args, **given)
+        with self:  # for the ops that are called inside
+            return target.op.native(
+                *args, **{k: v for k, v in given.items() if k not in ANNOTATIONS}
+            )
+
+
+def _written_out(function: Function, autocast: str) -> Function:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with entered(autocast), _WritingOut():
+            return function(*args, **kwargs)
+
+    return run
+
+
 def _trace(function: Function, schema: Schema, values: Sequence[Any]) -> Trace:
     def flat(*given: Any) -> Any:
         replaced = iter(given)
@@ -177,11 +243,13 @@ def _trace(function: Function, schema: Schema, values: Sequence[Any]) -> Trace:
         return function(*args, **kwargs)
 
     try:
-        return Trace(compat.trace(flat, variables(values)))
+        return Trace(compat.trace(flat, list(map(_apart, variables(values)))))
     except Exception as error:
         # Whatever a kernel's Python does that tracing cannot follow: it stays one opaque call.
         return Trace(None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
-def _size(size: Any) -> Any:
-    return size.node.expr if isinstance(size, SymInt) else size
+def _apart(value: Any) -> Any:
+    """Return a tensor in memory of its own: the trace is for arguments that share none, too."""
+    is_plain = isinstance(value, Tensor) and compat.is_plain_fake(value)
+    return compat.fresh_fake(value) if is_plain else value

@@ -70,6 +70,12 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 share_storage: Callable[[torch.Tensor, torch.Tensor], bool] = cast("Any", torch._C)._is_alias_of
 
 
+def multiplies_float16() -> bool:
+    """Whether torch multiplies float16 matrices on this CPU without widening them."""
+    has_onednn: bool = cast("Any", torch.backends.mkldnn).is_available()
+    return has_onednn and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
 def all_reduce_sum(tensor: torch.Tensor, group: str) -> torch.Tensor:
     """Sum *tensor* over the ranks of the process group called *group*, functionally."""
     collectives: Any = torch.ops._c10d_functional
@@ -84,6 +90,12 @@ def all_gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
         collectives.all_gather_into_tensor(tensor, size, group)
     )
     return gathered
+
+
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return ``x @ weight.T + bias`` by oneDNN, with which torch must be built; no gradient."""
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
 
 
 # Reads a schema; raises RuntimeError if torch cannot.

@@ -291,10 +291,8 @@ class IrOp(Callee):
 
     def kernel_path(self, entries: Entries) -> Path:
         """Return the path that the torch op's kernel runs for a call site's priority."""
-        found = self._kernels.get(entries)
-        if found is None:
-            found = self._kernels.setdefault(entries, Path(self, Kind.KERNEL, entries))
-        return found
+        known = self._kernels.get(entries)
+        return known or self._kernels.setdefault(entries, Path(self, Kind.KERNEL, entries))
 
     def ensure_prepared(self, path: Path) -> bool:
         """Generate the path's function if that is still to do; return whether it was."""
@@ -309,10 +307,11 @@ class IrOp(Callee):
         """Forget every generated function: registrations or settings have changed."""
         with self.registry.lock:
             self.registry.version += 1
-            for path in self._paths():
+            for path in self.paths():
                 path.reset()
 
-    def _paths(self) -> list[Path]:
+    def paths(self) -> list[Path]:
+        """Return every way to call the op that there is so far."""
         paths = [self._call, *self._kernels.values()]
         if self.allow_inplace:
             paths.append(self.maybe_inplace.path)

@@ -6,8 +6,9 @@ Each IR op has, in the registry's namespace:
 - ``op.maybe_inplace``: the same, and says that the activations are donated (only with
   ``allow_inplace=True``). To torch it is functional too: a donating call may leave its
   inputs as they are, so every pass of torch stays right, and no copy is ever inserted for it;
-- ``op_annotated(..., *, str using, int[] donate)``: the functional op with what a call site says,
-  carried in the graph itself, so that it survives caches and serialisation.
+- ``op_annotated(..., *, str using, int[] donate, str autocast)``: the functional op with what a
+  call site says, and the state of ``torch.autocast`` that it is in, carried in the graph itself, so
+  that it survives caches and serialisation.
 
 Kernels are registered for CompositeExplicitAutograd (every backend, PrivateUse1 included, and
 opaque to AOTAutograd), Autograd (a differentiable implementation where gradients are needed) and
@@ -24,6 +25,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from opweave.ir import compat
+from opweave.ir.autocast import entered
 from opweave.ir.codegen import functional
 from opweave.ir.names import ANNOTATED_SUFFIX
 from opweave.ir.priority import Entries, parse
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from opweave.ir.op import IrOp
 
 Function = Callable[..., Any]
+ANNOTATIONS = ("using", "donate", "autocast")
 
 
 class Target(NamedTuple):
@@ -104,14 +107,15 @@ class TorchOps:
         return path.function(self.op, *args, **kwargs)
 
     def _autograd(self, torch_op: Function, *args: Any, annotated: bool, **kwargs: Any) -> Any:
-        own = {k: v for k, v in kwargs.items() if not (annotated and k in ("using", "donate"))}
+        own = {k: v for k, v in kwargs.items() if not (annotated and k in ANNOTATIONS)}
         values = self.op.bind(*args, **own)
         if not needs_gradient(values):
             with compat.below_autograd():
                 return torch_op(*args, **kwargs)
         using = kwargs.get("using", "") if annotated else ""
         policy = policy_for(self.op, call_site(using), differentiable=True)
-        return functional(select(self.op, values, policy).impl)(*args, **own)
+        with entered(kwargs.get("autocast", "") if annotated else ""):
+            return functional(select(self.op, values, policy).impl)(*args, **own)
 
     def _fake(self, *args: Any, **kwargs: Any) -> Any:
         return self.op.fake(*args, **kwargs)
@@ -125,7 +129,8 @@ def call_site(using: str) -> Entries:
 def _with_annotations(schema: str) -> str:
     parameters, returns = schema.rsplit(" -> ", 1)
     separator = ", " if "*" in parameters else ", *, "
-    return f"{parameters[:-1]}{separator}str using='', int[] donate=[]) -> {returns}"
+    own = "str using='', int[] donate=[], str autocast=''"
+    return f"{parameters[:-1]}{separator}{own}) -> {returns}"
 
 
 def _keep(function: Function, *, reads_using: bool = False) -> Function:
@@ -133,7 +138,11 @@ def _keep(function: Function, *, reads_using: bool = False) -> Function:
 
 
 def _drop_annotations(function: Function, *, reads_using: bool = False) -> Function:
-    def without(*args: Any, using: str = "", donate: Sequence[int] = (), **kw: Any) -> Any:
-        return function(*args, using=using, **kw) if reads_using else function(*args, **kw)
+    def without(
+        *args: Any, using: str = "", donate: Sequence[int] = (), autocast: str = "", **kw: Any
+    ) -> Any:
+        named = {**kw, "using": using} if reads_using else kw
+        with entered(autocast):
+            return function(*args, **named)
 
     return without

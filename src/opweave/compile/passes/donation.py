@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from opweave.compile.aliases import Aliases
 from opweave.compile.context import Context
 from opweave.compile.errors import UseAfterDonationError
-from opweave.compile.nodes import IrCall, call_arguments, ir_calls, source_line
+from opweave.compile.nodes import IrCall, annotate, ir_calls, source_line
 
 
 def carry_donations(graph: Graph, context: Context) -> None:
@@ -50,10 +50,7 @@ def donated_nodes(call: IrCall) -> list[Node]:
 def _annotate(call: IrCall) -> str:
     node = call.node
     if node.target is not call.op.torch_ops.annotated:
-        args, kwargs = call_arguments(call.op, call.values)
-        node.target = call.op.torch_ops.annotated
-        node.args = args
-        node.kwargs = {**kwargs, "donate": list(call.donate)}
+        annotate(call, donate=call.donate)
     return f"{node.name} donates {_names(call)}"
 
 

@@ -52,7 +52,7 @@ def lower_inplace(graph: Graph, context: Context) -> None:
 def _lower(graph: Graph, call: IrCall, aliases: Aliases, context: Context) -> None:
     selection = context.plan.select(call)
     described = context.describe(call, selection, STAGE)
-    trace = context.tracer.trace(selection.impl, call.fakes)
+    trace = context.tracer.trace(selection.impl, call.fakes, autocast=call.autocast)
     if selection.impl.inplace and not trace.failure:
         layouts_differ = not _keeps_promise(call, trace)
         refusals = _refusals(call, aliases, context, layouts_differ=layouts_differ)

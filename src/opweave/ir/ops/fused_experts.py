@@ -169,7 +169,7 @@ def check_experts(
     rows = 2 * size if expert_activation(activation).gated else size
     _check_shape("w13", w13, (experts, rows, hidden), f"w2 of {tuple(w2.shape)} and {activation!r}")
     _check_shape("x", x, (x.shape[0], hidden), f"w2 of {tuple(w2.shape)}")
-    _check_shape("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[1]), f"{x.shape[0]} tokens")
+    _check_shape("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[1]), "x")
     _check_shape("topk_weights", topk_weights, tuple(topk_ids.shape), "topk_ids")
     if w13_bias is not None:
         _check_shape("w13_bias", w13_bias, (experts, rows), f"w13 of {tuple(w13.shape)}")
