@@ -47,13 +47,24 @@ class Run:
         self.scheduler = Scheduler(config, self.cache)
         self.model = SimulatedModel(retentions, BLOCK)
         self.wanted: dict[str, int] = {}
+        self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
 
     def add(self, name: str, prompt: Sequence[int], count: int, priority: int = 0) -> Request:
         request = Request(name, prompt, priority=priority)
-        self.wanted[name] = count
+        self.wanted[name], self.requests[name] = count, request
         self.scheduler.add(request)
         return request
+
+    def remove(self, name: str) -> Request | None:
+        self.requests.pop(name, None)
+        return self.scheduler.remove(name)
+
+    @property
+    def first(self) -> Request:
+        """Who never waits: of the highest priority that there is, the one that came first."""
+        by_priority = self.scheduler.config.policy == "priority"
+        return min(self.requests.values(), key=lambda r: (r.priority * by_priority, r.arrival))
 
     def step(self) -> list[Scheduled]:
         step = self.scheduler.schedule()
@@ -61,6 +72,7 @@ class Run:
         assert 0 < sum(item.num_tokens for item in step) <= limits.max_num_batched_tokens
         assert all(item.num_tokens > 0 for item in step)
         assert self.scheduler.num_running <= limits.max_num_seqs
+        assert self.first in [item.request for item in step]
         tokens = self.model.forward(step)
         self.scheduler.update(step)
         for item, token in zip(step, tokens, strict=True):
@@ -69,7 +81,7 @@ class Run:
                 request.token_ids.append(token)
                 if len(request.output_token_ids) == self.wanted[request.request_id]:
                     self.answers[request.request_id] = request.output_token_ids
-                    self.scheduler.remove(request.request_id)
+                    self.remove(request.request_id)
         self.cache.check_integrity()
         return step
 
@@ -135,7 +147,7 @@ def test_aborts_leave_nothing_behind(
     for i in aborted:
         if run.scheduler.has_unfinished:
             run.step()
-        if run.scheduler.remove(str(i)) is not None:
+        if run.remove(str(i)) is not None:
             gone.add(str(i))
         run.cache.check_integrity()
     run.finish()
@@ -190,6 +202,124 @@ def test_priorities_go_first() -> None:
     for name, priority in (("a", 5), ("b", 0), ("c", -1), ("d", 0)):
         run.add(name, [1, 2], 1, priority)
     assert [list(counts(run.step())) for _ in range(4)] == [["c"], ["b"], ["d"], ["a"]]
+
+
+def priority(
+    max_num_seqs: int = 4, budget: int = 64, num_blocks: int = 64, chunks: bool = True
+) -> Run:
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        policy="priority",
+        enable_chunked_prefill=chunks,
+    )
+    return Run(config, num_blocks=num_blocks)
+
+
+@given(requests=requests, num_blocks=st.integers(13, 40), max_num_seqs=st.integers(1, 6))
+def test_among_equals_priorities_change_nothing(
+    requests: list[tuple[list[int], int, int, int]], num_blocks: int, max_num_seqs: int
+) -> None:
+    histories = []
+    for policy in ("fcfs", "priority"):
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=12, policy=policy
+        )
+        run, history = Run(config, num_blocks=num_blocks), []
+        for i, (prompt, count, _, delay) in enumerate(requests):
+            run.add(str(i), prompt, count, 7)
+            history += [counts(run.step()) for _ in range(delay) if run.scheduler.has_unfinished]
+        while run.scheduler.has_unfinished:
+            history.append(counts(run.step()))
+        histories.append(history)
+    assert histories[0] == histories[1]
+
+
+@given(requests=requests)
+def test_with_one_place_the_highest_priority_has_it(
+    requests: list[tuple[list[int], int, int, int]],
+) -> None:
+    run = priority(max_num_seqs=1, budget=8, num_blocks=12)
+    for i, (prompt, count, number, delay) in enumerate(requests):
+        run.add(str(i), prompt, count, number)
+        for _ in range(delay):
+            if run.scheduler.has_unfinished:
+                highest = min(request.priority for request in run.requests.values())
+                assert [item.request.priority for item in run.step()] == [highest]
+    run.finish()
+    # Each of them is the cause once at most.
+    assert run.scheduler.num_preemptions < len(requests)
+
+
+def test_a_place_is_taken_from_lower_priority_only() -> None:
+    run = priority(max_num_seqs=2)
+    for name, number in (("a", 1), ("b", 2)):
+        run.add(name, [1, 2], 9, number)
+    run.step()
+    run.add("equal", [3], 1, 2)
+    assert counts(run.step()) == {"a": 1, "b": 1}
+    run.add("higher", [4], 1, 0)
+    assert counts(run.step()) == {"a": 1, "higher": 1}
+    assert counts(run.step()) == {"a": 1, "b": 4}  # which came before its equal
+    run.finish()
+    assert run.scheduler.num_preemptions == 1
+
+
+def test_as_many_lose_their_blocks_as_must() -> None:
+    run = priority(num_blocks=8)
+    numbers = {"a": 1, "b": 1, "c": 3, "d": 2}
+    added = [run.add(name, [number] * 7, 2, number) for name, number in numbers.items()]
+    run.step()
+    run.add("urgent", [5] * 15, 1, 0)
+    assert counts(run.step()) == {"a": 1, "b": 1, "urgent": 15}
+    assert [request.num_preemptions for request in added] == [0, 0, 1, 1]
+    run.finish()
+    assert list(run.answers) == ["a", "b", "urgent", "d", "c"]
+
+
+def test_nobody_loses_blocks_in_vain() -> None:
+    run = priority(num_blocks=8)
+    first = run.add("a", [1] * 19, 2, 0)
+    second = run.add("b", [2] * 7, 2, 2)
+    run.step()
+    run.add("c", [3] * 15, 1, 1)  # with those of "b", there are three blocks for it
+    assert counts(run.step()) == {"a": 1, "b": 1}
+    run.finish()
+    assert first.num_preemptions == second.num_preemptions == 0
+
+
+def test_blocks_that_others_hold_are_not_counted_as_room() -> None:
+    run = priority(num_blocks=9)
+    prompt = [1, 2, 3, 4] * 4
+    run.add("a", [*prompt, 5], 9, 1)
+    run.step()
+    shares = run.add("b", [*prompt, 6], 9, 2)
+    run.step()
+    run.add("c", [3] * 19, 1, 0)  # four blocks of "b" are those of "a", too
+    assert counts(run.step()) == {"c": 19}
+    assert shares.num_preemptions == 1
+    run.finish()
+
+
+def test_a_prompt_of_higher_priority_comes_before_the_rest_of_another() -> None:
+    run = priority(budget=10)
+    run.add("a", [1] * 30, 2, 1)
+    run.step()
+    run.add("b", [2] * 12, 1, 1)
+    run.add("c", [3] * 12, 2, 0)
+    assert [counts(run.step()) for _ in range(3)] == [{"c": 10}, {"c": 2, "a": 8}, {"c": 1, "a": 9}]
+
+
+def test_without_chunks_the_budget_of_lower_priority_is_taken() -> None:
+    run = priority(budget=10, chunks=False)
+    for name, number in (("a", 0), ("b", 1), ("c", 1)):
+        run.add(name, [number] * 3, 5, number)
+    run.step()
+    run.add("d", [5] * 10, 1, 0)
+    assert counts(run.step()) == {"a": 1, "b": 1, "c": 1}  # without "b" and "c", 9 are left
+    run.add("e", [5] * 8, 1, -1)
+    assert counts(run.step()) == {"a": 1, "b": 1, "e": 8}
+    run.finish()
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

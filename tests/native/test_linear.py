@@ -20,7 +20,7 @@ from .oracle import DOORS, DTYPES, assert_op_close, door, random, with_extremes
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 W8 = (INT8, FP8)
-SIZES = [(1, 1), (5, 17), (16, 64), (37, 300), (33, 1000), (8, 0), (0, 8), (4, 515)]
+SIZES = [(1, 1), (5, 17), (16, 64), (37, 300), (33, 1000), (8, 0), (0, 8), (4, 515), (139, 67)]
 TOKENS = (0, 1, 2, 3, 4, 5, 7, 16, 33)
 
 
@@ -201,6 +201,40 @@ def test_many_tokens(module: ModuleType, weight_dtype: torch.dtype) -> None:
         near(provided(x, weight, scale, None), oracle(x, weight, scale, None))
 
 
+def test_layouts_of_many_tokens() -> None:
+    """Whichever library of torch computes: every layout that the rules admit."""
+    wide = random(40, 2, 60, dtype=torch.float32)
+    xs = (wide[:, 1, :37], wide[..., :37], wide.transpose(0, 1)[..., 3:40], wide[::2, :, :37])
+    whole, bias = weights_of(torch.float32, 22, 50), random(11, dtype=torch.float32)
+    weights = (whole[:11, :37], whole[::2, 13:], whole[:1, :37].expand(11, 37))
+    repeated = xs[0][:1].expand(40, 37)
+    for x, weight in ((x, weight) for x in (*xs, repeated) for weight in weights):
+        for given in (None, bias):
+            got = provided(x, weight, None, given)
+            near(got, oracle(x, weight, None, given))
+            assert got.stride() == native(x, weight, None, given).stride()
+
+
+def test_onednn_is_used_if_the_user_lets_torch_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        calls.append(len(x))
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(provider, "_HAS_ONEDNN", True)
+    monkeypatch.setattr(provider.compat, "onednn_linear", counted)
+    weight = weights_of(torch.float32, 6, 8)
+    for is_enabled in (False, True):
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", is_enabled)
+        assert not calls
+        for tokens in (1, 32, 33, 512):
+            x = random(tokens, 8, dtype=torch.float32)
+            provider.linear(x, weight)
+            provider.linear(x.bfloat16(), weight.bfloat16())
+    assert calls == [33, 512]
+
+
 # Values that are not finite, or huge
 
 
@@ -372,7 +406,8 @@ def fuzz(module: ModuleType, isas: tuple[str, ...], count: int, seed: int) -> No
         module._select_isa(draw.choice(isas))
         leading = [draw.randrange(1, 4) for _ in range(draw.randrange(3))] + [draw.randrange(12)]
         order = draw.sample(range(len(leading)), len(leading))
-        width, rows, pad = draw.randrange(1, 150), draw.randrange(1, 40), draw.randrange(3)
+        width, pad = draw.randrange(1, 150), draw.randrange(3)
+        rows = draw.randrange(1, 40 if draw.random() < 0.8 else 300)  # many: streams of blocks
         inverse = [order.index(d) for d in range(len(leading))]
         whole = random(*(leading[d] for d in order), width + pad, dtype=dtype, seed=seed + number)
         # Products of more may overflow in one order of the sum and not in another.
@@ -394,6 +429,5 @@ def test_fuzz(module: ModuleType, isas: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_fuzz_long(module: ModuleType, isas: tuple[str, ...], seed: int) -> None:
-    fuzz(module, isas, 4000, seed=1_000_000 * (seed + 1))
+def test_fuzz_long(module: ModuleType, isa: str) -> None:
+    fuzz(module, (isa,), 10_000, seed=1_000_000)

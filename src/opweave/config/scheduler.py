@@ -21,7 +21,8 @@ class SchedulerConfig(Config):
         max_model_len: the most tokens of a prompt and its answer together; None: the model's
             context, or less if the cache holds less.
         policy: ``"fcfs"``: who comes first goes first; ``"priority"``: the lowest number goes
-            first, among equals who comes first.
+            first, among equals who comes first; it takes room from higher numbers, which are
+            computed again later.
         enable_chunked_prefill: compute a long prompt in parts, beside what is decoded. Without it,
             a prompt is computed whole, so that *max_num_batched_tokens* must not be below
             *max_model_len*.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from opweave.config import SchedulerConfig
@@ -30,10 +31,11 @@ class Scheduled(NamedTuple):
 
 
 class _Plan:
-    """How many tokens of which request, and how many more there may be."""
+    """How many tokens of which request, how many more there may be, and who lost its blocks."""
 
     def __init__(self, budget: int) -> None:
         self.budget, self.counts = budget, dict[Request, int]()
+        self.dropped: set[Request] = set()
 
     def add(self, request: Request, count: int) -> None:
         self.counts[request] = count
@@ -41,6 +43,7 @@ class _Plan:
 
     def drop(self, request: Request) -> None:
         self.budget += self.counts.pop(request, 0)
+        self.dropped.add(request)
 
 
 class Scheduler:
@@ -51,6 +54,11 @@ class Scheduler:
     blocks and waits, to be computed again: the first one always goes on, so that all of them come
     to an end. A request is admitted only while there is room for all of its tokens so far, and none
     is after one that lost its blocks in the same step.
+
+    By the policy ``"priority"``, a request does not wait for those of lower priority: its prompt
+    comes before theirs, and where there is no room for it, the last ones of lower priority lose
+    their blocks, if that makes the room. Among equals nobody does, so that requests do not take
+    turns in losing them.
 
     Args:
         config: the limits and the policy.
@@ -104,12 +112,14 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         """Return what to compute next; it is not empty while there are requests."""
-        preemptions, plan = self.num_preemptions, _Plan(self.config.max_num_batched_tokens)
-        for request in sorted(self._running, key=lambda r: r.num_uncomputed_tokens > 1):
-            if plan.budget and request in self._running:  # it may have lost its blocks meanwhile
-                self._continue(request, plan)
-        if self.num_preemptions == preemptions:
-            self._admit(plan)
+        plan = _Plan(self.config.max_num_batched_tokens)
+        prompts = [r for r in self._running if r.num_uncomputed_tokens > 1]
+        for request in [r for r in self._running if r.num_uncomputed_tokens == 1]:
+            self._continue(request, plan)
+        for request in prompts:
+            self._admit(plan, before=request)
+            self._continue(request, plan)
+        self._admit(plan)
         return [
             Scheduled(request, count, self.cache.tables(request))
             for request, count in plan.counts.items()
@@ -134,16 +144,22 @@ class Scheduler:
         by_priority = self.config.policy == "priority"
         return request.priority if by_priority else 0, request.arrival
 
+    def _outranks(self, one: Request, other: Request) -> bool:
+        """Whether *one* need not wait for *other*, whoever came first."""
+        return self._order(one)[0] < self._order(other)[0]
+
     def _continue(self, request: Request, plan: _Plan) -> None:
         """Plan the next tokens of a running request, if need be at the cost of the last one."""
-        while request in self._running:
+        while plan.budget and request in self._running:  # it may have lost its blocks meanwhile
             count = min(request.num_uncomputed_tokens, plan.budget)
             if self.cache.allocate(request, count):
                 plan.add(request, count)
                 return
-            last = self._running[-1]
-            plan.drop(last)
-            self._preempt(last)
+            self._take_back(self._running[-1], plan)
+
+    def _take_back(self, request: Request, plan: _Plan) -> None:
+        plan.drop(request)
+        self._preempt(request)
 
     def _preempt(self, request: Request) -> None:
         self.cache.free(request)
@@ -153,21 +169,57 @@ class Scheduler:
         self.num_preemptions += 1
         insort(self._waiting, request, key=self._order)
 
-    def _admit(self, plan: _Plan) -> None:
-        while self._waiting and plan.budget and len(self._running) < self.config.max_num_seqs:
+    def _admit(self, plan: _Plan, before: Request | None = None) -> None:
+        """Plan waiting requests; with *before*, only those that outrank it."""
+        while self._waiting:
             request = self._waiting[0]
-            prefix = self.cache.find_prefix(request) if request.uses_prefix else 0
-            rest = request.num_tokens - prefix
-            count = min(rest, plan.budget)
-            if count < rest and not self.config.enable_chunked_prefill:
+            if request in plan.dropped or (before and not self._outranks(request, before)):
                 return
-            if not self.cache.allocate(request, count, prefix):
+            if not self._begin(request, plan):
                 return
-            del self._waiting[0]
-            insort(self._running, request, key=self._order)
-            request.num_computed_tokens = prefix
-            if request.num_cached_tokens is None:
-                request.num_cached_tokens = min(prefix, request.num_prompt_tokens)
-            self.prefix_queries += request.num_tokens
-            self.prefix_hits += prefix
-            plan.add(request, count)
+
+    def _begin(self, request: Request, plan: _Plan) -> bool:
+        """Plan the first tokens of a waiting request, if there is room or can be made."""
+        outranked = [r for r in reversed(self._running) if self._outranks(request, r)]
+        if not outranked and not (plan.budget and len(self._running) < self.config.max_num_seqs):
+            return False
+        prefix = self.cache.find_prefix(request) if request.uses_prefix else 0
+        victims = self._victims(request, prefix, plan, outranked)
+        if victims is None:
+            return False
+        for victim in victims:
+            self._take_back(victim, plan)
+        count = min(request.num_tokens - prefix, plan.budget)
+        is_allocated = self.cache.allocate(request, count, prefix)
+        assert is_allocated, f"{request} fits no more"
+        self._waiting.remove(request)
+        insort(self._running, request, key=self._order)
+        request.num_computed_tokens = prefix
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(prefix, request.num_prompt_tokens)
+        self.prefix_queries += request.num_tokens
+        self.prefix_hits += prefix
+        plan.add(request, count)
+        return True
+
+    def _victims(
+        self, request: Request, prefix: int, plan: _Plan, outranked: Sequence[Request]
+    ) -> Sequence[Request] | None:
+        """Return who of *outranked* must lose its blocks for *request*; None: it would not help."""
+        if self._fits(request, prefix, plan, ()):
+            return ()
+        if not outranked or not self._fits(request, prefix, plan, outranked):
+            return None
+        fewer = (outranked[:count] for count in range(1, len(outranked)))
+        return next((v for v in fewer if self._fits(request, prefix, plan, v)), outranked)
+
+    def _fits(self, request: Request, prefix: int, plan: _Plan, victims: Sequence[Request]) -> bool:
+        """Whether there is room for *request* without *victims*."""
+        budget = plan.budget + sum(plan.counts.get(victim, 0) for victim in victims)
+        rest = request.num_tokens - prefix
+        count = min(rest, budget)
+        if not count or (count < rest and not self.config.enable_chunked_prefill):
+            return False
+        if len(self._running) - len(victims) >= self.config.max_num_seqs:
+            return False
+        return self.cache.fits(request, count, prefix, without=victims)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from opweave.engine.kv.errors import CacheIntegrityError
@@ -48,6 +48,11 @@ class BlockPool:
     def is_free(self, block: int) -> bool:
         """Whether nobody holds *block*."""
         return not self._holders[block]
+
+    def freed_by(self, tables: Iterable[Sequence[int]]) -> set[int]:
+        """Return the blocks that nobody would hold if the holders of *tables* let go of them."""
+        given = Counter(block for table in tables for block in table if block != NULL_BLOCK)
+        return {block for block, count in given.items() if count == self._holders[block]}
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Add a holder to each of *blocks*."""

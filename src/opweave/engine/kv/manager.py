@@ -87,7 +87,14 @@ class KVCacheManager:
             count -= 1
         return count * self.block_size
 
-    def fits(self, request: Request, num_new_tokens: int, prefix: int = 0) -> bool:
+    def fits(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        prefix: int = 0,
+        *,
+        without: Sequence[Request] = (),
+    ) -> bool:
         """Whether there are blocks for a waiting request's next tokens.
 
         Groups that keep every token must have blocks for all it has, so that it is not begun in
@@ -97,14 +104,17 @@ class KVCacheManager:
             request: it holds nothing yet.
             num_new_tokens: what is computed of it first.
             prefix: what :meth:`find_prefix` found.
+            without: requests whose blocks count as free.
         """
-        for retention, pool in zip(self._retentions, self._pools, strict=True):
+        for group, (retention, pool) in enumerate(zip(self._retentions, self._pools, strict=True)):
             whole = isinstance(retention, EveryToken)
             end = request.num_tokens if whole else prefix + num_new_tokens
             first = retention.first_block(prefix, self.block_size)
             needed = retention.end_block(end, self.block_size) - first
             shared = self._shared(request, prefix, retention, pool)
-            if needed - sum(not pool.is_free(block) for block in shared) > pool.num_free:
+            freed = pool.freed_by(self._holdings[each.request_id].tables[group] for each in without)
+            held = sum(not pool.is_free(block) and block not in freed for block in shared)
+            if needed - held > pool.num_free + len(freed):
                 return False
         return True
 

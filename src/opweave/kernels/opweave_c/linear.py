@@ -10,7 +10,7 @@ import torch
 from torch import SymBool, Tensor
 from torch.nn import functional
 
-from opweave.ir import rules
+from opweave.ir import compat, rules
 from opweave.ir.ops.linear import linear as op
 from opweave.ir.ops.linear import linear_w8a16 as op_w8a16
 from opweave.ir.ops.linear import scales_rows
@@ -22,16 +22,26 @@ _linear_w8a16 = native_op("linear_w8a16")
 
 # From how many tokens on torch's matrix product is faster, as measured; None: it never was. The
 # choice depends on the size of the batch, so it cannot be a predicate's. A graph for any number of
-# tokens multiplies by torch, a graph for one by our kernel: a guard would make a third. Because
-# torch adds in another order, no implementation here is batch-invariant, though the kernels are.
-# torch computes in bfloat16 only where the CPU does: elsewhere it widens the weights on every call.
-# So it does in float16, but for a single token.
+# tokens multiplies by torch, a graph for one by our kernel: a guard would make a third. But weights
+# of 8 bits torch would widen for every token, so theirs takes our kernel. Because torch adds in
+# another order, no implementation here is batch-invariant, though the kernels are. torch computes
+# in 16 bits only where the CPU does: elsewhere it widens the weights on every call.
+_BFLOAT16 = "avx512bf16" in STATUS.isa_levels
 _MOST_TOKENS = {
     torch.float32: 32,
-    torch.bfloat16: 4 if "avx512bf16" in STATUS.isa_levels else None,
-    torch.float16: 8 if "avx512bf16" in STATUS.isa_levels else None,
+    torch.bfloat16: 16 if _BFLOAT16 else None,
+    torch.float16: 8 if compat.multiplies_float16() else None,
 }
-_MOST_TOKENS_W8 = 512
+_MOST_TOKENS_W8 = {
+    torch.int8: {torch.float32: 256, torch.bfloat16: 32 if _BFLOAT16 else 512},
+    torch.float8_e4m3fn: {torch.float32: 512, torch.bfloat16: 512},
+}
+# torch brings oneDNN, too, but takes it for 16 bits only. In float32 it was faster than MKL, which
+# torch takes: by 4 % to 30 %, from 33 tokens to 512, the more the larger the weight.
+_HAS_ONEDNN = (
+    torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    and "avx512" in STATUS.isa_levels
+)
 
 _WEIGHT = (
     rules.cpu("weight", "bias") & rules.ndim("weight", 2) & rules.unit_stride("weight", "bias")
@@ -68,10 +78,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply the rows of *x* by *weight*."""
     most = _MOST_TOKENS[x.dtype]
     if most is not None and not _is_known(x.numel() <= most * x.shape[-1]):
-        return functional.linear(x, weight, bias)
+        return _torchs_linear(x, weight, bias)
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
     _linear(out, x, weight, bias)
     return out
+
+
+def _torchs_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by the faster one of torch's libraries; in a graph, the compiler chooses."""
+    if (
+        x.dtype is torch.float32
+        and _HAS_ONEDNN
+        and torch.backends.mkldnn.enabled
+        and not compat.dispatch_mode_count()
+    ):
+        return compat.onednn_linear(x, weight, bias)
+    return functional.linear(x, weight, bias)
+
+
+compat.trace_instead(_torchs_linear, functional.linear)
 
 
 @implements(
@@ -88,7 +113,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 )
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply the rows of *x* by *weight*, which is widened in registers."""
-    if x.numel() > _MOST_TOKENS_W8 * x.shape[-1]:
+    most = _MOST_TOKENS_W8[weight.dtype].get(x.dtype)
+    if most is not None and _is_known(x.numel() > most * x.shape[-1]):
         result: Tensor = op_w8a16.native(x, weight, scale, bias)
         return result
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
