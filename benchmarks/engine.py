@@ -4,6 +4,7 @@
     python benchmarks/engine.py --json             one object, see below
     python benchmarks/engine.py --plot engine.svg  a picture, too
     python benchmarks/engine.py --size tiny        small models, to try it: the figures mean little
+    python benchmarks/engine.py --llama-cpp build/llama-cpp/bin/python      with llama.cpp, too
 
 Everything that is compared runs in turns in one process, on one thread unless ``--threads`` says
 otherwise, and a figure is the median over rounds. `ratio` above 1: ours is better.
@@ -17,10 +18,15 @@ arrive at once; baseline: transformers' continuous batching, with the same budge
 weights at the measured speed of memory would allow; baseline: a loop over transformers' model.
 ``engine.decode_bandwidth.int8``, ``.fp8``: linear layers have weights of 8 bits; the head has not.
 ``engine.prefill``: tokens of a prompt of 512 in a second.
+``engine.decode_bandwidth.llama_cpp``, ``engine.prefill.llama_cpp``: the same; baseline: llama.cpp
+with the same weights and its own defaults, in a process of its own. The file for it takes 2.5 GB in
+the folder for temporary files. Without ``--llama-cpp`` a line says how it is installed: into an
+environment of its own, where it is compiled in ten minutes or so (200 MB).
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -29,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine_cells import mixed, plot, single
+from engine_cells.llama_cpp_contender import HOW_TO_GET, LlamaCppError, check_python
 from engine_cells.models import MIXED
 from harness import Parser, describe_machine, print_json
 
@@ -45,18 +52,37 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=16, help="tokens that one request decodes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--llama-cpp",
+        metavar="PYTHON",
+        default=os.environ.get("LLAMA_CPP_PYTHON") or None,
+        help="that has it, to compare with it (default: $LLAMA_CPP_PYTHON)",
+    )
     options = parser.parse_args(arguments)
     for name in ("requests", "steps", "rounds", "threads"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
     if options.plot is not None and not options.plot.parent.is_dir():
         parser.error(f"--plot {options.plot}: no directory {options.plot.parent}")
+    if options.llama_cpp is not None:
+        try:
+            check_python(options.llama_cpp)
+        except LlamaCppError as error:
+            parser.error(f"--llama-cpp: {error}")
+    elif "single" in options.parts:
+        print(HOW_TO_GET, file=sys.stderr)
     torch.set_num_threads(options.threads)
     found = []
     if "mixed" in options.parts:
         found += mixed.measure(options.size, options.requests, options.rounds, quiet=options.json)
     if "single" in options.parts:
-        found += single.measure(options.size, options.steps, options.rounds, quiet=options.json)
+        found += single.measure(
+            options.size,
+            options.steps,
+            options.rounds,
+            llama_cpp=options.llama_cpp,
+            quiet=options.json,
+        )
     machine = describe_machine()
     if options.plot is not None:
         options.plot.write_text(plot.draw(found, machine), encoding="utf-8")

@@ -291,7 +291,10 @@ def test_the_engine_keeps_its_contract(tmp_path: Path) -> None:
             "--requests=3", "--steps=3", "--json", "--plot", str(picture),
         ],
         check=True, capture_output=True, text=True, timeout=240,
+        env=os.environ | {"LLAMA_CPP_PYTHON": ""},
     )  # fmt: skip
+    assert done.stderr.count("\n") == 1
+    assert "llama.cpp is left out" in done.stderr
     found = json.loads(done.stdout)
     assert set(found) == {"machine", "rows"}
     rows = {row["name"]: row for row in found["rows"]}
@@ -324,6 +327,7 @@ def main_of(name: str) -> Callable[[list[str]], int]:
         (("--rounds", "0"), "--rounds"),
         (("--size", "huge"), "huge"),
         (("--plot", "no/such/folder/x.svg"), "no/such/folder"),
+        (("--llama-cpp", "no/such/python"), "no/such/python cannot be run"),
     ],
 )
 def test_bad_options_of_the_engine_are_one_line(

@@ -7,41 +7,46 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from engine_cells.llama_cpp_contender import LlamaCppProcess, running
+from engine_cells.llama_cpp_file import write_gguf
 from engine_cells.models import NAMES, SINGLE, their_model, write_config
 from engine_cells.weight_only import quantise
 from harness import interleaved, progress, significant
 from kernel_cells.stream import Stream
-from opweave import ir
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave.engine import EngineCore, SamplingParams
 
 Row = dict[str, Any]
 DTYPE = torch.bfloat16
-PREFILL, PROMPT = 512, 16  # tokens
+PREFILL, PROMPT, CONTEXT = 512, 16, 1024  # tokens
 _CACHE_BYTES = 256 << 20
 _READ = 1 << 30  # bytes; a step reads for long, and a short read measures its own start
-EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+WEIGHTS = {"bfloat16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class Ours:
-    """The engine with dummy weights, one request at a time."""
+    """The engine with the weights of another model, one request at a time."""
 
-    def __init__(self, path: Path, steps: int, weights: torch.dtype | None = None) -> None:
+    def __init__(
+        self, path: Path, steps: int, source: nn.Module, weights: torch.dtype | None = None
+    ) -> None:
         config = EngineConfig(
             dtype="bfloat16",
             load_format="dummy",
             cache=CacheConfig(memory_bytes=_CACHE_BYTES, enable_prefix_caching=False),
-            scheduler=SchedulerConfig(max_num_batched_tokens=PREFILL, max_model_len=2 * PREFILL),
+            scheduler=SchedulerConfig(max_num_batched_tokens=PREFILL, max_model_len=CONTEXT),
         )
         self.core, self.steps, self._names = EngineCore(path, config), steps, itertools.count()
         self.model: nn.Module = self.core.executor.worker.runner.model
+        self.model.load_weights(source.state_dict().items())
         if weights is not None:
             quantise(self.model, weights)
 
@@ -59,9 +64,8 @@ class Ours:
             self.core.prepare(str(next(self._names)), tokens, params, streams=False)
         )
         times = []
-        with ir.priority(linear_w8a16=["opweave_c"]):
-            while self.core.has_unfinished:
-                times.append(timed(self.core.step))
+        while self.core.has_unfinished:
+            times.append(timed(self.core.step))
         return times
 
 
@@ -89,6 +93,22 @@ class Theirs:
         return timed(lambda: self.model(ids, use_cache=True, logits_to_keep=1).logits.argmax(-1))
 
 
+class LlamaCpp:
+    """llama.cpp with the weights of a file, which its process has, one request at a time."""
+
+    def __init__(self, process: LlamaCppProcess, steps: int, vocabulary: int) -> None:
+        self._process, self._steps, self._vocabulary = process, steps, vocabulary
+
+    def decode(self) -> float:
+        return statistics.median(self._seconds(PROMPT, self._steps + 1)[1:])
+
+    def prefill(self) -> float:
+        return self._seconds(PREFILL, 1)[0]
+
+    def _seconds(self, prompt: int, answer: int) -> list[float]:
+        return self._process.answer(random_tokens(prompt, self._vocabulary), answer).seconds
+
+
 def random_tokens(count: int, vocabulary: int) -> list[int]:
     return random.choices(range(vocabulary), k=count)
 
@@ -107,66 +127,110 @@ def read_bytes(model: nn.Module) -> int:
     return sum(each.nbytes for each in (*weights, *scales))
 
 
-def measure(size: str, steps: int, rounds: int, *, quiet: bool) -> list[Row]:
-    """Return the rows of decoding and prefill, one request at a time."""
-    with tempfile.TemporaryDirectory() as folder, progress(quiet=quiet) as bar:
-        path = write_config(Path(folder) / "model", SINGLE[size])
-        own, theirs, stream = Ours(path, steps), Theirs(path, steps), Stream(_READ, pieces=1)
-        narrow = {name: Ours(path, steps, dtype) for name, dtype in EIGHT_BITS.items()}
+def measure(size: str, steps: int, rounds: int, *, llama_cpp: str | None, quiet: bool) -> list[Row]:
+    """Return the rows of decoding and prefill, one request at a time.
+
+    Args:
+        llama_cpp: a Python that has it, if it is to be compared with.
+    """
+    threads = torch.get_num_threads()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bar = stack.enter_context(progress(quiet=quiet))
+        path = write_config(folder / "model", SINGLE[size])
+        theirs, stream = Theirs(path, steps), Stream(_READ, pieces=1, in_huge_pages=True)
+        own = {name: Ours(path, steps, theirs.model, dtype) for name, dtype in WEIGHTS.items()}
         measures: dict[str, Callable[[], float]] = {
-            "opweave": own.decode,
+            **{name: each.decode for name, each in own.items()},
             "transformers": theirs.decode,
             "read": stream.read,
-            "prefill": own.prefill,
-            "their prefill": theirs.prefill,
-            **{name: each.decode for name, each in narrow.items()},
+            "prefill": own["bfloat16"].prefill,
+            "transformers, prefill": theirs.prefill,
         }
+        build = ""
+        if llama_cpp is not None:
+            file = write_gguf(folder / "model.gguf", theirs.model)
+            process = stack.enter_context(
+                running(llama_cpp, file, threads=threads, context=CONTEXT)
+            )
+            other = LlamaCpp(process, steps, theirs.model.config.vocab_size)
+            measures |= {"llama.cpp": other.decode, "llama.cpp, prefill": other.prefill}
+            build = process.build
         for warm_up in measures.values():
             warm_up()
         found = interleaved(measures, bar.track(range(rounds), description="one request"))
     speed = statistics.median(found["read"]) * 1e9
-    case = f"{NAMES[size]}, {torch.get_num_threads()} thread(s), batch 1"
-    models = {"": own.model, **{f".{name}": each.model for name, each in narrow.items()}}
-    return [
-        *(
-            _decode(
-                f"engine.decode_bandwidth{suffix}",
-                f"{case}, {suffix.removeprefix('.') or 'bfloat16'} weights",
-                found[suffix.removeprefix(".") or "opweave"],
-                found["transformers"],
-                read_bytes(model) / speed,
-            )
-            for suffix, model in models.items()
-        ),
-        _prefill(f"{case}, {PREFILL} tokens, bfloat16", found["prefill"], found["their prefill"]),
-    ]
+    least = {name: read_bytes(each.model) / speed for name, each in own.items()}
+    return list(_rows(f"{NAMES[size]}, {threads} thread(s), batch 1", found, least, build))
 
 
-def _decode(name: str, case: str, own: list[float], theirs: list[float], least: float) -> Row:
-    return {
+def _rows(
+    case: str, found: Mapping[str, list[float]], least: Mapping[str, float], build: str
+) -> Iterator[Row]:
+    """Yield the rows; *found* and *least* are seconds, *build* says which llama.cpp ran, if any."""
+    prompt = f"{case}, {PREFILL} tokens, bfloat16"
+    for name, limit in least.items():
+        yield _row(
+            "engine.decode_bandwidth" + ("" if name == "bfloat16" else f".{name}"),
+            f"{case}, {name} weights",
+            found[name],
+            found["transformers"],
+            "transformers",
+            limit=limit,
+        )
+    yield _row(
+        "engine.prefill",
+        prompt,
+        found["prefill"],
+        found["transformers, prefill"],
+        "transformers",
+        tokens=PREFILL,
+    )
+    if build:
+        yield _row(
+            "engine.decode_bandwidth.llama_cpp",
+            f"{case}, bfloat16 weights, {build}",
+            found["bfloat16"],
+            found["llama.cpp"],
+            "llama.cpp",
+            limit=least["bfloat16"],
+        )
+        yield _row(
+            "engine.prefill.llama_cpp",
+            f"{prompt}, {build}",
+            found["prefill"],
+            found["llama.cpp, prefill"],
+            "llama.cpp",
+            tokens=PREFILL,
+        )
+
+
+def _row(
+    name: str,
+    case: str,
+    own: list[float],
+    baseline: list[float],
+    against: str,
+    *,
+    tokens: int = 1,
+    limit: float | None = None,
+) -> Row:
+    """Return how fast *tokens* tokens were: *own*, *baseline* and *limit* are seconds for them."""
+    seconds = statistics.median(own)
+    row: Row = {
         "name": name,
         "case": case,
-        "value": significant(1 / statistics.median(own)),
+        "value": significant(tokens / seconds),
         "unit": "tokens/s",
-        "baseline": significant(1 / statistics.median(theirs)),
-        "against": "transformers, bfloat16",
-        "ratio": significant(_ratio(theirs, own), 3),
-        "limit": significant(1 / least),
-        "limit_share": significant(least / statistics.median(own), 3),
+        "baseline": significant(tokens / statistics.median(baseline)),
+        "against": f"{against}, bfloat16",
+        "ratio": significant(
+            statistics.median(b / o for b, o in zip(baseline, own, strict=True)), 3
+        ),
     }
-
-
-def _prefill(case: str, own: list[float], theirs: list[float]) -> Row:
-    return {
-        "name": "engine.prefill",
-        "case": case,
-        "value": significant(PREFILL / statistics.median(own)),
-        "unit": "tokens/s",
-        "baseline": significant(PREFILL / statistics.median(theirs)),
-        "against": "transformers, bfloat16",
-        "ratio": significant(_ratio(theirs, own), 3),
-    }
-
-
-def _ratio(baseline: list[float], own: list[float]) -> float:
-    return statistics.median(b / o for b, o in zip(baseline, own, strict=True))
+    if limit is not None:
+        row |= {
+            "limit": significant(tokens / limit),
+            "limit_share": significant(limit / seconds, 3),
+        }
+    return row

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opweave import ir
+from opweave.engine import huge_pages
 from opweave.layers.linear import LinearBase
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -33,6 +34,7 @@ def quantise(model: nn.Module, dtype: torch.dtype) -> None:
             quantised = wide / scale[:, None]
             if dtype is torch.int8:
                 quantised = quantised.round()
-            layer.weight = nn.Parameter(quantised.to(dtype), requires_grad=False)
+            narrow = huge_pages.empty(wide.shape, dtype, wide.device).copy_(quantised)
+            layer.weight = nn.Parameter(narrow, requires_grad=False)
             layer.register_buffer("weight_scale", scale, persistent=False)
             layer.quant_method = WeightOnly()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from harness import cache_bytes, interleaved, microseconds, significant
+from opweave.engine import huge_pages
 
 COLD_BYTES = 4 * (cache_bytes(3) or cache_bytes(2) or 2**25)
 """So much memory, walked in a circle, is in no cache when its turn comes again."""
@@ -26,10 +27,21 @@ class Stream:
         size: bytes of the two arrays together.
         pieces: move so much of them at a time, one piece after the other.
         repeats: move a piece so many times.
+        in_huge_pages: as the engine's weights are, and faster; else as torch allocates it.
     """
 
-    def __init__(self, size: int = COLD_BYTES, pieces: int = 4, repeats: int = 1) -> None:
-        self._sources, self._targets = torch.ones(2, pieces, size // 8 // pieces)
+    def __init__(
+        self,
+        size: int = COLD_BYTES,
+        pieces: int = 4,
+        repeats: int = 1,
+        *,
+        in_huge_pages: bool = False,
+    ) -> None:
+        shape = 2, pieces, size // 8 // pieces
+        empty = huge_pages.empty if in_huge_pages else torch.empty
+        memory = empty(shape, dtype=torch.float32, device=torch.device("cpu"))
+        self._sources, self._targets = memory.fill_(1)
         self._pieces, self._repeats, self._turn = pieces, repeats, 0
         self.found: dict[str, list[float]] = {what: [] for what in ("copy", "update", "read")}
 

@@ -1,0 +1,171 @@
+"""The engine's benchmark compares with llama.cpp on the same weights, where there is one.
+
+``LLAMA_CPP_PYTHON`` names a Python that has it, as for the benchmark: benchmarks/engine.py says how
+to make one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))  # at the end: its engine.py is not tests/engine
+
+from engine_cells.llama_cpp_contender import LlamaCppError, check_python, running  # noqa: E402
+from engine_cells.llama_cpp_file import write_gguf  # noqa: E402
+from engine_cells.models import MIXED, SINGLE, greedy, their_model, write_config  # noqa: E402
+
+PYTHON = os.environ.get("LLAMA_CPP_PYTHON") or sys.executable
+needs_llama_cpp = pytest.mark.skipif(
+    not os.environ.get("LLAMA_CPP_PYTHON"), reason="LLAMA_CPP_PYTHON names no Python with llama.cpp"
+)
+SCALED = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS = {
+    "plain": MIXED["tiny"],
+    "tied, scaled rope": {**SINGLE["tiny"], "rope_scaling": SCALED},
+}
+
+
+def model_of(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return their_model(write_config(folder / "model", config), dtype)
+
+
+# The file
+
+
+def test_the_file_holds_the_weights_bit_for_bit(tmp_path: Path) -> None:
+    model = model_of(tmp_path, CONFIGS["tied, scaled rope"], torch.bfloat16)
+    reader = GGUFReader(write_gguf(tmp_path / "model.gguf", model))
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert "output.weight" not in tensors  # it is tied
+    state = model.state_dict()
+    for name, theirs in {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "blk.1.attn_v.weight": "model.layers.1.self_attn.v_proj.weight",
+        "blk.0.ffn_down.weight": "model.layers.0.mlp.down_proj.weight",
+    }.items():
+        raw = torch.from_numpy(np.array(tensors[name].data)).view(torch.bfloat16)
+        assert torch.equal(raw, state[theirs])
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors}
+    assert kinds == {"BF16", "F32"}
+    assert all(t.tensor_type.name == "F32" for n, t in tensors.items() if "norm" in n)
+
+
+def test_rotating_neighbours_of_the_file_is_rotating_halves_of_the_model(tmp_path: Path) -> None:
+    """Attention scores, of heads rotated to two positions, are the same either way."""
+    model = model_of(tmp_path, CONFIGS["plain"], torch.float32)
+    found = {t.name: t.data for t in GGUFReader(write_gguf(tmp_path / "m.gguf", model)).tensors}
+    theirs, state = model.model.layers[1].self_attn, torch.randn(model.config.hidden_size)
+    scores = {}
+    for rotate, query, key in (
+        (rotate_halves, theirs.q_proj.weight.detach(), theirs.k_proj.weight.detach()),
+        (
+            rotate_neighbours,
+            *(torch.from_numpy(np.array(found[f"blk.1.attn_{n}.weight"])) for n in "qk"),
+        ),
+    ):
+        q, k = ((weight @ state).view(-1, model.config.head_dim) for weight in (query, key))
+        scores[rotate] = (rotate(q, position=5) * rotate(k, position=2).repeat(2, 1)).sum(-1)
+    torch.testing.assert_close(scores[rotate_neighbours], scores[rotate_halves])
+
+
+def rotate_halves(heads: Tensor, position: int) -> Tensor:
+    a, b = heads.chunk(2, dim=-1)
+    angles = position * torch.linspace(1.0, 0.1, a.shape[-1])
+    return torch.cat(
+        (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1
+    )
+
+
+def rotate_neighbours(heads: Tensor, position: int) -> Tensor:
+    halves = torch.cat((heads[:, 0::2], heads[:, 1::2]), dim=-1)
+    return rotate_halves(halves, position)
+
+
+# llama.cpp
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("name", CONFIGS)
+def test_llama_cpp_answers_as_transformers_does(tmp_path: Path, name: str) -> None:
+    model = model_of(tmp_path, CONFIGS[name], torch.float32)
+    path = write_gguf(tmp_path / "model.gguf", model)
+    draw = torch.Generator().manual_seed(1)
+    with running(PYTHON, path, threads=1, context=256, cache="f32") as process:
+        for length in (1, 17, 100):
+            prompt = torch.randint(model.config.vocab_size, (1, length), generator=draw)
+            with torch.inference_mode():
+                mask = torch.ones_like(prompt)
+                ids = model.generate(prompt, attention_mask=mask, generation_config=greedy(40))
+            answer = process.answer(prompt[0].tolist(), 40)
+            assert answer.tokens == ids[0, length:].tolist()
+            assert len(answer.seconds) == 40
+            assert min(answer.seconds) > 0
+
+
+@needs_llama_cpp
+def test_llama_cpp_that_stops_says_why(tmp_path: Path) -> None:
+    model = model_of(tmp_path, CONFIGS["plain"], torch.float32)
+    path = write_gguf(tmp_path / "model.gguf", model)
+    with (
+        running(PYTHON, path, threads=1, context=256) as process,
+        pytest.raises(LlamaCppError, match=r"status 1: .*llama_decode of 1 tokens gave"),
+    ):
+        process.answer([model.config.vocab_size], 1)
+
+
+@needs_llama_cpp
+def test_the_benchmark_has_rows_for_it() -> None:
+    done = subprocess.run(
+        [
+            sys.executable, str(ROOT / "benchmarks" / "engine.py"), "--size=tiny", "--rounds=1",
+            "--steps=3", "--parts=single", "--json", "--llama-cpp", PYTHON,
+        ],
+        check=False, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+    for name in ("engine.decode_bandwidth", "engine.prefill"):
+        row = rows[f"{name}.llama_cpp"]
+        assert row["value"] == rows[name]["value"]
+        assert row["against"] == "llama.cpp, bfloat16"
+        assert row["ratio"] == pytest.approx(row["value"] / row["baseline"], rel=1e-2)
+        assert "llama-cpp-python" in row["case"]
+
+
+# Without it
+
+
+@pytest.mark.parametrize(
+    ("python", "named"),
+    [("no/such/python", "No such file"), (sys.executable, "No module named 'llama_cpp'")],
+)
+def test_a_python_without_it_is_an_error(python: str, named: str) -> None:
+    with pytest.raises(LlamaCppError, match=named):
+        check_python(python)
+
+
+def test_a_process_that_does_not_start_says_why(tmp_path: Path) -> None:
+    with (
+        pytest.raises(LlamaCppError, match="No module named 'llama_cpp'"),
+        running(sys.executable, tmp_path / "none.gguf", threads=1, context=256),
+    ):
+        pass
