@@ -26,7 +26,7 @@ class AsyncClient:
 
     @property
     def is_running(self) -> bool:
-        return not self._is_closed and self._dead_with is None
+        return not self._is_closed and self.dead_with is None
 
     @property
     def dead_with(self) -> BaseException | None:
@@ -34,8 +34,8 @@ class AsyncClient:
 
     def _why_not(self) -> EngineDeadError:
         """Return why no request is taken."""
-        if self._dead_with is None:
+        if (reason := self.dead_with) is None:
             return EngineDeadError("The engine is shut down, and takes no requests.")
-        error = EngineDeadError(f"The engine died: {self._dead_with!r}.")
-        error.__cause__ = self._dead_with
+        error = EngineDeadError(f"The engine died: {reason!r}.")
+        error.__cause__ = reason
         return error

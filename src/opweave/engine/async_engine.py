@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,47 +13,19 @@ import torch
 
 from opweave.config import EngineConfig
 from opweave.engine.arguments import make_core
-from opweave.engine.async_client import AsyncClient
-from opweave.engine.errors import EngineDeadError, InvalidArgumentError
+from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.loader import Progress
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput
 from opweave.engine.priorities import PriorityLists, private_context
 from opweave.engine.sampling_params import SamplingParams
 from opweave.engine.stats import EngineStats
+from opweave.engine.streaming_client import StreamingClient
 from opweave.engine.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
 
-class _Stream:
-    """What a reader has not read yet: the latest output, which holds all before it."""
-
-    def __init__(self) -> None:
-        self._output: RequestOutput | None = None
-        self._error: EngineDeadError | None = None
-        self._changed = asyncio.Event()
-
-    def put(self, output: RequestOutput) -> None:
-        self._output = output
-        self._changed.set()
-
-    def fail(self, error: EngineDeadError) -> None:
-        self._error = error
-        self._changed.set()
-
-    async def get(self) -> RequestOutput:
-        await self._changed.wait()
-        self._changed.clear()
-        if self._output is None:
-            assert self._error is not None  # one of the two has changed
-            raise self._error
-        output, self._output = self._output, None
-        if self._error is not None:
-            self._changed.set()  # after what there is
-        return output
-
-
-class AsyncEngine(AsyncClient):
+class AsyncEngine(StreamingClient):
     """Implements :class:`~opweave.engine.client.EngineClient` with an engine in this process.
 
     Requests go to its thread, outputs come back to the event loop that asked. A reader that is slow
@@ -94,10 +64,6 @@ class AsyncEngine(AsyncClient):
             progress=progress,
         )
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, _Stream] = {}
-        self._unfinished: set[str] = set()
-        self._idle = asyncio.Event()
         # A worker in another process may die while there is nothing to compute.
         self._core.executor.watch(partial(self._commands.put, self._core.executor.check))
         self._thread = threading.Thread(target=self._run, name="opweave-engine", daemon=True)
@@ -111,11 +77,7 @@ class AsyncEngine(AsyncClient):
     def max_model_len(self) -> int:
         return self._core.max_model_len
 
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive() and super().is_running
-
-    async def generate(
+    def generate(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams,
@@ -123,45 +85,19 @@ class AsyncEngine(AsyncClient):
         request_id: str,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        if request_id in self._streams or request_id in self._unfinished:
-            raise InvalidArgumentError(
-                f"request_id={request_id!r} is in use by a request that is not finished."
-            )
-        generation = self._core.prepare(request_id, prompt, params, priority=priority)
-        stream, is_finished = self._open(request_id), False
-        self._commands.put(partial(self._core.add_request, generation))
-        try:
-            while not is_finished:
-                output = await stream.get()
-                is_finished = output.finished
-                if output.error is not None:
-                    raise output.error
-                yield output
-        finally:
-            del self._streams[request_id]
-            if not is_finished:
-                self._commands.put(partial(self._abort, request_id))
+        def prepare() -> Callable[[], None]:
+            generation = self._core.prepare(request_id, prompt, params, priority=priority)
+            return partial(self._commands.put, partial(self._core.add_request, generation))
+
+        return self._outputs(request_id, prepare)
 
     async def embed(self, prompt: str | Sequence[int], *, request_id: str) -> EmbeddingOutput:
         raise InvalidArgumentError(
             f"The model {self.model_name!r} generates text; it makes no embeddings."
         )
 
-    async def abort(self, request_id: str) -> None:
-        self._commands.put(partial(self._abort, request_id))
-
     def stats(self) -> EngineStats:
         return self._core.stats()
-
-    async def drain(self, timeout: float) -> None:
-        self._is_closed = True
-        try:
-            async with asyncio.timeout(timeout):
-                await self._wait_until_idle()
-        except TimeoutError:
-            for request_id in self._unfinished:
-                await self.abort(request_id)
-            await self._wait_until_idle()
 
     def shutdown(self) -> None:
         self._is_closed = True
@@ -169,41 +105,8 @@ class AsyncEngine(AsyncClient):
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    # In the event loop
-
-    def _open(self, request_id: str) -> _Stream:
-        self._loop = asyncio.get_running_loop()
-        stream = self._streams[request_id] = _Stream()
-        self._unfinished.add(request_id)
-        self._idle.clear()
-        # Looked at after the stream is there: who dies later tells all streams.
-        if not self.is_running:
-            self._close(request_id)
-            del self._streams[request_id]
-            raise self._why_not()
-        return stream
-
-    def _close(self, request_id: str) -> None:
-        self._unfinished.discard(request_id)
-        if not self._unfinished:
-            self._idle.set()
-
-    def _receive(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
-            if (stream := self._streams.get(output.request_id)) is not None:
-                stream.put(output)
-            if output.finished:
-                self._close(output.request_id)
-
-    def _fail(self) -> None:
-        for request_id in list(self._unfinished):
-            if (stream := self._streams.get(request_id)) is not None:
-                stream.fail(self._why_not())
-            self._close(request_id)
-
-    async def _wait_until_idle(self) -> None:
-        if self._unfinished and self._thread.is_alive():
-            await self._idle.wait()
+    def _give_up(self, request_id: str) -> None:
+        self._commands.put(partial(self._abort, request_id))
 
     # In the engine's thread
 
@@ -215,7 +118,7 @@ class AsyncEngine(AsyncClient):
             self._dead_with = error
             _log.critical("the engine died", exc_info=error)
         finally:
-            self._tell(self._fail)
+            self._tell(lambda: self._fail(self._unfinished, self._why_not()))
             self._core.shutdown()
 
     def _work(self) -> None:
@@ -230,9 +133,3 @@ class AsyncEngine(AsyncClient):
 
     def _abort(self, *request_ids: str) -> None:
         self._tell(partial(self._receive, self._core.abort(request_ids)))
-
-    def _tell(self, call: Callable[[], None]) -> None:
-        """Let the event loop call; one that is closed has nobody in it who listens."""
-        if self._loop is not None:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(call)

@@ -8,8 +8,8 @@ from typing import Any
 from opweave.engine.errors import MissingDependencyError
 
 
-def require(name: str) -> Any:
-    """Import and return module *name*.
+def require(name: str, extra: str = "serve") -> Any:
+    """Import and return module *name*, which the *extra* of opweave installs.
 
     Raises:
         MissingDependencyError: it is not installed.
@@ -19,5 +19,5 @@ def require(name: str) -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             f"opweave's engine needs {name.partition('.')[0]!r}, which cannot be imported "
-            f"({error}). Install it with: pip install 'opweave[serve]'"
+            f"({error}). Install it with: pip install 'opweave[{extra}]'"
         ) from error

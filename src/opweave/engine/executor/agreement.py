@@ -1,4 +1,4 @@
-"""What all ranks of an engine must agree on before one of them computes anything."""
+"""What all processes of an engine must agree on before one of them computes anything."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from opweave.ir.selection import policy_for
 from opweave.platforms import Platform
 from opweave.plugins import GENERAL_PLUGINS, State, load_general_plugins, plugin_report
 
+_PARENT = "the first process"
+
 
 @dataclass(frozen=True)
 class Agreement:
-    """What holds in the process of the first rank; JSON, which any version can read.
+    """What holds in the process that starts the others; JSON, which any version can read.
 
     Attributes:
-        protocol: the version of the messages between ranks.
+        protocol: the version of the messages between processes.
         platform: what :meth:`opweave.platforms.Resolution.to_json` says, versions included.
         plugins: the general plugins that are in use, with distribution and version.
         priorities: the providers of each op, in the order in which they are tried.
@@ -47,13 +49,13 @@ class Agreement:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            RankFailedError: the first rank speaks another version of the protocol.
+            RankFailedError: the first process speaks another version of the protocol.
         """
         data = json.loads(text)
         if data.get("protocol") != PROTOCOL:
             raise RankFailedError(
-                f"the first rank speaks version {data.get('protocol')} of the protocol between "
-                f"ranks; this process speaks {PROTOCOL}. Install the same opweave for all."
+                f"{_PARENT} speaks version {data.get('protocol')} of the protocol between "
+                f"processes; this process speaks {PROTOCOL}. Install the same opweave for all."
             )
         return cls(**data)
 
@@ -71,31 +73,47 @@ class Agreement:
         load_general_plugins()
         if (found := _plugins()) != self.plugins:
             raise RankFailedError(
-                f"the first rank uses the general plugins {_listed(self.plugins)}; this process "
-                f"finds {_listed(found)}. All ranks must use one environment."
+                f"{_PARENT} uses the general plugins {_listed(self.plugins)}; this process "
+                f"finds {_listed(found)}. Both must use one environment."
             )
         return platform
 
     @contextmanager
     def selection(self) -> Iterator[None]:
-        """Let ops be selected as on the first rank.
+        """Let ops be selected as in the first process, in the scope that follows.
 
         Raises:
             IrError: an op or a provider is unknown here.
             RankFailedError: an op is tried with other providers all the same.
         """
+        with ir.priority(self._differences()), ir.require(*self.required):
+            self._check_priorities()
+            yield
+
+    def settle(self) -> None:
+        """Let ops be selected as in the first process, in this whole process from now on.
+
+        Raises:
+            IrError, RankFailedError: as :meth:`selection`.
+        """
+        lists, settings = self._differences(), ir.current_registry().settings
+        settings.set_priorities(ir.Source.COMMAND_LINE, lists, _PARENT)
+        settings.require(ir.Source.COMMAND_LINE, self.required, _PARENT)
+        ir.current_registry().check_settings()
+        self._check_priorities()
+
+    def _differences(self) -> dict[str, list[str]]:
         ir.current_registry().ensure_ready()
         own = _priorities()
-        others = {op: names for op, names in self.priorities.items() if own.get(op) != names}
-        with ir.priority(others), ir.require(*self.required):
-            for op, names in _priorities().items():
-                if names != self.priorities.get(op):
-                    raise RankFailedError(
-                        f"the first rank tries {_listed(self.priorities.get(op, []))} for op "
-                        f"{op!r}; this process tries {_listed(names)}. All ranks must use one "
-                        "environment."
-                    )
-            yield
+        return {op: names for op, names in self.priorities.items() if own.get(op) != names}
+
+    def _check_priorities(self) -> None:
+        for op, names in _priorities().items():
+            if names != self.priorities.get(op):
+                raise RankFailedError(
+                    f"{_PARENT} tries {_listed(self.priorities.get(op, []))} for op "
+                    f"{op!r}; this process tries {_listed(names)}. Both must use one environment."
+                )
 
 
 def _plugins() -> list[str]:
