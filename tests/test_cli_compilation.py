@@ -51,12 +51,20 @@ def test_generate_takes_it(run: Run) -> None:
     )
 
 
+def test_options_of_the_backend(run: Run) -> None:
+    option = '--compilation-config.options={"sequence_parallelism": false}'
+    assert run("ops", option, "--compilation-config.mode=3").returncode == 0
+    config = CompilationConfig(mode=3, options={"sequence_parallelism": False})
+    assert current_compilation_config() == config
+
+
 @pytest.mark.parametrize(
     ("argument", "parts"),
     [
         (".custom_ops=all,none", ["--compilation-config.custom_ops", "'all' and 'none'"]),
         (".custom_ops=rms_norm", ["'rms_norm' must be 'all', 'none', '+op' or '-op'"]),
         (".mod=1", ["unknown key 'mod'", "Did you mean 'mode'"]),
+        (".options=fusion", ["--compilation-config.options", "is no JSON object, such as"]),
         (".mode=fast", ["--compilation-config.mode", "3 (OPWEAVE_COMPILE)"]),
     ],
 )

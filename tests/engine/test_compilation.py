@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,21 @@ from typing import Any
 import pytest
 import torch
 
+import opweave.compile
+from opweave.compile import OptionError
 from opweave.config import (
     CompilationConfig,
     EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
     compilation_config,
     current_compilation_config,
 )
 from opweave.engine import LLM, SamplingParams
-from opweave.engine.compilation import compiled_forward
+from opweave.engine.compilation import _ISOLATED, compiled_forward, graph_sizes
 from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.loader import load_model
+from opweave.ir.errors import SettingError
 from opweave.layers.errors import UnusedOpWarning
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
@@ -48,7 +54,12 @@ def test_compiled_models_write_the_same(mode: int, backend: str, checkpoint: Che
     path = checkpoint("llama")[0]
     expected = tokens(LLM(path))
     config = EngineConfig(compilation_config={"mode": mode, "backend": backend})
-    assert tokens(LLM(path, config=config)) == expected
+    llm = LLM(path, config=config)
+    assert tokens(llm) == expected
+    stats = llm.stats()
+    assert (stats.compile_seconds > 0) is config.compilation.compiles
+    in_graph = {use.op for use in stats.kernels if use.tokens is None}
+    assert ("embedding" in in_graph) is config.compilation.uses_passes
 
 
 @pytest.mark.parametrize(
@@ -74,15 +85,97 @@ def test_what_each_mode_compiles_with(
 
     monkeypatch.setattr(torch, "compile", spy)
     model = torch.nn.Identity()
-    assert compiled_forward(model, CompilationConfig(backend, mode)) is model
-    expected = {"backend": used, "dynamic": True, "fullgraph": whole}
-    assert given == ([expected] if used else [])
+    for options in ({}, {"max_autotune": True}):
+        config = CompilationConfig(backend, mode, options=options)
+        assert compiled_forward(model, config) is model
+        expected = {
+            "backend": used,
+            "dynamic": True,
+            "fullgraph": whole,
+            "options": options or None,
+            **_ISOLATED,
+        }
+        assert given == ([expected] if used else [])
+        given.clear()
 
 
 def test_an_unknown_backend_is_refused_before_the_model_loads() -> None:
     config = EngineConfig(compilation_config={"mode": 1, "backend": "inducto"})
     with pytest.raises(InvalidArgumentError, match=r"'inducto'.* Did you mean 'inductor'"):
         LLM("no/such/model", config=config)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "error", "said"),
+    [
+        (3, {"sequence_paralelism": 0}, OptionError, "Did you mean 'sequence_parallelism'"),
+        (3, {"fusion": "no"}, OptionError, "fusion='no' is neither True nor False"),
+        (3, '{"fusion": 1}', OptionError, "fusion=1 is neither"),
+        (1, {"max_autotun": True}, InvalidArgumentError, "Did you mean 'max_autotune'"),
+        (1, {"fusion": True}, InvalidArgumentError, r"'fusion'.* need mode=OPWEAVE_COMPILE"),
+        (3, '{"fusion": ', SettingError, r"options='{\"fusion\": ' is no JSON object, such as"),
+        (3, "[1]", SettingError, r"options='\[1\]' should be a mapping by name"),
+        (3, {1: 2}, SettingError, "should be a mapping by name"),
+    ],
+)
+def test_options_that_are_wrong_are_refused_before_the_model_loads(
+    mode: int, options: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        LLM(
+            "no/such/model",
+            config=EngineConfig(compilation_config={"mode": mode, "options": options}),
+        )
+
+
+def test_options_are_those_of_the_backend(checkpoint: Checkpoints) -> None:
+    options = {"codegen": False, "priorities": {"silu_and_mul": "native"}}
+    compiling = {"mode": 3, "backend": "opweave", "options": options}
+    config = EngineConfig(compilation_config=compiling)
+    as_text = EngineConfig(compilation_config={**compiling, "options": json.dumps(options)})
+    assert as_text.compilation == config.compilation
+    path = checkpoint("one_layer")[0]
+    assert tokens(LLM(path, config=as_text)) == tokens(LLM(path))
+    chosen = {node.op: node.chosen for node in opweave.compile.report().nodes}
+    assert chosen["silu_and_mul"] == "native"
+    assert chosen["rms_norm"] == "opweave_c"
+
+
+@pytest.mark.skipif(not _ISOLATED, reason="this torch counts the graphs of all engines together")
+def test_engines_do_not_use_up_the_graphs_of_others(checkpoint: Checkpoints) -> None:
+    compiling = {"mode": 3, "backend": "opweave", "options": {"codegen": False}}
+    config = EngineConfig(compilation_config=compiling)
+    paths = [checkpoint(kind)[0] for kind in ("one_layer", "llama")]
+    with torch._dynamo.config.patch(recompile_limit=2):  # one for one token, one for several
+        compiled = [LLM(path, config=config) for path in paths]
+        assert [tokens(llm) for llm in compiled] == [tokens(LLM(path)) for path in paths]
+
+
+RANGES: dict[str, Any] = {"compile_ranges": {"1-4": {}, "16-99": {}}}
+
+
+@pytest.mark.parametrize(
+    ("compiling", "ranks", "sizes"),
+    [
+        ({}, 1, [1]),
+        ({"mode": 3, "backend": "eager"}, 2, [1]),
+        ({"mode": 1}, 2, [1, 2]),
+        ({"mode": 3}, 1, [1, 2]),
+        ({"mode": 3}, 2, [1, 2, 6]),
+        ({"mode": 1, "backend": "opweave"}, 4, [1, 2, 12]),
+        ({"mode": 3, "options": {"sequence_parallelism": False}}, 2, [1, 2]),
+        ({"mode": 3, "options": RANGES}, 2, [1, 2, 5, 6, 16]),  # 100 tokens are too many
+    ],
+)
+def test_every_graph_is_compiled_before_requests_come(
+    compiling: dict[str, Any], ranks: int, sizes: list[int]
+) -> None:
+    config = EngineConfig(
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        parallel=ParallelConfig(tensor_parallel_size=ranks),
+        compilation_config=compiling,
+    )
+    assert graph_sizes(config) == sizes
 
 
 def test_the_model_is_built_under_the_config(

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from conftest import FreshPython
+from engine.test_equality import FAMILIES
 from models.tiny_checkpoints import random_ids
 from opweave import ir
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig
@@ -31,6 +33,8 @@ from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.executor import RankedExecutor, is_follower
 from opweave.engine.executor.agreement import Agreement
 from opweave.engine.executor.launch import Launch
+from opweave.engine.loader import load_model
+from opweave.layers import TensorParallel, tensor_parallel
 from opweave.layers.errors import ShardingError
 from opweave.platforms import CpuPlatform
 
@@ -243,6 +247,39 @@ def test_more_ranks_than_heads(tmp_path: Path, checkpoint: Checkpoints) -> None:
     # Whichever rank is the first to say so.
     with pytest.raises((ShardingError, RankFailedError), match=r"=3 cannot be divided over 2"):
         LLM(tmp_path, config=two_ranks(load_format="dummy"))
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_model_that_cannot_be_divided_says_what_cannot(
+    kind: str, checkpoint: Checkpoints
+) -> None:
+    def never(x: Tensor, dim: int = -1) -> Tensor:
+        raise AssertionError("no collective while a model is built")
+
+    for ranks in (3, 16):
+        refused = pytest.raises(
+            ShardingError, match=rf"=\d+ cannot be divided over {ranks} tensor-"
+        )
+        with refused, tensor_parallel(TensorParallel(ranks - 1, ranks, never, never)):
+            load_model(checkpoint(kind)[0])
+
+
+def test_an_engine_that_does_not_start_leaves_nothing(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails when all ranks have their part of the model."""
+    pids: list[int] = []
+
+    def fail(executor: RankedExecutor, *_: Any) -> None:
+        pids.extend(executor.pids.values())
+        raise MemoryError
+
+    monkeypatch.setattr(RankedExecutor, "allocate", fail)
+    with pytest.raises(MemoryError):
+        LLM(checkpoint("one_layer")[0], config=two_ranks())
+    assert len(pids) == 1
+    wait_until(lambda: not is_alive(pids[0]))
     assert not torch.distributed.is_initialized()
 
 

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 from opweave.config.custom_ops import CustomOps
+from opweave.config.json_text import read_object
 from opweave.config.origin import Config, Origin
 from opweave.ir.errors import SettingError, did_you_mean
 
@@ -37,6 +39,9 @@ class CompilationConfig(Config):
         custom_ops: ``all`` or ``none``, and ``+op`` and ``-op`` for those that differ; a list or
             one string with commas. Unless it says ``all`` or ``none``, that is appended: ``none``
             where Inductor compiles, since it can fuse what it sees, else ``all``.
+        options: of the backend, as ``torch.compile`` takes them; a mapping, or a JSON object. Those
+            of opweave's passes, as ``{"sequence_parallelism": False}``, are
+            :class:`opweave.compile.CompileOptions`.
 
     Attributes:
         enabled_custom_ops: how many instances of each op were built enabled under this config.
@@ -45,13 +50,15 @@ class CompilationConfig(Config):
     Raises:
         SettingError: (a ValueError) a value is malformed, or contradicts itself.
 
-    >>> CompilationConfig(mode=3, custom_ops="+rms_norm").custom_ops
-    ('+rms_norm', 'none')
+    Examples:
+        >>> CompilationConfig(mode=3, custom_ops="+rms_norm").custom_ops
+        ('+rms_norm', 'none')
     """
 
     backend: str = "inductor"
     mode: CompilationMode | int | str = CompilationMode.NONE
     custom_ops: str | Iterable[str] = ()
+    options: Mapping[str, Any] | str = field(default_factory=dict)
     enabled_custom_ops: Counter[str] = field(
         default_factory=Counter, init=False, compare=False, repr=False
     )
@@ -66,6 +73,19 @@ class CompilationConfig(Config):
         default = "none" if self.backend == "inductor" and mode != CompilationMode.NONE else "all"
         object.__setattr__(self, "mode", mode)
         object.__setattr__(self, "custom_ops", CustomOps.parse(self.custom_ops, default=default))
+        object.__setattr__(self, "options", read_object("options", self.options))
+
+    @property
+    def uses_passes(self) -> bool:
+        """Whether opweave's passes compile: ``inductor`` in the last mode, or ``opweave``."""
+        own = self.mode == CompilationMode.OPWEAVE_COMPILE and self.backend == "inductor"
+        return self.compiles and (own or self.backend == "opweave")
+
+    @property
+    def backend_options(self) -> Mapping[str, Any]:
+        """``options``, which is a mapping however it was given."""
+        assert isinstance(self.options, Mapping)
+        return self.options
 
     @property
     def compiles(self) -> bool:

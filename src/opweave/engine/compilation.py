@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from opweave.config import CompilationConfig, CompilationMode
+from opweave.config import CompilationConfig, CompilationMode, EngineConfig
 from opweave.engine.errors import InvalidArgumentError
 from opweave.ir.errors import did_you_mean
 from opweave.plugins import resolve_obj_by_qualname
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 
+# Dynamo limits the graphs of one function, which the models of all engines in a process share.
+# torch 2.13 can count them by engine; before, another engine may need torch.compiler.reset().
+_BY_ENGINE = "isolate_recompiles"
+_ISOLATED: dict[str, Any] = (
+    {_BY_ENGINE: True} if _BY_ENGINE in inspect.signature(torch.compile).parameters else {}
+)
+
 
 def check_backend(config: CompilationConfig) -> None:
     """Check that the backend exists: one of torch's, or the ``"package.module:function"`` named.
 
     Raises:
-        InvalidArgumentError: torch has no such backend.
+        InvalidArgumentError: torch has no such backend, or Inductor no such option.
+        OptionError: opweave's passes have no such option.
         ReferenceNameError: (an ImportError) there is no such function.
     """
     if callable(_backend(config.backend)):
@@ -30,6 +39,24 @@ def check_backend(config: CompilationConfig) -> None:
             f"compilation_config: backend {config.backend!r} is none of torch.compile's. "
             f"{did_you_mean(config.backend, torch.compiler.list_backends())}"
         )
+    if config.compiles and config.backend_options:
+        _check_options(config)
+
+
+def _check_options(config: CompilationConfig) -> None:
+    from opweave.compile import CompileOptions, compat
+
+    if config.uses_passes:
+        CompileOptions.parse(config.backend_options)
+    elif config.backend == "inductor":
+        known = compat.inductor_option_names()
+        for name in config.backend_options:
+            if name.replace("-", "_") not in known:
+                raise InvalidArgumentError(
+                    f"compilation_config: Inductor has no option {name!r}. "
+                    f"{did_you_mean(name, sorted(known))} Those of opweave's passes need mode="
+                    f"{CompilationMode.OPWEAVE_COMPILE.name}."
+                )
 
 
 def _backend(name: str) -> str | Callable[..., Any]:
@@ -47,11 +74,41 @@ def compiled_forward(model: nn.Module, config: CompilationConfig) -> Forward:
     """
     if not config.compiles:
         return model
-    own = config.mode == CompilationMode.OPWEAVE_COMPILE and config.backend == "inductor"
     forward: Forward = torch.compile(
         model,
-        backend="opweave" if own else _backend(config.backend),
+        backend="opweave" if config.uses_passes else _backend(config.backend),
         dynamic=True,
         fullgraph=config.mode != CompilationMode.STOCK_TORCH_COMPILE,
+        options=dict(config.backend_options) or None,
+        **_ISOLATED,
     )
     return forward
+
+
+def graph_sizes(config: EngineConfig) -> list[int]:
+    """Return the numbers of tokens at which another graph begins, in ascending order.
+
+    A graph serves every number up to the next one. Compiled for these, the model is compiled for
+    all: ``torch.compile`` tells one token from several; sequence parallelism few from many, which
+    are some for each rank; and ``compile_ranges`` those of each range from the others.
+    """
+    compiling = config.compilation
+    if not compiling.compiles:
+        return [1]
+    found = {1, 2}
+    if compiling.uses_passes:
+        found |= _sizes_of_passes(config)
+    most = config.scheduler.max_num_batched_tokens
+    return sorted(size for size in found if size <= most)
+
+
+def _sizes_of_passes(config: EngineConfig) -> set[int]:
+    from opweave.compile import CompileOptions
+    from opweave.compile.sharding import MIN_ROWS
+
+    options = CompileOptions.parse(config.compilation.backend_options)
+    found = {size for low, high in options.ranges for size in (low, high + 1) if size > 0}
+    ranks = config.parallel.tensor_parallel_size
+    if options.sequence_parallelism and ranks > 1:
+        found.add(MIN_ROWS * ranks)
+    return found

@@ -15,7 +15,7 @@ from opweave.engine.attention.batch import SequenceBatch
 from opweave.engine.attention.layers import LayerCaches, LayerGroup, layer_groups
 from opweave.engine.attention.specs import cache_specs
 from opweave.engine.cache_plan import CachePlan
-from opweave.engine.compilation import compiled_forward
+from opweave.engine.compilation import compiled_forward, graph_sizes
 from opweave.engine.logprobs import TokenLogprob, token_logprobs
 from opweave.engine.sampler import Sampled, Sampler
 from opweave.engine.step import SequenceStep
@@ -75,18 +75,21 @@ class ModelRunner:
         )
 
     def warm_up(self) -> None:
-        """Run the model on one token and on several, which torch.compile tells apart.
+        """Compile, by running the model on one token and on every size that begins another graph.
 
         The first time, every op is selected; the log says what was chosen.
         """
-        tables = tuple((0,) for _ in self._groups)
-        one = SequenceStep("warm-up", [0], 0, tables, None)
-        two = SequenceStep("warm-up", [0, 0], 0, tables, None)
         with ir.record() as record:
-            self._run([one], keeps=False)
+            self._run(self._blank(1), keeps=False)
         _log.info("kernels of the first forward:%s", _selections(record))
-        if self.config.compilation.compiles:
-            self._run([one, two], keeps=False)
+        for size in graph_sizes(self.config)[1:]:
+            self._run(self._blank(size), keeps=False)
+
+    def _blank(self, size: int) -> list[SequenceStep]:
+        """Return steps of so many tokens: of one sequence that is decoded, and a prompt."""
+        tables = tuple((0,) for _ in self._groups)
+        counts = (1, size - 1) if size > 1 else (1,)
+        return [SequenceStep("warm-up", [0] * count, 0, tables, None) for count in counts]
 
     def execute(self, steps: Sequence[SequenceStep]) -> list[Sampled]:
         """Compute the new tokens of some sequences, into their caches.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from opweave.config import EngineConfig
@@ -12,6 +13,7 @@ from opweave.engine.executor.base import Executor
 from opweave.engine.loader import Progress
 from opweave.engine.sampler import Sampled
 from opweave.engine.step import SequenceStep
+from opweave.engine.threads import cpu_threads
 from opweave.engine.worker import Worker
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
@@ -40,10 +42,13 @@ class InProcessExecutor(Executor):
                 f"{type(self).__name__} runs one rank. The platform {platform.name!r} chose it."
             )
         worker: type[Worker] = resolve_obj_by_qualname(platform.get_worker_cls(config))
-        self.worker: Worker | None = worker(model, config, platform)
-        self.worker.init_device()
-        self.worker.load_model(progress)
-        self.facts = self.worker.facts()
+        with ExitStack() as stack:
+            stack.enter_context(cpu_threads(config.cpu_threads))
+            self.worker: Worker | None = worker(model, config, platform)
+            self.worker.init_device()
+            self.worker.load_model(progress)
+            self.facts = self.worker.facts()
+            self._threads = stack.pop_all()  # until the engine shuts down
 
     def allocate(self, plan: CachePlan) -> None:
         worker = self._running()
@@ -55,6 +60,7 @@ class InProcessExecutor(Executor):
 
     def shutdown(self) -> None:
         self.worker = None
+        self._threads.close()
 
     def _running(self) -> Worker:
         if self.worker is None:

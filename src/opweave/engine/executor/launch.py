@@ -117,7 +117,21 @@ def is_follower(tensor_parallel_size: int) -> bool:
     Raises:
         InvalidArgumentError: another number of processes was launched.
     """
+    launch = _launch_of(tensor_parallel_size)
+    return launch is not None and launch.rank > 0
+
+
+def is_launched(tensor_parallel_size: int) -> bool:
+    """Whether something else, such as ``torchrun``, has started the ranks of such an engine.
+
+    Raises:
+        InvalidArgumentError: another number of processes was launched.
+    """
+    return _launch_of(tensor_parallel_size) is not None
+
+
+def _launch_of(tensor_parallel_size: int) -> Launch | None:
     launch = Launch.from_environment() if tensor_parallel_size > 1 else None
     if launch is not None:
         launch.check_size(tensor_parallel_size)
-    return launch is not None and launch.rank > 0
+    return launch

@@ -83,7 +83,7 @@ class RankedExecutor(Executor):
             if launch.rank:
                 sys.exit(follow(launch.connect(store), store))
             peers = Peers(launch.accept(store, timeout), {})
-        start = Start(0, size, 0, Path(model), config, timeout, _threads(platform, local))
+        start = Start(0, size, 0, Path(model), config, timeout, _threads(config, platform, local))
         self._rank: Rank | None = None
         self._peers, self._is_interrupted = peers, False
         try:
@@ -201,8 +201,10 @@ def _port(store: Store) -> int:
     return store.port
 
 
-def _threads(platform: Platform, local: int) -> int | None:
-    """Return how many threads each of the ranks on this machine gets, unless the user says."""
+def _threads(config: EngineConfig, platform: Platform, local: int) -> int | None:
+    """Return how many threads each of the ranks on this machine gets; None: as they have."""
+    if config.cpu_threads is not None:
+        return config.cpu_threads
     if platform.device_type != "cpu" or os.environ.get("OMP_NUM_THREADS"):
         return None
     return max(1, torch.get_num_threads() // local)
