@@ -37,7 +37,7 @@ check: $(VENV)/dev.stamp ## lint, types, spelling, docs
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	$(BIN)/mkdocs build --strict --site-dir build/site
 
 fix: $(VENV)/dev.stamp ## format, and mend what can be mended
 	$(BIN)/ruff check --fix .

@@ -116,8 +116,9 @@ class SettingError(IrError, ValueError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a sentence that lists *known* and the closest match to *name*, if there is one.
 
-    >>> did_you_mean("rmsnorm", ["rms_norm", "linear"])
-    "Did you mean 'rms_norm'? Known: linear, rms_norm."
+    Examples:
+        >>> did_you_mean("rmsnorm", ["rms_norm", "linear"])
+        "Did you mean 'rms_norm'? Known: linear, rms_norm."
     """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)

@@ -14,8 +14,9 @@ from types import FrameType
 class Owner:
     """A plugin, and the distribution that it was installed with.
 
-    >>> str(Owner("acme", "acme-device", "0.1.0"))
-    'acme (acme-device 0.1.0)'
+    Examples:
+        >>> str(Owner("acme", "acme-device", "0.1.0"))
+        'acme (acme-device 0.1.0)'
     """
 
     plugin: str
@@ -72,8 +73,9 @@ def note_failure(plugin: str, cause: str | None) -> None:
 def failures_note() -> str:
     """Return a sentence for each plugin that failed, for messages about what it may have brought.
 
-    >>> failures_note()
-    ''
+    Examples:
+        >>> failures_note()
+        ''
     """
     return "".join(
         f" It may be of {plugin}, which failed to load: {cause}."

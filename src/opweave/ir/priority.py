@@ -54,8 +54,9 @@ Entries = tuple[Entry, ...]
 def parse(providers: str | Iterable[str], origin: str) -> Entries:
     """Read a priority list, given as a list of names or as one comma-separated string.
 
-    >>> [str(entry) for entry in parse("triton!, opweave_c", "the command line")]
-    ['triton!', 'opweave_c']
+    Examples:
+        >>> [str(entry) for entry in parse("triton!, opweave_c", "the command line")]
+        ['triton!', 'opweave_c']
 
     Raises:
         SettingError: the list is empty, or holds something that is no name.
@@ -93,9 +94,10 @@ def _entry(name: object, origin: str) -> Entry:
 def merge(lists: Iterable[Entries]) -> Entries:
     """Join lists, strongest first, into one: first mention wins, native last.
 
-    >>> lists = parse("a,b", "scope"), parse("c,a", "platform default")
-    >>> [entry.provider for entry in merge(lists)]
-    ['a', 'b', 'c', 'native']
+    Examples:
+        >>> lists = parse("a,b", "scope"), parse("c,a", "platform default")
+        >>> [entry.provider for entry in merge(lists)]
+        ['a', 'b', 'c', 'native']
     """
     merged: dict[str, Entry] = {}
     for entry in (entry for entries in lists for entry in entries):
@@ -111,8 +113,9 @@ class IrOpPriorityConfig(Mapping[str, list[str]]):
     declares gets its knob like any other. Names are checked against the registry when the config
     is applied.
 
-    >>> IrOpPriorityConfig(rms_norm="opweave_c,native")["rms_norm"]
-    ['opweave_c', 'native']
+    Examples:
+        >>> IrOpPriorityConfig(rms_norm="opweave_c,native")["rms_norm"]
+        ['opweave_c', 'native']
     """
 
     def __init__(

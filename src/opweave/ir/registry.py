@@ -229,7 +229,10 @@ def register_op(
         native_traits: what the native implementation promises; always ``differentiable``.
 
     Raises:
-        InvalidNameError, InvalidOpError, DuplicateOpError, UnknownTraitError
+        InvalidNameError: the name is no name of an op.
+        InvalidOpError: the function's signature cannot be an op's.
+        DuplicateOpError: there is an op of that name.
+        UnknownTraitError: nobody declared such a trait.
     """
 
     def decorate(function: NativeFunction) -> IrOp:

@@ -39,8 +39,9 @@ class PatchGrid(NamedTuple):
         Raises:
             PatchGridError: rows or columns are not a multiple of *merge*.
 
-        >>> PatchGrid.of([(1, 2, 4)], 2).positions.tolist()
-        [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
+        Examples:
+            >>> PatchGrid.of([(1, 2, 4)], 2).positions.tolist()
+            [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
         """
         positions, lengths = [torch.empty(0, 2, dtype=torch.int64)], [0]
         for frames, rows, columns in sizes:
