@@ -228,14 +228,10 @@ def test_io_processors_and_stat_loggers(fresh_cases: FreshCases) -> None:
         from opweave.engine.stat_logger import stat_loggers
         from opweave.plugins.errors import PluginTypeError, UnknownPluginError
 
-        class Upper:
-            def generate(self, prompts, sampling_params=None):
-                return [prompt.upper() for prompt in prompts]
-
         config = EngineConfig(seed=3)
         for _ in range(2):
             words = io_processor("words", config)
-        assert words.run(Upper(), {"words": ["a", "b"]}) == "A B"
+        assert words.config is config and words.prompts({"words": ["a", "b"]}) == ["a", "b"]
         import acme_seams
         assert acme_seams.calls == ["words"]
         for name, error, named in (("wrods", UnknownPluginError, "'words'?"),

@@ -15,6 +15,7 @@ import uvicorn
 from openai import OpenAI
 
 from opweave.engine import ChatTemplate
+from opweave.engine.io_processor import IOProcessor
 from opweave.server import ServerConfig, create_app, listen
 from opweave.server.run import url
 from opweave.server.state import ServerState
@@ -61,9 +62,10 @@ def running(
     engine: FakeEngine | None = None,
     config: ServerConfig | None = None,
     template: ChatTemplate | None = TEMPLATE,
+    io_processor: IOProcessor | None = None,
 ) -> Iterator[Running]:
     engine = engine or FakeEngine()
-    app = create_app(engine, config, template)
+    app = create_app(engine, config, template, io_processor)
     bound = listen("127.0.0.1", 0)
     bound.listen(1024)
     address = url(bound)
@@ -72,13 +74,13 @@ def running(
     )
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[bound])))
     thread.start()
-    client = httpx.Client(base_url=address, timeout=20, verify=False, trust_env=False)
+    client = httpx.Client(base_url=address, timeout=60, verify=False, trust_env=False)
     try:
         with client:
             yield Running(address, engine, app.state.server, http, client)
     finally:
         http.should_exit = True
-        thread.join(20)
+        thread.join(60)
         bound.close()
         assert not thread.is_alive()
 

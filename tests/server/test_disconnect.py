@@ -41,7 +41,7 @@ def test_hanging_up_aborts(start: Start, path: str, stream: bool, prompts: int) 
         assert connection.recv(10_000).startswith(b"HTTP/1.1 200")
     generated = engine.generated
     connection.close()
-    until(lambda: not engine.running, 1)
+    until(lambda: not engine.running, 20)
     assert engine.generated - generated <= 4 * count
     assert sorted(engine.aborted) == sorted(call.request_id for call in engine.calls)
     until(lambda: server.state.admission.active == 0)
@@ -54,7 +54,7 @@ def test_hanging_up_before_the_first_token(start: Start, stream: bool) -> None:
     connection = ask(server, PATHS[0], {**BODY, "stream": stream})
     until(lambda: len(engine.running) == 1)
     connection.close()
-    until(lambda: not engine.running, 1)
+    until(lambda: not engine.running, 20)
     assert len(engine.aborted) == 1
     assert server.state.admission.active == 0
 
@@ -64,7 +64,7 @@ def test_hanging_up_while_embedding(start: Start) -> None:
     connection = ask(server, "/v1/embeddings", {"input": ["x", "y"]})
     until(lambda: server.state.admission.active == 2)
     connection.close()
-    until(lambda: server.state.admission.active == 0, 1)
+    until(lambda: server.state.admission.active == 0, 20)
 
 
 def test_hanging_up_before_the_body_is_there(start: Start) -> None:

@@ -13,8 +13,10 @@ import httpx
 import openai
 import pytest
 
+from opweave.engine import Checkpoint
+from opweave.engine.tokenizer import AbsentTokenizer
 from server.conftest import Running, Start, running
-from server.fake_engine import FakeEngine
+from server.fake_engine import CHECKPOINT, CONTEXT, FakeEngine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
@@ -60,7 +62,19 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         (COMPLETIONS, {"prompt": "x", "n": 0}, "n", "at least 1"),
         (COMPLETIONS, {"prompt": "x", "n": 4096}, "n", "at most"),
         (COMPLETIONS, {"prompt": "x", "logprobs": 900}, "logprobs", "at most 20"),
-        (COMPLETIONS, {"prompt": "x", "stop": ""}, None, "empty string"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": True}, "max_tokens", "valid integer"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": "5"}, "max_tokens", "valid integer"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 5.5}, "max_tokens", "valid integer"),
+        (COMPLETIONS, {"prompt": "x", "temperature": "1"}, "temperature", "valid number"),
+        (COMPLETIONS, {"prompt": "x", "temperature": False}, "temperature", "valid number"),
+        (COMPLETIONS, {"prompt": "x", "stream": "true"}, "stream", "valid boolean"),
+        (COMPLETIONS, {"prompt": "x", "stop": ""}, "stop", "empty string"),
+        (COMPLETIONS, {"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids", "at least 0"),
+        (COMPLETIONS, {"prompt": "x", "stop_token_ids": [True]}, "stop_token_ids", "integer"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias", "at most 100"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias", "at least 0"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"5": "1"}}, "logit_bias", "valid number"),
+        (COMPLETIONS, {"prompt": "x", "min_tokens": 17}, "min_tokens", "at most max_tokens"),
         (COMPLETIONS, {"prompt": "x", "stop": ["a"] * 99}, "stop", "64"),
         (COMPLETIONS, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "integer"),
         (COMPLETIONS, {"prompt": "x", "seed": 1 << 70}, "seed", "seed"),
@@ -136,6 +150,23 @@ def test_what_does_not_fit_into_the_context(server: Running, stream: bool) -> No
     assert error_of(server.post(CHAT, chat), 400)["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/embeddings"])
+def test_what_is_too_long_to_be_read(
+    server: Running, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = server.engine.tokenizer.longest_token
+    assert longest is not None
+    encoded: list[str] = []
+    monkeypatch.setattr(server.engine.tokenizer, "encode", lambda text, **_: encoded.append(text))
+    text = "x" * (longest * CONTEXT + 1)
+    body = {"prompt": text, "messages": [{"role": "user", "content": text}], "input": text}
+    error = error_of(server.post(path, body), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] in body
+    assert "characters" in error["message"]
+    assert not encoded
+
+
 def test_no_chat_template(plain: Running) -> None:
     for path in (CHAT, "/tokenize"):
         error = error_of(plain.post(path, {"messages": USER}), 400)
@@ -143,27 +174,45 @@ def test_no_chat_template(plain: Running) -> None:
         assert "--chat-template" in error["message"]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize"])
+def test_no_tokenizer(start: Start, path: str) -> None:
+    engine = FakeEngine()
+    engine.tokenizer = AbsentTokenizer(Checkpoint(CHECKPOINT))
+    server = start(engine)
+    body = {"input" if "embeddings" in path else "prompt": "x " * 400}
+    error = error_of(server.post(path, {"messages": USER} if path == CHAT else body), 400)
+    assert error["code"] == "no_tokenizer"
+    assert "token ids" in error["message"]
+
+
 DEEP = b"[" * 100_000
 HOSTILE = {
-    "empty": b"",
-    "no JSON": b"{",
-    "not UTF-8": b'{"prompt": "caf\xe9"}',
-    "a byte order mark": b'\xff\xfe{"prompt": "x"}',
-    "deeply nested": b'{"prompt": ' + DEEP,
-    "deeply nested and closed": b'{"prompt": "x", "a": ' + DEEP + b"]" * 100_000 + b"}",
-    "a list": b"[]",
-    "null": b"null",
-    "a string": b'"prompt"',
-    "an integer of many digits": b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}",
-    "zeros": b"\x00" * 1000,
+    "empty": (b"", "required"),
+    "no JSON": (b"{", "no JSON: Expecting property name"),
+    "not UTF-8": (b'{"prompt": "caf\xe9"}', "not UTF-8, at byte 15 (0xe9)"),
+    "a byte order mark": (b'\xff\xfe{"prompt": "x"}', "no JSON"),
+    "deeply nested": (b'{"prompt": ' + DEEP, "nested too deeply"),
+    "nested and closed": (b'{"a": ' + DEEP + b"]" * 100_000 + b"}", "nested too deeply"),
+    "a list": (b"[]", "valid dictionary"),
+    "null": (b"null", "valid dictionary"),
+    "a string": (b'"prompt"', "valid dictionary"),
+    "an integer of many digits": (b'{"seed": ' + b"9" * 10_000 + b"}", "10000 digits"),
+    "zeros": (b"\x00" * 1000, "no JSON"),
 }
 
 
-@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize(("body", "named"), HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize", "/detokenize"])
-def test_hostile_bodies(server: Running, path: str, body: bytes) -> None:
+def test_hostile_bodies(server: Running, path: str, body: bytes, named: str) -> None:
     headers = {"content-type": "application/json"}
-    error_of(server.post(path, content=body, headers=headers), 400)
+    assert named in error_of(server.post(path, content=body, headers=headers), 400)["message"]
+
+
+def test_integers_are_numbers_too(server: Running) -> None:
+    body = {"prompt": "x", "temperature": 1, "top_p": 1, "logit_bias": {"5": 1}, "max_tokens": 2}
+    assert server.post(COMPLETIONS, body).status_code == 200
+    params = server.engine.calls[-1].params
+    assert (params.temperature, params.logit_bias) == (1.0, {5: 1.0})
 
 
 def test_nesting_that_json_allows_is_no_harm(server: Running) -> None:

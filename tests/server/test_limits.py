@@ -22,7 +22,7 @@ COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 3}
 
 
-def until(condition: Callable[[], bool], seconds: float = 5) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it does not happen"

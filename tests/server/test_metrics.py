@@ -12,7 +12,8 @@ NAMES = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries",
     "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "engine_steps",
     "request_success", "time_to_first_token_seconds", "iteration_tokens", "http_requests",
-    "http_request_duration_seconds", "op_selection", "plugin",
+    "http_request_duration_seconds", "op_selection", "plugin", "compile_seconds",
+    "op_calls", "num_replicas",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from models.layer_checkpoints import write_checkpoint
 from models.tiny_checkpoints import write_tokenizer
 from opweave.engine import LLM, AsyncEngine, Embedder, SamplingParams, open_engine
+from opweave.plugins import installed
+from opweave.plugins.loader import Loader
+from opweave.plugins.policy import Policy
 from opweave.server import ServerConfig
+from plugins import helpers
 from server.conftest import TEMPLATE, Running, running
 from server.fake_engine import CHECKPOINT
 from server.test_limits import until
@@ -122,7 +128,7 @@ def test_many_streams_with_random_disconnects_leave_nothing(real: Running) -> No
         client = httpx.AsyncClient(
             base_url=real.url, limits=limits, timeout=60, verify=False, trust_env=False
         )
-        lives = [draw.choice([60.0, draw.uniform(0.05, 2.0)]) for _ in range(60)]
+        lives = [draw.choice([60.0, draw.uniform(0.05, 2.0)]) for _ in range(200)]
         async with client:
             await asyncio.gather(*(one(client, i, life) for i, life in enumerate(lives)))
 
@@ -132,12 +138,50 @@ def test_many_streams_with_random_disconnects_leave_nothing(real: Running) -> No
         stats = real.engine.stats()
         return stats.running == stats.waiting == 0
 
-    until(is_idle, 20)
+    until(is_idle)
     assert real.state.admission.active == 0
     assert real.engine.stats().kv_usage == 0
     core: Any = real.engine
-    core._core.scheduler.cache.check_integrity()
+    core._core.check_idle()  # every block is free, and the books agree
     assert real.post(PATH, {"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+METRICS = {
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries",
+    "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "request_success",
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "request_queue_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds",
+    "e2e_request_latency_seconds", "iteration_tokens", "op_selection_info", "plugin_info",
+    "compile_seconds", "engine_step_seconds", "engine_steps", "op_calls", "http_requests",
+    "http_request_duration_seconds",
+}  # fmt: skip
+
+
+def test_the_metrics_and_what_ran(
+    real: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = {helpers.GENERAL: {"quiet": "quiet_module:register"}}
+    helpers.install(tmp_path, helpers.files("quiet", points, "def register(): pass\n"))
+    monkeypatch.setattr(installed, "_loader", Loader(helpers.points_in(tmp_path), Policy()))
+    real.post(PATH, {"prompt": "Return the", "max_tokens": 4})
+    layers = json.loads((CHECKPOINT / "config.json").read_text())["num_hidden_layers"]
+    ops = {each["op"]: each for each in real.get("/v1/ops").json()["data"]}
+    ran = ops["silu_and_mul"]["ran"]
+    assert {each["calls"] for each in ran} == {layers}
+    assert {each["provider"] for each in ran} == {ops["silu_and_mul"]["preferred"]}
+    assert 1 in {each["tokens"] for each in ran}
+    assert sum(each["calls"] for each in ops["fused_add_rms_norm"]["ran"]) == 2 * layers * len(ran)
+    assert ops["relu2"]["ran"] == []
+    families = list(text_string_to_metric_families(real.get("/metrics").text))
+    found = {family.name.removeprefix("opweave_") for family in families if family.samples}
+    assert {f"{n}_info" if n in ("plugin", "op_selection") else n for n in found} >= METRICS
+    calls = {
+        (sample.labels["op"], sample.labels["tokens"]): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "opweave_op_calls"
+    }
+    assert calls["silu_and_mul", "1"] == layers
 
 
 def test_vectors_of_an_encoder(tmp_path: Path) -> None:
@@ -155,6 +199,7 @@ def test_vectors_of_an_encoder(tmp_path: Path) -> None:
         assert answer.usage.prompt_tokens == 39
         assert server.get("/health").status_code == 200
         assert "opweave_num_requests_running" in server.get("/metrics").text
+        assert any(each["ran"] for each in server.get("/v1/ops").json()["data"])
         refused = server.post(PATH, {"prompt": [5, 6], "max_tokens": 2})
         assert refused.status_code == 400
         assert "generates no text" in refused.text

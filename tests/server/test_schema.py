@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from opweave.config import EngineConfig
+from opweave.engine.io_processor import IOProcessor
 from opweave.server import create_app
 from server.conftest import TEMPLATE
 from server.fake_engine import FakeEngine
@@ -31,7 +34,8 @@ CHECKS = [
 ]
 EXAMPLES = 12
 WITH_BODY = {
-    "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize",
+    "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/process", "/tokenize",
+    "/detokenize",
 }  # fmt: skip
 PATHS = WITH_BODY | {
     "/v1/models", "/v1/models/{model}", "/health", "/ping", "/version", "/metrics", "/v1/ops",
@@ -39,9 +43,19 @@ PATHS = WITH_BODY | {
 }  # fmt: skip
 
 
+class Echo(IOProcessor):
+    """Takes every request, and returns it."""
+
+    def prompts(self, request: Any) -> list[str]:
+        return ["x"]
+
+    def result(self, request: Any, outputs: Sequence[Any]) -> Any:
+        return request
+
+
 @cache
 def operations() -> dict[str, Any]:
-    app = create_app(FakeEngine(embeds=True), None, TEMPLATE)
+    app = create_app(FakeEngine(embeds=True), None, TEMPLATE, Echo(EngineConfig()))
     schema = schemathesis.openapi.from_asgi("/openapi.json", app)
     return {each.ok().path: each.ok() for each in schema.get_all_operations()}
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,47 +23,16 @@ from opweave.cli.serve import serve_app
 from opweave.config import environment
 from opweave.config.current import apply_command_line_config
 from opweave.engine import LLM, SamplingParams
+from server.command import ROOT, Command
 from server.fake_engine import CHECKPOINT
 from server.test_limits import until
 from server.test_schema import PATHS
 
-ROOT = Path(__file__).parents[2]
 START_BUDGET = 5.0  # seconds of processor time; on an idle machine those are seconds
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
 pytestmark = pytest.mark.timeout(100)
-
-
-class Command:
-    """A server in a process of its own."""
-
-    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
-        self.log = folder / "log"
-        self._log_file = self.log.open("w")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "from opweave.cli import main; main()", "serve", *arguments],
-            stdout=subprocess.PIPE, stderr=self._log_file, text=True, cwd=ROOT,
-            env={**os.environ, **environment},
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        found = re.fullmatch(r"opweave serves (\S+) on (http://127\.0\.0\.1:\d+)\n", line)
-        assert found, self.log.read_text()
-        self.name, self.url = found.groups()
-        self.client = httpx.Client(base_url=self.url, timeout=60, verify=False, trust_env=False)
-
-    def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def close(self) -> int:
-        self.client.close()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        self.process.communicate(timeout=60)
-        self._log_file.close()
-        return self.process.returncode
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +124,7 @@ def test_hanging_up_frees_the_engine(command: Command) -> None:
         return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
 
     label = '{model_name="pydoc"}'
-    until(lambda: metrics()[f"opweave_num_requests_running{label}"] == "0.0", 10)
+    until(lambda: metrics()[f"opweave_num_requests_running{label}"] == "0.0")
     assert metrics()[f"opweave_num_requests_waiting{label}"] == "0.0"
     assert float(metrics()[f"opweave_generation_tokens_total{label}"]) < 700
 
@@ -182,7 +149,7 @@ def test_the_log(command: Command, client: openai.OpenAI) -> None:
 def test_it_ends_well(tmp_path: Path) -> None:
     command = Command(
         tmp_path, str(CHECKPOINT), "--port=0", "--log-prompts", "--host=127.0.0.1",
-        "--max-model-len=40", "--api-key=secret", "--enforce-eager",
+        "--max-model-len=40", "--api-key=secret", "--enforce-eager", "--cpu-threads=2",
     )  # fmt: skip
     assert command.name == "tiny-pydoc"
     headers = {"Authorization": "Bearer secret"}
@@ -190,19 +157,16 @@ def test_it_ends_well(tmp_path: Path) -> None:
     answer = command.client.post("/v1/completions", json=body, headers=headers)
     assert "40 tokens" in answer.json()["error"]["message"]
     command.client.post("/v1/completions", json={"prompt": "Return the"}, headers=headers)
-    body = {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "stream": True}
-    with command.client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
-        pieces = stream.iter_text()
-        text = next(pieces)
-        command.process.send_signal(signal.SIGTERM)
-        text += "".join(pieces)
-    events = text.split("\n\n")
+    events = command.stop_while_it_streams(
+        lambda: command.process.send_signal(signal.SIGTERM), **headers
+    )
     assert events[-2] == "data: [DONE]"
     assert json.loads(events[-3][6:])["choices"][0]["finish_reason"] == "length"
-    command.process.wait(60)
     assert command.close() == 0
     log = command.log.read_text()
     assert "option --api-key: *** (command line)" in log
+    assert "option --cpu-threads: 2 (command line)" in log
+    assert "threads of kernels on the CPU, in each rank: 2 (--cpu-threads)" in log
     assert "secret" not in log
     assert "prompts ['Return the']" in log
     assert "Traceback" not in log
@@ -259,6 +223,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         ((CHECKPOINT, "--root-path=api"), "root_path"),
         ((CHECKPOINT, "--max-num-seqs=0"), "max_num_seqs"),
         ((CHECKPOINT, "--max-model-len=9999"), "9999"),
+        ((CHECKPOINT, "--data-parallel-size=0"), "data_parallel_size=0"),
+        ((CHECKPOINT, "--data-parallel-address=ray://x:1"), "host:port"),
         ((CHECKPOINT, "--scheduling-policy=best"), "fcfs"),
         ((CHECKPOINT, "--chat-template=no.jinja"), "no.jinja"),
         ((CHECKPOINT, "--chat-template={% if"), "no valid Jinja"),
@@ -266,6 +232,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         ((CHECKPOINT, "--compilation-config.mode=9"), "mode"),
         ((CHECKPOINT, "--plugin.acme.x=1"), "acme.x"),
         ((CHECKPOINT, "--api-key="), "api_keys"),
+        ((CHECKPOINT, "--cpu-threads=0"), "cpu_threads"),
+        ((CHECKPOINT, "--io-processor=nobody"), "nobody"),
     ],
 )
 def test_bad_options_end_in_one_line(run: Any, arguments: tuple[Any, ...], named: str) -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,11 +67,11 @@ class Served:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file("code").unlink(missing_ok=True)
-        until(lambda: "\n" in self._text("out") or self._file("code").exists(), 30)
+        until(lambda: "\n" in self._text("out") or self._file("code").exists(), 120)
         assert self._text("out"), self._text("err")
         self.pid, self.url = json.loads(self._text("out").splitlines()[0])
         self.client = httpx.Client(
-            base_url=self.url, timeout=30, verify=False, trust_env=False,
+            base_url=self.url, timeout=120, verify=False, trust_env=False,
             limits=httpx.Limits(max_connections=100),
         )  # fmt: skip
 
@@ -90,7 +89,7 @@ class Served:
 
     def end(self) -> tuple[int, str, str]:
         """Wait for the end; return the exit code, the last line of the output, and the log."""
-        until(lambda: self.has_ended, 30)
+        until(lambda: self.has_ended, 120)
         last = self._text("out").splitlines()[-1]
         return int(self._text("code")), last, self._text("err")
 
@@ -149,7 +148,7 @@ def test_sigterm_under_load_loses_no_accepted_request(serve: Callable[..., Serve
 
     with ThreadPoolExecutor(40) as pool:
         answers = [pool.submit(ask, number) for number in range(30)]
-        until(lambda: served.running() >= 20, 20)
+        until(lambda: served.running() >= 20)
         served.stop()
         until(lambda: served.client.get("/health").status_code == 503)
         health = served.client.get("/health")
@@ -178,10 +177,11 @@ def test_sigterm_under_load_loses_no_accepted_request(serve: Callable[..., Serve
 def test_an_idle_server_ends_at_once(serve: Callable[..., Served], number: int) -> None:
     served = serve()
     assert served.client.get("/health").status_code == 200  # its connection stays open
-    started = time.monotonic()
     served.stop(number)
-    assert served.end()[0] == 0
-    assert time.monotonic() - started < 5
+    code, _, log = served.end()
+    assert code == 0
+    assert "taking no more" in log
+    assert "timeout graceful shutdown exceeded" not in log  # which the connection would wait for
 
 
 def test_what_takes_too_long_is_told(serve: Callable[..., Served]) -> None:
@@ -190,7 +190,7 @@ def test_what_takes_too_long_is_told(serve: Callable[..., Served]) -> None:
     with ThreadPoolExecutor(2) as pool:
         whole = pool.submit(served.client.post, PATH, json=body)
         stream = pool.submit(served.client.post, PATH, json={**body, "stream": True})
-        until(lambda: served.running() == 2, 20)
+        until(lambda: served.running() == 2)
         served.stop()
         error = whole.result()
         assert (error.status_code, error.json()["error"]["code"]) == (503, "shutting_down")
@@ -209,7 +209,7 @@ def test_a_second_signal_stops_at_once(serve: Callable[..., Served]) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask)
-        until(lambda: served.running() == 1, 20)
+        until(lambda: served.running() == 1)
         served.stop()
         until(lambda: served.client.get("/health").status_code == 503)
         assert not served.has_ended

@@ -14,16 +14,17 @@ from cyclopts import Parameter
 from opweave.cli.compilation import CompilationOption, apply_compilation
 from opweave.cli.errors import CliError
 from opweave.cli.interrupt import interruptible
+from opweave.cli.model_options import ModelOptions, SamplingOptions
 from opweave.cli.output import err, print_json_line, print_text, show_error
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
-from opweave.cli.progress import ProgressBar
+from opweave.cli.progress import loading_bar
 from opweave.cli.prompts import check_utf8
-from opweave.config import EngineConfig
 
 if TYPE_CHECKING:
     from opweave.engine import LLM, ChatTemplate, RequestOutput, SamplingParams
 
+_SAMPLING, _RUNNING = SamplingOptions(), ModelOptions()
 _HELP = "/reset forgets the conversation; /exit or Ctrl-D leaves; Ctrl-C stops an answer."
 
 
@@ -35,14 +36,8 @@ def chat(
     chat_template: str | None = None,
     max_tokens: int | None = None,
     temperature: float = 0.7,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    seed: int | None = None,
-    stop: Annotated[list[str] | None, Parameter(negative=())] = None,
-    dtype: str = "auto",
-    load_format: str = "auto",
+    sampling: SamplingOptions = _SAMPLING,
+    running: ModelOptions = _RUNNING,
     ir_op_priority: PriorityOption = None,
     compilation_config: CompilationOption = None,
     plugin: PluginOption = None,
@@ -65,42 +60,22 @@ def chat(
         Write at most this many tokens in an answer; the default is what the context has room for.
     temperature
         0 takes the likeliest token each time; higher is more random.
-    top_k
-        Choose among this many likeliest tokens; 0 is all.
-    top_p
-        Choose among the likeliest tokens that add up to this probability.
-    min_p
-        Choose among tokens at least this probable, relative to the likeliest one.
-    repetition_penalty
-        Above 1, tokens that were there before become less likely.
-    seed
-        Makes sampling repeatable.
-    stop
-        End an answer at this text; give it several times for more than one.
-    dtype
-        auto (the checkpoint's), float32, bfloat16 or float16.
-    load_format
-        auto reads the weights; dummy makes random ones up.
     json
         Print each answer as one line of JSON when it is complete.
     """
-    from opweave.engine import LLM, Checkpoint, SamplingParams
+    from opweave.engine import LLM, Checkpoint
     from opweave.engine.conversation import template_for
 
-    sampling = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, seed=seed, stop=stop or [],
-    )  # fmt: skip
+    params = sampling.params(max_tokens=max_tokens, temperature=temperature)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
     apply_compilation(compilation_config)
-    template = template_for(
-        Checkpoint(model), chat_template
-    )  # before the model, which takes longer
-    engine_config = EngineConfig(dtype=dtype, load_format=load_format)  # type: ignore[arg-type]
-    with ProgressBar("loading") as loading:
-        llm = LLM(model, config=engine_config, progress=loading)
-    _Chat(llm, template, sampling, system, as_json=json).run()
+    # Before the model, which takes longer.
+    template = template_for(Checkpoint(model), chat_template)
+    config = running.config()
+    with loading_bar(config) as loading:
+        llm = LLM(model, config=config, progress=loading)
+    _Chat(llm, template, params, system, as_json=json).run()
 
 
 class _Chat:

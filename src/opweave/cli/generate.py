@@ -13,16 +13,18 @@ from cyclopts import Parameter
 from opweave import ir
 from opweave.cli.compilation import CompilationOption, apply_compilation
 from opweave.cli.errors import CliError
+from opweave.cli.model_options import ModelOptions, SamplingOptions
 from opweave.cli.output import out, print_json, print_text
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
-from opweave.cli.progress import ProgressBar
+from opweave.cli.progress import ProgressBar, loading_bar
 from opweave.cli.prompts import check_utf8
 from opweave.cli.selections import selection_table, selections
-from opweave.config import EngineConfig, ParallelConfig
 
 if TYPE_CHECKING:
     from opweave.engine import RequestOutput
+
+_SAMPLING, _RUNNING = SamplingOptions(), ModelOptions()
 
 
 def generate(
@@ -33,13 +35,8 @@ def generate(
     prompt_file: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     max_tokens: int = 64,
     temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int | None = None,
-    stop: Annotated[list[str] | None, Parameter(negative=())] = None,
-    dtype: str = "auto",
-    load_format: str = "auto",
-    tensor_parallel_size: int | None = None,
+    sampling: SamplingOptions = _SAMPLING,
+    running: ModelOptions = _RUNNING,
     ir_op_priority: PriorityOption = None,
     compilation_config: CompilationOption = None,
     plugin: PluginOption = None,
@@ -60,49 +57,24 @@ def generate(
         Write at most this many tokens.
     temperature
         0 takes the likeliest token each time; higher is more random.
-    top_k
-        Choose among this many likeliest tokens; 0 is all.
-    top_p
-        Choose among the likeliest tokens that add up to this probability.
-    seed
-        Makes sampling repeatable.
-    stop
-        End at this text; give it several times for more than one.
-    dtype
-        auto (the checkpoint's), float32, bfloat16 or float16.
-    load_format
-        auto reads the weights; dummy makes random ones up.
-    tensor_parallel_size
-        Over how many devices the model is divided.
     explain
         Show which kernel each op used, and why the others did not.
     json
         Print JSON: prompt and token ids, text, timings and selections.
     """
-    from opweave.engine import LLM, SamplingParams
+    from opweave.engine import LLM
 
     prompts = _prompts(prompt, prompt_file)
-    sampling = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-        stop=stop or [],
-    )  # fmt: skip
+    params = sampling.params(max_tokens=max_tokens, temperature=temperature)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
     apply_compilation(compilation_config)
-    engine_config = EngineConfig(
-        dtype=dtype,
-        load_format=load_format,  # type: ignore[arg-type]
-        parallel=(
-            ParallelConfig()
-            if tensor_parallel_size is None
-            else ParallelConfig(tensor_parallel_size=tensor_parallel_size)
-        ),
-    )
-    with ProgressBar("loading") as loading:
-        llm = LLM(model, config=engine_config, progress=loading)
+    config = running.config()
+    with loading_bar(config) as loading:
+        llm = LLM(model, config=config, progress=loading)
     recording = ir.record() if explain or json else nullcontext(ir.Record())
     with recording as record, ProgressBar("writing") as writing:
-        outputs = llm.generate(prompts, sampling, progress=writing)
+        outputs = llm.generate(prompts, params, progress=writing)
     if json:
         print_json(_to_json(model, outputs, record))
         return

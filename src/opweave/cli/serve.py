@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from cyclopts import App, Parameter
 
 from opweave.cli.compilation import CompilationOption, apply_compilation
-from opweave.cli.output import print_text
+from opweave.cli.output import print_text, show_error
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
-from opweave.cli.progress import ProgressBar
+from opweave.cli.progress import loading_bar
 from opweave.cli.serve_file import OptionSources
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, environment
 from opweave.config.log import choose_log
@@ -40,16 +42,20 @@ def serve(
     api_key: Annotated[list[str] | None, Parameter(negative=())] = None,
     served_model_name: Annotated[list[str] | None, Parameter(negative=())] = None,
     chat_template: str | None = None,
+    io_processor: str | None = None,
     root_path: str = "",
     cors: Annotated[list[str] | None, Parameter(negative=())] = None,
     dtype: str = "auto",
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
+    cpu_threads: int | None = None,
     max_model_len: int | None = None,
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
     scheduling_policy: str | None = None,
     tensor_parallel_size: int | None = None,
+    data_parallel_size: int | None = None,
+    data_parallel_address: str | None = None,
     block_size: int | None = None,
     kv_cache_memory: int | None = None,
     prefix_caching: bool | None = None,
@@ -85,6 +91,9 @@ def serve(
         The name by which clients ask for the model; give it several times for several.
     chat_template
         A Jinja file, or the template itself, instead of the checkpoint's.
+    io_processor
+        The plugin that answers requests of a form of its own; the default is the one that
+        config.json names as io_processor_plugin.
     root_path
         The path under which a proxy shows the server, such as /api.
     cors
@@ -95,6 +104,9 @@ def serve(
         auto reads the weights; dummy makes random ones up.
     seed
         Seeds the sampling of requests that bring no seed.
+    cpu_threads
+        How many threads kernels on the CPU use, in each rank. The default is OMP_NUM_THREADS, else
+        what torch chooses.
     max_model_len
         The most tokens of a prompt and its answer together.
     max_num_seqs
@@ -105,6 +117,11 @@ def serve(
         fcfs (first come, first served) or priority (the lowest number first).
     tensor_parallel_size
         Over how many devices the model is divided.
+    data_parallel_size
+        How many replicas of the model share the requests, each an actor of Ray.
+    data_parallel_address
+        host:port of a Ray cluster, or auto for this machine's. The default is RAY_ADDRESS, else Ray
+        is started.
     block_size
         Tokens in one block of the cache.
     kv_cache_memory
@@ -136,7 +153,8 @@ def serve(
     choose_log(level, as_json=log_format == "json", others={"uvicorn": "WARNING"})
     from opweave.engine import ChatTemplate, Checkpoint, open_engine
     from opweave.engine.dependencies import require
-    from opweave.engine.executor import is_follower
+    from opweave.engine.executor import is_follower, is_launched
+    from opweave.engine.io_processor import IOProcessors
 
     for package in _PACKAGES:
         require(package)
@@ -162,6 +180,7 @@ def serve(
         dtype=dtype,
         load_format=load_format,
         seed=seed,
+        cpu_threads=cpu_threads,
         scheduler=_given(
             SchedulerConfig,
             max_num_seqs=max_num_seqs,
@@ -175,7 +194,12 @@ def serve(
             memory_bytes=kv_cache_memory,
             enable_prefix_caching=prefix_caching,
         ),
-        parallel=_given(ParallelConfig, tensor_parallel_size=tensor_parallel_size),
+        parallel=_given(
+            ParallelConfig,
+            tensor_parallel_size=tensor_parallel_size,
+            data_parallel_size=data_parallel_size,
+            data_parallel_address=data_parallel_address,
+        ),
     )
     checkpoint = Checkpoint(model)
     template = (
@@ -183,16 +207,29 @@ def serve(
         if chat_template
         else ChatTemplate.of(checkpoint)
     )
-    if is_follower(engine_config.parallel.tensor_parallel_size):
+    processor = IOProcessors(checkpoint, engine_config).find(io_processor)
+    parallel = engine_config.parallel
+    launched = parallel.data_parallel_size == 1 and is_launched(parallel.tensor_parallel_size)
+    if launched and is_follower(parallel.tensor_parallel_size):
         open_engine(model, config=engine_config)  # which ends the process when rank 0 stops
     # Before the model, which takes a while to load: whether the address is free shows at once.
     bound = listen(host, port)
     _log_options()
     with bound:
-        with ProgressBar("loading") as loading:
+        with loading_bar(engine_config) as loading:
             engine = open_engine(model, config=engine_config, progress=loading)
-        app = create_app(engine, settings, template)
-        run(app, bound, lambda: print_text(f"opweave serves {engine.model_name} on {url(bound)}"))
+        if parallel.data_parallel_size == 1:
+            _log_threads(cpu_threads)
+        app = create_app(engine, settings, template, processor)
+        run(
+            app,
+            bound,
+            lambda: print_text(f"opweave serves {engine.model_name} on {url(bound)}"),
+            ends_with_engine=launched,  # the end of a process is all that torchrun sees
+        )
+    if engine.dead_with is not None:
+        show_error(f"the engine died: {engine.dead_with}")
+        sys.exit(1)
 
 
 def _given(kind: type[T], **values: object) -> T:
@@ -203,3 +240,13 @@ def _given(kind: type[T], **values: object) -> T:
 def _log_options() -> None:
     for name, values in _sources.given.items():
         _log.info("option %s: %s", name, values)
+
+
+def _log_threads(given: int | None) -> None:
+    import torch
+
+    set_by = "OMP_NUM_THREADS" if os.environ.get("OMP_NUM_THREADS") else "torch"
+    origin = set_by if given is None else "--cpu-threads"
+    _log.info(
+        "threads of kernels on the CPU, in each rank: %d (%s)", torch.get_num_threads(), origin
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from opweave.config.cache import CacheConfig
-from opweave.config.checks import check_choice
+from opweave.config.checks import check_choice, check_count
 from opweave.config.compilation import CompilationConfig
 from opweave.config.current import current_compilation_config
 from opweave.config.origin import Config
@@ -46,6 +46,8 @@ class EngineConfig(Config):
         seed: seeds sampling for requests that bring no seed of their own.
         load_format: ``"auto"`` reads the checkpoint's weights; ``"dummy"`` makes small random ones
             up, so that ``config.json`` is all it needs.
+        cpu_threads: that kernels on the CPU use, in the process of each rank; None: as
+            OMP_NUM_THREADS says, else what torch chooses, divided by the ranks of a machine.
         kernel_config: which kernels to use.
         compilation_config: how to compile; a :class:`CompilationConfig`, or a dict of what differs
             from the current one, which is also the default.
@@ -54,12 +56,14 @@ class EngineConfig(Config):
         parallel: over how many ranks the model is divided.
 
     Raises:
-        SettingError: (a ValueError) *compilation_config* is malformed, or a part is none.
+        SettingError: (a ValueError) *compilation_config* is malformed, a part is none, or a value
+            is out of range.
     """
 
     dtype: str = "auto"
     seed: int = 0
     load_format: LoadFormat = "auto"
+    cpu_threads: int | None = None
     kernel_config: KernelConfig = field(default_factory=KernelConfig)
     compilation_config: CompilationConfig | Mapping[str, object] = field(default_factory=dict)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -68,6 +72,8 @@ class EngineConfig(Config):
 
     def __post_init__(self) -> None:
         check_choice(type(self).__name__, "load_format", self.load_format, get_args(LoadFormat))
+        if self.cpu_threads is not None:
+            check_count(type(self).__name__, "cpu_threads", self.cpu_threads)
         for name, kind in _PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise SettingError(f"{name}={getattr(self, name)!r} should be a {kind.__name__}.")

@@ -6,6 +6,7 @@ from opweave.engine.chat import ChatTemplate
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.client import EngineClient
 from opweave.engine.core import EngineCore
+from opweave.engine.data_parallel import DataParallelEngine
 from opweave.engine.embedder import Embedder
 from opweave.engine.errors import (
     CacheSizeError,
@@ -19,6 +20,7 @@ from opweave.engine.errors import (
     NonFiniteLogitsError,
     PromptError,
     RankFailedError,
+    ReplicaFailedError,
     SamplingParamsError,
     TokenizerError,
     UnsupportedCacheError,
@@ -37,6 +39,7 @@ from opweave.engine.outputs import (
 from opweave.engine.sampling_params import SamplingParams
 from opweave.engine.stats import EngineStats, HistogramCounts
 from opweave.engine.tokenizer import Tokenizer
+from opweave.engine.usage import KernelUse
 
 __all__ = [
     "LLM",
@@ -49,6 +52,7 @@ __all__ = [
     "CheckpointError",
     "CommunicatorError",
     "CompletionOutput",
+    "DataParallelEngine",
     "Embedder",
     "EmbeddingOutput",
     "EngineClient",
@@ -59,11 +63,13 @@ __all__ = [
     "FinishReason",
     "HistogramCounts",
     "InvalidArgumentError",
+    "KernelUse",
     "Logprob",
     "MissingDependencyError",
     "NonFiniteLogitsError",
     "PromptError",
     "RankFailedError",
+    "ReplicaFailedError",
     "RequestOutput",
     "RequestTimings",
     "SamplingParams",

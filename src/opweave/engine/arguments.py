@@ -30,19 +30,32 @@ def make_core(
     """Build an engine, and return the priorities that its forwards must run under, too.
 
     Raises:
-        InvalidArgumentError: an argument is wrong, or given differently in *config*.
+        InvalidArgumentError: an argument is wrong, or given differently in *config*, or that asks
+            for several engines.
         IrError: an op or provider is unknown.
         EngineError, ModelError: the checkpoint is missing, damaged or not supported.
     """
     given = EngineConfig() if config is None else config
     if not isinstance(given, EngineConfig):
         raise InvalidArgumentError(f"config={config!r} is no EngineConfig.")
+    check_alone(given)
     dtype = check_dtype(_once("dtype", check_dtype(dtype), given.dtype, default="auto"))
     seed = _check_seed(_once("seed", seed, given.seed, default=0))
     priorities = engine_priorities(ir_op_priority, given)
     with private_context(priorities) as context:
         typed = replace(given, dtype=dtype, seed=seed)
         return context.run(EngineCore, model, typed, progress=progress), priorities
+
+
+def check_alone(config: EngineConfig) -> None:
+    """Raise :class:`InvalidArgumentError` if *config* asks for several replicas of an engine."""
+    size = config.parallel.data_parallel_size
+    if size > 1:
+        raise InvalidArgumentError(
+            f"data_parallel_size={size}: this is one engine, and replicas of one share the "
+            "requests of a server. Use opweave serve, or opweave.engine.open_engine in a program "
+            "with asyncio."
+        )
 
 
 def _once(name: str, direct: T, configured: T, *, default: T) -> T:

@@ -118,6 +118,7 @@ class AsyncEmbedder(AsyncClient):
             steps=counter.steps,
             finished=dict(counter.finished),
             histograms=counter.histograms(),
+            kernels=self._embedder.usage.kernels,
         )
 
     async def drain(self, timeout: float) -> None:

@@ -6,12 +6,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
 from opweave import platforms
 from opweave.config import EngineConfig
 from opweave.engine.answer import Answer
-from opweave.engine.cache_plan import plan_cache
+from opweave.engine.cache_plan import CachePlan, plan_cache
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.compilation import check_backend
 from opweave.engine.completion import Completion
@@ -25,6 +23,7 @@ from opweave.engine.outputs import RequestOutput
 from opweave.engine.prompts import Prompt, PromptReader
 from opweave.engine.randomness import derived_seed
 from opweave.engine.request import Request
+from opweave.engine.request_seeds import RequestSeeds
 from opweave.engine.sampler import Sampled
 from opweave.engine.sampling_params import SamplingParams
 from opweave.engine.scheduler import Scheduled, Scheduler
@@ -32,6 +31,7 @@ from opweave.engine.stat_logger import stat_loggers
 from opweave.engine.stats import EngineStats, StatCounter
 from opweave.engine.step import SequenceStep
 from opweave.engine.tokenizer import IncrementalDecoder, tokenizer_of
+from opweave.engine.usage import Usage
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
 
@@ -78,10 +78,17 @@ class EngineCore:
         self.tokenizer = tokenizer_of(checkpoint, config)
         executor: type[Executor] = resolve_obj_by_qualname(self.platform.get_executor_cls(config))
         self.executor = executor(model, config, self.platform, progress)
-        facts = self.executor.facts
+        try:
+            self._start()
+        except BaseException:  # nobody else can: there is no engine
+            self.executor.shutdown()
+            raise
+
+    def _start(self) -> None:
+        config, facts = self.config, self.executor.facts
         plan = plan_cache(facts.groups, config.cache, config.scheduler, facts.context, facts.memory)
         self.max_model_len, self.model_config = plan.max_model_len, facts.config
-        self.executor.allocate(plan)
+        self._usage = self._warm_up(plan)
         cache = KVCacheManager(
             plan.cache_groups(facts.groups),
             plan.block_size,
@@ -94,7 +101,7 @@ class EngineCore:
         self._prompts = PromptReader(self.tokenizer, facts.vocab_size, self.max_model_len)
         eos = self.tokenizer.eos_token_ids
         self._eos_token_ids = frozenset(token for token in eos if token < facts.vocab_size)
-        self._seeds = torch.Generator().manual_seed(config.seed)
+        self._seeds = RequestSeeds(config.seed)
         self._generations: dict[str, Generation] = {}
         self._answers: dict[str, tuple[Generation, Answer]] = {}  # as the scheduler names them
         self._counter, self._loggers = StatCounter(), stat_loggers(config)
@@ -145,7 +152,7 @@ class EngineCore:
         params.check_vocabulary(self._prompts.vocab_size, eos)
         self.platform.validate_request(params)
         room = self.max_model_len - len(tokens)
-        seed = self._seed(params)
+        seed = self._seeds.of(params)
         answers = [
             Answer(
                 index,
@@ -207,7 +214,8 @@ class EngineCore:
         starts = [item.request.num_computed_tokens for item in asking]
         began = time.perf_counter()
         try:
-            sampled = self.executor.execute(steps)
+            with self._usage.watch(sum(item.num_tokens for item in scheduled)):
+                sampled = self.executor.execute(steps)
         except Exception as error:
             self.scheduler.undo(scheduled)
             if isinstance(error, NonFiniteLogitsError) and error.rows:
@@ -242,6 +250,8 @@ class EngineCore:
             steps=counter.steps,
             finished=dict(counter.finished),
             histograms=counter.histograms(),
+            kernels=self._usage.kernels,
+            compile_seconds=self._usage.compile_seconds,
         )
 
     def check_idle(self) -> None:
@@ -258,6 +268,15 @@ class EngineCore:
         self.executor.shutdown()
         for logger in self._loggers:
             logger.shutdown()
+
+    def _warm_up(self, plan: CachePlan) -> Usage:
+        usage, began = Usage(), time.perf_counter()
+        self.executor.allocate(plan)
+        if self.config.compilation.compiles:
+            usage.compile_seconds = time.perf_counter() - began
+        if self.config.compilation.uses_passes:
+            usage.add_graph()
+        return usage
 
     def _step_of(self, item: Scheduled) -> SequenceStep:
         request = item.request
@@ -314,11 +333,6 @@ class EngineCore:
             self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens
         )
         return Completion(decoder, params.stop, min_tokens=params.min_tokens)
-
-    def _seed(self, params: SamplingParams) -> int:
-        if params.seed is not None:
-            return params.seed
-        return int(torch.randint(2**63 - 1, (), generator=self._seeds))
 
 
 def _sequence_id(request_id: str, index: int) -> str:

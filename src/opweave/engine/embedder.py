@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, count
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from opweave import platforms
 from opweave.config import EngineConfig, compilation_config
+from opweave.engine.arguments import check_alone
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.errors import InvalidArgumentError
+from opweave.engine.io_processor import IOProcessors
 from opweave.engine.loader import Progress, check_dtype, load_model
 from opweave.engine.outputs import EmbeddingOutput
 from opweave.engine.pooling import Pooling
 from opweave.engine.priorities import PriorityLists, engine_priorities, private_context
 from opweave.engine.prompts import Prompt, PromptReader, as_list
+from opweave.engine.threads import cpu_threads
 from opweave.engine.tokenizer import tokenizer_of
+from opweave.engine.usage import Usage
 from opweave.models import BertModel, UnsupportedModelError
 
 
@@ -36,6 +41,7 @@ class Embedder:
         tokenizer: of the checkpoint.
         max_model_len: the most tokens of a prompt.
         config: as the platform runs it.
+        usage: which kernels its forwards run.
 
     Raises:
         EngineError, ModelError: the checkpoint is missing, damaged or not supported.
@@ -57,6 +63,7 @@ class Embedder:
     ) -> None:
         platform = platforms.current_platform
         self.config = platforms.configured(config or EngineConfig(), platform)
+        check_alone(self.config)
         if self.config.parallel.tensor_parallel_size > 1:
             raise InvalidArgumentError(
                 f"tensor_parallel_size={self.config.parallel.tensor_parallel_size}, but an encoder "
@@ -66,6 +73,7 @@ class Embedder:
         checkpoint, named = Checkpoint(model), check_dtype(dtype)
         self.tokenizer = tokenizer_of(checkpoint, self.config)
         self._pooling = Pooling.of(checkpoint)
+        self._processors = IOProcessors(checkpoint, self.config)
         platform.set_device(0)
         self._device = torch.device(platform.device_type)
         with compilation_config(self.config.compilation), self._device:
@@ -82,7 +90,7 @@ class Embedder:
                 "opweave.engine.LLM runs language models."
             )
         platform.post_load_model(loaded.to(self._device))
-        self._model, self._names = loaded, count()
+        self._model, self._names, self.usage = loaded, count(), Usage()
         limit = (checkpoint.json("sentence_bert_config.json") or {}).get("max_seq_length")
         longest = loaded.config.max_position_embeddings
         self.max_model_len = min(longest, limit) if isinstance(limit, int) else longest
@@ -113,11 +121,22 @@ class Embedder:
             for ids, vector in zip(tokens, self.vectors(tokens), strict=True)
         ]
 
+    def process(self, request: Any, *, io_processor: str | None = None) -> Any:
+        """Answer a request in a form of a plugin's own, as :meth:`opweave.engine.LLM.process` does.
+
+        Raises:
+            UnknownPluginError: (a LookupError) there is no such plugin.
+            InvalidArgumentError: none is named, or it is one for models that generate text.
+            PromptError: as for :meth:`embed`.
+        """
+        processor = self._processors.get(io_processor, embeds=True)
+        return processor.result(request, self.embed(processor.prompts(request)))
+
     def vectors(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the vector of each text, which is given as tokens; many in one forward."""
         found: list[list[float]] = []
         limit = self.config.scheduler.max_num_batched_tokens
-        with private_context(self._priorities) as context:
+        with private_context(self._priorities) as context, cpu_threads(self.config.cpu_threads):
             start = 0
             while start < len(texts):
                 end, size = start + 1, len(texts[start])
@@ -133,7 +152,7 @@ class Embedder:
         ids = [token for text in texts for token in text]
         positions = [place for length in lengths for place in range(length)]
         starts = [0, *accumulate(lengths)]
-        with platforms.current_platform.inference_mode():
+        with platforms.current_platform.inference_mode(), self.usage.watch(len(ids)):
             hidden = self._model(
                 torch.tensor(ids, device=self._device),
                 torch.tensor(positions, device=self._device),

@@ -28,7 +28,15 @@ class InvalidArgumentError(EngineError, ValueError):
 
 
 class SamplingParamsError(EngineError, ValueError):
-    """A sampling parameter is out of range or of the wrong type."""
+    """A sampling parameter is out of range or of the wrong type.
+
+    Attributes:
+        parameter: its name.
+    """
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class PromptError(EngineError, ValueError):
@@ -57,6 +65,10 @@ class EngineDeadError(EngineError):
 
 class RankFailedError(EngineDeadError):
     """A rank of a tensor-parallel engine died, hung, or refused to start."""
+
+
+class ReplicaFailedError(EngineDeadError):
+    """A replica of a data-parallel engine died, hung, or refused to start."""
 
 
 class CommunicatorError(EngineError):

@@ -4,33 +4,36 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from opweave.config import EngineConfig
-from opweave.engine.outputs import RequestOutput
+from opweave.engine.checkpoint import Checkpoint
+from opweave.engine.errors import CheckpointError, InvalidArgumentError
+from opweave.engine.outputs import EmbeddingOutput, RequestOutput
 from opweave.engine.prompts import Prompt
 from opweave.engine.sampling_params import SamplingParams
 from opweave.plugins import IO_PROCESSOR_PLUGINS, resolve_obj_by_qualname
 from opweave.plugins.errors import PluginTypeError
 from opweave.plugins.installed import loader
 
-
-class Generates(Protocol):
-    """What answers prompts: an :class:`opweave.engine.LLM`."""
-
-    def generate(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None
-    ) -> list[RequestOutput]: ...
+_FIELD = "io_processor_plugin"  # of config.json
 
 
 class IOProcessor(ABC):
-    """Turns a request into prompts, and their answers into a result.
+    """Turns a request into prompts, and their answers or vectors into a result.
 
     The function of a plugin returns the qualified name of a class derived from this one.
+    :meth:`opweave.engine.LLM.process`, :meth:`opweave.engine.Embedder.process` and the server's
+    ``/v1/process`` call it. The server does so in several threads.
 
     Args:
         config: of the engine.
+
+    Attributes:
+        embeds: whether the prompts are for an encoder, so that outputs are vectors.
     """
+
+    embeds: ClassVar[bool] = False
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -40,21 +43,70 @@ class IOProcessor(ABC):
         """Return the prompts of a request.
 
         Raises:
-            OpweaveError: the request is malformed; the message is for whoever sent it.
+            OpweaveError, ValueError: the request is malformed; the message is for whoever sent it.
         """
 
     def sampling_params(self, request: Any) -> SamplingParams | None:
-        """Return how to sample; None for the defaults."""
+        """Return how to sample; None for the defaults. Raises as :meth:`prompts` does."""
         return None
 
     @abstractmethod
-    def result(self, request: Any, outputs: Sequence[RequestOutput]) -> Any:
-        """Return the answer to a request; *outputs* are in the order of its prompts."""
+    def result(
+        self, request: Any, outputs: Sequence[RequestOutput] | Sequence[EmbeddingOutput]
+    ) -> Any:
+        """Return the answer to a request; *outputs* are in the order of its prompts.
 
-    def run(self, llm: Generates, request: Any) -> Any:
-        """Answer *request* with *llm*."""
-        outputs = llm.generate(self.prompts(request), self.sampling_params(request))
-        return self.result(request, outputs)
+        The server sends it as JSON.
+        """
+
+
+class IOProcessors:
+    """The I/O processors of one engine, each made when it is first asked for.
+
+    Args:
+        checkpoint: may name a plugin, as ``io_processor_plugin`` in its ``config.json``.
+        config: of the engine.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
+        self._checkpoint, self._config = checkpoint, config
+        self._made: dict[str, IOProcessor] = {}
+
+    def find(self, name: str | None = None) -> IOProcessor | None:
+        """Return the processor that the plugin *name* brings; None: the checkpoint's, if any.
+
+        Raises:
+            UnknownPluginError, PluginTypeError, PluginError: as :func:`io_processor` raises them.
+            CheckpointError: what the checkpoint says is no name.
+        """
+        name = self._checkpoint.config().get(_FIELD) if name is None else name
+        if name is None:
+            return None
+        if not isinstance(name, str):
+            raise CheckpointError(f"config.json says {_FIELD}={name!r}, which is no plugin's name.")
+        if name not in self._made:
+            self._made[name] = io_processor(name, self._config)
+        return self._made[name]
+
+    def get(self, name: str | None, *, embeds: bool) -> IOProcessor:
+        """Return what :meth:`find` does, for a model that embeds or one that does not.
+
+        Raises:
+            InvalidArgumentError: there is none, or it is for models of the other kind.
+        """
+        if (found := self.find(name)) is None:
+            raise InvalidArgumentError(
+                f"No I/O processor is named: {self._checkpoint.path / 'config.json'} has no "
+                f"{_FIELD}. Name a plugin: process(request, io_processor=NAME), or "
+                "opweave serve --io-processor NAME."
+            )
+        if found.embeds != embeds:
+            kinds = ("models that generate text", "encoders")
+            raise InvalidArgumentError(
+                f"I/O processor {type(found).__name__} is for {kinds[found.embeds]}, but the model "
+                f"is one of the {kinds[embeds]}."
+            )
+        return found
 
 
 def io_processor(name: str, config: EngineConfig) -> IOProcessor:

@@ -17,16 +17,18 @@ from opweave.engine.chat import Message
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.conversation import as_conversations, template_for
 from opweave.engine.generation import Generation
+from opweave.engine.io_processor import IOProcessors
 from opweave.engine.loader import Progress
 from opweave.engine.outputs import RequestOutput
 from opweave.engine.priorities import PriorityLists, private_context
+from opweave.engine.progress import after_loading, reporting
 from opweave.engine.prompts import Prompt, as_list, params_for
 from opweave.engine.sampling_params import SamplingParams
 from opweave.engine.stats import EngineStats
 
 
 class LLM:
-    """A language model that answers prompts.
+    """A language model that answers prompts. Encoders: see :class:`Embedder`.
 
     Args:
         model: the directory of a checkpoint.
@@ -35,7 +37,8 @@ class LLM:
         seed: seeds the sampling of requests that bring no seed of their own.
         ir_op_priority: which kernels to prefer, by op; holds for this object's forwards only.
         config: the same settings, and more, in one object; how to compile is one of them.
-        progress: called while loading, with the number of tensors loaded so far and in total.
+        progress: called while loading, with the number of tensors loaded so far and in total; True:
+            a bar on standard error, if that is a terminal.
 
     Raises:
         EngineError, ModelError: the checkpoint is missing, damaged or not supported.
@@ -56,25 +59,27 @@ class LLM:
         seed: int = 0,
         ir_op_priority: PriorityLists | None = None,
         config: EngineConfig | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> None:
-        self._core, self._priorities = make_core(
-            model,
-            dtype=dtype,
-            seed=seed,
-            ir_op_priority=ir_op_priority,
-            config=config,
-            progress=progress,
-        )
+        with reporting(progress, "loading", after_loading(config)) as report:
+            self._core, self._priorities = make_core(
+                model,
+                dtype=dtype,
+                seed=seed,
+                ir_op_priority=ir_op_priority,
+                config=config,
+                progress=report,
+            )
         self.tokenizer, self.config = self._core.tokenizer, self._core.model_config
         self._checkpoint = Checkpoint(model)
+        self._processors = IOProcessors(self._checkpoint, self._core.config)
         self._names = count()
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> list[RequestOutput]:
         """Answer *prompts*, several at a time; the results are in their order.
 
@@ -82,7 +87,8 @@ class LLM:
             prompts: one text or several; or token ids, of one prompt or of several.
             sampling_params: for all prompts, or one for each; None: the defaults.
             progress: called with the number of tokens generated so far, and the most there can
-                be; those that a finished request did not need count as generated.
+                be; those that a finished request did not need count as generated. True: a bar on
+                standard error, if that is a terminal.
 
         Raises:
             PromptError: a prompt is empty, too long or not made of the model's tokens.
@@ -99,13 +105,16 @@ class LLM:
         try:
             for generation in generations:
                 self._core.add_request(generation)
-            with private_context(self._priorities) as context:
+            with (
+                private_context(self._priorities) as context,
+                reporting(progress, "writing") as report,
+            ):
                 while self._core.has_unfinished:
                     for output in context.run(self._core.step):
                         if output.error is not None:
                             raise output.error
-                    if progress is not None:
-                        progress(sum(g.num_done for g in generations), most)
+                    if report is not None:
+                        report(sum(g.num_done for g in generations), most)
         finally:
             self._core.abort([generation.request_id for generation in generations])
         return [generation.output() for generation in generations]
@@ -114,7 +123,7 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         *,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -153,6 +162,25 @@ class LLM:
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         outputs = self.generate(ids, sampling_params, progress)
         return [replace(o, prompt=text) for o, text in zip(outputs, texts, strict=True)]
+
+    def process(self, request: Any, *, io_processor: str | None = None) -> Any:
+        """Answer a request that is in a form of a plugin's own.
+
+        The plugin's :class:`~opweave.engine.io_processor.IOProcessor` turns it into prompts, and
+        their answers into the result.
+
+        Args:
+            request: whatever the processor takes.
+            io_processor: the plugin's name; None: the one that the checkpoint names.
+
+        Raises:
+            UnknownPluginError: (a LookupError) there is no such plugin.
+            InvalidArgumentError: none is named, or it is one for encoders.
+            PromptError, NonFiniteLogitsError: as for :meth:`generate`.
+        """
+        processor = self._processors.get(io_processor, embeds=False)
+        outputs = self.generate(processor.prompts(request), processor.sampling_params(request))
+        return processor.result(request, outputs)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None

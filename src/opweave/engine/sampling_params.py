@@ -72,47 +72,52 @@ class SamplingParams:
         _check_number("temperature", self.temperature, 0.0, math.inf)
         _check_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
-            raise SamplingParamsError("top_p=0 leaves no token; it must be above 0, and at most 1.")
+            message = "top_p=0 leaves no token; it must be above 0, and at most 1."
+            raise SamplingParamsError(message, "top_p")
         _check_int("top_k", self.top_k, -1, "where 0 and -1 mean all tokens")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, "or None")
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_int("n", self.n, 1, f"and at most {MAX_N}")
         if self.n > MAX_N:
-            raise SamplingParamsError(f"n={self.n} must be at most {MAX_N}.")
+            raise SamplingParamsError(f"n={self.n} must be at most {MAX_N}.", "n")
         self._check_limits()
         self._check_penalties()
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
-                raise SamplingParamsError(f"{name}={value!r} is neither True nor False.")
+                raise SamplingParamsError(f"{name}={value!r} is neither True nor False.", name)
 
     def _check_limits(self) -> None:
         _check_int("min_tokens", self.min_tokens, 0, "and at most max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingParamsError(
-                f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}."
+                f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}.",
+                "min_tokens",
             )
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _check_int(name, value, 0, f"at most {MAX_LOGPROBS}, or None")
                 if value > MAX_LOGPROBS:
-                    raise SamplingParamsError(f"{name}={value} must be at most {MAX_LOGPROBS}.")
+                    message = f"{name}={value} must be at most {MAX_LOGPROBS}."
+                    raise SamplingParamsError(message, name)
 
     def _check_penalties(self) -> None:
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
         if self.repetition_penalty == 0:
-            raise SamplingParamsError("repetition_penalty=0 divides by zero; it must be above 0.")
+            message = "repetition_penalty=0 divides by zero; it must be above 0."
+            raise SamplingParamsError(message, "repetition_penalty")
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):
             raise SamplingParamsError(
-                f"logit_bias={self.logit_bias!r} must map token ids to numbers, or be None."
+                f"logit_bias={self.logit_bias!r} must map token ids to numbers, or be None.",
+                "logit_bias",
             )
         for token, bias in self.logit_bias.items():
-            _check_int("a token of logit_bias", token, 0, "an id of the vocabulary")
-            _check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+            _check_int("logit_bias", token, 0, "an id of the vocabulary", what="a token of ")
+            _check_number("logit_bias", bias, -100.0, 100.0, place=f"[{token}]")
 
     @property
     def is_greedy(self) -> bool:
@@ -140,46 +145,48 @@ class SamplingParams:
         for name, token in named:
             if token >= size:
                 raise SamplingParamsError(
-                    f"{name} holds the token id {token}, but ids are from 0 to {size - 1}."
+                    f"{name} holds the token id {token}, but ids are from 0 to {size - 1}.",
+                    name,
                 )
         if self.min_tokens and len({*self.stop_token_ids, *eos_token_ids}) >= size:
             raise SamplingParamsError(
                 f"min_tokens={self.min_tokens}, but every token ends the answer: stop_token_ids "
-                "must leave some."
+                "must leave some.",
+                "min_tokens",
             )
 
 
-def _check_int(name: str, value: object, least: int, note: str) -> None:
+def _check_int(name: str, value: object, least: int, note: str, *, what: str = "") -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if is_int and value >= 2**63:  # type: ignore[operator]
-        raise SamplingParamsError(f"{name}={value:#x} must be below 2**63.")
+        raise SamplingParamsError(f"{what}{name}={value:#x} must be below 2**63.", name)
     if not is_int or value < least:  # type: ignore[operator]
-        raise SamplingParamsError(
-            f"{name}={value!r} must be an integer of at least {least}, {note}."
-        )
+        message = f"{what}{name}={value!r} must be an integer of at least {least}, {note}."
+        raise SamplingParamsError(message, name)
 
 
-def _check_number(name: str, value: object, low: float, high: float) -> None:
+def _check_number(name: str, value: object, low: float, high: float, *, place: str = "") -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or value == math.inf:  # type: ignore[operator]
         limit = "finite" if high == math.inf else f"at most {high:g}"
-        raise SamplingParamsError(
-            f"{name}={value!r} must be a number of at least {low:g}, {limit}."
-        )
+        message = f"{name}{place}={value!r} must be a number of at least {low:g}, {limit}."
+        raise SamplingParamsError(message, name)
 
 
 def _stop_texts(stop: object) -> tuple[str, ...]:
     texts = (stop,) if isinstance(stop, str) else stop
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise SamplingParamsError(f"stop={stop!r} must be a string or a list of strings.")
+        raise SamplingParamsError(f"stop={stop!r} must be a string or a list of strings.", "stop")
     if "" in texts:
-        raise SamplingParamsError("stop holds an empty string, which every text contains.")
+        message = "stop holds an empty string, which every text contains."
+        raise SamplingParamsError(message, "stop")
     return tuple(texts)
 
 
 def _token_ids(ids: object) -> tuple[int, ...]:
+    name = "stop_token_ids"
     if not isinstance(ids, list | tuple):
-        raise SamplingParamsError(f"stop_token_ids={ids!r} must be a list of token ids.")
+        raise SamplingParamsError(f"{name}={ids!r} must be a list of token ids.", name)
     for token in ids:
-        _check_int("a token of stop_token_ids", token, 0, "an id of the vocabulary")
+        _check_int(name, token, 0, "an id of the vocabulary", what="a token of ")
     return tuple(ids)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from opweave.engine.outputs import RequestTimings
+from opweave.engine.usage import KernelUse
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -67,6 +68,11 @@ class EngineStats:
             ``inter_token_latency``, ``queue_time``, ``prefill_time``, ``decode_time``,
             ``inference_time``, ``e2e_latency`` (of finished requests) and ``step_time``; in tokens
             ``iteration_tokens``, of one step.
+        replicas: engines whose numbers these are, without those that have died; 1 where there is
+            but one, whatever has happened to it.
+        kernels: what forwards of several sizes were seen to run.
+        compile_seconds: that compiling took when the engine started, with the forwards that made
+            it compile; 0.0 if nothing was compiled.
     """
 
     running: int
@@ -80,6 +86,9 @@ class EngineStats:
     steps: int
     finished: Mapping[str, int]
     histograms: Mapping[str, HistogramCounts]
+    replicas: int = 1
+    kernels: tuple[KernelUse, ...] = ()
+    compile_seconds: float = 0.0
 
 
 class StatCounter:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from opweave.config import EngineConfig
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.dependencies import require
 from opweave.engine.errors import TokenizerError
+from opweave.engine.token_length import longest_token
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 8  # tokens of the prompt that decide how its continuation is decoded
@@ -60,6 +62,11 @@ class Tokenizer:
             known = self._pieces[token_id] = decoded[1][len(decoded[0]) :]
         return known
 
+    @cached_property
+    def longest_token(self) -> int | None:
+        """How many characters of a text a token stands for at most; None: that is not known."""
+        return longest_token(self._backend)
+
     def token(self, token_id: int) -> str | None:
         """Return how the vocabulary writes a token, or None if it has no such id."""
         token: str | None = self._backend.id_to_token(token_id)
@@ -87,7 +94,7 @@ class AbsentTokenizer(Tokenizer):
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._path = checkpoint.path
         self.eos_token_ids, self.bos_token_id = frozenset(), None
-        self.special_ids = frozenset()
+        self.special_ids, self.longest_token = frozenset(), None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise TokenizerError(

@@ -42,6 +42,11 @@ class ModelFacts:
     memory: int
 
 
+def share_of_host(free: int) -> int:
+    """Return how much of the host's *free* memory a cache takes that is not told, in bytes."""
+    return min(free // 4, _HOST_MEMORY)
+
+
 class Worker:
     """One rank of an engine.
 
@@ -127,5 +132,5 @@ class Worker:
             return cache.memory_bytes
         free, total = self.platform.memory_info(self.rank)
         if self.platform.capabilities.unified_memory:
-            return min(free // 4, _HOST_MEMORY)
+            return share_of_host(free)
         return max(0, free - int(total * (1 - cache.memory_utilization)))

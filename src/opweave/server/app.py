@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from opweave import __version__
 from opweave.engine import ChatTemplate, EngineClient
+from opweave.engine.io_processor import IOProcessor
 from opweave.ir.errors import OpweaveError
 from opweave.server.admission import Admission
 from opweave.server.config import ServerConfig
@@ -20,11 +21,12 @@ from opweave.server.errors import api_error, http_error
 from opweave.server.metrics import Metrics
 from opweave.server.middleware import ApiKey, Envelope, RootPath, WholeBody, error_response
 from opweave.server.plugin_routes import attach
-from opweave.server.routes import chat, completions, embeddings, info, models, tokens
+from opweave.server.routes import chat, completions, embeddings, info, models, process, tokens
 from opweave.server.state import ServerState
-from opweave.server.validation import validation_error
+from opweave.server.validation import body_error, validation_error
 
-_ROUTERS = [part.router for part in (completions, chat, embeddings, models, tokens, info)]
+_PARTS = (completions, chat, embeddings, process, models, tokens, info)
+_ROUTERS = [part.router for part in _PARTS]
 _EXPOSED = ["X-Request-Id", "X-Opweave-Ignored"]
 
 
@@ -32,6 +34,7 @@ def create_app(
     engine: EngineClient,
     config: ServerConfig | None = None,
     chat_template: ChatTemplate | None = None,
+    io_processor: IOProcessor | None = None,
 ) -> FastAPI:
     """Return the application; the engine is the caller's to stop.
 
@@ -39,12 +42,14 @@ def create_app(
         engine: answers the requests.
         config: how to behave towards clients.
         chat_template: turns conversations into prompts; None: they are refused.
+        io_processor: a plugin's, for ``/v1/process``; None: its requests are refused.
 
     Raises:
         PluginRouteError: a plugin's HTTP routes cannot be attached.
     """
     config = config or ServerConfig()
-    server = ServerState(engine, config, chat_template, Admission(config.max_requests))
+    admission = Admission(config.max_requests)
+    server = ServerState(engine, config, chat_template, admission, io_processor)
     metrics = Metrics(engine, server.model_names[0])
     app = FastAPI(
         title="opweave",
@@ -86,6 +91,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 400 and (found := body_error(error.__cause__)) is not None:
+        return error_response(found)
     headers: Mapping[str, str] | None = error.headers
     return error_response(http_error(error.status_code, str(error.detail), headers))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
+import logging
 from collections.abc import Mapping
 from http import HTTPStatus
 
 from opweave.engine import EngineDeadError, EngineError
 from opweave.ir.errors import OpweaveError
+
+_log = logging.getLogger(__name__)
 
 _TYPES = {
     401: "authentication_error",
@@ -19,7 +21,6 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-_PARAMETER = re.compile(r"^(\w+)=")
 
 
 class ServerError(OpweaveError):
@@ -75,14 +76,14 @@ class ApiError(ServerError):
 
 
 def api_error(error: Exception, request_id: str) -> ApiError:
-    """Return what a client learns of *error*; nothing of it, if it is not about the request."""
+    """Return what a client learns of *error*; if it is not about the request, only the log does."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):
         return ApiError("The engine does not run.", status=503, code="engine_dead")
     if isinstance(error, EngineError) and isinstance(error, ValueError):
-        named = _PARAMETER.match(str(error))
-        return ApiError(str(error), param=named[1] if named else None)
+        return ApiError(str(error), param=getattr(error, "parameter", None))
+    _log.error("request %s failed", request_id, exc_info=error)
     return ApiError(
         f"Something went wrong in the server. Its log says more about request {request_id}.",
         status=500,

@@ -25,6 +25,8 @@ _GAUGES = {
     "running": ("num_requests_running", "Requests that are computed."),
     "waiting": ("num_requests_waiting", "Requests that wait."),
     "kv_usage": ("kv_cache_usage_perc", "Share of the cache in use; 1 is all of it."),
+    "compile_seconds": ("compile_seconds", "That compiling took when the engine started."),
+    "replicas": ("num_replicas", "Engines that share the requests, without those that died."),
 }
 _COUNTERS = {
     "prefix_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
@@ -100,6 +102,7 @@ class _EngineCollector(Collector):
         yield self._finished(stats)
         for field, counts in stats.histograms.items():
             yield self._histogram(field, counts)
+        yield self._calls(stats)
         yield _ops()
         yield _plugins()
 
@@ -123,6 +126,17 @@ class _EngineCollector(Collector):
             counts.total,
         )
         return family
+
+    def _calls(self, stats: EngineStats) -> Metric:
+        calls = GaugeMetricFamily(
+            f"{PREFIX}op_calls",
+            "Calls of an op in one forward of about so many tokens, by the kernel that ran.",
+            labels=["model_name", "op", "provider", "tokens"],
+        )
+        for use in stats.kernels:
+            tokens = "any" if use.tokens is None else str(use.tokens)
+            calls.add_metric([self._model, use.op, use.provider, tokens], use.calls)
+        return calls
 
 
 def _ops() -> Metric:

@@ -19,7 +19,6 @@ from opweave.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError
 from opweave.server.errors import ApiError, api_error
 
 _access = logging.getLogger("opweave.server.access")
-_log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})  # for probes, which have no key
@@ -60,9 +59,9 @@ class Envelope:
             status = CLIENT_CLOSED_REQUEST
             await Response(status_code=status)(scope, receive, send)
         except Exception as error:
-            _log.exception("request %s failed", request_id)
+            answer = error_response(api_error(error, request_id))
             if not status:
-                await error_response(api_error(error, request_id))(scope, receive, send_on)
+                await answer(scope, receive, send_on)
         finally:
             seconds = time.perf_counter() - started
             self._observe(scope, status, seconds)

@@ -1,18 +1,27 @@
-"""The ops, and which of their kernels is preferred."""
+"""The ops: which of their kernels is preferred, and which ones ran."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
+from opweave.engine import KernelUse
 from opweave.ir import IrOp, current_registry, policy_for
 from opweave.ir.description import describe
 
 
-def ops() -> list[dict[str, Any]]:
-    """Return every op as plain data, with its preferred provider."""
+def ops(kernels: Iterable[KernelUse]) -> list[dict[str, Any]]:
+    """Return every op as plain data, with its preferred provider, and those of *kernels*."""
     preference = preferred()
+    ran: dict[str, list[dict[str, Any]]] = {name: [] for name in preference}
+    for use in kernels:
+        row = asdict(use)
+        ran.setdefault(row.pop("op"), []).append(row)
     found = [describe(op) for op in _all()]
-    return [{**each, "preferred": preference[each["op"]][0]} for each in found]
+    return [
+        {**each, "preferred": preference[each["op"]][0], "ran": ran[each["op"]]} for each in found
+    ]
 
 
 def preferred() -> dict[str, tuple[str, str]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-from opweave.engine import SamplingParams
+from opweave.engine import SamplingParams, TokenizerError
 from opweave.server.errors import ApiError
 from opweave.server.protocol.base import Input
 from opweave.server.protocol.chat import Conversation
@@ -28,11 +28,14 @@ async def read_prompts(given: Input, server: ServerState, *, param: str) -> list
     """Return the prompts of a request, in their order.
 
     Raises:
-        ApiError: there is none.
+        ApiError: there is none, or one is too long to be worth reading.
     """
     several = _as_list(given)
     if not several:
         raise ApiError(f"{param} is empty; it must hold at least one prompt.", param=param)
+    for one in several:
+        if isinstance(one, str):
+            check_length(one, server, param=param)
     return [
         Prompt(one, await tokenize(one, server)) if isinstance(one, str) else Prompt(None, one)
         for one in several
@@ -66,13 +69,37 @@ async def tokenize(text: str, server: ServerState, *, special: bool = True) -> l
     """Return the tokens of *text*, with those that the tokenizer adds unless not *special*.
 
     Raises:
-        ApiError: the text holds half of a surrogate pair.
+        ApiError: the text holds half of a surrogate pair; or there is no tokenizer.
     """
     encode = partial(server.engine.tokenizer.encode, text, add_special_tokens=special)
     try:
         return encode() if len(text) < _QUICK else await asyncio.to_thread(encode)
     except TypeError as error:  # what a template makes of a message need not be text
         raise ApiError("The prompt holds half of a surrogate pair.") from error
+    except TokenizerError as error:
+        raise ApiError(
+            "The server has no tokenizer, since its weights are dummies: send token ids instead of "
+            "text.",
+            code="no_tokenizer",
+        ) from error
+
+
+def check_length(text: str, server: ServerState, *, param: str) -> None:
+    """Raise ApiError if *text* cannot fit into the context, however it is split into tokens.
+
+    Splitting megabytes takes seconds, only to find that out.
+    """
+    room = server.engine.max_model_len
+    if len(text) <= room:  # as almost all are
+        return
+    longest = server.engine.tokenizer.longest_token
+    if longest is not None and len(text) > longest * room:
+        raise ApiError(
+            f"The context of the model has {room} tokens of at most {longest} characters, but the "
+            f"prompt has {len(text)} characters. Shorten it.",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def check_context(prompts: list[Prompt], params: SamplingParams, server: ServerState) -> None:

@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 2048  # connections that wait to be accepted
 _LAST_BYTES = 5.0  # seconds in which what is answered reaches the clients
+_GLANCE = 0.2  # seconds between looks at whether the engine has died
 
 
 class AddressError(ServerError):
@@ -61,26 +62,37 @@ def url(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run(app: FastAPI, bound: socket.socket, ready: Callable[[], None]) -> None:
+def run(
+    app: FastAPI,
+    bound: socket.socket,
+    ready: Callable[[], None],
+    *,
+    ends_with_engine: bool = False,
+) -> None:
     """Serve until SIGTERM or SIGINT; then finish what was accepted, and stop the engine.
 
-    A second signal stops at once.
+    A second signal stops at once. When the engine dies, requests get 503 until then.
 
     Args:
         app: as :func:`opweave.server.create_app` makes it.
         bound: the socket to listen on; it is closed at the end.
         ready: called when the first request can come.
+        ends_with_engine: stop also when the engine has died, after those who wait were told.
     """
     server: ServerState = app.state.server
     try:
-        asyncio.run(_serve(app, server, bound, ready))
+        asyncio.run(_serve(app, server, bound, ready, ends_with_engine))
     finally:
         server.engine.shutdown()
         bound.close()
 
 
 async def _serve(
-    app: FastAPI, server: ServerState, bound: socket.socket, ready: Callable[[], None]
+    app: FastAPI,
+    server: ServerState,
+    bound: socket.socket,
+    ready: Callable[[], None],
+    ends_with_engine: bool,
 ) -> None:
     bound.listen(_BACKLOG)
     http = _Server(
@@ -96,6 +108,7 @@ async def _serve(
     )
     stop = _Stop(server, http)
     serving = asyncio.create_task(http.serve(sockets=[bound]))
+    watching = asyncio.create_task(stop.watch()) if ends_with_engine else None
     try:
         while not http.started and not serving.done():
             await asyncio.sleep(0.005)
@@ -104,6 +117,8 @@ async def _serve(
         await serving
     finally:
         stop.restore()
+        if watching is not None:
+            watching.cancel()
 
 
 class _Server(uvicorn.Server):
@@ -118,6 +133,7 @@ class _Stop:
     def __init__(self, server: ServerState, http: uvicorn.Server) -> None:
         self._server, self._http = server, http
         self._draining: asyncio.Task[None] | None = None
+        self._is_told = False
         self._loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             self._loop.add_signal_handler(number, self._signal, number)
@@ -126,17 +142,28 @@ class _Stop:
         for number in _SIGNALS:
             self._loop.remove_signal_handler(number)
 
+    async def watch(self) -> None:
+        """Stop when the engine has died."""
+        while self._server.engine.dead_with is None:
+            await asyncio.sleep(_GLANCE)
+        self._stop("the engine has died")
+
     def _signal(self, number: int) -> None:
-        if self._draining is None:
-            name = signal.Signals(number).name
-            count = self._server.admission.active
-            _log.warning("%s: finishing %d requests, taking no more", name, count)
-            self._server.admission.close()
-            self._draining = self._loop.create_task(self._drain())
+        if not self._is_told:
+            self._is_told = True
+            self._stop(signal.Signals(number).name)
         else:
             # Nothing that is computed now can be stopped, and nobody wants to wait for it.
             _log.warning("stopping at once")
             os._exit(128 + number)
+
+    def _stop(self, reason: str) -> None:
+        if self._draining is not None:
+            return
+        count = self._server.admission.active
+        _log.warning("%s: finishing %d requests, taking no more", reason, count)
+        self._server.admission.close()
+        self._draining = self._loop.create_task(self._drain())
 
     async def _drain(self) -> None:
         timeout = self._server.config.drain_timeout

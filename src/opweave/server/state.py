@@ -9,6 +9,7 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 
 from opweave.engine import ChatTemplate, EngineClient
+from opweave.engine.io_processor import IOProcessor
 from opweave.server.admission import Admission
 from opweave.server.config import ServerConfig
 from opweave.server.errors import ApiError
@@ -24,6 +25,7 @@ class ServerState:
         config: what the server is told.
         chat_template: turns conversations into prompts, if there is one.
         admission: how many requests there are.
+        io_processor: answers requests of a form of its own, if there is one.
         created: when the server was made, in seconds since 1970.
     """
 
@@ -31,6 +33,7 @@ class ServerState:
     config: ServerConfig
     chat_template: ChatTemplate | None
     admission: Admission
+    io_processor: IOProcessor | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

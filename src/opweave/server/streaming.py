@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from opweave.engine import RequestOutput
-from opweave.ir.errors import OpweaveError
 from opweave.server.disconnect import EventStream, unless_gone
 from opweave.server.errors import api_error
 from opweave.server.generation import Generation, Outputs
-
-_log = logging.getLogger(__name__)
 
 Writer = Callable[[Outputs], AsyncGenerator[str, None]]
 
@@ -58,7 +54,5 @@ async def _guarded(events: AsyncGenerator[str, None], request_id: str) -> AsyncG
         async for event in events:
             yield event
     except Exception as error:  # whatever it is, the client must learn that this is not the end
-        if not isinstance(error, OpweaveError):
-            _log.exception("request %s failed in its stream", request_id)
         yield f"data: {api_error(error, request_id).json()}\n\n"
     yield "data: [DONE]\n\n"

@@ -35,6 +35,19 @@ def validation_error(error: RequestValidationError, content_type: str) -> ApiErr
     return ApiError("; ".join(lines[:_SHOWN]) + more + ".", param=param, code="invalid_request")
 
 
+def body_error(error: BaseException | None) -> ApiError | None:
+    """Return the error object for a body that cannot be parsed because of *error*; None: it can."""
+    if isinstance(error, UnicodeDecodeError):
+        why = f"it is not UTF-8, at byte {error.start} (0x{error.object[error.start]:02x})"
+    elif isinstance(error, RecursionError):
+        why = "it is nested too deeply"
+    elif isinstance(error, ValueError):
+        why = str(error).partition(";")[0]
+    else:
+        return None
+    return ApiError(f"The body is no JSON that can be read: {why}.", code="invalid_json")
+
+
 def _path(location: Sequence[str | int]) -> str:
     """Return where in the body: names of fields and indices, without pydantic's names of types."""
     return ".".join(str(part) for part in location[1:] if isinstance(part, int) or _is_field(part))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, StrictInt
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 _SHOWN = 16  # names of unknown fields in a header
 
@@ -19,14 +19,18 @@ def _is_text(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_is_text)]
-TokenIds = list[StrictInt]
+TokenIds = list[int]
 Input = Text | list[Text] | TokenIds | list[TokenIds]  # one prompt or several
 
 
 class Fields(BaseModel):
-    """A part of a request; it may hold more than is known here."""
+    """A part of a request; it may hold more than is known here.
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    Nothing is converted, but integers to floats: a client that sends ``"5"`` or ``true`` for a
+    number has a defect, which it should see.
+    """
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
 
 
 class RequestBody(Fields):

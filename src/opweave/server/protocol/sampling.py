@@ -18,6 +18,11 @@ _SAME = (
 )  # fmt: skip
 
 
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+TokenKey = Annotated[int, Field(strict=False)]  # names in JSON are text
+
+
 class StreamOptions(Fields):
     """How to stream."""
 
@@ -35,7 +40,7 @@ class SamplingFields(RequestBody):
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[TokenKey, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None
@@ -46,7 +51,7 @@ class SamplingFields(RequestBody):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Priority = 0
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> SamplingFields:

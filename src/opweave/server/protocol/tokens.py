@@ -9,7 +9,7 @@ from pydantic import Field
 from opweave.server.protocol.base import RequestBody, ResponseBody, Text
 from opweave.server.protocol.chat import Conversation
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class TokenizePrompt(RequestBody):

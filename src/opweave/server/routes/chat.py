@@ -12,7 +12,7 @@ from opweave.server.disconnect import unless_gone
 from opweave.server.generation import Generation, Outputs
 from opweave.server.logprobs import chat_logprobs
 from opweave.server.pieces import Growth, Piece
-from opweave.server.prompts import Prompt, check_context, render, tokenize
+from opweave.server.prompts import Prompt, check_context, check_length, render, tokenize
 from opweave.server.protocol.chat import (
     AnswerMessage,
     ChatChoice,
@@ -35,6 +35,7 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
     server.accept(body, request)
     params = body.params()
     text = await render(body, server)
+    check_length(text, server, param="messages")
     prompts = [Prompt(text, await tokenize(text, server, special=False))]
     check_context(prompts, params, server)
     generation = Generation(server, "chatcmpl", prompts, params, body.priority)

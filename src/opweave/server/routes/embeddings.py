@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import struct
-import uuid
 
 from fastapi import APIRouter, Request, Response
 
 from opweave.engine import EmbeddingOutput
 from opweave.server.disconnect import unless_gone
+from opweave.server.embedding import embed
 from opweave.server.errors import ApiError
-from opweave.server.merge import cancelled
-from opweave.server.prompts import Prompt, read_prompts
+from opweave.server.prompts import read_prompts
 from opweave.server.protocol.embeddings import (
     Embedding,
     EmbeddingRequest,
@@ -21,7 +19,7 @@ from opweave.server.protocol.embeddings import (
     EmbeddingUsage,
 )
 from opweave.server.routes.responses import ERRORS, json_response
-from opweave.server.state import Server, ServerState
+from opweave.server.state import Server
 
 router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 
@@ -31,7 +29,7 @@ async def embeddings(body: EmbeddingRequest, request: Request, server: Server) -
     """Turn texts into vectors."""
     server.accept(body, request)
     prompts = await read_prompts(body.input, server, param="input")
-    outputs = await unless_gone(request, _embed(prompts, server))
+    outputs = await unless_gone(request, embed(prompts, server))
     _check_dimensions(body.dimensions, outputs)
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     data = [
@@ -40,25 +38,6 @@ async def embeddings(body: EmbeddingRequest, request: Request, server: Server) -
     ]
     usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
     return json_response(EmbeddingResponse(model=server.model_names[0], data=data, usage=usage))
-
-
-async def _embed(prompts: list[Prompt], server: ServerState) -> list[EmbeddingOutput]:
-    name = f"embd-{uuid.uuid4().hex}"
-    with server.admission.places(len(prompts)):
-        tasks = [
-            asyncio.create_task(server.engine.embed(prompt.ids, request_id=f"{name}-{index}"))
-            for index, prompt in enumerate(prompts)
-        ]
-        try:
-            async with asyncio.timeout(server.config.request_timeout):
-                return await asyncio.gather(*tasks)
-        except TimeoutError as error:
-            limit = server.config.request_timeout
-            raise ApiError(
-                f"The request was not answered within {limit:g} s.", status=504, code="timeout"
-            ) from error
-        finally:
-            await cancelled(tasks)
 
 
 def _check_dimensions(wanted: int | None, outputs: list[EmbeddingOutput]) -> None:

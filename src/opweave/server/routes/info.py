@@ -54,9 +54,9 @@ async def metrics(request: Request) -> Response:
 
 
 @router.get("/v1/ops")
-def list_ops() -> dict[str, Any]:
-    """List the ops: which kernels they have, which is preferred, and why."""
-    return {"object": "list", "data": ops()}
+def list_ops(server: Server) -> dict[str, Any]:
+    """List the ops: which kernels they have, which is preferred and why, and which ones ran."""
+    return {"object": "list", "data": ops(server.engine.stats().kernels)}
 
 
 @router.get("/v1/plugins")

@@ -1,0 +1,25 @@
+"""``/v1/process``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from opweave.server.protocol.base import RequestBody, ResponseBody
+from opweave.server.protocol.sampling import Priority
+
+
+class ProcessRequest(RequestBody):
+    """A request in the form of an I/O processor."""
+
+    data: Any
+    priority: Priority = 0
+
+
+class ProcessResponse(ResponseBody):
+    """What the I/O processor made of the answers."""
+
+    id: str
+    object: Literal["process"] = "process"
+    created: int
+    model: str
+    data: Any

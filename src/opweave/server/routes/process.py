@@ -1,0 +1,86 @@
+"""``POST /v1/process``: requests in the form of a plugin's I/O processor."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, cast
+
+from fastapi import APIRouter, Request, Response
+
+from opweave.engine import EmbeddingOutput, RequestOutput, SamplingParams
+from opweave.engine.io_processor import IOProcessor
+from opweave.engine.prompts import Prompt as Given
+from opweave.engine.prompts import as_list
+from opweave.ir.errors import OpweaveError
+from opweave.server.disconnect import unless_gone
+from opweave.server.embedding import embed
+from opweave.server.errors import ApiError, ServerError
+from opweave.server.generation import Generation
+from opweave.server.prompts import check_context, read_prompts
+from opweave.server.protocol.base import Input
+from opweave.server.protocol.process import ProcessRequest, ProcessResponse
+from opweave.server.routes.responses import ERRORS
+from opweave.server.state import Server, ServerState
+
+router = APIRouter(responses=ERRORS, tags=["Server"])
+
+_Outputs = Sequence[RequestOutput] | Sequence[EmbeddingOutput]
+
+
+@router.post("/v1/process", response_model=ProcessResponse)
+async def process(body: ProcessRequest, request: Request, server: Server) -> Response:
+    """Answer a request that is in the form of the server's I/O processor."""
+    server.accept(body, request)
+    if (processor := server.io_processor) is None:
+        raise ApiError(
+            "The server has no I/O processor: its model names none. Start it with "
+            "--io-processor NAME, or use /v1/completions.",
+            code="no_io_processor",
+        )
+    # In threads, since what a plugin does may take its time.
+    prompts, params = await asyncio.to_thread(_asked, processor, body.data)
+    outputs = await unless_gone(request, _answered(processor, prompts, params, body, server))
+    result = await asyncio.to_thread(processor.result, body.data, outputs)
+    return _response(result, processor, server)
+
+
+def _asked(processor: IOProcessor, data: Any) -> tuple[list[Given], SamplingParams]:
+    try:
+        prompts = as_list(processor.prompts(data))
+        return prompts, processor.sampling_params(data) or SamplingParams()
+    except (OpweaveError, ValueError) as error:
+        raise ApiError(str(error), param="data") from error
+
+
+async def _answered(
+    processor: IOProcessor,
+    given: list[Given],
+    params: SamplingParams,
+    body: ProcessRequest,
+    server: ServerState,
+) -> _Outputs:
+    prompts = await read_prompts(cast(Input, given), server, param="data")
+    if processor.embeds:
+        return await embed(prompts, server)
+    check_context(prompts, params, server)
+    return await Generation(server, "proc", prompts, params, body.priority).answers()
+
+
+def _response(result: Any, processor: IOProcessor, server: ServerState) -> Response:
+    body = ProcessResponse(
+        id=f"proc-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=server.model_names[0],
+        data=None,
+    )
+    try:
+        content = json.dumps({**body.model_dump(), "data": result}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ServerError(
+            f"I/O processor {type(processor).__name__} returned what is no JSON: {error}"
+        ) from error
+    return Response(content, media_type="application/json")
