@@ -13,6 +13,7 @@ from torch import Tensor
 import opweave.compile
 from opweave import ir
 from opweave.compile import OptionError
+from opweave.ir.testing import restored
 
 from .test_donation import compiled
 
@@ -170,3 +171,10 @@ def test_a_call_from_python_does_not_compile_again(double: ir.IrOp) -> None:
     with torch.compiler.set_stance("fail_on_recompile"):
         assert factor(double) == 2  # the first one: it generates what calls of the op run
         assert factor(run) == 2
+
+
+def test_a_call_site_whose_provider_is_gone_is_not_prepared(double: ir.IrOp) -> None:
+    with restored(double):
+        double.register_impl("gone")(lambda x: x * 7)
+        double.using("gone!")
+    assert factor(compiled(calling(double))) == 2

@@ -242,7 +242,7 @@ def prepare_ops(graph_module: GraphModule) -> None:
     """
     for module in all_graphs(graph_module):
         for call in ir_calls(module.graph):
-            for path in call.op.paths():
+            for path in call.op.own_paths():
                 call.op.ensure_prepared(path)
 
 

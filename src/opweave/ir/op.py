@@ -307,15 +307,13 @@ class IrOp(Callee):
         """Forget every generated function: registrations or settings have changed."""
         with self.registry.lock:
             self.registry.version += 1
-            for path in self.paths():
+            sites = (path for site in self._call_sites.values() for path in site.paths)
+            for path in (*self.own_paths(), *self._kernels.values(), *sites):
                 path.reset()
 
-    def paths(self) -> list[Path]:
-        """Return every way to call the op that there is so far."""
-        paths = [self._call, *self._kernels.values()]
-        if self.allow_inplace:
-            paths.append(self.maybe_inplace.path)
-        return paths + [path for site in self._call_sites.values() for path in site.paths]
+    def own_paths(self) -> list[Path]:
+        """Return what a call of the op runs, and one of ``maybe_inplace``."""
+        return [self._call, *([self.maybe_inplace.path] if self.allow_inplace else [])]
 
     # Fake, inputs and tolerances
 
