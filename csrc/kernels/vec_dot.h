@@ -42,7 +42,7 @@ struct Dot {
 inline void copy_padded(BFloat16* to, const BFloat16* from, int64_t n, int64_t width) {
   const size_t bytes = static_cast<size_t>(n) * sizeof(BFloat16);
   const size_t whole = static_cast<size_t>((n + width - 1) / width * width) * sizeof(BFloat16);
-  memcpy(to, from, bytes);
+  if (n > 0) memcpy(to, from, bytes);  // an empty row may be nowhere
   memset(reinterpret_cast<char*>(to) + bytes, 0, whole - bytes);
 }
 
