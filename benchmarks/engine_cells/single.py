@@ -21,7 +21,13 @@ from engine_cells.models import NAMES, SINGLE, their_model, write_config
 from engine_cells.weight_only import quantise
 from harness import interleaved, progress, significant
 from kernel_cells.stream import Stream
-from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
+from opweave.config import (
+    CacheConfig,
+    CompilationConfig,
+    CompilationMode,
+    EngineConfig,
+    SchedulerConfig,
+)
 from opweave.engine import EngineCore, SamplingParams
 
 Row = dict[str, Any]
@@ -29,17 +35,29 @@ DTYPE = torch.bfloat16
 PREFILL, PROMPT, CONTEXT = 512, 16, 1024  # tokens
 _CACHE_BYTES = 256 << 20
 _READ = 1 << 30  # bytes; a step reads for long, and a short read measures its own start
-WEIGHTS = {"bfloat16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# What of ours is measured: the type of the weights, None as they are; and how it is compiled.
+VARIANTS = {
+    "bfloat16": (None, CompilationMode.NONE),
+    "compiled": (None, CompilationMode.OPWEAVE_COMPILE),
+    "int8": (torch.int8, CompilationMode.NONE),
+    "fp8": (torch.float8_e4m3fn, CompilationMode.NONE),
+}
 
 
 class Ours:
     """The engine with the weights of another model, one request at a time."""
 
     def __init__(
-        self, path: Path, steps: int, source: nn.Module, weights: torch.dtype | None = None
+        self,
+        path: Path,
+        steps: int,
+        source: nn.Module,
+        weights: torch.dtype | None,
+        mode: CompilationMode,
     ) -> None:
         config = EngineConfig(
             dtype="bfloat16",
+            compilation_config=CompilationConfig(mode=mode),
             load_format="dummy",
             cache=CacheConfig(memory_bytes=_CACHE_BYTES, enable_prefix_caching=False),
             scheduler=SchedulerConfig(max_num_batched_tokens=PREFILL, max_model_len=CONTEXT),
@@ -139,7 +157,7 @@ def measure(size: str, steps: int, rounds: int, *, llama_cpp: str | None, quiet:
         bar = stack.enter_context(progress(quiet=quiet))
         path = write_config(folder / "model", SINGLE[size])
         theirs, stream = Theirs(path, steps), Stream(_READ, pieces=1, in_huge_pages=True)
-        own = {name: Ours(path, steps, theirs.model, dtype) for name, dtype in WEIGHTS.items()}
+        own = {name: Ours(path, steps, theirs.model, *how) for name, how in VARIANTS.items()}
         measures: dict[str, Callable[[], float]] = {
             **{name: each.decode for name, each in own.items()},
             "transformers": theirs.decode,
@@ -172,7 +190,7 @@ def _rows(
     for name, limit in least.items():
         yield _row(
             "engine.decode_bandwidth" + ("" if name == "bfloat16" else f".{name}"),
-            f"{case}, {name} weights",
+            f"{case}, {_weights(name)}",
             found[name],
             found["transformers"],
             "transformers",
@@ -187,14 +205,15 @@ def _rows(
         tokens=PREFILL,
     )
     if build:
-        yield _row(
-            "engine.decode_bandwidth.llama_cpp",
-            f"{case}, bfloat16 weights, {build}",
-            found["bfloat16"],
-            found["llama.cpp"],
-            "llama.cpp",
-            limit=least["bfloat16"],
-        )
+        for name, suffix in (("bfloat16", ""), ("compiled", ".compiled")):
+            yield _row(
+                f"engine.decode_bandwidth{suffix}.llama_cpp",
+                f"{case}, {_weights(name)}, {build}",
+                found[name],
+                found["llama.cpp"],
+                "llama.cpp",
+                limit=least[name],
+            )
         yield _row(
             "engine.prefill.llama_cpp",
             f"{prompt}, {build}",
@@ -203,6 +222,10 @@ def _rows(
             "llama.cpp",
             tokens=PREFILL,
         )
+
+
+def _weights(variant: str) -> str:
+    return "bfloat16 weights, compiled" if variant == "compiled" else f"{variant} weights"
 
 
 def _row(

@@ -83,7 +83,7 @@ class Sampler:
 def sample(logits: Tensor, requests: Sequence[SamplingRequest]) -> list[int]:
     """Return a token for each row of *logits*; arguments and errors are those of a sampler."""
     scores = adjusted(logits, requests)
-    best = scores.argmax(dim=-1, keepdim=True)
+    best = scores.float().argmax(dim=-1, keepdim=True)  # on the CPU, faster than in 16 bits
     _check_finite(scores.gather(-1, best))  # a NaN counts as the maximum
     tokens: list[int] = best.flatten().tolist()
     drawn = [row for row, request in enumerate(requests) if not request.params.is_greedy]
