@@ -152,8 +152,13 @@ def test_random_programs(provider: str, examples: int) -> None:
     priority = all_native() if provider == "native" else {}
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=HEALTH)
-    @given(program=programs, layout=st.sampled_from(["apart", "one tensor", "same"]))
-    def run(program: Program, layout: str) -> None:
+    @given(
+        program=programs,
+        layout=st.sampled_from(["apart", "one tensor", "same"]),
+        seed=st.integers(0, 2**32 - 1),
+    )
+    def run(program: Program, layout: str, seed: int) -> None:
+        torch.manual_seed(seed)
         with torch.no_grad(), ir.priority(priority):
             check(program, layout)
 
