@@ -13,7 +13,7 @@ extern "C" {
 #define OPWEAVE_LINEAR_ALIGNMENT 64
 
 // out + (r - begin) * stride = row r of x as it is multiplied by weights of weight_dtype, at most
-// four bytes for each element, zeros up to a multiple of the alignment: operand 1 of `rows` is x.
+// four bytes for each element, zeros up to a whole step of the products: operand 1 of `rows` is x.
 struct OpweaveLinearTokens {
   void* out;
   const void* x;

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import asdict
-from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App
 from rich.markup import escape
 from rich.table import Table
 
+from opweave.cli.flag import Flag
 from opweave.cli.load import Client, Load, Summary, summarise
 from opweave.cli.output import out, print_json
 from opweave.cli.progress import ProgressBar
@@ -40,7 +40,7 @@ def serve(
     seed: int = 0,
     timeout: float = 600.0,
     api_key: str | None = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: Flag = False,
 ) -> int:
     """Send completions to an OpenAI-compatible server, at random times, and measure the answers.
 

@@ -6,13 +6,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 from unicodedata import category
-
-from cyclopts import Parameter
 
 from opweave.cli.compilation import CompilationOption, apply_compilation
 from opweave.cli.errors import CliError
+from opweave.cli.flag import Flag
 from opweave.cli.interrupt import interruptible
 from opweave.cli.model_options import ModelOptions, SamplingOptions
 from opweave.cli.output import err, print_json_line, print_text, show_error
@@ -41,7 +40,7 @@ def chat(
     ir_op_priority: PriorityOption = None,
     compilation_config: CompilationOption = None,
     plugin: PluginOption = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: Flag = False,
 ) -> None:
     """Talk with the model in a directory; answers appear as they are written.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
 from rich.markup import escape
 
 from opweave.cli.examination import Examination
+from opweave.cli.flag import Flag
 from opweave.cli.output import out, print_json
 from opweave.cli.plugin_tables import owner_text, plugin_table
 from opweave.cli.selections import plain_table
@@ -16,7 +16,7 @@ from opweave.cli.selections import plain_table
 _LISTED = ("versions", "native", "environment")  # sections of keys and values
 
 
-def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+def doctor(*, json: Flag = False) -> int:
     """Show versions, the platform and why it is that, plugins, what they replace, and problems.
 
     Loads every plugin, as a run would. Exits with 1 if a problem was found.

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from opweave import ir
 from opweave.cli.errors import CliError
 from opweave.cli.files import STDOUT, check_writable, write, write_json
+from opweave.cli.flag import Flag
 from opweave.cli.output import out
 from opweave.cli.priorities import PriorityOption, apply_priorities
 from opweave.cli.progress import ProgressBar
@@ -30,7 +31,7 @@ def explain(
     model: Path,
     /,
     *,
-    compile: Annotated[bool, Parameter(negative=())] = False,
+    compile: Flag = False,
     html: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     prompt: str = PROMPT,

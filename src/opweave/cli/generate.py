@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from opweave import ir
 from opweave.cli.compilation import CompilationOption, apply_compilation
 from opweave.cli.errors import CliError
+from opweave.cli.flag import Flag
 from opweave.cli.model_options import ModelOptions, SamplingOptions
 from opweave.cli.output import out, print_json, print_text
 from opweave.cli.plugin_options import PluginOption, apply_plugins
@@ -40,8 +41,8 @@ def generate(
     ir_op_priority: PriorityOption = None,
     compilation_config: CompilationOption = None,
     plugin: PluginOption = None,
-    explain: Annotated[bool, Parameter(negative=())] = False,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    explain: Flag = False,
+    json: Flag = False,
 ) -> None:
     """Continue one or more prompts with the model in a directory.
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
-
+from opweave.cli.flag import Flag
 from opweave.cli.output import out, print_json, print_text
 
 if TYPE_CHECKING:
     from opweave.cli.migration.plan import Plan
 
 
-def migrate(file: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) -> None:
+def migrate(file: Path, /, *, json: Flag = False) -> None:
     """Show what a module of vLLM-style CustomOp classes becomes here: ops, layers, register_impl.
 
     The module is read, never imported.

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import Parameter
 
+from opweave.cli.flag import Flag
 from opweave.config import EngineConfig, ParallelConfig
 
 if TYPE_CHECKING:
     from opweave.engine import SamplingParams
 
-Flag = Annotated[bool, Parameter(negative=())]
+
+T = TypeVar("T")
+
+
+def given(kind: type[T], **values: object) -> T:
+    """Return a configuration of the values that were given; a platform may choose the others."""
+    return kind(**{name: value for name, value in values.items() if value is not None})
 
 
 @Parameter(name="*")
@@ -100,10 +107,9 @@ class ModelOptions:
         Raises:
             SettingError: a value is out of range.
         """
-        size = self.tensor_parallel_size
         return EngineConfig(
             dtype=self.dtype,
             load_format=self.load_format,  # type: ignore[arg-type]
             cpu_threads=self.cpu_threads,
-            parallel=ParallelConfig() if size is None else ParallelConfig(size),
+            parallel=given(ParallelConfig, tensor_parallel_size=self.tensor_parallel_size),
         )

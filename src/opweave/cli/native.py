@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App
 from rich.markup import escape
 
+from opweave.cli.flag import Flag
 from opweave.cli.output import fail, out, print_json
 from opweave.native import NativeBuildError, project, scaffold
 
 native = App(name="native", help="Start and build packages with native operators.")
 
-JsonOption = Annotated[bool, Parameter(negative=())]
-
 
 @native.command
-def new(name: str, /, *, json: JsonOption = False) -> None:
+def new(name: str, /, *, json: Flag = False) -> None:
     """Write a package with a native op that works into a new folder.
 
     Parameters
@@ -45,8 +43,8 @@ def build(
     directory: Path,
     /,
     *,
-    verbose: Annotated[bool, Parameter(negative=())] = False,
-    json: JsonOption = False,
+    verbose: Flag = False,
+    json: Flag = False,
 ) -> None:
     """Build a package's native module in place, so that the package can be imported.
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich.markup import escape
 from rich.table import Table
 
 from opweave.cli.compilation import CompilationOption, apply_compilation
 from opweave.cli.errors import CliError
+from opweave.cli.flag import Flag
 from opweave.cli.output import out, print_json
 from opweave.cli.priorities import PriorityOption, apply_priorities
 from opweave.ir import IrOp, current_registry, policy_for
@@ -24,7 +23,7 @@ def ops(
     *,
     ir_op_priority: PriorityOption = None,
     compilation_config: CompilationOption = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: Flag = False,
 ) -> None:
     """List the ops with their implementations, and the layers; or describe one.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App
 from rich.markup import escape
 
+from opweave.cli.flag import Flag
 from opweave.cli.output import out, print_json
 from opweave.cli.plugin_tables import plugin_table
 from opweave.ir.errors import OpweaveError
@@ -17,8 +17,6 @@ from opweave.platforms import resolution
 from opweave.plugins import load_general_plugins, plugin_problems, plugin_report, scaffold
 
 plugins = App(name="plugins", help="List the plugins that are installed, and start a new one.")
-
-Flag = Annotated[bool, Parameter(negative=())]
 
 
 @plugins.command

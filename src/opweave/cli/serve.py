@@ -6,11 +6,13 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from opweave.cli.compilation import CompilationOption, apply_compilation
+from opweave.cli.flag import Flag
+from opweave.cli.model_options import given
 from opweave.cli.output import print_text, show_error
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
@@ -19,13 +21,10 @@ from opweave.cli.serve_file import OptionSources
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, environment
 from opweave.config.log import choose_log
 
-T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
 
 _PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 
-Flag = Annotated[bool, Parameter(negative=())]
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 _sources = OptionSources()
@@ -181,20 +180,20 @@ def serve(
         load_format=load_format,
         seed=seed,
         cpu_threads=cpu_threads,
-        scheduler=_given(
+        scheduler=given(
             SchedulerConfig,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             policy=scheduling_policy,
         ),
-        cache=_given(
+        cache=given(
             CacheConfig,
             block_size=block_size,
             memory_bytes=kv_cache_memory,
             enable_prefix_caching=prefix_caching,
         ),
-        parallel=_given(
+        parallel=given(
             ParallelConfig,
             tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size,
@@ -230,11 +229,6 @@ def serve(
     if engine.dead_with is not None:
         show_error(f"the engine died: {engine.dead_with}")
         sys.exit(1)
-
-
-def _given(kind: type[T], **values: object) -> T:
-    """Return a configuration of the values that were given; a platform may choose the others."""
-    return kind(**{name: value for name, value in values.items() if value is not None})
 
 
 def _log_options() -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from opweave.cli.errors import CliError
 from opweave.cli.files import check_writable, write_json
+from opweave.cli.flag import Flag
 from opweave.cli.output import out, print_json
 from opweave.cli.progress import ProgressBar
 from opweave.cli.selections import plain_table
@@ -35,7 +36,7 @@ def verify_command(
     certificate_: Annotated[
         str | None, Parameter(name="--certificate", allow_leading_hyphen=True)
     ] = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: Flag = False,
 ) -> int:
     """Verify implementations: values, memory, metadata, traits, predicates, compiled calls.
 

@@ -240,10 +240,10 @@ def prepare_ops(graph_module: GraphModule) -> None:
 
     Dynamo guards on the function that a call of an op is, which the first one would replace.
     """
-    for module in all_graphs(graph_module):
-        for call in ir_calls(module.graph):
-            for path in call.op.own_paths():
-                call.op.ensure_prepared(path)
+    modules = all_graphs(graph_module)
+    for op in {call.op for module in modules for call in ir_calls(module.graph)}:
+        for path in op.own_paths():
+            op.ensure_prepared(path)
 
 
 def _content(scope: Scope | None) -> Any:

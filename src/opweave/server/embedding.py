@@ -6,7 +6,7 @@ import asyncio
 import uuid
 
 from opweave.engine import EmbeddingOutput
-from opweave.server.errors import ApiError
+from opweave.server.errors import too_late
 from opweave.server.merge import cancelled
 from opweave.server.prompts import Prompt
 from opweave.server.state import ServerState
@@ -29,9 +29,6 @@ async def embed(prompts: list[Prompt], server: ServerState) -> list[EmbeddingOut
             async with asyncio.timeout(server.config.request_timeout):
                 return await asyncio.gather(*tasks)
         except TimeoutError as error:
-            limit = server.config.request_timeout
-            raise ApiError(
-                f"The request was not answered within {limit:g} s.", status=504, code="timeout"
-            ) from error
+            raise too_late(server.config.request_timeout) from error
         finally:
             await cancelled(tasks)

@@ -75,6 +75,13 @@ class ApiError(ServerError):
         return json.dumps(self.body)
 
 
+def too_late(seconds: float) -> ApiError:
+    """Return the error of a request that was not answered within *seconds*."""
+    return ApiError(
+        f"The request was not answered within {seconds:g} s.", status=504, code="timeout"
+    )
+
+
 def api_error(error: Exception, request_id: str) -> ApiError:
     """Return what a client learns of *error*; if it is not about the request, only the log does."""
     if isinstance(error, ApiError):

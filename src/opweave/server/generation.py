@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from opweave.engine import RequestOutput, SamplingParams
-from opweave.server.errors import ApiError
+from opweave.server.errors import ApiError, too_late
 from opweave.server.merge import merged
 from opweave.server.prompts import Prompt
 from opweave.server.state import ServerState
@@ -70,7 +70,7 @@ class Generation:
                     except StopAsyncIteration:
                         return
                     except TimeoutError as error:
-                        raise self._too_late() from error
+                        raise too_late(self.server.config.request_timeout) from error
                     self._check_not_aborted(output)
                     yield index, output
 
@@ -104,10 +104,3 @@ class Generation:
                 status=503,
                 code="shutting_down",
             )
-
-    def _too_late(self) -> ApiError:
-        return ApiError(
-            f"The request was not answered within {self.server.config.request_timeout:g} s.",
-            status=504,
-            code="timeout",
-        )
