@@ -21,6 +21,8 @@ constexpr int kTogether = 4;       // rows, whose sums need not wait for one ano
 constexpr int kTokens = kLanes == 16 ? 4 : 2;  // whose sums with those rows fit the registers
 constexpr int64_t kColumns = 256;  // of a tile: with kRows rows, it stays in the L1 cache
 constexpr int64_t kCacheLine = 64;
+constexpr int64_t kShortToken = 12 << 10;  // bytes
+constexpr uintptr_t kLargePage = uintptr_t{2} << 20;
 constexpr int64_t kAhead = 32 * kCacheLine;  // enough to hide the latency of memory
 
 #define OPWEAVE_UNROLL _Pragma("GCC unroll 16")
@@ -180,7 +182,9 @@ struct LinearRows {
 
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveLinear& call) {
-    if (call.tokens <= kTokens / 2) {
+    if (needs_two_streams(call)) {
+      begin = add_streams<T, 2, 1>(begin, end, call);
+    } else if (call.tokens <= kTokens / 2) {
       begin = add_streams<T, 2 * kTogether, kTokens / 2>(begin, end, call);
     } else if (call.tokens <= kTokens) {
       begin = add_streams<T, kTogether, kTokens>(begin, end, call);
@@ -200,6 +204,15 @@ struct LinearRows {
   }
 
  private:
+  // Two streams are faster than eight from large pages, whose addresses need no translation, if the
+  // sums keep up with the memory and the token, read four times as often, stays in the L1 cache.
+  // Who asks for large pages gets weights that begin at one; other allocators have a header there.
+  static bool needs_two_streams(const OpweaveLinear& call) {
+    return call.tokens == 1 && call.dtype == OPWEAVE_BFLOAT16 && sizeof(Weight) == 2 &&
+           call.x_stride <= kShortToken &&
+           reinterpret_cast<uintptr_t>(call.weight) % kLargePage == 0;
+  }
+
   static Columns<D> columns(int64_t row, int64_t apart, int64_t ahead, const OpweaveLinear& call) {
     return {static_cast<const Weight*>(call.weight) + row * call.weight_stride, apart,
             static_cast<const char*>(call.x), call.x_stride, call.width, ahead};

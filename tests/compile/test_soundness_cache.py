@@ -21,7 +21,9 @@ FEW, MANY = 6, 500  # programs for each provider
 T, HEADS, KV_HEADS, SIZE = 6, 4, 2, 16
 WIDTHS = (HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE)
 TABLE = torch.cat((torch.linspace(0, 9, 96).cos(), torch.linspace(0, 9, 96).sin())).view(12, 16)
-PROJECTION = torch.linspace(-1, 1, WIDTHS[0] * sum(WIDTHS)).sin().view(WIDTHS[0], -1)
+# Of unit variance: a larger one makes attention sharp, and two layers of that magnify float32's
+# rounding a thousandfold, so that native itself is off from float64 by more than what is allowed.
+PROJECTION = torch.randn(WIDTHS[0], sum(WIDTHS), generator=torch.Generator().manual_seed(0)) / 8
 SCALE = torch.tensor([0.02])
 TABLES = torch.tensor([[3, 1]], dtype=torch.int32)
 LENGTHS = torch.tensor([20], dtype=torch.int32)

@@ -21,6 +21,7 @@ from .oracle import DOORS, DTYPES, assert_op_close, door, random, with_extremes
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 W8 = (INT8, FP8)
 SIZES = [(1, 1), (5, 17), (16, 64), (37, 300), (33, 1000), (8, 0), (0, 8), (4, 515), (139, 67)]
+LARGE_PAGE = 2 << 20  # bytes
 TOKENS = (0, 1, 2, 3, 4, 5, 7, 16, 33)
 
 
@@ -28,6 +29,14 @@ def weights_of(dtype: torch.dtype, rows: int, columns: int, seed: int = 1) -> Te
     """Weights whose products with tokens of variance 1 have sums of about that size."""
     values = random(rows, columns, dtype=torch.float32, seed=seed) / math.sqrt(max(columns, 1))
     return (values * 100).to(dtype) if dtype in W8 else values.to(dtype)
+
+
+def at_large_page(weight: Tensor) -> Tensor:
+    """Return a copy that begins where a page of 2 MiB does, as the weights of the engine do."""
+    memory = torch.empty(weight.nbytes + LARGE_PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % LARGE_PAGE
+    copy = memory[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
+    return copy.copy_(weight)
 
 
 def scale_of(kind: str, rows: int) -> Tensor:
@@ -188,6 +197,22 @@ def test_a_row_of_the_kernel_does_not_depend_on_the_batch(
             assert torch.equal(run(module, x[7 : 7 + count], weight, scale), whole[7 : 7 + count])
         some = None if scale is None else scale[3:40]
         assert torch.equal(run(module, x, weight[3:40], some), whole[:, 3:40])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [40, 1030, 6144, 6200])
+def test_bits_do_not_depend_on_where_the_weights_are(
+    module: ModuleType, isa: str, columns: int, dtype: torch.dtype
+) -> None:
+    x = random(2, columns, dtype=dtype)
+    for rows in (15, 67, 130):
+        weight = weights_of(dtype, rows, columns)
+        moved = at_large_page(weight)
+        assert weight.data_ptr() % LARGE_PAGE != 0
+        assert moved.data_ptr() % LARGE_PAGE == 0
+        wanted = run(module, x, weight, None)
+        for tokens in (slice(0, 1), slice(1, 2), slice(0, 2)):
+            assert torch.equal(run(module, x[tokens], moved, None), wanted[tokens])
 
 
 @pytest.mark.parametrize("weight_dtype", [*DTYPES, *W8], ids=str)

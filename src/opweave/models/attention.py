@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from opweave import ir
+from opweave.ir.opaque import opaque_op
 from opweave.models.forward_context import CachedRows, current_forward_context
 
 
@@ -73,17 +74,8 @@ def _attend(
     return context.attention.attend(layer, query, key, value, scale, window, soft_cap)
 
 
-_opaque = torch.library.custom_op("opweave::attention_in_context", _attend, mutates_args=())
-
-
-@_opaque.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layer: int,
-    window: int | None,
-    scale: float | None,
-    soft_cap: float | None,
-) -> Tensor:
+def _fake(query: Tensor, key: Tensor, value: Tensor, *options: object) -> Tensor:
     return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+_opaque = opaque_op("opweave", "attention_in_context", _attend, _fake)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from opweave.ir.opaque import opaque_op
 from opweave.layers.mla import one_sequence
 from opweave.models.forward_context import CachedRows, current_forward_context
 
@@ -49,13 +50,12 @@ def _attend(
     return context.attention.attend_latent(layer, query, kv_c, k_pe, kv_b_weight, scale)
 
 
-_opaque = torch.library.custom_op("opweave::latent_attention_in_context", _attend, mutates_args=())
-
-
-@_opaque.register_fake
-def _(
-    query: Tensor, kv_c: Tensor, k_pe: Tensor, kv_b_weight: Tensor, scale: float, layer: int
+def _fake(
+    query: Tensor, kv_c: Tensor, k_pe: Tensor, kv_b_weight: Tensor, *options: object
 ) -> Tensor:
     heads = query.shape[1]
     nope = query.shape[2] - k_pe.shape[1]
     return query.new_empty(query.shape[0], heads, kv_b_weight.shape[0] // heads - nope)
+
+
+_opaque = opaque_op("opweave", "latent_attention_in_context", _attend, _fake)

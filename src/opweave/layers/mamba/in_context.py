@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
+from opweave.ir.opaque import opaque_op
 from opweave.layers.mamba.stateful import state_dtype
 from opweave.layers.mamba.states import SequenceStates, states_of
 
@@ -181,14 +182,10 @@ def _joined(results: list[Tensor]) -> Tensor:
     return results[0] if len(results) == 1 else torch.cat(results)
 
 
-_opaque_conv = torch.library.custom_op("opweave::causal_conv1d_in_context", _conv, mutates_args=())
-_opaque_scan = torch.library.custom_op("opweave::selective_scan_in_context", _scan, mutates_args=())
-_opaque_ssd = torch.library.custom_op("opweave::ssd_chunk_scan_in_context", _ssd, mutates_args=())
-
-
 def _like_the_first(x: Tensor, *others: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-for _opaque in (_opaque_conv, _opaque_scan, _opaque_ssd):
-    _opaque.register_fake(_like_the_first)
+_opaque_conv = opaque_op("opweave", "causal_conv1d_in_context", _conv, _like_the_first)
+_opaque_scan = opaque_op("opweave", "selective_scan_in_context", _scan, _like_the_first)
+_opaque_ssd = opaque_op("opweave", "ssd_chunk_scan_in_context", _ssd, _like_the_first)
