@@ -110,8 +110,11 @@ class ModelRunner:
                 return []
             ends = accumulate(len(step.token_ids) for step in steps)
             sampled = [end - 1 for end, step in zip(ends, steps, strict=True) if step.sampling]
-            last = self._tensor(sampled, torch.int64)
-            logits = self.model.compute_logits(hidden[last])
+            if len(sampled) < len(hidden):
+                last = hidden[self._tensor(sampled, torch.int64)]
+            else:  # every sequence has one new token, so nothing need be copied
+                last = hidden
+            logits = self.model.compute_logits(last)
             chosen = self._sampler(logits, requests)
             return self._with_prompt_logprobs(hidden, steps, chosen)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ def sample(logits: Tensor, requests: Sequence[SamplingRequest]) -> list[int]:
     """Return a token for each row of *logits*; arguments and errors are those of a sampler."""
     scores = adjusted(logits, requests)
     best = scores.float().argmax(dim=-1, keepdim=True)  # on the CPU, faster than in 16 bits
-    _check_finite(scores.gather(-1, best))  # a NaN counts as the maximum
+    _check_finite(scores.gather(-1, best).flatten().tolist())  # a NaN counts as the maximum
     tokens: list[int] = best.flatten().tolist()
     drawn = [row for row, request in enumerate(requests) if not request.params.is_greedy]
     if drawn:
@@ -93,13 +94,13 @@ def sample(logits: Tensor, requests: Sequence[SamplingRequest]) -> list[int]:
     return tokens
 
 
-def _check_finite(best: Tensor) -> None:
-    finite = best.isfinite().flatten()
-    if not bool(finite.all()):
+def _check_finite(best: Sequence[float]) -> None:
+    rows = [row for row, score in enumerate(best) if not math.isfinite(score)]
+    if rows:
         raise NonFiniteLogitsError(
             "The model's scores are not finite. Try dtype='float32'; if it persists, a weight or a "
             "kernel is wrong; opweave generate --explain shows which kernels ran.",
-            rows=(~finite).nonzero().flatten().tolist(),
+            rows=rows,
         )
 
 
