@@ -441,6 +441,8 @@ def fuzz(module: ModuleType, isas: tuple[str, ...], count: int, seed: int) -> No
         weight = weights_of(weight_dtype, rows * step, width + pad, seed=number)[::step, pad:]
         if weight_dtype != INT8 and draw.random() < 0.1:
             weight[draw.randrange(rows), draw.randrange(width)] = torch.nan
+        if draw.random() < 0.2:
+            weight = at_large_page(weight)
         kind = draw.choice(["tensor", "number", "rows", "column"])
         scale = None if weight_dtype == dtype else scale_of(kind, rows)
         bias = random(rows, dtype=dtype, seed=seed - number) if draw.random() < 0.5 else None
