@@ -33,7 +33,7 @@ class Relocation:
 
     def put_anew(self, value: object) -> None:
         """Give those tensors in *value* new memory whose memory was not put anywhere yet."""
-        for tensor in tensors_in(value):
+        for tensor in nested_tensors(value):
             key = compat.storage_key(tensor)
             if key not in self._places:
                 size = tensor.untyped_storage().nbytes()
@@ -61,7 +61,7 @@ def are_movable(values: Sequence[object], inputs: Sequence[object]) -> bool:
 
     It can move ordinary fake tensors. Sizes that only running the graph tells are each copy's own.
     """
-    tensors = [tensor for value in values for tensor in tensors_in(value)]
+    tensors = [tensor for value in values for tensor in nested_tensors(value)]
     new = compat.data_dependent(values) - compat.data_dependent(inputs)
     return not new and all(map(compat.is_plain_fake, tensors))
 
@@ -83,7 +83,7 @@ def expressions(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(map(_expression, (*tensor.shape, *tensor.stride())))
 
 
-def tensors_in(value: object) -> Iterable[Tensor]:
+def nested_tensors(value: object) -> Iterable[Tensor]:
     """Return the tensors in *value*, however deep."""
     if isinstance(value, Tensor):
         return (value,)

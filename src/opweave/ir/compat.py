@@ -70,10 +70,14 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 share_storage: Callable[[torch.Tensor, torch.Tensor], bool] = cast("Any", torch._C)._is_alias_of
 
 
+def has_onednn() -> bool:
+    """Whether torch is built with oneDNN."""
+    return bool(cast("Any", torch.backends.mkldnn).is_available())
+
+
 def multiplies_float16() -> bool:
     """Whether torch multiplies float16 matrices on this CPU without widening them."""
-    has_onednn: bool = cast("Any", torch.backends.mkldnn).is_available()
-    return has_onednn and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: str) -> torch.Tensor:

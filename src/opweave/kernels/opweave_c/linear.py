@@ -38,10 +38,7 @@ _MOST_TOKENS_W8 = {
 }
 # torch brings oneDNN, too, but takes it for 16 bits only. In float32 it was faster than MKL, which
 # torch takes: by 4 % to 30 %, from 33 tokens to 512, the more the larger the weight.
-_HAS_ONEDNN = (
-    torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    and "avx512" in STATUS.isa_levels
-)
+_HAS_ONEDNN = compat.has_onednn() and "avx512" in STATUS.isa_levels
 
 _WEIGHT = (
     rules.cpu("weight", "bias") & rules.ndim("weight", 2) & rules.unit_stride("weight", "bias")
