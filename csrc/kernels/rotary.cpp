@@ -198,9 +198,10 @@ class NormalisedHeads {
   // rotated.
   template <class W>
   void run_usual(const RowCursor& token, W weight, const Angles<T>& angles) const {
+    if (heads_.count == 0) return;
     const char* first = token.in(static_cast<const char*>(heads_.x), 1);
     const char* last = first + (heads_.count - 1) * heads_.x_stride;
-    float next = heads_.count > 0 ? scale_of(reinterpret_cast<const T*>(first)) : 0.0f;
+    float next = scale_of(reinterpret_cast<const T*>(first));
     for_each_head<T>(heads_, token, [&](T* out, const T* x) {
       const Vec scale = splat(next);
       const char* head = reinterpret_cast<const char*>(x);
