@@ -34,6 +34,7 @@ CHECKED = {
     "FORWARD_AD",
     "has_tangent",
     "share_storage",
+    "has_onednn",
     "multiplies_float16",
     "is_taken_in_torch_ops",
     "parse_schema",
@@ -234,6 +235,10 @@ def test_onednn_linear() -> None:
     for given in (bias, None):
         wanted = torch.nn.functional.linear(x, weight, given)
         torch.testing.assert_close(compat.onednn_linear(x, weight, given), wanted)
+
+
+def test_has_onednn() -> None:
+    assert compat.has_onednn() == ("USE_MKLDNN=ON" in torch.__config__.show())
 
 
 def test_multiplies_float16() -> None:
