@@ -30,8 +30,9 @@ def all_native() -> dict[str, str]:
 def amounts(few: int, many: int, parts: int = 4) -> list[Any]:
     """How many random programs a test draws: a few, or many in parts that take a minute or two."""
     share = many // parts
+    marks = pytest.mark.slow, pytest.mark.timeout(1800)  # on a busy machine
     slow = [
-        pytest.param(share, marks=pytest.mark.slow, id=f"{share} of {many}, part {part}")
+        pytest.param(share, marks=marks, id=f"{share} of {many}, part {part}")
         for part in range(parts)
     ]
     return [few, *slow]
