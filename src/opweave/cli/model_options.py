@@ -13,7 +13,6 @@ from opweave.config import EngineConfig, ParallelConfig
 if TYPE_CHECKING:
     from opweave.engine import SamplingParams
 
-
 T = TypeVar("T")
 
 

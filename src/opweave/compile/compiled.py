@@ -240,8 +240,7 @@ def prepare_ops(graph_module: GraphModule) -> None:
 
     Dynamo guards on the function that a call of an op is, which the first one would replace.
     """
-    modules = all_graphs(graph_module)
-    for op in {call.op for module in modules for call in ir_calls(module.graph)}:
+    for op in {call.op for each in all_graphs(graph_module) for call in ir_calls(each.graph)}:
         for path in op.own_paths():
             op.ensure_prepared(path)
 

@@ -21,7 +21,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
     It is on the CPU of a Linux system, from 2 MiB on. The system gives huge pages if
     ``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise`` or ``always``, and there are
-    some left; else ordinary ones.
+    some left; else ordinary ones. It begins where a page of 2 MiB does, by which kernels know it.
     """
     size = math.prod(shape) * dtype.itemsize
     if not _gains(size, device):

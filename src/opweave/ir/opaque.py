@@ -13,7 +13,6 @@ from opweave.ir.selection import needs_gradient
 
 Function = Callable[..., Any]
 
-
 _libraries: list[Library] = []  # torch forgets the ops of a library that nobody has
 
 
