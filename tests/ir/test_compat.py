@@ -36,6 +36,7 @@ CHECKED = {
     "share_storage",
     "has_onednn",
     "multiplies_float16",
+    "has_amx",
     "is_taken_in_torch_ops",
     "parse_schema",
     "all_gather",
@@ -248,6 +249,12 @@ def test_multiplies_float16() -> None:
         assert compat.multiplies_float16()
     elif flags:
         assert not compat.multiplies_float16()
+
+
+def test_has_amx() -> None:
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if flags:
+        assert compat.has_amx() == ("amx_tile" in flags and compat.has_onednn())
 
 
 def test_register_fake() -> None:

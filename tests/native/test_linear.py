@@ -264,6 +264,18 @@ def test_onednn_is_used_if_the_user_lets_torch_use_it(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [31, 32, 33, 34, 64, 1000])
+def test_a_tokens_nan_stays_its_own(columns: int, dtype: torch.dtype) -> None:
+    """torch's product of bfloat16 lets it into the token before on CPUs with AMX."""
+    x, weight = random(40, columns, dtype=dtype), weights_of(dtype, 17, columns)
+    for size in (2, 8, 40):
+        some = x[:size].clone()
+        some[1] = torch.nan
+        got = linear.using("opweave_c!")(some, weight)
+        assert got.isnan().any(dim=-1).nonzero().tolist() == [[1]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 4, 6])
 def test_nan_and_inf(module: ModuleType, isa: str, tokens: int, dtype: torch.dtype) -> None:
     for weight_dtype in (dtype, *W8):
@@ -423,6 +435,12 @@ def test_fake_tensors(module: ModuleType) -> None:
 # Anything
 
 
+def rounding_of_sums(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """How far off float32 may be where large products cancel out: two units of their sum."""
+    sums = oracle(x.double().abs(), weight.float().double().abs(), scale, None)
+    return 2 * torch.finfo(torch.float32).eps * sums
+
+
 def fuzz(module: ModuleType, isas: tuple[str, ...], count: int, seed: int) -> None:
     draw = stdlib_random.Random(seed)
     for number in range(count):
@@ -447,7 +465,8 @@ def fuzz(module: ModuleType, isas: tuple[str, ...], count: int, seed: int) -> No
         scale = None if weight_dtype == dtype else scale_of(kind, rows)
         bias = random(rows, dtype=dtype, seed=seed - number) if draw.random() < 0.5 else None
         got, wanted = (f(x, weight, scale, bias) for f in (provided, oracle))
-        near(got, wanted)
+        slack = rounding_of_sums(x, weight, scale)
+        near(torch.where((got.double() - wanted.double()).abs() <= slack, wanted, got), wanted)
         assert got.is_contiguous()
 
 

@@ -80,6 +80,11 @@ def multiplies_float16() -> bool:
     return has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
+def has_amx() -> bool:
+    """Whether this CPU multiplies tiles of bfloat16 (Intel's AMX), which oneDNN uses."""
+    return has_onednn() and bool(cast("Any", torch.cpu)._is_amx_tile_supported())
+
+
 def all_reduce_sum(tensor: torch.Tensor, group: str) -> torch.Tensor:
     """Sum *tensor* over the ranks of the process group called *group*, functionally."""
     collectives: Any = torch.ops._c10d_functional

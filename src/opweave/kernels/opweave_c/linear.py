@@ -27,13 +27,17 @@ _linear_w8a16 = native_op("linear_w8a16")
 # another order, no implementation here is batch-invariant, though the kernels are. torch computes
 # in 16 bits only where the CPU does: elsewhere it widens the weights on every call.
 _BFLOAT16 = "avx512bf16" in STATUS.isa_levels
+_AMX, _TILE = compat.has_amx(), 32  # a tile has so many columns of bfloat16
 _MOST_TOKENS = {
     torch.float32: 32,
-    torch.bfloat16: 16 if _BFLOAT16 else None,
-    torch.float16: 8 if compat.multiplies_float16() else None,
+    torch.bfloat16: 6 if _AMX else 16 if _BFLOAT16 else None,
+    torch.float16: 16 if compat.multiplies_float16() else None,
 }
 _MOST_TOKENS_W8 = {
-    torch.int8: {torch.float32: 256, torch.bfloat16: 32 if _BFLOAT16 else 512},
+    torch.int8: {
+        torch.float32: 256,
+        torch.bfloat16: 128 if _AMX else 32 if _BFLOAT16 else 512,
+    },
     torch.float8_e4m3fn: {torch.float32: 512, torch.bfloat16: 512},
 }
 # torch brings oneDNN, too, but takes it for 16 bits only. In float32 it was faster than MKL, which
@@ -74,11 +78,20 @@ def _fits_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply the rows of *x* by *weight*."""
     most = _MOST_TOKENS[x.dtype]
-    if most is not None and not _is_known(x.numel() <= most * x.shape[-1]):
+    if most is not None and not _is_known(x.numel() <= most * x.shape[-1]) and _has_whole_tiles(x):
         return _torchs_linear(x, weight, bias)
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
     _linear(out, x, weight, bias)
     return out
+
+
+def _has_whole_tiles(x: Tensor) -> bool:
+    """Whether torch keeps the rows of *x* apart: with AMX, oneDNN multiplies whole tiles.
+
+    Where a tile is wider than a row, it multiplies what follows in memory by zero; often that is
+    the next token, whose NaN or infinity then makes this one NaN.
+    """
+    return not (_AMX and x.dtype is torch.bfloat16) or _is_known(x.shape[-1] % _TILE == 0)
 
 
 def _torchs_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
