@@ -3,6 +3,11 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(OPWEAVE_HAVE_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "kernels/kernels.h"
 
 extern "C" {
@@ -10,6 +15,7 @@ extern const OpweaveKernels opweave_all_kernels_base;
 extern const OpweaveKernels opweave_all_kernels_avx2;
 extern const OpweaveKernels opweave_all_kernels_avx512;
 extern const OpweaveKernels opweave_all_kernels_avx512bf16;
+extern const OpweaveKernels opweave_all_kernels_amx;
 }
 
 namespace {
@@ -34,9 +40,26 @@ bool cpu_has_avx512bf16() {
          __builtin_cpu_supports("avx512vbmi") != 0;
 }
 #endif
+#if defined(OPWEAVE_HAVE_AMX)
+// A process has to ask Linux for the tiles' data, once; the answer holds for all of its threads.
+bool may_use_tiles() {
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // of the processor's state components
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+}
+
+bool cpu_has_amx() {
+  return cpu_has_avx512bf16() && __builtin_cpu_supports("amx-tile") != 0 &&
+         __builtin_cpu_supports("amx-bf16") != 0 && may_use_tiles();
+}
+#endif
 
 // Best first.
 const Isa kIsas[] = {
+#if defined(OPWEAVE_HAVE_AMX)
+    {opweave_all_kernels_amx, cpu_has_amx},
+#endif
 #if defined(OPWEAVE_HAVE_AVX512BF16)
     {opweave_all_kernels_avx512bf16, cpu_has_avx512bf16},
 #endif

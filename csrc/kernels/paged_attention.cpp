@@ -6,24 +6,18 @@
 // query and keys only: not on other rows, on the batch, on threads, or on how a prompt is cut.
 //
 // Blocks are the outer loop and kv heads the inner one, which walks memory in order.
-#include "kernels/paged_attention.h"
-
-#include "kernels/quant_row.h"
+#include "kernels/paged_part.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
 #include "kernels/vec_dot.h"
 #include "kernels/vec_math.h"
 #include "kernels/vec_reduce.h"
 
+#if defined(__AMX_BF16__)
+#include "kernels/paged_tiles.h"
+#endif
+
 namespace {
-
-constexpr int64_t kTile = 64;  // keys per step of the online softmax
-constexpr int64_t kStep = OPWEAVE_PAGED_STEP;
-constexpr int64_t kCacheLine = 64;
-
-inline int64_t padded(int64_t size) { return (size + kStep - 1) / kStep * kStep; }
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Positions of a tile.
 struct Span {
@@ -32,15 +26,6 @@ struct Span {
 
   bool is_empty() const { return begin >= end; }
   bool operator==(const Span& other) const { return begin == other.begin && end == other.end; }
-};
-
-// Keys and values of one kv head at the positions of a tile.
-template <class K, class V>
-struct Tile {
-  const K* keys;
-  const V* values;
-  const char* next_keys;  // what to fetch into the cache meanwhile, or null
-  const char* next_values;
 };
 
 // The products of R queries and kLanes / R keys: lane r * (kLanes / R) + k.
@@ -111,23 +96,13 @@ constexpr int value_vectors() {
   return kLanes == 16 ? (R == 4 ? 4 : 8) : 8 / R;
 }
 
-inline void prefetch(const char* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(from + i, 0, 2);
-}
-
 template <class T>
-class Part {
+class Part : PagedPart<T> {
  public:
   Part(const OpweavePagedAttention& call, const OpweavePagedPart& part, float* scratch)
-      : call_(call),
-        part_(part),
+      : PagedPart<T>(call, part),
         query_stride_(padded(call.head_size)),
-        output_stride_(padded(call.value_size)),
-        rows_per_head_(part.tokens * call.group),
-        first_query_(call.cu_seqlens_q[part.sequence] + part.first_token),
-        length_(call.seq_lens[part.sequence]) {
-    const int64_t queries = call.cu_seqlens_q[part.sequence + 1] - call.cu_seqlens_q[part.sequence];
-    first_position_ = length_ - queries + part.first_token;
+        output_stride_(padded(call.value_size)) {
     const int64_t rows = part.heads * rows_per_head_;
     queries_ = scratch;
     outputs_ = queries_ + rows * query_stride_;
@@ -145,52 +120,26 @@ class Part {
 
   void run() {
     load_queries();
-    const int64_t begin = first_visible(0);
-    const int64_t end = most(end_visible(part_.tokens - 1), 0);
-    const int64_t last_block = (end + call_.block_size - 1) / call_.block_size;
-    for (int64_t block = begin / call_.block_size; block < last_block; ++block) {
-      for (int64_t head = 0; head < part_.heads; ++head) {
-        const int64_t next = head + 1 < part_.heads ? block : block + 1;
-        visit(block, head, next < last_block ? next : -1, (head + 1) % part_.heads);
-      }
-    }
-    store_outputs();
+    this->for_each_tile([this](int64_t head, int64_t base, int64_t count, const Tile<T, T>& tile) {
+      visit_tile(head, base, count, tile);
+    });
+    this->for_each_row(rows_per_head_, [this](int64_t row, int64_t token, int64_t head) {
+      this->store_output(token, head, outputs_ + row * output_stride_, totals_[row]);
+    });
   }
 
  private:
   using Query = typename Dot<T>::Query;
+  using PagedPart<T>::call_;
+  using PagedPart<T>::rows_per_head_;
 
   Query* query(int64_t row) const {
     return reinterpret_cast<Query*>(queries_ + row * query_stride_);
   }
 
-  // The positions that a token sees are first_visible() to end_visible(), which may be negative.
-  int64_t first_visible(int64_t token) const {
-    return call_.window == 0 ? 0 : most(first_position_ + token - call_.window + 1, 0);
-  }
-
-  int64_t end_visible(int64_t token) const {
-    return call_.is_causal ? first_position_ + token + 1 : length_;
-  }
-
-  // Calls visit(row, token, query head) for every row, in order.
-  template <class Visit>
-  void for_each_row(Visit visit) const {
-    int64_t row = 0;
-    for (int64_t head = 0; head < part_.heads; ++head) {
-      for (int64_t token = 0; token < part_.tokens; ++token) {
-        for (int64_t g = 0; g < call_.group; ++g, ++row) {
-          visit(row, first_query_ + token, (part_.first_head + head) * call_.group + g);
-        }
-      }
-    }
-  }
-
   void load_queries() {
-    const T* base = static_cast<const T*>(call_.query);
-    for_each_row([&](int64_t row, int64_t token, int64_t head) {
-      const T* x = base + token * call_.query_token_stride + head * call_.query_head_stride;
-      Dot<T>::keep(query(row), x, call_.head_size);
+    this->for_each_row(rows_per_head_, [&](int64_t row, int64_t token, int64_t head) {
+      Dot<T>::keep(query(row), this->query_of(token, head), call_.head_size);
       float* output = outputs_ + row * output_stride_;
       for (int64_t d = 0; d < output_stride_; d += kLanes) {
         Lanes<float>::store(output + d, splat(0), Full{});
@@ -198,64 +147,6 @@ class Part {
       largest_[row] = -__builtin_inff();
       totals_[row] = 0;
     });
-  }
-
-  void store_outputs() const {
-    const int64_t heads = call_.kv_heads * call_.group;
-    for_each_row([&](int64_t row, int64_t token, int64_t head) {
-      const int64_t first = (token * heads + head) * call_.value_size;
-      const float* output = outputs_ + row * output_stride_;
-      // A query without keys gives zeros.
-      const Vec factor = splat(totals_[row] == 0 ? 0.0f : 1.0f / totals_[row]);
-      const auto value = [=](int64_t d, auto) {
-        return mul(Lanes<float>::load(output + d, Full{}), factor);
-      };
-      if (call_.out_scale == nullptr) {
-        T* out = static_cast<T*>(call_.out) + first;
-        for_each_vec(call_.value_size, [=](int64_t d, auto part) {
-          Lanes<T>::store(out + d, value(d, part), part);
-        });
-      } else {  // what is quantised is the result as it would have been stored
-        uint8_t* out = static_cast<uint8_t*>(call_.out) + first;
-        quantise<Fp8>(out, call_.value_size, *call_.out_scale,
-                      [=](int64_t d, auto part) { return Lanes<T>::round(value(d, part)); });
-      }
-    });
-  }
-
-  const T* block_of(const void* cache, int64_t stride, int64_t size, int64_t block,
-                    int64_t head) const {
-    const int32_t* table = call_.block_tables + part_.sequence * call_.block_table_stride;
-    return static_cast<const T*>(cache) + table[block] * stride +
-           (part_.first_head + head) * call_.block_size * size;
-  }
-
-  const T* keys_of(int64_t block, int64_t head) const {
-    return block_of(call_.key_cache, call_.key_block_stride, call_.head_size, block, head);
-  }
-
-  const T* values_of(int64_t block, int64_t head) const {
-    return block_of(call_.value_cache, call_.value_block_stride, call_.value_size, block, head);
-  }
-
-  // One kv head of one block; next_block and next_head are what comes after it.
-  void visit(int64_t block, int64_t head, int64_t next_block, int64_t next_head) {
-    Tile<T, T> tile{keys_of(block, head), values_of(block, head), nullptr, nullptr};
-    if (next_block >= 0) {
-      tile.next_keys = reinterpret_cast<const char*>(keys_of(next_block, next_head));
-      tile.next_values = reinterpret_cast<const char*>(values_of(next_block, next_head));
-    }
-    const int64_t begin = block * call_.block_size;
-    const int64_t end = least(begin + call_.block_size, length_);
-    for (int64_t base = begin; base < end; base += kTile) {
-      visit_tile(head, base, least(end - base, kTile), tile);
-      tile.keys += kTile * call_.head_size;
-      tile.values += kTile * call_.value_size;
-      if (tile.next_keys != nullptr) {
-        tile.next_keys += kTile * call_.head_size * static_cast<int64_t>(sizeof(T));
-        tile.next_values += kTile * call_.value_size * static_cast<int64_t>(sizeof(T));
-      }
-    }
   }
 
   void visit_tile(int64_t head, int64_t base, int64_t count, const Tile<T, T>& tile) {
@@ -300,8 +191,8 @@ class Part {
   // The positions of the tile that a row sees.
   Span visible(int64_t row, int64_t base, int64_t count) const {
     const int64_t token = row / call_.group;
-    const int64_t begin = most(first_visible(token) - base, 0);
-    return {begin, most(least(end_visible(token) - base, count), 0)};
+    const int64_t begin = most(this->first_visible(token) - base, 0);
+    return {begin, most(least(this->end_visible(token) - base, count), 0)};
   }
 
   // R rows of one head, from `row` on. Rows that see different positions are taken apart, so that a
@@ -387,14 +278,8 @@ class Part {
     totals_[row] += sum(total);
   }
 
-  const OpweavePagedAttention& call_;
-  const OpweavePagedPart& part_;
   int64_t query_stride_;
   int64_t output_stride_;
-  int64_t rows_per_head_;
-  int64_t first_query_;     // in the batch
-  int64_t first_position_;  // in the sequence
-  int64_t length_;
   float* queries_;
   float* outputs_;
   float* wide_keys_;
@@ -404,11 +289,17 @@ class Part {
 };
 
 void run(const OpweavePagedAttention* call, const OpweavePagedPart* part, float* scratch) {
+#if defined(__AMX_BF16__)
+  if (TiledPart::fits(*call)) return TiledPart(*call, *part, scratch).run();
+#endif
   with_storage(call->dtype,
                [=](auto storage) { Part<decltype(storage)>(*call, *part, scratch).run(); });
 }
 
 int64_t scratch_size(const OpweavePagedAttention* call, int64_t tokens, int64_t heads) {
+#if defined(__AMX_BF16__)
+  if (TiledPart::fits(*call)) return TiledPart::scratch_size(*call, tokens, heads);
+#endif
   return Part<float>::scratch_size(*call, tokens, heads);
 }
 

@@ -15,6 +15,8 @@ from opweave.ir import IrOp
 Door = Callable[..., None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DOORS = ("torch_ops", "direct")
+FLUSHING = ("amx", "avx512bf16")
+"""Instruction sets whose rounding to bfloat16 makes denormals zero."""
 
 
 def door(module: ModuleType, name: str, op: str) -> Door:

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from .oracle import FLUSHING
+
 MAX_POSITION = 64
 
 
@@ -44,7 +46,7 @@ def assert_near(got: Tensor, exact: Tensor) -> None:
 
 
 def assert_same(got: Tensor, wanted: Tensor, isa: str) -> None:
-    if isa == "avx512bf16" and got.dtype == torch.bfloat16:
+    if isa in FLUSHING and got.dtype == torch.bfloat16:
         # It flushes denormals.
         torch.testing.assert_close(got, wanted, atol=2e-38, rtol=0, equal_nan=True)
     else:

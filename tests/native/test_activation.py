@@ -14,7 +14,7 @@ from opweave import ir
 from opweave.kernels.opweave_c import activation, pointwise
 
 from .activation_cases import CASES, GATED, IDS, POINTWISE, Case, native_share
-from .oracle import DOORS, DTYPES, assert_op_close, door, random, with_extremes
+from .oracle import DOORS, DTYPES, FLUSHING, assert_op_close, door, random, with_extremes
 
 SHAPES = [(1, 64), (7, 769), (3, 5, 51), (33,), (0, 32), (4, 0), (3, 1), (2, 3, 2, 17), (1, 1)]
 # torch warns of a standard deviation of no elements.
@@ -79,7 +79,7 @@ def test_every_16_bit_value(module: ModuleType, isa: str, case: Case, dtype: tor
     codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     x = codes.view(dtype).view(256, 256)
     got, wanted = provided(case, x), native(case, x)
-    if isa == "avx512bf16" and dtype == torch.bfloat16:  # flushes denormals
+    if isa in FLUSHING and dtype == torch.bfloat16:  # flushes denormals
         normal = x.isnan() | (x.abs() >= 1e-30)
         got, wanted = got[normal], wanted[normal]
     assert_op_close(case.op, got, wanted)
@@ -97,7 +97,7 @@ def test_every_16_bit_gate(module: ModuleType, isa: str, case: Case, dtype: torc
     if case.name == "gelu_and_mul_sparse":  # statistics of numbers that are all finite and near
         x = x[(x.abs() <= 100).all(-1)]
     got, wanted = provided(case, x), native(case, x)
-    if isa == "avx512bf16" and dtype == torch.bfloat16:
+    if isa in FLUSHING and dtype == torch.bfloat16:
         normal = wanted.isnan() | (wanted.abs() >= 1e-30)
         got, wanted = got[normal], wanted[normal]
     assert_op_close(case.op, got, wanted, share=0 if case.name == "gelu_and_mul_sparse" else 0.9)

@@ -82,7 +82,9 @@ def test_the_definition(module: ModuleType, isa: str, dtype: torch.dtype) -> Non
         module.attention_quant(out, *arguments(c))
         near_zero = (wanted.float().abs() < 1) & ((out.float() - wanted.float()).abs() < 0.1)
         differing = torch.where(near_zero, wanted.float(), out.float()).to(FP8)
-        assert share_of_neighbours(differing, wanted) <= 0.02
+        # Tiles multiply weights that are rounded to bfloat16: a few more codes are the next one.
+        most = 0.03 if isa == "amx" and dtype == torch.bfloat16 else 0.02
+        assert share_of_neighbours(differing, wanted) <= most
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

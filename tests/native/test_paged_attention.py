@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -158,9 +159,10 @@ def test_threads_share_long_batches(module: ModuleType) -> None:
         torch.set_num_threads(threads)
 
 
-def test_an_unseen_key_reaches_no_query(module: ModuleType, isa: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_unseen_key_reaches_no_query(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
     for heads in ((4, 4), (4, 2), (4, 1)):
-        c = case([(12, 40)], heads=heads, window=20)
+        c = case([(12, 40)], heads=heads, window=20, dtype=dtype)
         clean = check(module.paged_attention, c)
         block, offset = int(c.tables[0, 2]), 3  # position 35, the eighth query's
         c.key_cache[block, :, offset] = NAN
@@ -170,6 +172,28 @@ def test_an_unseen_key_reaches_no_query(module: ModuleType, isa: str) -> None:
         module.paged_attention(out, *c.arguments())
         assert torch.equal(out[:7], clean[:7])
         assert out[7:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_infinite_values_reach_those_that_see_them(
+    module: ModuleType, isa: str, dtype: torch.dtype
+) -> None:
+    c = case([(12, 40)], heads=(4, 2), window=20, dtype=dtype)
+    clean = check(module.paged_attention, c)
+    block = int(c.tables[0, 2])
+    for column, bad in ((3, math.inf), (40, -math.inf)):
+        c.value_cache[block, 1, 3, column] = bad  # position 35, the eighth query's
+        out = c.out()
+        module.paged_attention(out, *c.arguments())
+        assert (out[7:, 2:, column] == bad).all()
+        others = [i for i in range(64) if i not in (3, 40)]
+        torch.testing.assert_close(out[..., others], clean[..., others], atol=1e-2, rtol=1.6e-2)
+        assert torch.equal(out[:7], clean[:7])
+        assert torch.equal(out[:, :2], clean[:, :2])
+    c.value_cache[block, 1, 3, 40] = math.inf
+    c.value_cache[block, 1, 4, 40] = -math.inf  # infinities of both signs are NaN
+    module.paged_attention(out, *c.arguments())
+    assert out[8:, 2:, 40].isnan().all()
 
 
 def test_extreme_scores(module: ModuleType, isa: str) -> None:
@@ -329,15 +353,19 @@ def fuzz(module: ModuleType, isas: tuple[str, ...], cases: int, seed: int) -> No
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
 
+    def size() -> int:
+        return 32 * draw(1, 4) if draw(0, 3) else draw(1, 70)  # whole tiles, or any
+
     try:
         for number in range(cases):
             module._select_isa(isas[draw(0, len(isas) - 1)])
-            sequences = [(draw(0, 12), draw(0, 50)) for _ in range(draw(0, 3))]
+            most = 200 if draw(0, 9) == 0 else 50  # more than a tile of keys, or fewer
+            sequences = [(draw(0, most // 4), draw(0, most)) for _ in range(draw(0, 3))]
             kv_heads, causal = draw(1, 3), draw(0, 3) > 0
             c = case(
                 sequences,
                 heads=(kv_heads * draw(1, 5), kv_heads),
-                sizes=(draw(1, 70), draw(1, 70)),
+                sizes=(size(), size()),
                 block_size=16 * draw(1, 3),
                 dtype=DTYPES[draw(0, 2)],
                 extra=draw(0, 1),

@@ -96,8 +96,8 @@ VARIABLES = (
         "OPWEAVE_ISA",
         "string",
         "",
-        "The instruction set of the C++ kernels: `base`, `avx2`, `avx512` or `avx512bf16`; by "
-        "default the best that the processor has.",
+        "The instruction set of the C++ kernels: `base`, `avx2`, `avx512`, `avx512bf16` or "
+        "`amx`; by default the best that the processor has.",
     ),
     Variable(
         "OPWEAVE_LOGGING_LEVEL",

@@ -1,0 +1,101 @@
+// Tiles of the matrix unit (Intel AMX): registers of sixteen rows of 64 bytes, whose product adds up
+// pairs of bfloat16 in float32:
+//
+//   TileShapes    while it lives, all tiles of the thread are whole
+//   transpose     16 rows of 16 numbers of 32 bits
+//   split, join_columns  the order of the columns that unpacking two rows into pairs gives
+#pragma once
+
+#include "kernels/vec.h"
+
+namespace {
+
+// The shape of tiles that a thread has is the library's that set it last: it is put back.
+class TileShapes {
+ public:
+  TileShapes() {
+    _tile_storeconfig(before_);
+    _tile_loadconfig(&kShapes);
+  }
+  ~TileShapes() { _tile_loadconfig(before_); }
+  TileShapes(const TileShapes&) = delete;
+  TileShapes& operator=(const TileShapes&) = delete;
+
+ private:
+  struct Shapes {
+    uint8_t palette;
+    uint8_t start_row;
+    uint8_t reserved[14];
+    uint16_t bytes_per_row[16];
+    uint8_t rows[16];
+  };
+  alignas(64) static constexpr Shapes kShapes = {
+      1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+  alignas(64) uint8_t before_[64];
+};
+
+// The instructions that load tiles do not tell the compiler that they read memory.
+inline void finish_stores() { __asm__ volatile("" ::: "memory"); }
+
+inline void transpose(__m512i (&rows)[16]) {
+  __m512i pairs[16];
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  __m512i quads[16];  // in quarter l of quads[i + j]: column 4 * l + j of rows i to i + 3
+  for (int i = 0; i < 16; i += 4) {
+    quads[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+    quads[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+    quads[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+    quads[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+  }
+  for (int j = 0; j < 4; ++j) {
+    const __m512i even_low = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0x88);
+    const __m512i even_high = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0x88);
+    const __m512i odd_low = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0xdd);
+    const __m512i odd_high = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0xdd);
+    rows[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+    rows[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+    rows[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
+    rows[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
+  }
+}
+
+// Of 32 columns, two rows in pairs are two vectors: `low` has columns 0 to 3, 8 to 11, 16 to 19 and
+// 24 to 27, `high` has the others. Outputs are summed up in this order.
+struct Columns {
+  Vec low;
+  Vec high;
+};
+
+inline Columns split(Vec first, Vec second) {
+  return {_mm512_shuffle_f32x4(first, second, 0x88), _mm512_shuffle_f32x4(first, second, 0xdd)};
+}
+
+inline void join_columns(float* row, int64_t size) {
+  const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+  const __m512i second = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+  for (int64_t d = 0; d < size; d += 32) {
+    const __m512d low = _mm512_castps_pd(Lanes<float>::load(row + d, Full{}));
+    const __m512d high = _mm512_castps_pd(Lanes<float>::load(row + d + 16, Full{}));
+    _mm512_storeu_pd(row + d, _mm512_permutex2var_pd(low, first, high));
+    _mm512_storeu_pd(row + d + 16, _mm512_permutex2var_pd(low, second, high));
+  }
+}
+
+inline Vec splat_of(BFloat16 value) {
+  return widen(_mm256_set1_epi16(static_cast<short>(value.bits)), BFloat16{});
+}
+
+// The largest magnitudes of bfloat16, lane by lane, in 15 bits that a zero follows.
+inline __m512i largest_magnitudes(__m512i largest, __m512i values) {
+  return _mm512_max_epu16(largest, _mm512_add_epi16(values, values));
+}
+
+inline bool has_infinity_or_nan(__m512i largest) {
+  return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(static_cast<short>(0xff00))) != 0;
+}
+
+}  // namespace
