@@ -1,4 +1,4 @@
-// Linear maps of few tokens, compiled once per instruction set.
+// Linear maps of few tokens, and the weights of those of many, once per instruction set.
 //
 // With few tokens, reading the weights is the work. Blocks of them, one row per lane, are read once
 // for all tokens. Several blocks are read at once, each of them by a stream of rows that never jumps:
@@ -335,9 +335,40 @@ void linear_rows(int64_t begin, int64_t end, void* erased) {
   });
 }
 
+// Rounds as the definition does: weights are exact in float32, their products with scales are not.
+template <class W>
+void widen_weights(int64_t begin, int64_t end, const OpweaveWidenRows& call) {
+  constexpr int64_t kTwo = 2 * kLanes;
+  for (int64_t r = begin; r < end; ++r) {
+    const W* from = static_cast<const W*>(call.weight) + r * call.weight_stride;
+    float* to = call.out + r * call.width;
+    const Vec scale = splat(call.scale[r * call.scale_stride]);
+    const auto store = [=](int64_t i, Vec weights, auto part) {
+      Lanes<float>::store(to + i, mul(mul(weights, splat(kUnit<W>)), scale), part);
+    };
+    const int64_t whole = call.width / kTwo * kTwo;
+    for (int64_t i = 0; i < whole; i += kTwo) {
+      Vec weights[2];
+      load_two(weights, from + i);
+      store(i, weights[0], Full{});
+      store(i + kLanes, weights[1], Full{});
+    }
+    for_each_vec(call.width - whole, [=](int64_t i, auto part) {
+      store(whole + i, Lanes<W>::load(from + whole + i, part), part);
+    });
+  }
+}
+
+void widen_rows(int64_t begin, int64_t end, void* erased) {
+  const OpweaveWidenRows& call = *static_cast<const OpweaveWidenRows*>(erased);
+  if (call.weight_dtype == OPWEAVE_INT8) return widen_weights<int8_t>(begin, end, call);
+  widen_weights<Float8>(begin, end, call);
+}
+
 }  // namespace
 
 OPWEAVE_KERNEL_TABLE(OpweaveLinearKernels, linear) = {
     run_for_type<KeepRows, OpweaveLinearTokens>,
     linear_rows,
+    widen_rows,
 };

@@ -1,4 +1,4 @@
-// The plain C interface of linear maps of few tokens; see kernels.h for the rules.
+// The plain C interface of linear maps; see kernels.h for the rules.
 #pragma once
 
 #include "core/types.h"
@@ -43,9 +43,21 @@ struct OpweaveLinear {
   enum OpweaveDtype bias_dtype;
 };
 
+// out[r] = weight[r] * scale[r], in float32; out is contiguous, weight_stride is in elements.
+struct OpweaveWidenRows {
+  float* out;
+  const void* weight;
+  const float* scale;
+  int64_t width;
+  int64_t weight_stride;
+  int64_t scale_stride;  // 1, or 0 for one scale for all
+  enum OpweaveDtype weight_dtype;  // of 8 bits
+};
+
 struct OpweaveLinearKernels {
   OpweaveRangeKernel keep;    // call: OpweaveLinearTokens*
   OpweaveRangeKernel linear;  // call: OpweaveLinear*
+  OpweaveRangeKernel widen;   // call: OpweaveWidenRows*
 };
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-// Linear maps of few tokens: argument checks, then the kernels.
+// Linear maps of few tokens, and the weights of those of many: argument checks, then the kernels.
 #include "kernels/linear.h"
 
 #include <algorithm>
@@ -50,6 +50,8 @@ void check_scale(const View& scale, int64_t out_features) {
   }
 }
 
+int64_t scale_stride_of(const View& scale) { return scale.element_count() > 1 ? 1 : 0; }
+
 // A weight counts as this many elements of the loop's work: read alone, it takes as long as the
 // products with four tokens.
 int64_t work_per_weight(int64_t tokens) { return 1 + tokens / 4; }
@@ -87,7 +89,7 @@ void run(const View& out, const View& x, const View& weight, const View* scale, 
   call.out_features = weight.sizes[0];
   call.x_stride = kept.stride;
   call.weight_stride = weight.strides[0];
-  call.scale_stride = scale != nullptr && scale->element_count() > 1 ? 1 : 0;
+  call.scale_stride = scale != nullptr ? scale_stride_of(*scale) : 0;
   call.dtype = x.dtype;
   call.weight_dtype = weight.dtype;
   call.bias_dtype = bias != nullptr ? bias->dtype : x.dtype;
@@ -123,6 +125,29 @@ void linear_w8a16(const View& out, const View& x, const View& weight, const View
   run(out, x, weight, &scale, bias);
 }
 
+// out = weight * scale, in float32; weight is int8 or float8_e4m3fn.
+void widen_rows(const View& out, const View& weight, const View& scale) {
+  check_dtype(out, {OPWEAVE_FLOAT32});
+  check_dtype(weight, {OPWEAVE_INT8, OPWEAVE_FLOAT8_E4M3FN});
+  if (weight.rank != 2) refuse_shape(weight, "[out_features, in_features]");
+  check_unit_stride(weight);
+  check_same_sizes(out, weight);
+  check_contiguous(out);
+  check_scale(scale, weight.sizes[0]);
+  check_disjoint(out, weight);
+  check_disjoint(out, scale);
+  if (out.element_count() == 0) return;
+  OpweaveWidenRows call;
+  call.out = reinterpret_cast<float*>(out.data);
+  call.weight = weight.data;
+  call.scale = reinterpret_cast<const float*>(scale.data);
+  call.width = weight.sizes[1];
+  call.weight_stride = weight.strides[0];
+  call.scale_stride = scale_stride_of(scale);
+  call.weight_dtype = weight.dtype;
+  for_rows(weight.sizes[0], call.width, active_kernels().linear->widen, &call);
+}
+
 }  // namespace
 }  // namespace opweave
 
@@ -131,4 +156,5 @@ OPWEAVE_EXTENSION_MODULE(m) {
   m.def(
       "linear_w8a16(Tensor(a!) out, Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> ()",
       opweave::linear_w8a16);
+  m.def("widen_rows(Tensor(a!) out, Tensor weight, Tensor scale) -> ()", opweave::widen_rows);
 }

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from opweave import ir
 from opweave.ir import IrOp
@@ -66,6 +67,12 @@ def call(module: ModuleType, name: str, out: Tensor, *arguments: Any) -> Tensor:
 def run(module: ModuleType, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     out = torch.full((*x.shape[:-1], weight.shape[0]), 7.0, dtype=x.dtype)
     return call(module, "direct", out, x, weight, scale, None)
+
+
+def widened(module: ModuleType, name: str, weight: Tensor, scale: Tensor) -> Tensor:
+    out = torch.full(weight.shape, 7.0)
+    door(module, name, "widen_rows")(out, weight, scale)
+    return out
 
 
 def provided(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -176,6 +183,84 @@ def test_layouts(module: ModuleType, isa: str, dtype: torch.dtype, layout: str) 
             assert got.stride() == wanted.stride()
 
 
+# Weights of 8 bits, widened for torch
+
+
+@pytest.mark.parametrize("kind", ["tensor", "number", "rows", "column"])
+@pytest.mark.parametrize("dtype", W8, ids=str)
+def test_widened_rows_are_those_of_the_definition(
+    module: ModuleType, isa: str, dtype: torch.dtype, kind: str
+) -> None:
+    """To the bit, with every code in every lane; also where only the product is a usual number."""
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
+    whole = codes.expand(40, 256)[:, :200].contiguous()
+    layouts = [whole[:11, shift : shift + 70 + shift % 5] for shift in range(40)]
+    layouts += [whole, whole[::3, 3:], whole[:1].expand(11, 200), whole[:0], whole[:, :0]]
+    for weight in layouts:
+        scale = scale_of(kind, len(weight))
+        for factor in (1.0, 2e38, 1e-38):
+            wanted = weight.float() * (scale * factor).reshape(-1, 1)
+            for name in DOORS:
+                got = widened(module, name, weight, scale * factor)
+                assert torch.equal(got.isnan(), wanted.isnan())
+                assert torch.equal(
+                    got.nan_to_num(9.0).view(torch.int32), wanted.nan_to_num(9.0).view(torch.int32)
+                )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", W8, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pieces(
+    module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    threads: int,
+    weight_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    """Whole pieces, a last one that is shorter, and one that is longer than the weights."""
+    monkeypatch.setattr(provider, "_PIECE", 70 * 20)
+    monkeypatch.setattr(provider, "_FEWEST_ROWS", 10)
+    whole, before = random(600, 2, 80, dtype=dtype), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows, kind in ((40, "rows"), (47, "column"), (5, "rows"), (1, "rows"), (47, "tensor")):
+            weight, scale = weights_of(weight_dtype, 2 * rows, 75)[::2, 5:], scale_of(kind, rows)
+            for x in (whole[:, 1, :70], whole[:300, :, 10:], whole.transpose(0, 1)[..., :70]):
+                for bias in (None, random(rows, dtype=dtype), random(rows, dtype=torch.float32)):
+                    got = provided(x, weight, scale, bias)
+                    near(got, oracle(x, weight, scale, bias))
+                    assert got.stride() == native(x, weight, scale, bias).stride()
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", W8, ids=str)
+def test_many_tokens_multiply_what_our_kernel_widened(
+    module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    weight_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    calls: list[int] = []
+
+    def counted(out: Tensor, weight: Tensor, scale: Tensor) -> None:
+        calls.append(len(weight))
+        out.copy_(weight.float() * scale.reshape(-1, 1))
+
+    monkeypatch.setattr(provider, "_widen_rows", counted)
+    weight, scale, most = weights_of(weight_dtype, 6, 8), scale_of("rows", 6), limit_of(dtype)
+    for tokens in (1, most, most + 1, 600):
+        provided(random(tokens, 8, dtype=dtype), weight, scale, None)
+    assert calls == [6, 6]
+
+
+def limit_of(dtype: torch.dtype) -> int:
+    most: int = provider._MOST_TOKENS_W8[dtype]
+    return most
+
+
 # Batches
 
 
@@ -218,12 +303,12 @@ def test_bits_do_not_depend_on_where_the_weights_are(
 @pytest.mark.parametrize("weight_dtype", [*DTYPES, *W8], ids=str)
 def test_many_tokens(module: ModuleType, weight_dtype: torch.dtype) -> None:
     """Beyond the limits, torch computes; the result stays what it was."""
-    dtype = weight_dtype if weight_dtype in DTYPES else torch.float32
     weight = weights_of(weight_dtype, 20, 90)
     scale = None if weight_dtype in DTYPES else scale_of("rows", 20)
-    for tokens in (8, 9, 32, 33, 512, 513):
-        x = random(tokens, 90, dtype=dtype)
-        near(provided(x, weight, scale, None), oracle(x, weight, scale, None))
+    for dtype in (weight_dtype,) if weight_dtype in DTYPES else DTYPES:
+        for tokens in (8, 9, 32, 33, 96, 97, 512, 513):
+            x = random(tokens, 90, dtype=dtype)
+            near(provided(x, weight, scale, None), oracle(x, weight, scale, None))
 
 
 def test_layouts_of_many_tokens() -> None:
@@ -334,6 +419,15 @@ def refusals() -> list[tuple[str, tuple[Any, ...], str]]:
         ("linear_w8a16", (out, x, q, torch.ones(2), None), "scale must have shape [1] or [3]"),
         ("linear_w8a16", (out, x, q, torch.ones(1, 3), None), "scale must have shape [1] or [3]"),
         ("linear_w8a16", (out, x, q, out[0], None), "out is written and must not share"),
+        ("widen_rows", (w.half(), q, s), "out must be float32"),
+        ("widen_rows", (w, x, s), "weight must be int8 or float8_e4m3fn"),
+        ("widen_rows", (w, q[0], s), "weight must have shape [out_features, in_features]"),
+        ("widen_rows", (w, q.t(), s), "weight must be contiguous in its last dimension"),
+        ("widen_rows", (x, q, s), "out must have the shape of weight, [3, 8]"),
+        ("widen_rows", (torch.ones(3, 9)[:, :8], q, s), "out must be contiguous"),
+        ("widen_rows", (w, q, torch.ones(2)), "scale must have shape [1] or [3]"),
+        ("widen_rows", (w, w.view(INT8)[:, :8], s), "out is written and must not share"),
+        ("widen_rows", (w, q, w.view(-1)[:3]), "out is written and must not share"),
     ]
 
 
@@ -400,6 +494,7 @@ def test_opcheck(module: ModuleType) -> None:
     ops = torch.ops.opweave_c
     torch.library.opcheck(ops.linear.default, (out, x, w, torch.ones(5)))
     torch.library.opcheck(ops.linear_w8a16.default, (out, x, w.to(INT8), torch.ones(5), None))
+    torch.library.opcheck(ops.widen_rows.default, (w, w.to(INT8), torch.ones(5)))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -430,6 +525,25 @@ def test_fake_tensors(module: ModuleType) -> None:
         x, w = mode.from_tensor(torch.ones(2, 3, 8)), mode.from_tensor(torch.ones(5, 8))
         assert provider.linear(x, w).shape == (2, 3, 5)
         assert provider.linear_w8a16(x, w.to(FP8), w[:, 0].clone()).shape == (2, 3, 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_graph_of_many_tokens_has_the_definition(module: ModuleType, dtype: torch.dtype) -> None:
+    """The compiler widens the weights while it reads them; pieces would be hidden from it."""
+    x, weight, scale = random(600, 24, dtype=dtype), weights_of(INT8, 6, 24), scale_of("rows", 6)
+    nodes: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nodes.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(provider.linear_w8a16, backend=backend, fullgraph=True, dynamic=False)
+    near(compiled(x, weight, scale), native(x, weight, scale, None))
+    traced = make_fx(lambda x: provider.linear_w8a16(x, weight, scale))(x)
+    nodes.extend(str(node.target) for node in traced.graph.nodes)
+    assert nodes
+    assert not [node for node in nodes if "opweave" in node]
 
 
 # Anything

@@ -1,7 +1,7 @@
 """Linear maps by the native module: of few tokens, whose work is to read the weights.
 
-The scale of weights of 8 bits multiplies the sum of the products, not each weight; so a sum may
-overflow where activations are near float32's largest number.
+The scale of weights of 8 bits then multiplies the sum of the products, not each weight; so a sum
+may overflow where activations are near float32's largest number.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from opweave.kernels.opweave_c.doors import STATUS, implements, native_op
 
 _linear = native_op("linear")
 _linear_w8a16 = native_op("linear_w8a16")
+_widen_rows = native_op("widen_rows")
 
 # From how many tokens on torch's matrix product is faster, as measured; None: it never was. The
 # choice depends on the size of the batch, so it cannot be a predicate's. A graph for any number of
@@ -33,16 +34,19 @@ _MOST_TOKENS = {
     torch.bfloat16: 6 if _AMX else 16 if _BFLOAT16 else None,
     torch.float16: 16 if compat.multiplies_float16() else None,
 }
+# Measured with 512 columns to 4,096, for int8 as for float8; torch multiplies in float32.
 _MOST_TOKENS_W8 = {
-    torch.int8: {
-        torch.float32: 256,
-        torch.bfloat16: 128 if _AMX else 32 if _BFLOAT16 else 512,
-    },
-    torch.float8_e4m3fn: {torch.float32: 512, torch.bfloat16: 512},
+    torch.float32: 96,
+    torch.bfloat16: 48 if _BFLOAT16 else 96,
+    torch.float16: 96,
 }
 # torch brings oneDNN, too, but takes it for 16 bits only. In float32 it was faster than MKL, which
 # torch takes: by 4 % to 30 %, from 33 tokens to 512, the more the larger the weight.
 _HAS_ONEDNN = compat.has_onednn() and "avx512" in STATUS.isa_levels
+
+# Weights of a piece for each thread: 4 MiB of float32, as measured from 2,048 columns to 14,336.
+# With fewer, or fewer rows than 64, torch is slower; with more, they leave the caches.
+_PIECE, _FEWEST_ROWS = 1 << 20, 64
 
 _WEIGHT = (
     rules.cpu("weight", "bias") & rules.ndim("weight", 2) & rules.unit_stride("weight", "bias")
@@ -122,11 +126,39 @@ compat.trace_instead(_torchs_linear, functional.linear)
     traits=(),
 )
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply the rows of *x* by *weight*, which is widened in registers."""
-    most = _MOST_TOKENS_W8[weight.dtype].get(x.dtype)
-    if most is not None and _is_known(x.numel() > most * x.shape[-1]):
-        result: Tensor = op_w8a16.native(x, weight, scale, bias)
-        return result
+    """Multiply the rows of *x* by *weight*; for few of them, it is widened in registers."""
+    if _is_known(x.numel() > _MOST_TOKENS_W8[x.dtype] * x.shape[-1]):
+        return _by_pieces(x, weight, scale, bias)
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
     _linear_w8a16(out, x, weight, scale, bias)
     return out
+
+
+def _by_pieces(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply as the definition does, by rows of *weight* that stay in the caches, widened there.
+
+    A graph has the definition: the compiler widens weights while it reads them.
+    """
+    if compat.dispatch_mode_count():
+        result: Tensor = op_w8a16.native(x, weight, scale, bias)
+        return result
+    rows, columns = weight.shape
+    out = x.new_empty((*x.shape[:-1], rows))
+    tokens = x.reshape(-1, columns).float().contiguous()
+    step = _rows_of_piece(columns)
+    wide = tokens.new_empty((min(step, rows), columns))
+    for start in range(0, rows, step):
+        piece = slice(start, start + step)
+        weights = wide[: rows - start]
+        _widen_rows(weights, weight[piece], scale if scale.numel() == 1 else scale[piece])
+        offsets = None if bias is None else bias[piece].float()
+        out.view(-1, rows)[:, piece] = _torchs_linear(tokens, weights, offsets)
+    return out
+
+
+def _rows_of_piece(columns: int) -> int:
+    weights = _PIECE * torch.get_num_threads()
+    return max(weights // columns // _FEWEST_ROWS, 1) * _FEWEST_ROWS
+
+
+compat.trace_instead(_by_pieces, op_w8a16.native)
