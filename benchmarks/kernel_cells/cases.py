@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,8 @@ class Case:
     what the op reads is never in a cache when a server calls it, whatever the number of tokens:
     weights, or the keys of a sequence. *states* are what is measured: a ``fresh`` output that the
     call allocates, and one that is ``reused``: given by the caller, or the input itself. In place,
-    most ops write what they have read; *moves* says that this one writes elsewhere.
+    most ops write what they have read; *moves* says that this one writes elsewhere. More tokens
+    than *most_in_one_call* take many native calls, so that no output can be given to one.
     """
 
     inputs: Callable[[Shape], Arguments]
@@ -68,6 +70,7 @@ class Case:
     is_floating: bool = True
     moves: bool = False
     states: tuple[str, ...] = ("fresh", "reused")
+    most_in_one_call: float = math.inf
     least_share: float = 0.8
 
 
@@ -241,8 +244,8 @@ CASES: dict[str, list[Case]] = {
     ],
     "linear": [Case(_linear, streams=True)],
     "linear_w8a16": [
-        Case(_linear_w8a16(torch.int8), "int8", streams=True),
-        Case(_linear_w8a16(torch.float8_e4m3fn), "fp8", streams=True),
+        Case(_linear_w8a16(torch.int8), "int8", streams=True, most_in_one_call=96),
+        Case(_linear_w8a16(torch.float8_e4m3fn), "fp8", streams=True, most_in_one_call=96),
     ],
     "advance_step_flashattn": [Case(_step, is_floating=False)],
 }

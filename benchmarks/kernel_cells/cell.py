@@ -46,6 +46,14 @@ class Cell:
         return CASES[self.name][self.index]
 
     @property
+    def is_one_call(self) -> bool:
+        return self.shape.tokens <= self.case.most_in_one_call
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return self.case.states if self.is_one_call else ("fresh",)
+
+    @property
     def family(self) -> tuple[Any, ...]:
         """What shares a compiled function: dynamic tokens, as in a server, but one token alone."""
         shape = self.shape

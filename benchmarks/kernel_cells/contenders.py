@@ -55,7 +55,7 @@ def rejection(cell: Cell, arguments: Arguments) -> str | None:
     if not impl.supported:
         return impl.unsupported_reason
     reason = impl.rejection(cell.op.bind(*arguments))
-    if reason is None and not door_call(cell, arguments)[0]:
+    if reason is None and cell.is_one_call and not door_call(cell, arguments)[0]:
         return "the implementation leaves it to torch"
     return reason
 

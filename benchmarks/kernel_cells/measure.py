@@ -56,7 +56,7 @@ def _measure(
     read, written = cell.case.traffic(inputs, outputs)
     size = math.ceil(COLD_BYTES / max(read, written)) if cell.is_cold else 1
     ring = ring_of(inputs, size)
-    contenders = {state: ours(cell, state, ring) for state in cell.case.states}
+    contenders = {state: ours(cell, state, ring) for state in cell.states}
     contenders["eager"] = Contender(torch_baseline(cell), ring)
     if inductor.reason is None:
         contenders["inductor"] = Contender(inductor.call, ring)
@@ -67,7 +67,7 @@ def _measure(
             measures["update"] = stream.update
     times = interleaved(measures, within(rounds, least=_LEAST_SECONDS, most=_MOST_SECONDS))
     medians = {name: statistics.median(found) for name, found in times.items()}
-    for state in cell.case.states:
+    for state in cell.states:
         row = _row(cell, state, medians, inductor.reason)
         row["spread"] = _spread(times[state])
         if state == "fresh":
@@ -76,7 +76,7 @@ def _measure(
             in_place = state == "reused" and cell.updates
             least = least_microseconds(read, written, medians, in_place=in_place)
             row["limit_share"] = significant(least / row["value"], 3)
-            if state == cell.case.states[-1]:
+            if state == cell.states[-1]:
                 row["least_share"] = cell.case.least_share
         yield row
 
