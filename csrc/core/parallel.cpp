@@ -23,4 +23,11 @@ void for_rows(int64_t rows, int64_t row_elements, OpweaveRangeKernel kernel, voi
   parallel_for(0, rows, grain, kernel, call);
 }
 
+int64_t thread_count() {
+  if (torch_shim().parallel_for == nullptr) return 1;
+  uint32_t threads = 2;
+  if (torch_shim().get_num_threads != nullptr) torch_shim().get_num_threads(&threads);
+  return threads;
+}
+
 }  // namespace opweave

@@ -22,4 +22,7 @@ void for_rows(int64_t rows, int64_t row_elements, const Body& body) {
   for_rows(rows, row_elements, call, const_cast<Body*>(&body));
 }
 
+// How many threads share such a loop; two where torch does not say.
+int64_t thread_count();
+
 }  // namespace opweave

@@ -75,6 +75,7 @@ void bind_functions(Binder& binder, TorchShim* bound) {
   binder.require("torch_delete_list", &bound->delete_list);
   binder.require("aoti_torch_check", &bound->check);
   binder.require("torch_parallel_for", &bound->parallel_for);
+  binder.find("torch_get_num_threads", &bound->get_num_threads);
   binder.find("torch_exception_get_what_without_backtrace", &bound->last_error);
   binder.find("torch_delete_stable_ivalue", &bound->delete_stack_value);
 }

@@ -52,6 +52,8 @@ struct TorchShim {
   int32_t cpu;  // codes of device types
   int32_t cuda;
 
+  TorchError (*get_num_threads)(uint32_t* result);  // null where torch has none
+
   // Since torch 2.13; null before.
   const char* (*last_error)();
   TorchError (*delete_stack_value)(StackValue* value);

@@ -123,8 +123,9 @@ class Part : PagedPart<T> {
     this->for_each_tile([this](int64_t head, int64_t base, int64_t count, const Tile<T, T>& tile) {
       visit_tile(head, base, count, tile);
     });
-    this->for_each_row(rows_per_head_, [this](int64_t row, int64_t token, int64_t head) {
-      this->store_output(token, head, outputs_ + row * output_stride_, totals_[row]);
+    this->for_each_row([this](int64_t part_head, int64_t row, int64_t token, int64_t head) {
+      const int64_t slot = part_head * rows_per_head_ + row;
+      this->store_output(token, head, outputs_ + slot * output_stride_, totals_[slot]);
     });
   }
 
@@ -138,14 +139,15 @@ class Part : PagedPart<T> {
   }
 
   void load_queries() {
-    this->for_each_row(rows_per_head_, [&](int64_t row, int64_t token, int64_t head) {
-      Dot<T>::keep(query(row), this->query_of(token, head), call_.head_size);
-      float* output = outputs_ + row * output_stride_;
+    this->for_each_row([&](int64_t part_head, int64_t row, int64_t token, int64_t head) {
+      const int64_t slot = part_head * rows_per_head_ + row;
+      Dot<T>::keep(query(slot), this->query_of(token, head), call_.head_size);
+      float* output = outputs_ + slot * output_stride_;
       for (int64_t d = 0; d < output_stride_; d += kLanes) {
         Lanes<float>::store(output + d, splat(0), Full{});
       }
-      largest_[row] = -__builtin_inff();
-      totals_[row] = 0;
+      largest_[slot] = -__builtin_inff();
+      totals_[slot] = 0;
     });
   }
 

@@ -52,16 +52,13 @@ class PagedPart {
     return call_.is_causal ? first_position_ + token + 1 : length_;
   }
 
-  // Calls visit(slot, token, query head) for every row, in order. The slots of a kv head begin
-  // `stride` after those of the one before.
+  // Calls visit(kv head of the part, row of that head, token, query head) for every row, in order.
   template <class Visit>
-  void for_each_row(int64_t stride, Visit visit) const {
+  void for_each_row(Visit visit) const {
     for (int64_t head = 0; head < part_.heads; ++head) {
-      int64_t slot = head * stride;
-      for (int64_t token = 0; token < part_.tokens; ++token) {
-        for (int64_t g = 0; g < call_.group; ++g) {
-          visit(slot++, first_query_ + token, (part_.first_head + head) * call_.group + g);
-        }
+      for (int64_t row = 0; row < rows_per_head_; ++row) {
+        visit(head, row, first_query_ + row / call_.group,
+              (part_.first_head + head) * call_.group + row % call_.group);
       }
     }
   }

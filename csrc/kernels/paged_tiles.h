@@ -7,6 +7,9 @@
 // where a pair is two neighbours in 32 bits. The keys are so in the cache. The queries are brought
 // into that order once for a part, the values once for a tile of keys, and the weights, which come
 // out with a query in each lane, for each product. What a query sums up depends on its own row only.
+//
+// Few rows of a kv head, as in decoding, would leave most lanes without a query. Several heads then
+// share the lanes: each fills its own with scores, and the softmax is computed once for all.
 #pragma once
 
 #include "kernels/paged_part.h"
@@ -52,6 +55,7 @@ class Ahead {
 inline void multiply_keys(float* scores, const BFloat16* keys, int64_t size, int64_t count,
                           const BFloat16* queries, Ahead& ahead) {
   const int64_t stride = size * static_cast<int64_t>(sizeof(BFloat16));
+  finish_stores();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -86,6 +90,7 @@ inline void add_products(float* outputs, const BFloat16* weights, const BFloat16
   const int64_t output_stride = size * static_cast<int64_t>(sizeof(float));
   const int64_t value_stride = 2 * size * static_cast<int64_t>(sizeof(BFloat16));
   const BFloat16* later = values + kTileColumns * size;
+  finish_stores();
   _tile_loadd(4, weights, 64);
   _tile_loadd(5, weights + kTileElements, 64);
   for (int64_t d = 0; d < size; d += 32) {
@@ -108,10 +113,17 @@ class TiledPart : PagedPart<BFloat16> {
  public:
   TiledPart(const OpweavePagedAttention& call, const OpweavePagedPart& part, float* scratch)
       : PagedPart<BFloat16>(call, part),
+        lanes_(2 * rows_per_head_ <= kQueries ? rows_per_head_ : kQueries),
+        heads_(call.block_size <= kTile ? least(kQueries / lanes_, part.heads) : 1),
         blocks_(blocks_for(rows_per_head_)),
         block_floats_(floats_of_block(call)),
         values_(reinterpret_cast<BFloat16*>(scratch)),
-        scratch_(scratch + floats_of_values(call)) {}
+        scratch_(scratch + heads_ * floats_of_values(call)) {
+    for (int tile = 0; tile < 4; ++tile) for_scores_.set(tile, kQueries, 4 * lanes_);  // scores
+    for_scores_.set(6, kQueries, 4 * lanes_);                                          // queries
+    for (int tile = 0; tile < 2; ++tile) for_outputs_.set(tile, lanes_, 64);      // outputs
+    for (int tile = 4; tile < 6; ++tile) for_outputs_.set(tile, lanes_, 64);      // weights
+  }
 
   // Whole tiles only: what lies beside a row would be multiplied, too.
   static bool fits(const OpweavePagedAttention& call) {
@@ -120,19 +132,20 @@ class TiledPart : PagedPart<BFloat16> {
   }
 
   static int64_t scratch_size(const OpweavePagedAttention& call, int64_t tokens, int64_t heads) {
-    return floats_of_values(call) + heads * blocks_for(tokens * call.group) * floats_of_block(call);
+    return heads * (floats_of_values(call) + blocks_for(tokens * call.group) * floats_of_block(call));
   }
 
   void run() {
-    const TileShapes shapes;
-    for (int64_t i = 0; i < part_.heads * blocks_; ++i) clear(block(i));
+    const TilesBorrowed borrowed;
+    for_scores_.use();
+    for (int64_t i = 0; i < count_of_blocks(); ++i) clear(block(i));
     load_queries();
     for_each_tile([this](int64_t head, int64_t base, int64_t count, const auto& tile) {
       visit_tile(head, base, count, tile);
     });
-    for_each_row(blocks_ * kQueries, [this](int64_t slot, int64_t token, int64_t head) {
-      const Block of_row = block(slot / kQueries);
-      const int64_t lane = slot % kQueries;
+    for_each_row([this](int64_t part_head, int64_t row, int64_t token, int64_t head) {
+      const Block of_row = block_of_row(part_head, row);
+      const int64_t lane = lane_of_row(part_head, row);
       float* output = of_row.outputs + lane * call_.value_size;
       join_columns(output, call_.value_size);
       store_output(token, head, output, of_row.totals[lane]);
@@ -140,13 +153,13 @@ class TiledPart : PagedPart<BFloat16> {
   }
 
  private:
-  // Sixteen rows of a kv head, the last of which may be missing.
+  // Sixteen rows of a kv head, the last of which may be missing, or those of several heads.
   struct Block {
     BFloat16* queries;  // tiles [pairs, queries]
     float* outputs;     // [queries, columns], not yet divided by the totals
     float* largest;     // score of each query so far, as limited() gives it
     float* totals;      // sum of its weights
-    int64_t first_row;  // of its kv head's
+    int64_t first_row;  // of a kv head's
   };
 
   // The positions of a tile that the queries of a block see: from `first` to `end` in each lane.
@@ -182,6 +195,16 @@ class TiledPart : PagedPart<BFloat16> {
             i % blocks_ * kQueries};
   }
 
+  int64_t count_of_blocks() const { return (part_.heads + heads_ - 1) / heads_ * blocks_; }
+
+  Block block_of_row(int64_t head, int64_t row) const {
+    return block(head / heads_ * blocks_ + row / kQueries);
+  }
+
+  int64_t lane_of_row(int64_t head, int64_t row) const {
+    return head % heads_ * lanes_ + row % kQueries;
+  }
+
   void clear(const Block& block) const {
     memset(block.queries, 0, sizeof(float) * static_cast<size_t>(block_floats_));
     Lanes<float>::store(block.largest, splat(-__builtin_inff()), Full{});
@@ -190,14 +213,15 @@ class TiledPart : PagedPart<BFloat16> {
   // First as rows of 64 bytes in the place of the tiles that they become.
   void load_queries() {
     const int64_t tiles = call_.head_size / kTileColumns;
-    for_each_row(blocks_ * kQueries, [&](int64_t slot, int64_t token, int64_t head) {
+    for_each_row([&](int64_t part_head, int64_t row, int64_t token, int64_t head) {
       const BFloat16* from = query_of(token, head);
-      BFloat16* to = block(slot / kQueries).queries + slot % kQueries * kTileColumns;
+      BFloat16* to = block_of_row(part_head, row).queries;
+      to += lane_of_row(part_head, row) * kTileColumns;
       for (int64_t i = 0; i < tiles; ++i) {
         memcpy(to + i * kTileElements, from + i * kTileColumns, kTileColumns * sizeof(BFloat16));
       }
     });
-    for (int64_t i = 0; i < part_.heads * blocks_; ++i) {
+    for (int64_t i = 0; i < count_of_blocks(); ++i) {
       auto* rows = reinterpret_cast<__m512i*>(block(i).queries);
       for (int64_t tile = 0; tile < tiles; ++tile, rows += kQueries) {
         __m512i loaded[kQueries];
@@ -211,22 +235,38 @@ class TiledPart : PagedPart<BFloat16> {
   void visit_tile(int64_t head, int64_t base, int64_t count, const Tile<BFloat16, BFloat16>& tile) {
     constexpr int64_t kBytes = kTile * static_cast<int64_t>(sizeof(BFloat16));
     Ahead ahead(tile, kBytes * call_.head_size, kBytes * call_.value_size);
-    const uint64_t odd = pair_values(count, tile.values, ahead);
+    const int64_t place = head % heads_;
+    values_of_[place] = tile.values;
+    odd_[place] = pair_values(place, count, tile.values, ahead);
+    const bool is_last = place + 1 == heads_ || head + 1 == part_.heads;
     for (int64_t i = 0; i < blocks_; ++i) {
-      const Block rows = block(head * blocks_ + i);
+      const Block rows = block(head / heads_ * blocks_ + i);
       const int64_t end = least(end_visible(last_token(rows)) - base, count);
       if (end <= 0 || first_visible(first_token(rows)) >= base + count) continue;
-      alignas(64) float scores[kTile * kQueries];
-      alignas(64) BFloat16 weights[2 * kTileElements];
       const int64_t keys = padded(end);
-      const Seen seen = seen_by(rows, base, keys);
-      multiply_keys(scores, tile.keys, call_.head_size, keys, rows.queries, ahead);
-      soften(rows, scores, keys, seen, ahead);
-      pair_weights(weights, scores, keys);
-      finish_stores();
-      add_products(rows.outputs, weights, values_, call_.value_size);
-      if (odd != 0) add_odd_values(rows, odd, base, weights, tile.values);
+      multiply_keys(scores_ + place * lanes_, tile.keys, call_.head_size, keys,
+                    rows.queries + place * lanes_ * 2, ahead);
+      if (is_last) add_tile(rows, base, keys, place + 1, ahead);
     }
+  }
+
+  // What the scores of a tile add to the rows of a block, which are those of so many heads.
+  void add_tile(const Block& rows, int64_t base, int64_t keys, int64_t heads, Ahead& ahead) {
+    alignas(64) BFloat16 weights[2 * kTileElements];
+    soften(rows, scores_, keys, seen_by(rows, base, keys), ahead);
+    pair_weights(weights, scores_, keys);
+    if (lanes_ < kQueries) for_outputs_.use();
+    for (int64_t place = 0; place < heads; ++place) {
+      float* outputs = rows.outputs + place * lanes_ * call_.value_size;
+      const BFloat16* of_head = weights + place * lanes_ * kTileColumns;
+      add_products(outputs, of_head, values_of_place(place), call_.value_size);
+      if (odd_[place] != 0) add_odd_values(rows, outputs, place, base, of_head);
+    }
+    if (lanes_ < kQueries) for_scores_.use();
+  }
+
+  BFloat16* values_of_place(int64_t place) const {
+    return values_ + place * kTile * call_.value_size;
   }
 
   int64_t first_token(const Block& rows) const { return rows.first_row / call_.group; }
@@ -242,7 +282,8 @@ class TiledPart : PagedPart<BFloat16> {
     alignas(64) int32_t first[kQueries];
     alignas(64) int32_t end[kQueries];
     for (int64_t lane = 0; lane < kQueries; ++lane) {  // a missing row is like the last one
-      const int64_t token = least(rows.first_row + lane, rows_per_head_ - 1) / call_.group;
+      const int64_t row = rows.first_row + lane % lanes_;
+      const int64_t token = least(row, rows_per_head_ - 1) / call_.group;
       first[lane] = static_cast<int32_t>(most(first_visible(token) - base, 0));
       end[lane] = static_cast<int32_t>(least(end_visible(token) - base, keys));
     }
@@ -252,9 +293,9 @@ class TiledPart : PagedPart<BFloat16> {
   // Keeps the values of a tile in pairs of keys, zeros up to kTile. A key with an infinity or a NaN
   // counts as zero, because zero times such a value would be NaN for queries that do not see it.
   // Returns such keys, a bit for each.
-  uint64_t pair_values(int64_t count, const BFloat16* values, Ahead& ahead) const {
+  uint64_t pair_values(int64_t place, int64_t count, const BFloat16* values, Ahead& ahead) const {
     const uint64_t there = count == kTile ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
-    if (pair_finite_values(there, values, ahead)) return 0;
+    if (pair_finite_values(place, there, values, ahead)) return 0;
     uint64_t odd = 0;
     for (int64_t key = 0; key < count; ++key) {
       const BFloat16* row = values + key * call_.value_size;
@@ -264,15 +305,16 @@ class TiledPart : PagedPart<BFloat16> {
       }
       if (has_infinity_or_nan(largest)) odd |= uint64_t{1} << key;
     }
-    pair_finite_values(there & ~odd, values, ahead);
+    pair_finite_values(place, there & ~odd, values, ahead);
     return odd;
   }
 
   // The keys whose bits are set in `there`, zeros for the others. Returns whether all are finite.
-  bool pair_finite_values(uint64_t there, const BFloat16* values, Ahead& ahead) const {
+  bool pair_finite_values(int64_t place, uint64_t there, const BFloat16* values,
+                          Ahead& ahead) const {
     const int64_t size = call_.value_size;
     __m512i largest = _mm512_setzero_si512();
-    BFloat16* to = values_;
+    BFloat16* to = values_of_place(place);
     for (int64_t key = 0; key < kTile; key += 2, there >>= 2) {
       ahead.fetch(kLinesPerStep);
       const __mmask16 first_there = (there & 1) != 0 ? 0xffff : 0;
@@ -375,22 +417,22 @@ class TiledPart : PagedPart<BFloat16> {
     }
   }
 
-  // Adds what pair_values() has left out to those rows that see it.
-  void add_odd_values(const Block& rows, uint64_t odd, int64_t base, const BFloat16* weights,
-                      const BFloat16* values) const {
-    const int64_t count = least(kQueries, rows_per_head_ - rows.first_row);
-    for (; odd != 0; odd &= odd - 1) {
+  // Adds what pair_values() has left out to those rows of a head that see it.
+  void add_odd_values(const Block& rows, float* outputs, int64_t place, int64_t base,
+                      const BFloat16* weights) const {
+    const int64_t count = least(lanes_, rows_per_head_ - rows.first_row);
+    for (uint64_t odd = odd_[place]; odd != 0; odd &= odd - 1) {
       const int64_t key = __builtin_ctzll(odd);
-      for (int64_t lane = 0; lane < count; ++lane) {
-        const int64_t token = (rows.first_row + lane) / call_.group;
+      const BFloat16* value = values_of_[place] + key * call_.value_size;
+      const BFloat16* of_key = weights + key / kTileColumns * kTileElements + key % kTileColumns;
+      for (int64_t row = 0; row < count; ++row) {
+        const int64_t token = (rows.first_row + row) / call_.group;
         if (base + key < first_visible(token) || base + key >= end_visible(token)) continue;
-        const BFloat16* of_key = weights + key / kTileColumns * kTileElements + key % kTileColumns;
-        const Vec weight = splat_of(of_key[lane * kTileColumns]);
-        float* output = rows.outputs + lane * call_.value_size;
+        const Vec weight = splat_of(of_key[row * kTileColumns]);
+        float* output = outputs + row * call_.value_size;
         for (int64_t d = 0; d < call_.value_size; d += 32) {
-          const BFloat16* value = values + key * call_.value_size + d;
-          const Columns columns = split(Lanes<BFloat16>::load(value, Full{}),
-                                        Lanes<BFloat16>::load(value + 16, Full{}));
+          const Columns columns = split(Lanes<BFloat16>::load(value + d, Full{}),
+                                        Lanes<BFloat16>::load(value + d + 16, Full{}));
           add_product(output + d, weight, columns.low);
           add_product(output + d + 16, weight, columns.high);
         }
@@ -403,10 +445,17 @@ class TiledPart : PagedPart<BFloat16> {
     Lanes<float>::store(output, fma(weight, value, before), Full{});
   }
 
-  int64_t blocks_;  // of a kv head
+  int64_t lanes_;   // of a block, for each of its heads
+  int64_t heads_;   // that share the blocks
+  int64_t blocks_;  // of so many heads
   int64_t block_floats_;
-  BFloat16* values_;  // of a tile, two keys next to each other
+  BFloat16* values_;  // of a tile for each of the heads, two keys next to each other
   float* scratch_;
+  TileShapes for_scores_;
+  TileShapes for_outputs_;
+  const BFloat16* values_of_[kQueries];  // of the tile, for each of the heads, and its keys that
+  uint64_t odd_[kQueries];               // pair_values() has left out
+  alignas(64) float scores_[kTile * kQueries] = {};
 };
 
 }  // namespace

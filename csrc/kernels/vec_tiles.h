@@ -1,7 +1,7 @@
 // Tiles of the matrix unit (Intel AMX): registers of sixteen rows of 64 bytes, whose product adds up
 // pairs of bfloat16 in float32:
 //
-//   TileShapes    while it lives, all tiles of the thread are whole
+//   TileShapes, TilesBorrowed  what the tiles of a thread are, for a while
 //   transpose     16 rows of 16 numbers of 32 bits
 //   split, join_columns  the order of the columns that unpacking two rows into pairs gives
 #pragma once
@@ -10,33 +10,39 @@
 
 namespace {
 
-// The shape of tiles that a thread has is the library's that set it last: it is put back.
-class TileShapes {
- public:
-  TileShapes() {
-    _tile_storeconfig(before_);
-    _tile_loadconfig(&kShapes);
-  }
-  ~TileShapes() { _tile_loadconfig(before_); }
-  TileShapes(const TileShapes&) = delete;
-  TileShapes& operator=(const TileShapes&) = delete;
-
- private:
-  struct Shapes {
-    uint8_t palette;
-    uint8_t start_row;
-    uint8_t reserved[14];
-    uint16_t bytes_per_row[16];
-    uint8_t rows[16];
-  };
-  alignas(64) static constexpr Shapes kShapes = {
-      1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-
-  alignas(64) uint8_t before_[64];
-};
-
 // The instructions that load tiles do not tell the compiler that they read memory.
 inline void finish_stores() { __asm__ volatile("" ::: "memory"); }
+
+// The rows of each tile, 16 at most, and the bytes of a row, 64 at most.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+
+  void set(int tile, int64_t tile_rows, int64_t tile_bytes) {
+    rows[tile] = static_cast<uint8_t>(tile_rows);
+    bytes[tile] = static_cast<uint16_t>(tile_bytes);
+  }
+
+  void use() const {
+    finish_stores();
+    _tile_loadconfig(this);
+  }
+};
+
+// Puts back the shapes that the thread's tiles had: they are the library's that set them last.
+class TilesBorrowed {
+ public:
+  TilesBorrowed() { _tile_storeconfig(before_); }
+  ~TilesBorrowed() { _tile_loadconfig(before_); }
+  TilesBorrowed(const TilesBorrowed&) = delete;
+  TilesBorrowed& operator=(const TilesBorrowed&) = delete;
+
+ private:
+  alignas(64) uint8_t before_[sizeof(TileShapes)];
+};
 
 inline void transpose(__m512i (&rows)[16]) {
   __m512i pairs[16];

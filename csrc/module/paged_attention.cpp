@@ -18,8 +18,8 @@ namespace {
 
 // Rows (queries times heads) of a part: their state of float32 fits the second-level cache.
 constexpr int64_t kPartRows = 64;
-// With fewer parts, heads are spread over more of them, so that there is work for threads.
-constexpr int64_t kEnoughParts = 8;
+// With fewer parts for each of several threads, heads are spread over more of them.
+constexpr int64_t kEnoughParts = 4;
 
 void check_cache(const View& cache, const View& query) {
   check_same_dtype(cache, query);
@@ -121,7 +121,9 @@ Plan plan_of(const OpweavePagedAttention& call, int64_t sequences) {
     plan.tokens = std::max(plan.tokens, std::min(queries, most_tokens));
   }
   const int64_t fitting = std::max<int64_t>(1, kPartRows / (plan.tokens * call.group));
-  const int64_t spread = std::max<int64_t>(1, call.kv_heads * cuts / kEnoughParts);
+  const int64_t threads = thread_count();
+  const int64_t enough = threads == 1 ? 1 : threads * kEnoughParts;
+  const int64_t spread = std::max<int64_t>(1, call.kv_heads * cuts / enough);
   plan.heads = std::min({fitting, spread, call.kv_heads});
   plan.parts.reserve(static_cast<size_t>(cuts * ((call.kv_heads - 1) / plan.heads + 1)));
   for (int64_t i = 0; i < sequences; ++i) {
