@@ -49,10 +49,10 @@ struct StaticQuantRows {
   template <class Q, class Value>
   static void quantise_columns(typename Q::Storage* out, int64_t n, const float* scales,
                                Value value) {
-    for_each_vec(n, [=](int64_t i, auto part) {
-      const Vec inverse = div(splat(1), Lanes<float>::load(scales + i, part));
-      Q::store(out + i, mul(value(i, part), inverse), part);
-    });
+    const auto scaled = [=](int64_t i, auto part) {
+      return mul(value(i, part), div(splat(1), Lanes<float>::load(scales + i, part)));
+    };
+    store_codes(out, n, scaled, Q::codes);
   }
 };
 

@@ -14,10 +14,7 @@ struct Fp8 {
   static constexpr float kMax = kFp8Max;
   static constexpr float kMinScale = 1.0f / (kFp8Max * 512.0f);
 
-  template <class Part>
-  static void store(Storage* p, Vec v, Part part) {
-    store_fp8(p, v, part);
-  }
+  static auto codes(const Vec (&v)[kAtOnce]) { return fp8_of(v, v); }
 };
 
 struct Int8 {
@@ -25,10 +22,7 @@ struct Int8 {
   static constexpr float kMax = 127.0f;
   static constexpr float kMinScale = 0x1p-23f;  // float32's epsilon
 
-  template <class Part>
-  static void store(Storage* p, Vec v, Part part) {
-    store_int8(p, v, part);
-  }
+  static auto codes(const Vec (&v)[kAtOnce]) { return int8_of(v); }
 };
 
 // A row that lies in memory.
@@ -53,11 +47,31 @@ inline float bounded(float largest, float upper_bound) {
   return largest > upper_bound || upper_bound != upper_bound ? upper_bound : largest;
 }
 
+// Store codes(kAtOnce vectors of values), a byte for every value.
+template <class Value, class Codes>
+inline void store_codes(void* out, int64_t n, Value value, Codes codes) {
+  char* to = static_cast<char*>(out);
+  Vec values[kAtOnce];
+  int64_t i = 0;
+  for (; i + kAtOnce * kLanes <= n; i += kAtOnce * kLanes) {
+    for (int k = 0; k < kAtOnce; ++k) values[k] = value(i + k * kLanes, Full{});
+    store_bytes(to + i, codes(values), Full{});
+  }
+  if (i == n) return;
+  for (int k = 0; k < kAtOnce; ++k) {
+    const int64_t rest = n - i - k * kLanes;
+    values[k] = rest >= kLanes ? value(i + k * kLanes, Full{})
+                : rest > 0     ? value(i + k * kLanes, Tail{rest})
+                               : splat(0);
+  }
+  store_bytes(to + i, codes(values), Tail{n - i});
+}
+
 template <class Q, class Value>
 inline void quantise(typename Q::Storage* out, int64_t n, float scale, Value value) {
   const Vec inverse = splat(1.0f / scale);
-  map_vecs(n, [=](int64_t i, auto part) { return mul(value(i, part), inverse); },
-           [=](int64_t i, Vec v, auto part) { Q::store(out + i, v, part); });
+  store_codes(out, n, [=](int64_t i, auto part) { return mul(value(i, part), inverse); },
+              Q::codes);
 }
 
 // The largest magnitude among n values; NaN if one is.
@@ -119,13 +133,14 @@ inline float quantise_group(uint8_t* out, int64_t n, bool power_of_two, float la
   const Vec divisor = splat(scale);
   if (scale < __builtin_inff()) {
     const Vec inverse = splat(1.0f / scale);
-    for_each_vec(n, [=](int64_t i, auto part) {
-      Fp8::store(out + i, quotient(value(i, part), divisor, inverse), part);
+    store_codes(out, n, value, [=](const Vec (&v)[kAtOnce]) {
+      Vec quotients[kAtOnce];
+      for (int k = 0; k < kAtOnce; ++k) quotients[k] = quotient(v[k], divisor, inverse);
+      return fp8_of(quotients, v);
     });
   } else {  // infinite or NaN
-    for_each_vec(n, [=](int64_t i, auto part) {
-      Fp8::store(out + i, div(value(i, part), divisor), part);
-    });
+    store_codes(out, n, [=](int64_t i, auto part) { return div(value(i, part), divisor); },
+                Fp8::codes);
   }
   return scale;
 }

@@ -75,11 +75,12 @@ inline void for_each_vec(int64_t n, Visit visit) {
 }
 
 // Call store(i, value(i, part), part) for every vector, for a value that takes many steps, each on
-// the one before: four of them are begun before the first is stored, so that their steps overlap.
+// the one before: so many of them are begun before the first is stored that their steps overlap.
 // value may read what store(i) writes.
+constexpr int kAtOnce = 4;
+
 template <class Value, class Store>
 inline void map_vecs(int64_t n, Value value, Store store) {
-  constexpr int kAtOnce = 4;
   int64_t i = 0;
   for (; i + kAtOnce * kLanes <= n; i += kAtOnce * kLanes) {
     Vec values[kAtOnce];

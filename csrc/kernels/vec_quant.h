@@ -1,27 +1,32 @@
 // The vector operations of quantisation, for every instruction set of vec.h:
 //   larger_magnitude   max(so_far, |v|) of non-negative so_far; a NaN wins
 //   largest_or_nan     the largest lane of non-negative ones; a NaN wins
-//   store_fp8          to float8_e4m3fn, nearest even, saturated; NaN stays
-//   store_int8         to int8, nearest even, saturated; NaN becomes 0
+//   fp8_of             kAtOnce vectors to float8_e4m3fn, nearest even, saturated; NaN stays. The
+//                      signs are those of another kAtOnce vectors
+//   int8_of            kAtOnce vectors to int8, nearest even, saturated; NaN becomes 0
+//   store_bytes        stores what these give, or the first bytes of it
 //   quotient           v / divisor, given 1 / divisor; all finite, the divisor at least 2^-18
 //
 // Magnitudes are compared as integers: there the order of non-negative floats is the same, and NaN
 // is above infinity.
+//
+// To float8_e4m3fn, with its 3 bits of mantissa, normal from 2^-6 on: let p be the power of two of
+// |v|, or 2^-6 if that is more. p + 2^-20 |v| is rounded to the unit of p, and that is as much of
+// 2^-20 |v| as rounding |v| to a code is of |v|. So as integers the sum less p is how many of these
+// units, 8 to 16 of a normal number and 0 to 8 of a denormal one; and 8 more per power of two above
+// 2^-6 make the code. Saturation is left to the instructions that narrow lanes to bytes.
 #pragma once
 
 #include "kernels/vec.h"
 
 namespace {
 
-// float8_e4m3fn: 3 bits of mantissa, normal from 2^-6 on, denormals in steps of 2^-9.
-constexpr uint32_t kFp8SmallestNormal = (127u - 6u) << 23;
-constexpr uint32_t kFp8Bias = (127u - 7u) << 23;  // float32's bias less float8's
-constexpr uint32_t kFp8Half = 0x7ffff;            // less than half a unit of the 20 bits cut off
-constexpr uint32_t kFp8Denormals = 0x46800000;    // 2^14: adding it rounds to steps of 2^-9
-// The code above that of 448 is NaN. So min(448, |v|), which keeps NaN, and then the smaller one of
-// that and 480 as integers make NaN what rounds to that code.
 constexpr float kFp8Max = 448.0f;
-constexpr uint32_t kFp8Nan = 0x43f00000;  // 480
+constexpr float kFp8SmallestNormal = 0x1p-6f;
+constexpr float kFp8Unit = 0x1p-20f;
+constexpr uint32_t kFp8Powers = 0x7f800000;      // the exponent of a float32
+constexpr int kFp8Shift = 20;                    // from there to steps of 8
+constexpr int kFp8Bias = 8 * (127 - 6);          // what 2^-6 has then
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 
@@ -38,38 +43,60 @@ inline float largest_or_nan(Vec v) {
   return result;
 }
 
-inline __m128i fp8_of(Vec v) {
-  const __m512i bits = _mm512_castps_si512(v);
-  const Vec unbounded =
-      _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
-  const __m512i magnitude = _mm512_min_epu32(_mm512_castps_si512(min(splat(kFp8Max), unbounded)),
-                                             _mm512_set1_epi32(static_cast<int>(kFp8Nan)));
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(magnitude, 20), _mm512_set1_epi32(1));
-  const __m512i half = _mm512_set1_epi32(static_cast<int>(kFp8Half - kFp8Bias));
-  __m512i code = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(magnitude, odd), half), 20);
-  const __m512i smallest = _mm512_set1_epi32(static_cast<int>(kFp8SmallestNormal));
-  const __m512i denormals = _mm512_set1_epi32(static_cast<int>(kFp8Denormals));
-  const __m512i shifted = _mm512_castps_si512(
-      _mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_castsi512_ps(denormals)));
-  code = _mm512_mask_sub_epi32(code, _mm512_cmplt_epu32_mask(magnitude, smallest), shifted,
-                               denormals);
-  const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
-  return _mm512_cvtepi32_epi8(_mm512_or_si512(code, sign));
+// Per lane, the code plus kFp8Bias; more than that of the largest number where |v| is above it, and
+// negative for NaN, which takes the sign of negative_abs.
+inline __m512i biased_fp8_of(Vec v) {
+  const __m512i exponent = _mm512_set1_epi32(static_cast<int>(kFp8Powers));
+  const Vec power = max(splat(kFp8SmallestNormal),
+                        _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), exponent)));
+  const __m512i rounded = _mm512_castps_si512(
+      _mm512_fnmadd_ps(negative_abs(v), splat(kFp8Unit), power));
+  const __m512i bits = _mm512_castps_si512(power);
+  return _mm512_sub_epi32(rounded, _mm512_sub_epi32(bits, _mm512_srli_epi32(bits, kFp8Shift)));
 }
 
-inline __m128i int8_of(Vec v) {
+// What packing four vectors twice leaves: four lanes of each in every quarter.
+inline __m512i in_order(__m512i packed) {
+  const __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(lanes, packed);
+}
+
+inline __m512i fp8_of(const Vec (&v)[kAtOnce], const Vec (&signs)[kAtOnce]) {
+  const auto words = [](Vec a, Vec b) {
+    return _mm512_sub_epi16(_mm512_packus_epi32(biased_fp8_of(a), biased_fp8_of(b)),
+                            _mm512_set1_epi16(kFp8Bias - 1));
+  };
+  const auto sign_words = [](Vec a, Vec b) {
+    return _mm512_packs_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b));
+  };
+  // One more than the code, so that what is too large becomes that of the largest number; and -128
+  // for NaN, whose code is one less as well.
+  const __m512i above = _mm512_packs_epi16(words(v[0], v[1]), words(v[2], v[3]));
+  const __m512i codes = _mm512_add_epi8(above, _mm512_set1_epi8(-1));
+  const __m512i sign = _mm512_packs_epi16(sign_words(signs[0], signs[1]),
+                                          sign_words(signs[2], signs[3]));
+  // 0xf8: codes | (sign & 0x80), bit by bit.
+  return in_order(
+      _mm512_ternarylogic_epi32(codes, sign, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8));
+}
+
+// Below the range the conversion gives the lowest integer.
+inline __m512i int32_of(Vec v) {
   const __mmask16 ordered = _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q);
-  const Vec clamped = min(splat(127), max(splat(-128), v));
-  return _mm512_cvtepi32_epi8(_mm512_maskz_cvtps_epi32(ordered, clamped));
+  return _mm512_maskz_cvtps_epi32(ordered, min(splat(127), v));
 }
 
-inline void store_bytes(void* p, __m128i bytes, Full) {
-  _mm_storeu_si128(static_cast<__m128i*>(p), bytes);
+inline __m512i int8_of(const Vec (&v)[kAtOnce]) {
+  return in_order(
+      _mm512_packs_epi16(_mm512_packs_epi32(int32_of(v[0]), int32_of(v[1])),
+                         _mm512_packs_epi32(int32_of(v[2]), int32_of(v[3]))));
 }
 
-inline void store_bytes(void* p, __m128i bytes, Tail tail) {
+inline void store_bytes(void* p, __m512i bytes, Full) { _mm512_storeu_si512(p, bytes); }
+
+inline void store_bytes(void* p, __m512i bytes, Tail tail) {
   touch(static_cast<const char*>(p), tail);
-  _mm_mask_storeu_epi8(p, mask_of(tail), bytes);
+  _mm512_mask_storeu_epi8(p, (1ull << tail.count) - 1, bytes);
 }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -88,54 +115,71 @@ inline float largest_or_nan(Vec v) {
   return _mm_cvtss_f32(_mm_castsi128_ps(m));
 }
 
-// The low byte of each 32-bit lane, in the lower half.
-inline __m128i low_bytes(__m256i lanes) {
-  const __m128i words =
-      _mm_packus_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
-  return _mm_packus_epi16(words, words);
+inline __m256i biased_fp8_of(Vec v) {
+  const Vec exponent = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(kFp8Powers)));
+  const Vec power = max(splat(kFp8SmallestNormal), _mm256_and_ps(v, exponent));
+  const __m256i rounded =
+      _mm256_castps_si256(_mm256_fnmadd_ps(negative_abs(v), splat(kFp8Unit), power));
+  const __m256i bits = _mm256_castps_si256(power);
+  return _mm256_sub_epi32(rounded, _mm256_sub_epi32(bits, _mm256_srli_epi32(bits, kFp8Shift)));
 }
 
-inline __m128i fp8_of(Vec v) {
-  const __m256i bits = _mm256_castps_si256(v);
-  const Vec unbounded =
-      _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
-  const __m256i magnitude = _mm256_min_epu32(_mm256_castps_si256(min(splat(kFp8Max), unbounded)),
-                                             _mm256_set1_epi32(static_cast<int>(kFp8Nan)));
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(magnitude, 20), _mm256_set1_epi32(1));
-  const __m256i half = _mm256_set1_epi32(static_cast<int>(kFp8Half - kFp8Bias));
-  const __m256i normal =
-      _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(magnitude, odd), half), 20);
-  const __m256i smallest = _mm256_set1_epi32(static_cast<int>(kFp8SmallestNormal));
-  const __m256i denormals = _mm256_set1_epi32(static_cast<int>(kFp8Denormals));
-  const __m256i shifted = _mm256_castps_si256(
-      _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_castsi256_ps(denormals)));
-  const __m256i denormal = _mm256_sub_epi32(shifted, denormals);
-  const __m256i is_denormal = _mm256_cmpgt_epi32(smallest, magnitude);
-  const __m256i code = _mm256_blendv_epi8(normal, denormal, is_denormal);
-  const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80));
-  return low_bytes(_mm256_or_si256(code, sign));
+inline __m256i in_order(__m256i packed) {
+  return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-inline __m128i int8_of(Vec v) {
+inline __m256i fp8_of(const Vec (&v)[kAtOnce], const Vec (&signs)[kAtOnce]) {
+  const auto words = [](Vec a, Vec b) {
+    return _mm256_sub_epi16(_mm256_packus_epi32(biased_fp8_of(a), biased_fp8_of(b)),
+                            _mm256_set1_epi16(kFp8Bias - 1));
+  };
+  const auto sign_words = [](Vec a, Vec b) {
+    return _mm256_packs_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b));
+  };
+  const __m256i above = _mm256_packs_epi16(words(v[0], v[1]), words(v[2], v[3]));
+  const __m256i codes = _mm256_add_epi8(above, _mm256_set1_epi8(-1));
+  const __m256i sign = _mm256_packs_epi16(sign_words(signs[0], signs[1]),
+                                          sign_words(signs[2], signs[3]));
+  const __m256i top = _mm256_set1_epi8(static_cast<char>(0x80));
+  return in_order(_mm256_or_si256(codes, _mm256_and_si256(sign, top)));
+}
+
+inline __m256i int32_of(Vec v) {
   const __m256i ordered = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_ORD_Q));
-  const Vec clamped = min(splat(127), max(splat(-128), v));
-  const __m256i lanes = _mm256_and_si256(_mm256_cvtps_epi32(clamped), ordered);
-  const __m128i words =
-      _mm_packs_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
-  return _mm_packs_epi16(words, words);
+  return _mm256_and_si256(_mm256_cvtps_epi32(min(splat(127), v)), ordered);
 }
 
-inline void store_bytes(void* p, __m128i bytes, Full) {
-  _mm_storel_epi64(static_cast<__m128i*>(p), bytes);
+inline __m256i int8_of(const Vec (&v)[kAtOnce]) {
+  return in_order(
+      _mm256_packs_epi16(_mm256_packs_epi32(int32_of(v[0]), int32_of(v[1])),
+                         _mm256_packs_epi32(int32_of(v[2]), int32_of(v[3]))));
 }
 
-inline void store_bytes(void* p, __m128i bytes, Tail tail) {
+inline void store_bytes(void* p, __m256i bytes, Full) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p), bytes);
+}
+
+inline void store_bytes(void* p, __m256i bytes, Tail tail) {
   memcpy(p, &bytes, static_cast<size_t>(tail.count));
 }
 
 #else
 
-typedef uint8_t ByteLanes __attribute__((vector_size(4)));
+struct CodeBytes {
+  uint8_t values[kAtOnce * kLanes];
+};
+
+// The low byte of every lane of lanes(k).
+template <class LanesOf>
+inline CodeBytes low_bytes(LanesOf lanes) {
+  typedef uint8_t ByteLanes __attribute__((vector_size(kLanes)));
+  CodeBytes bytes;
+  for (int k = 0; k < kAtOnce; ++k) {
+    const ByteLanes low = __builtin_convertvector(lanes(k), ByteLanes);
+    memcpy(bytes.values + k * kLanes, &low, sizeof(low));
+  }
+  return bytes;
+}
 
 inline Vec larger_magnitude(Vec so_far, Vec v) {
   const Bits old = bits_of(so_far);
@@ -152,31 +196,32 @@ inline float largest_or_nan(Vec v) {
   return result;
 }
 
-inline ByteLanes fp8_of(Vec v) {
-  const Bits bits = bits_of(v);
-  const Vec unbounded = as_float(bits & splat_bits(0x7fffffff));
-  const Bits bounded = bits_of(min(splat(kFp8Max), unbounded));
-  const Bits is_nan = reinterpret_cast<Bits>(bounded > splat_bits(kFp8Nan));
-  const Bits magnitude = choose(is_nan, splat_bits(kFp8Nan), bounded);
-  const Bits odd = (magnitude >> 20) & splat_bits(1);
-  const Bits normal = (magnitude + odd + splat_bits(kFp8Half - kFp8Bias)) >> 20;
-  const Bits shifted = bits_of(as_float(magnitude) + as_float(splat_bits(kFp8Denormals)));
-  const Bits denormal = shifted - splat_bits(kFp8Denormals);
-  const Bits is_denormal = reinterpret_cast<Bits>(magnitude < splat_bits(kFp8SmallestNormal));
-  const Bits code = choose(is_denormal, denormal, normal);
-  return __builtin_convertvector(code | ((bits >> 24) & splat_bits(0x80)), ByteLanes);
+inline Bits fp8_of(Vec v) {
+  const Bits infinity = splat_bits(kFp8Powers);
+  const Bits magnitude = bits_of(v) & splat_bits(0x7fffffff);
+  const Vec bounded = min(splat(kFp8Max), as_float(magnitude));
+  const Bits power = bits_of(max(splat(kFp8SmallestNormal), as_float(bits_of(bounded) & infinity)));
+  const Bits rounded = bits_of(as_float(power) + bounded * splat(kFp8Unit));
+  const Bits code = rounded - power + (power >> kFp8Shift) - splat_bits(kFp8Bias);
+  return choose(reinterpret_cast<Bits>(magnitude > infinity), splat_bits(0x7f), code);
 }
 
-inline ByteLanes int8_of(Vec v) {
-  // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits.
-  const Bits rounded = bits_of(min(splat(127), max(splat(-128), v)) + splat(0x1.8p23f));
-  const Bits ordered = reinterpret_cast<Bits>(v == v);
-  return __builtin_convertvector(rounded & ordered & splat_bits(0xff), ByteLanes);
+inline CodeBytes fp8_of(const Vec (&v)[kAtOnce], const Vec (&signs)[kAtOnce]) {
+  return low_bytes(
+      [&](int k) { return fp8_of(v[k]) | ((bits_of(signs[k]) >> 24) & splat_bits(0x80)); });
 }
 
-inline void store_bytes(void* p, ByteLanes bytes, Full) { memcpy(p, &bytes, sizeof(bytes)); }
+inline CodeBytes int8_of(const Vec (&v)[kAtOnce]) {
+  return low_bytes([&](int k) {
+    // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits.
+    const Bits rounded = bits_of(min(splat(127), max(splat(-128), v[k])) + splat(0x1.8p23f));
+    return rounded & reinterpret_cast<Bits>(v[k] == v[k]);
+  });
+}
 
-inline void store_bytes(void* p, ByteLanes bytes, Tail tail) {
+inline void store_bytes(void* p, const CodeBytes& bytes, Full) { memcpy(p, &bytes, sizeof(bytes)); }
+
+inline void store_bytes(void* p, const CodeBytes& bytes, Tail tail) {
   memcpy(p, &bytes, static_cast<size_t>(tail.count));
 }
 
@@ -188,20 +233,10 @@ inline void store_bytes(void* p, ByteLanes bytes, Tail tail) {
 inline Vec quotient(Vec v, Vec divisor, Vec reciprocal) {
   const Vec estimate = mul(v, reciprocal);
   const Vec remainder = fma(estimate, sub(splat(-0.0f), divisor), v);
-  return with_sign(fma(remainder, reciprocal, estimate), v);
+  return fma(remainder, reciprocal, estimate);
 }
 #else
 inline Vec quotient(Vec v, Vec divisor, Vec) { return div(v, divisor); }
 #endif
-
-template <class Part>
-inline void store_fp8(uint8_t* p, Vec v, Part part) {
-  store_bytes(p, fp8_of(v), part);
-}
-
-template <class Part>
-inline void store_int8(int8_t* p, Vec v, Part part) {
-  store_bytes(p, int8_of(v), part);
-}
 
 }  // namespace
