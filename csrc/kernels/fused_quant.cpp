@@ -11,13 +11,13 @@
 
 namespace {
 
-// The elements of a normalised row.
+// The elements of a normalised row, before they are rounded to T.
 template <class T, class W>
 struct Normalised {
   template <class Part>
   Vec operator()(int64_t i, Part part) const {
     const Vec scaled = mul(Lanes<T>::load(x + i, part), scale);
-    return Lanes<T>::stored(weight.apply(scaled, i, part));
+    return weight.apply(scaled, i, part);
   }
 
   const T* x;
@@ -29,7 +29,7 @@ struct Normalised {
 struct StaticScale {
   template <class Q, class T, class Call, class Value>
   static void write(const Call& call, int64_t, typename Q::Storage* out, Value value) {
-    quantise<Q>(out, call.width, *call.scales, value);
+    quantise<Q>(out, call.width, *call.scales, stored<T>(value));
   }
 };
 
@@ -81,13 +81,13 @@ struct RmsNormRows {
   }
 };
 
-// silu(first) is rounded before it is multiplied.
+// silu(first) is rounded before it is multiplied; the product is not.
 template <class T>
 struct SiluAndMul {
   template <class Part>
   Vec operator()(int64_t i, Part part) const {
     const Vec activated = Lanes<T>::round(silu<T>(Lanes<T>::load(first + i, part)));
-    return Lanes<T>::stored(mul(activated, Lanes<T>::load(second + i, part)));
+    return mul(activated, Lanes<T>::load(second + i, part));
   }
 
   const T* first;

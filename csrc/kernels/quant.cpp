@@ -10,23 +10,6 @@
 
 namespace {
 
-// 16-bit magnitudes have the order of their bits, too: the compiler vectorises this loop with twice
-// as many lanes as float32 has.
-template <class T>
-float largest_of_row(const T* x, int64_t width) {
-  uint16_t most = 0;
-  for (int64_t i = 0; i < width; ++i) {
-    const uint16_t magnitude = x[i].bits & 0x7fff;
-    most = magnitude > most ? magnitude : most;
-  }
-  const T value{most};
-  return largest_or_nan(Lanes<T>::load(&value, Tail{1}));
-}
-
-inline float largest_of_row(const float* x, int64_t width) {
-  return largest_magnitude(width, Loaded<float>{x});
-}
-
 struct StaticQuantRows {
   template <class T, class Q>
   static void run(int64_t begin, int64_t end, const OpweaveStaticQuant& call) {
@@ -79,8 +62,8 @@ struct GroupQuantRows {
     for (int64_t r = begin; r < end; ++r, row.advance()) {
       auto* out = reinterpret_cast<uint8_t*>(row.in(static_cast<char*>(call.out), 0));
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
-      quantise_groups<T>(out, call.scales + r * groups, call.width, call.group_size,
-                         call.power_of_two != 0, Loaded<T>{x});
+      quantise_groups(out, call.scales + r * groups, call.width, call.group_size,
+                      call.power_of_two != 0, x);
     }
   }
 };

@@ -92,25 +92,60 @@ inline float largest_magnitude(int64_t n, Value value) {
   return largest_or_nan(larger_magnitude(most[0], most[1]));
 }
 
-// Quantise a row by the scale of its largest magnitude, which is returned. value is computed once
-// per element where the row fits the buffer, which stays in the L1 cache; T holds it exactly.
+// The same of a row in memory. 16-bit magnitudes have the order of their bits, too: the compiler
+// vectorises this loop with twice as many lanes as float32 has.
+template <class T>
+inline float largest_of_row(const T* x, int64_t n) {
+  uint16_t most = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint16_t magnitude = x[i].bits & 0x7fff;
+    most = magnitude > most ? magnitude : most;
+  }
+  const T value{most};
+  return largest_or_nan(Lanes<T>::load(&value, Tail{1}));
+}
+
+inline float largest_of_row(const float* x, int64_t n) {
+  return largest_magnitude(n, Loaded<float>{x});
+}
+
+// The elements of a row that is computed, as they would be read after they were stored as T.
+template <class T, class Value>
+struct Stored {
+  template <class Part>
+  Vec operator()(int64_t i, Part part) const {
+    return Lanes<T>::stored(value(i, part));
+  }
+
+  Value value;
+};
+
+template <class T, class Value>
+inline Stored<T, Value> stored(Value value) {
+  return {value};
+}
+
+// Rows of so many elements are computed into a buffer, once, which stays in the L1 cache.
+constexpr int64_t kKept = 8192;
+
+template <class T, class Value>
+inline void keep_row(T* kept, int64_t n, Value value) {
+  map_vecs(n, value, [=](int64_t i, Vec v, auto part) { Lanes<T>::store(kept + i, v, part); });
+}
+
+// Quantise a row by the scale of its largest magnitude, which is returned.
 template <class Q, class T, class Value>
 inline float quantise_dynamic(typename Q::Storage* out, int64_t n, float upper_bound, Value value) {
-  constexpr int64_t kKept = 8192;
   T kept[kKept];
   if (n <= kKept) {
-    T* target = kept;
-    const float largest = largest_magnitude(n, [=](int64_t i, auto part) {
-      const Vec v = value(i, part);
-      Lanes<T>::store(target + i, v, part);
-      return v;
-    });
-    const float scale = scale_for<Q>(bounded(largest, upper_bound));
+    keep_row(kept, n, value);
+    const float scale = scale_for<Q>(bounded(largest_of_row(kept, n), upper_bound));
     quantise<Q>(out, n, scale, Loaded<T>{kept});
     return scale;
   }
-  const float scale = scale_for<Q>(bounded(largest_magnitude(n, value), upper_bound));
-  quantise<Q>(out, n, scale, value);
+  const auto as_stored = stored<T>(value);
+  const float scale = scale_for<Q>(bounded(largest_magnitude(n, as_stored), upper_bound));
+  quantise<Q>(out, n, scale, as_stored);
   return scale;
 }
 
@@ -124,12 +159,14 @@ inline float rounded_up_to_power_of_two(float scale) {
   return scale;
 }
 
-// One group: one scale, which is returned, and a quotient instead of a product with the reciprocal.
+inline float group_scale(float largest, bool power_of_two) {
+  const float scale = scale_for<Fp8>(largest);
+  return power_of_two ? rounded_up_to_power_of_two(scale) : scale;
+}
+
+// By a quotient instead of a product with the reciprocal.
 template <class Value>
-inline float quantise_group(uint8_t* out, int64_t n, bool power_of_two, float largest,
-                            Value value) {
-  float scale = scale_for<Fp8>(largest);
-  if (power_of_two) scale = rounded_up_to_power_of_two(scale);
+inline void quantise_group(uint8_t* out, int64_t n, float scale, Value value) {
   const Vec divisor = splat(scale);
   if (scale < __builtin_inff()) {
     const Vec inverse = splat(1.0f / scale);
@@ -142,40 +179,43 @@ inline float quantise_group(uint8_t* out, int64_t n, bool power_of_two, float la
     store_codes(out, n, [=](int64_t i, auto part) { return div(value(i, part), divisor); },
                 Fp8::codes);
   }
-  return scale;
 }
 
-// A row by groups of neighbours. As in quantise_dynamic, value is computed once per element where a
-// group fits the buffer.
-template <class T, class Value>
+// A row in memory by groups of neighbours. The scales come first, all of them: none waits for the
+// steps to another one.
+template <class T>
 inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
-                            bool power_of_two, Value value) {
-  constexpr int64_t kKept = 1024;
-  T kept[kKept];
-  for (int64_t first = 0; first < width; first += group_size, out += group_size) {
-    const int64_t n = width - first < group_size ? width - first : group_size;
-    const auto in_group = [=](int64_t i, auto part) { return value(first + i, part); };
-    if (n <= kKept) {
-      T* target = kept;
-      const float largest = largest_magnitude(n, [=](int64_t i, auto part) {
-        const Vec v = in_group(i, part);
-        Lanes<T>::store(target + i, v, part);
-        return v;
-      });
-      *scales++ = quantise_group(out, n, power_of_two, largest, Loaded<T>{kept});
-    } else {
-      *scales++ = quantise_group(out, n, power_of_two, largest_magnitude(n, in_group), in_group);
-    }
+                            bool power_of_two, const T* row) {
+  const auto size = [=](int64_t first) {
+    return width - first < group_size ? width - first : group_size;
+  };
+  float* scale = scales;
+  for (int64_t first = 0; first < width; first += group_size) {
+    *scale++ = largest_of_row(row + first, size(first));
+  }
+  for (float* s = scales; s < scale; ++s) *s = group_scale(*s, power_of_two);
+  for (int64_t first = 0; first < width; first += group_size) {
+    quantise_group(out + first, size(first), *scales++, Loaded<T>{row + first});
   }
 }
 
-template <class T>
+// The same of a row that is computed.
+template <class T, class Value>
 inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
-                            bool power_of_two, Loaded<T> row) {
-  for (int64_t first = 0; first < width; first += group_size) {
-    const int64_t n = width - first < group_size ? width - first : group_size;
-    const Loaded<T> group{row.values + first};
-    *scales++ = quantise_group(out + first, n, power_of_two, largest_magnitude(n, group), group);
+                            bool power_of_two, Value value) {
+  T kept[kKept];
+  const int64_t step = group_size > kKept ? group_size : kKept / group_size * group_size;
+  for (int64_t first = 0; first < width; first += step, scales += step / group_size) {
+    const int64_t n = width - first < step ? width - first : step;
+    const auto part_of_row = [=](int64_t i, auto part) { return value(first + i, part); };
+    if (n <= kKept) {
+      keep_row(kept, n, part_of_row);
+      quantise_groups(out + first, scales, n, group_size, power_of_two, kept);
+    } else {
+      const auto as_stored = stored<T>(part_of_row);
+      *scales = group_scale(largest_magnitude(n, as_stored), power_of_two);
+      quantise_group(out + first, n, *scales, as_stored);
+    }
   }
 }
 
