@@ -92,17 +92,14 @@ inline float largest_magnitude(int64_t n, Value value) {
   return largest_or_nan(larger_magnitude(most[0], most[1]));
 }
 
-// The same of a row in memory. 16-bit magnitudes have the order of their bits, too: the compiler
-// vectorises this loop with twice as many lanes as float32 has.
+// The same of a row in memory. 16-bit magnitudes have the order of their bits, too.
 template <class T>
 inline float largest_of_row(const T* x, int64_t n) {
-  uint16_t most = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const uint16_t magnitude = x[i].bits & 0x7fff;
-    most = magnitude > most ? magnitude : most;
-  }
-  const T value{most};
-  return largest_or_nan(Lanes<T>::load(&value, Tail{1}));
+  Words most{};
+  int64_t i = 0;
+  for (; i + kWords <= n; i += kWords) most = larger_words(most, load_magnitudes(x + i, Full{}));
+  if (i < n) most = larger_words(most, load_magnitudes(x + i, Tail{n - i}));
+  return float_of(T{largest_word(most)});
 }
 
 inline float largest_of_row(const float* x, int64_t n) {

@@ -1,6 +1,11 @@
 // The vector operations of quantisation, for every instruction set of vec.h:
 //   larger_magnitude   max(so_far, |v|) of non-negative so_far; a NaN wins
 //   largest_or_nan     the largest lane of non-negative ones; a NaN wins
+//   Words              a vector of 16-bit magnitudes, kWords of them, with
+//   larger_words       the larger ones of two vectors
+//   load_magnitudes    kWords or fewer 16-bit numbers from memory, without their signs
+//   largest_word       the largest one; above infinity's is NaN
+//   float_of           a 16-bit number as float32
 //   fp8_of             kAtOnce vectors to float8_e4m3fn, nearest even, saturated; NaN stays. The
 //                      signs are those of another kAtOnce vectors
 //   int8_of            kAtOnce vectors to int8, nearest even, saturated; NaN becomes 0
@@ -28,6 +33,29 @@ constexpr uint32_t kFp8Powers = 0x7f800000;      // the exponent of a float32
 constexpr int kFp8Shift = 20;                    // from there to steps of 8
 constexpr int kFp8Bias = 8 * (127 - 6);          // what 2^-6 has then
 
+constexpr int64_t kWords = 2 * kLanes;
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+inline uint16_t largest_half(__m256i words) {
+  const __m128i most =
+      _mm_max_epu16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  // The instruction finds the smallest one.
+  const __m128i inverted = _mm_minpos_epu16(_mm_xor_si128(most, _mm_set1_epi16(-1)));
+  return static_cast<uint16_t>(~_mm_cvtsi128_si32(inverted));
+}
+
+inline float float_of(Float16 value) { return _cvtsh_ss(value.bits); }
+
+inline float float_of(BFloat16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float result;
+  memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+#endif
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 
 inline Vec larger_magnitude(Vec so_far, Vec v) {
@@ -41,6 +69,25 @@ inline float largest_or_nan(Vec v) {
   float result;
   memcpy(&result, &bits, sizeof(result));
   return result;
+}
+
+using Words = __m512i;
+
+inline Words larger_words(Words a, Words b) { return _mm512_max_epu16(a, b); }
+
+inline Words load_magnitudes(const void* p, Full) {
+  return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi16(0x7fff));
+}
+
+inline Words load_magnitudes(const void* p, Tail tail) {
+  touch(static_cast<const uint16_t*>(p), tail);
+  const Words words = _mm512_maskz_loadu_epi16((1u << tail.count) - 1u, p);
+  return _mm512_and_si512(words, _mm512_set1_epi16(0x7fff));
+}
+
+inline uint16_t largest_word(Words words) {
+  return largest_half(
+      _mm256_max_epu16(_mm512_castsi512_si256(words), _mm512_extracti64x4_epi64(words, 1)));
 }
 
 // Per lane, the code plus kFp8Bias; more than that of the largest number where |v| is above it, and
@@ -115,6 +162,23 @@ inline float largest_or_nan(Vec v) {
   return _mm_cvtss_f32(_mm_castsi128_ps(m));
 }
 
+using Words = __m256i;
+
+inline Words larger_words(Words a, Words b) { return _mm256_max_epu16(a, b); }
+
+inline Words load_magnitudes(const void* p, Full) {
+  const Words words = _mm256_loadu_si256(static_cast<const __m256i*>(p));
+  return _mm256_and_si256(words, _mm256_set1_epi16(0x7fff));
+}
+
+inline Words load_magnitudes(const void* p, Tail tail) {
+  Words words = _mm256_setzero_si256();
+  memcpy(&words, p, static_cast<size_t>(tail.count) * sizeof(uint16_t));
+  return load_magnitudes(&words, Full{});
+}
+
+inline uint16_t largest_word(Words words) { return largest_half(words); }
+
 inline __m256i biased_fp8_of(Vec v) {
   const Vec exponent = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(kFp8Powers)));
   const Vec power = max(splat(kFp8SmallestNormal), _mm256_and_ps(v, exponent));
@@ -164,6 +228,33 @@ inline void store_bytes(void* p, __m256i bytes, Tail tail) {
 }
 
 #else
+
+typedef uint16_t Words __attribute__((vector_size(2 * kWords)));
+
+inline Words larger_words(Words a, Words b) { return a > b ? a : b; }
+
+inline Words load_magnitudes(const void* p, Full) {
+  Words words;
+  memcpy(&words, p, sizeof(words));
+  return words & 0x7fff;
+}
+
+inline Words load_magnitudes(const void* p, Tail tail) {
+  Words words = {};
+  memcpy(&words, p, static_cast<size_t>(tail.count) * sizeof(uint16_t));
+  return words & 0x7fff;
+}
+
+inline uint16_t largest_word(Words words) {
+  uint16_t most = words[0];
+  for (int k = 1; k < kWords; ++k) most = words[k] > most ? words[k] : most;
+  return most;
+}
+
+template <class T>
+inline float float_of(T value) {
+  return Lanes<T>::load(&value, Tail{1})[0];
+}
 
 struct CodeBytes {
   uint8_t values[kAtOnce * kLanes];
