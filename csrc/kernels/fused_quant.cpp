@@ -27,25 +27,26 @@ struct Normalised {
 
 // What happens to the values of a row: one of these per kind of scale.
 struct StaticScale {
-  template <class Q, class T, class Call, class Value>
-  static void write(const Call& call, int64_t, typename Q::Storage* out, Value value) {
-    quantise<Q>(out, call.width, *call.scales, stored<T>(value));
+  template <class Q, class T, class Call, class Value, class Ahead>
+  static void write(const Call& call, int64_t, typename Q::Storage* out, Value value, Ahead next) {
+    quantise<Q>(out, call.width, *call.scales, fetching(stored<T>(value), next));
   }
 };
 
 struct ScalePerToken {
-  template <class Q, class T, class Call, class Value>
-  static void write(const Call& call, int64_t row, typename Q::Storage* out, Value value) {
-    call.scales[row] = quantise_dynamic<Q, T>(out, call.width, call.upper_bound, value);
+  template <class Q, class T, class Call, class Value, class Ahead>
+  static void write(const Call& call, int64_t row, typename Q::Storage* out, Value value,
+                    Ahead next) {
+    call.scales[row] = quantise_dynamic<Q, T>(out, call.width, call.upper_bound, value, next);
   }
 };
 
 struct ScalePerGroup {
-  template <class Q, class T, class Call, class Value>
-  static void write(const Call& call, int64_t row, uint8_t* out, Value value) {
+  template <class Q, class T, class Call, class Value, class Ahead>
+  static void write(const Call& call, int64_t row, uint8_t* out, Value value, Ahead next) {
     const int64_t groups = (call.width + call.group_size - 1) / call.group_size;
     quantise_groups<T>(out, call.scales + row * groups, call.width, call.group_size,
-                       call.power_of_two != 0, value);
+                       call.power_of_two != 0, fetching(value, next));
   }
 };
 
@@ -60,23 +61,29 @@ struct RmsNormRows {
   template <class T, class Q, class W>
   static void run_weighted(int64_t begin, int64_t end, const OpweaveRmsNormQuant& call, W weight) {
     RowCursor row(call.rows, begin);
+    RowCursor next_row(call.rows, begin + 1);
     RowCursor residual_row(call.residual_rows, begin);
-    for (int64_t r = begin; r < end; ++r, row.advance(), residual_row.advance()) {
-      auto* out =
-          reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
+    RowCursor next_residual_row(call.residual_rows, begin + 1);
+    const void* added = call.residual != nullptr ? call.residual : call.x;
+    for (int64_t r = begin; r < end; ++r, row.advance(), residual_row.advance(), next_row.advance(),
+                 next_residual_row.advance()) {
+      auto* out = reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
       float squares;
       if (call.residual == nullptr) {
         squares = sum_of_squares(x, call.width);
       } else {
         T* sum = reinterpret_cast<T*>(residual_row.in(static_cast<char*>(call.residual_out), 0));
-        const T* residual = reinterpret_cast<const T*>(
-            residual_row.in(static_cast<const char*>(call.residual), 1));
+        const T* residual =
+            reinterpret_cast<const T*>(residual_row.in(static_cast<const char*>(call.residual), 1));
         squares = add_and_sum_squares(sum, x, residual, call.width);
         x = sum;
       }
       const Vec scale = splat(inverse_rms(squares, call.width, call.epsilon));
-      Scale::template write<Q, T>(call, r, out, Normalised<T, W>{x, weight, scale});
+      const NextTwo<T> next{
+          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)),
+          reinterpret_cast<const T*>(next_residual_row.in(static_cast<const char*>(added), 1))};
+      Scale::template write<Q, T>(call, r, out, Normalised<T, W>{x, weight, scale}, next);
     }
   }
 };
@@ -99,11 +106,13 @@ struct SiluAndMulRows {
   template <class T, class Q>
   static void run(int64_t begin, int64_t end, const OpweaveSiluAndMulQuant& call) {
     RowCursor row(call.rows, begin);
-    for (int64_t r = begin; r < end; ++r, row.advance()) {
-      auto* out =
-          reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
+    RowCursor next_row(call.rows, begin + 1);
+    for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
+      auto* out = reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
-      Scale::template write<Q, T>(call, r, out, SiluAndMul<T>{x, x + call.width});
+      const T* next = reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1));
+      Scale::template write<Q, T>(call, r, out, SiluAndMul<T>{x, x + call.width},
+                                  NextTwo<T>{next, next + call.width});
     }
   }
 

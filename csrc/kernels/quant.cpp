@@ -14,17 +14,20 @@ struct StaticQuantRows {
   template <class T, class Q>
   static void run(int64_t begin, int64_t end, const OpweaveStaticQuant& call) {
     RowCursor row(call.rows, begin);
-    for (int64_t r = begin; r < end; ++r, row.advance()) {
-      auto* out =
-          reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
+    RowCursor next_row(call.rows, begin + 1);
+    for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
+      auto* out = reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+      const Next<T> next{
+          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1))};
       const float* scales = call.scales + r / call.block_rows * call.row_blocks;
       if (call.block_columns == 1) {
-        quantise_columns<Q>(out, call.width, scales, Loaded<T>{x});
+        quantise_columns<Q>(out, call.width, scales, fetching(Loaded<T>{x}, next));
         continue;
       }
       for (int64_t i = 0; i < call.width; i += call.block_columns) {
-        quantise<Q>(out + i, call.block_columns, *scales++, Loaded<T>{x + i});
+        quantise<Q>(out + i, call.block_columns, *scales++,
+                    fetching(Loaded<T>{x + i}, next.from(i)));
       }
     }
   }
@@ -43,13 +46,15 @@ struct PerTokenQuantRows {
   template <class T, class Q>
   static void run(int64_t begin, int64_t end, const OpweavePerTokenQuant& call) {
     RowCursor row(call.rows, begin);
-    for (int64_t r = begin; r < end; ++r, row.advance()) {
-      auto* out =
-          reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
+    RowCursor next_row(call.rows, begin + 1);
+    for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
+      auto* out = reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+      const Next<T> next{
+          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1))};
       const float largest = bounded(largest_of_row(x, call.width), call.upper_bound);
       call.scales[r] = scale_for<Q>(largest);
-      quantise<Q>(out, call.width, call.scales[r], Loaded<T>{x});
+      quantise<Q>(out, call.width, call.scales[r], fetching(Loaded<T>{x}, next));
     }
   }
 };
@@ -59,11 +64,14 @@ struct GroupQuantRows {
   static void run(int64_t begin, int64_t end, const OpweaveGroupQuant& call) {
     const int64_t groups = (call.width + call.group_size - 1) / call.group_size;
     RowCursor row(call.rows, begin);
-    for (int64_t r = begin; r < end; ++r, row.advance()) {
+    RowCursor next_row(call.rows, begin + 1);
+    for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
       auto* out = reinterpret_cast<uint8_t*>(row.in(static_cast<char*>(call.out), 0));
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
-      quantise_groups(out, call.scales + r * groups, call.width, call.group_size,
-                      call.power_of_two != 0, x);
+      const Next<T> next{
+          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1))};
+      quantise_stored_groups(out, call.scales + r * groups, call.width, call.group_size,
+                             call.power_of_two != 0, x, fetching(Loaded<T>{x}, next));
     }
   }
 };

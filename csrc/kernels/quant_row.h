@@ -36,6 +36,56 @@ struct Loaded {
   const T* values;
 };
 
+// The row that comes next: fetch(i) has element i brought into the L2 cache, while there is work on
+// the row before it. By itself a processor fetches no further than to the end of a page. After the
+// last row comes the first one.
+template <class T>
+struct Next {
+  void fetch(int64_t i) const { __builtin_prefetch(values + i, 0, 2); }
+  Next from(int64_t i) const { return {values + i}; }
+
+  const T* values;
+};
+
+// Two rows, or both halves of one.
+template <class T>
+struct NextTwo {
+  void fetch(int64_t i) const {
+    __builtin_prefetch(first + i, 0, 2);
+    __builtin_prefetch(second + i, 0, 2);
+  }
+
+  const T* first;
+  const T* second;
+};
+
+// Half of what comes next, from element `first` on, for work that walks along a row twice.
+template <class Ahead>
+struct Half {
+  void fetch(int64_t i) const { next.fetch(first + i / 2); }
+
+  Ahead next;
+  int64_t first;
+};
+
+// The values of a row, and a fetch for each.
+template <class Value, class Ahead>
+struct Fetching {
+  template <class Part>
+  Vec operator()(int64_t i, Part part) const {
+    next.fetch(i);
+    return value(i, part);
+  }
+
+  Value value;
+  Ahead next;
+};
+
+template <class Value, class Ahead>
+inline Fetching<Value, Ahead> fetching(Value value, Ahead next) {
+  return {value, next};
+}
+
 // The scale for a largest magnitude; NaN for NaN.
 template <class Q>
 inline float scale_for(float largest) {
@@ -70,26 +120,26 @@ inline void store_codes(void* out, int64_t n, Value value, Codes codes) {
 template <class Q, class Value>
 inline void quantise(typename Q::Storage* out, int64_t n, float scale, Value value) {
   const Vec inverse = splat(1.0f / scale);
-  store_codes(out, n, [=](int64_t i, auto part) { return mul(value(i, part), inverse); },
-              Q::codes);
+  store_codes(out, n, [=](int64_t i, auto part) { return mul(value(i, part), inverse); }, Q::codes);
 }
 
 // The largest magnitude among n values; NaN if one is.
 template <class Value>
 inline float largest_magnitude(int64_t n, Value value) {
-  Vec most[2] = {splat(0), splat(0)};
+  Vec most[kAtOnce] = {splat(0), splat(0), splat(0), splat(0)};
   int64_t i = 0;
-  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-    for (int k = 0; k < 2; ++k) {
-      most[k] = larger_magnitude(most[k], value(i + k * kLanes, Full{}));
-    }
+  for (; i + kAtOnce * kLanes <= n; i += kAtOnce * kLanes) {
+    Vec values[kAtOnce];
+    for (int k = 0; k < kAtOnce; ++k) values[k] = value(i + k * kLanes, Full{});
+    for (int k = 0; k < kAtOnce; ++k) most[k] = larger_magnitude(most[k], values[k]);
   }
   for (; i + kLanes <= n; i += kLanes) most[0] = larger_magnitude(most[0], value(i, Full{}));
   if (i < n) {
     const Tail rest{n - i};
     most[1] = larger_magnitude(most[1], keep(value(i, rest), rest));
   }
-  return largest_or_nan(larger_magnitude(most[0], most[1]));
+  return largest_or_nan(
+      larger_magnitude(larger_magnitude(most[0], most[1]), larger_magnitude(most[2], most[3])));
 }
 
 // The same of a row in memory. 16-bit magnitudes have the order of their bits, too.
@@ -130,19 +180,40 @@ inline void keep_row(T* kept, int64_t n, Value value) {
   map_vecs(n, value, [=](int64_t i, Vec v, auto part) { Lanes<T>::store(kept + i, v, part); });
 }
 
+// The same, and the largest magnitude: of 16-bit numbers it is found with less work afterwards.
+template <class T, class Value>
+inline float keep_and_find_largest(T* kept, int64_t n, Value value) {
+  keep_row(kept, n, value);
+  return largest_of_row(kept, n);
+}
+
+template <class Value>
+inline float keep_and_find_largest(float* kept, int64_t n, Value value) {
+  Vec most = splat(0);
+  map_vecs(n, value, [=, &most](int64_t i, Vec v, auto part) {
+    Lanes<float>::store(kept + i, v, part);
+    most = larger_magnitude(most, keep(v, part));
+  });
+  return largest_or_nan(most);
+}
+
 // Quantise a row by the scale of its largest magnitude, which is returned.
-template <class Q, class T, class Value>
-inline float quantise_dynamic(typename Q::Storage* out, int64_t n, float upper_bound, Value value) {
+template <class Q, class T, class Value, class Ahead>
+inline float quantise_dynamic(typename Q::Storage* out, int64_t n, float upper_bound, Value value,
+                              Ahead next) {
+  const Half<Ahead> first{next, 0};
+  const Half<Ahead> second{next, n / 2};
   T kept[kKept];
   if (n <= kKept) {
-    keep_row(kept, n, value);
-    const float scale = scale_for<Q>(bounded(largest_of_row(kept, n), upper_bound));
-    quantise<Q>(out, n, scale, Loaded<T>{kept});
+    const float largest = keep_and_find_largest(kept, n, fetching(value, first));
+    const float scale = scale_for<Q>(bounded(largest, upper_bound));
+    quantise<Q>(out, n, scale, fetching(Loaded<T>{kept}, second));
     return scale;
   }
   const auto as_stored = stored<T>(value);
-  const float scale = scale_for<Q>(bounded(largest_magnitude(n, as_stored), upper_bound));
-  quantise<Q>(out, n, scale, as_stored);
+  const float largest = largest_magnitude(n, fetching(as_stored, first));
+  const float scale = scale_for<Q>(bounded(largest, upper_bound));
+  quantise<Q>(out, n, scale, fetching(as_stored, second));
   return scale;
 }
 
@@ -167,22 +238,22 @@ inline void quantise_group(uint8_t* out, int64_t n, float scale, Value value) {
   const Vec divisor = splat(scale);
   if (scale < __builtin_inff()) {
     const Vec inverse = splat(1.0f / scale);
-    store_codes(out, n, value, [=](const Vec (&v)[kAtOnce]) {
+    store_codes(out, n, value, [=](const Vec(&v)[kAtOnce]) {
       Vec quotients[kAtOnce];
       for (int k = 0; k < kAtOnce; ++k) quotients[k] = quotient(v[k], divisor, inverse);
       return fp8_of(quotients, v);
     });
   } else {  // infinite or NaN
-    store_codes(out, n, [=](int64_t i, auto part) { return div(value(i, part), divisor); },
-                Fp8::codes);
+    store_codes(
+        out, n, [=](int64_t i, auto part) { return div(value(i, part), divisor); }, Fp8::codes);
   }
 }
 
 // A row in memory by groups of neighbours. The scales come first, all of them: none waits for the
 // steps to another one.
-template <class T>
-inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
-                            bool power_of_two, const T* row) {
+template <class T, class Value>
+inline void quantise_stored_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
+                                   bool power_of_two, const T* row, Value value) {
   const auto size = [=](int64_t first) {
     return width - first < group_size ? width - first : group_size;
   };
@@ -192,7 +263,8 @@ inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t 
   }
   for (float* s = scales; s < scale; ++s) *s = group_scale(*s, power_of_two);
   for (int64_t first = 0; first < width; first += group_size) {
-    quantise_group(out + first, size(first), *scales++, Loaded<T>{row + first});
+    quantise_group(out + first, size(first), *scales++,
+                   [=](int64_t i, auto part) { return value(first + i, part); });
   }
 }
 
@@ -207,7 +279,8 @@ inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t 
     const auto part_of_row = [=](int64_t i, auto part) { return value(first + i, part); };
     if (n <= kKept) {
       keep_row(kept, n, part_of_row);
-      quantise_groups(out + first, scales, n, group_size, power_of_two, kept);
+      quantise_stored_groups(out + first, scales, n, group_size, power_of_two, kept,
+                             Loaded<T>{kept});
     } else {
       const auto as_stored = stored<T>(part_of_row);
       *scales = group_scale(largest_magnitude(n, as_stored), power_of_two);

@@ -29,9 +29,9 @@ namespace {
 constexpr float kFp8Max = 448.0f;
 constexpr float kFp8SmallestNormal = 0x1p-6f;
 constexpr float kFp8Unit = 0x1p-20f;
-constexpr uint32_t kFp8Powers = 0x7f800000;      // the exponent of a float32
-constexpr int kFp8Shift = 20;                    // from there to steps of 8
-constexpr int kFp8Bias = 8 * (127 - 6);          // what 2^-6 has then
+constexpr uint32_t kFp8Powers = 0x7f800000;  // the exponent of a float32
+constexpr int kFp8Shift = 20;                // from there to steps of 8
+constexpr int kFp8Bias = 8 * (127 - 6);      // what 2^-6 has then
 
 constexpr int64_t kWords = 2 * kLanes;
 
@@ -59,8 +59,7 @@ inline float float_of(BFloat16 value) {
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 
 inline Vec larger_magnitude(Vec so_far, Vec v) {
-  const __m512i magnitude =
-      _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fffffff));
+  const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fffffff));
   return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(so_far), magnitude));
 }
 
@@ -96,8 +95,8 @@ inline __m512i biased_fp8_of(Vec v) {
   const __m512i exponent = _mm512_set1_epi32(static_cast<int>(kFp8Powers));
   const Vec power = max(splat(kFp8SmallestNormal),
                         _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), exponent)));
-  const __m512i rounded = _mm512_castps_si512(
-      _mm512_fnmadd_ps(negative_abs(v), splat(kFp8Unit), power));
+  const __m512i rounded =
+      _mm512_castps_si512(_mm512_fnmadd_ps(negative_abs(v), splat(kFp8Unit), power));
   const __m512i bits = _mm512_castps_si512(power);
   return _mm512_sub_epi32(rounded, _mm512_sub_epi32(bits, _mm512_srli_epi32(bits, kFp8Shift)));
 }
@@ -120,8 +119,8 @@ inline __m512i fp8_of(const Vec (&v)[kAtOnce], const Vec (&signs)[kAtOnce]) {
   // for NaN, whose code is one less as well.
   const __m512i above = _mm512_packs_epi16(words(v[0], v[1]), words(v[2], v[3]));
   const __m512i codes = _mm512_add_epi8(above, _mm512_set1_epi8(-1));
-  const __m512i sign = _mm512_packs_epi16(sign_words(signs[0], signs[1]),
-                                          sign_words(signs[2], signs[3]));
+  const __m512i sign =
+      _mm512_packs_epi16(sign_words(signs[0], signs[1]), sign_words(signs[2], signs[3]));
   // 0xf8: codes | (sign & 0x80), bit by bit.
   return in_order(
       _mm512_ternarylogic_epi32(codes, sign, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8));
@@ -134,9 +133,8 @@ inline __m512i int32_of(Vec v) {
 }
 
 inline __m512i int8_of(const Vec (&v)[kAtOnce]) {
-  return in_order(
-      _mm512_packs_epi16(_mm512_packs_epi32(int32_of(v[0]), int32_of(v[1])),
-                         _mm512_packs_epi32(int32_of(v[2]), int32_of(v[3]))));
+  return in_order(_mm512_packs_epi16(_mm512_packs_epi32(int32_of(v[0]), int32_of(v[1])),
+                                     _mm512_packs_epi32(int32_of(v[2]), int32_of(v[3]))));
 }
 
 inline void store_bytes(void* p, __m512i bytes, Full) { _mm512_storeu_si512(p, bytes); }
@@ -149,8 +147,7 @@ inline void store_bytes(void* p, __m512i bytes, Tail tail) {
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 inline Vec larger_magnitude(Vec so_far, Vec v) {
-  const __m256i magnitude =
-      _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff));
+  const __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff));
   return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(so_far), magnitude));
 }
 
@@ -202,8 +199,8 @@ inline __m256i fp8_of(const Vec (&v)[kAtOnce], const Vec (&signs)[kAtOnce]) {
   };
   const __m256i above = _mm256_packs_epi16(words(v[0], v[1]), words(v[2], v[3]));
   const __m256i codes = _mm256_add_epi8(above, _mm256_set1_epi8(-1));
-  const __m256i sign = _mm256_packs_epi16(sign_words(signs[0], signs[1]),
-                                          sign_words(signs[2], signs[3]));
+  const __m256i sign =
+      _mm256_packs_epi16(sign_words(signs[0], signs[1]), sign_words(signs[2], signs[3]));
   const __m256i top = _mm256_set1_epi8(static_cast<char>(0x80));
   return in_order(_mm256_or_si256(codes, _mm256_and_si256(sign, top)));
 }
@@ -214,9 +211,8 @@ inline __m256i int32_of(Vec v) {
 }
 
 inline __m256i int8_of(const Vec (&v)[kAtOnce]) {
-  return in_order(
-      _mm256_packs_epi16(_mm256_packs_epi32(int32_of(v[0]), int32_of(v[1])),
-                         _mm256_packs_epi32(int32_of(v[2]), int32_of(v[3]))));
+  return in_order(_mm256_packs_epi16(_mm256_packs_epi32(int32_of(v[0]), int32_of(v[1])),
+                                     _mm256_packs_epi32(int32_of(v[2]), int32_of(v[3]))));
 }
 
 inline void store_bytes(void* p, __m256i bytes, Full) {
