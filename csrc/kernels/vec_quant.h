@@ -284,13 +284,15 @@ inline float largest_or_nan(Vec v) {
 }
 
 inline Bits fp8_of(Vec v) {
-  const Bits infinity = splat_bits(kFp8Powers);
+  const Bits largest = bits_of(splat(kFp8Max));
+  const Bits exponent = splat_bits(kFp8Powers);
   const Bits magnitude = bits_of(v) & splat_bits(0x7fffffff);
-  const Vec bounded = min(splat(kFp8Max), as_float(magnitude));
-  const Bits power = bits_of(max(splat(kFp8SmallestNormal), as_float(bits_of(bounded) & infinity)));
-  const Bits rounded = bits_of(as_float(power) + bounded * splat(kFp8Unit));
+  const Bits is_nan = reinterpret_cast<Bits>(magnitude > exponent);
+  const Bits bounded = magnitude < largest ? magnitude : largest;
+  const Bits power = bits_of(max(splat(kFp8SmallestNormal), as_float(bounded & exponent)));
+  const Bits rounded = bits_of(as_float(power) + as_float(bounded) * splat(kFp8Unit));
   const Bits code = rounded - power + (power >> kFp8Shift) - splat_bits(kFp8Bias);
-  return choose(reinterpret_cast<Bits>(magnitude > infinity), splat_bits(0x7f), code);
+  return code | (is_nan & splat_bits(1));  // the code above the largest number's
 }
 
 inline CodeBytes fp8_of(const Vec (&v)[kAtOnce], const Vec (&signs)[kAtOnce]) {

@@ -38,7 +38,7 @@ GATED = [
     ops.silu_and_mul_per_token_group_quant_fp8,
 ]
 OPS = NORMS + ADDS + GATED
-# Beyond 8192 a row does not fit the kernels' buffer, nor a group beyond 1024.
+# Beyond 8192 a row or a group does not fit the kernels' buffer.
 SHAPES = [(1, 64), (7, 770), (3, 5, 518), (64,), (0, 32), (4, 0), (3, 2), (2, 3, 2, 18), (2, 20006)]
 Arguments = tuple[Any, ...]
 
@@ -131,6 +131,14 @@ def test_is_its_composition(
         check(op, *arguments)
         if x.numel():
             check_near_native(op, *arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_groups_and_the_buffer(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+    """Groups that fill the buffer several times, and groups beyond it with a shorter one last."""
+    x = random(2, 2 * 20_003, dtype=dtype)
+    for group_size in (1, 7, 128, 3000, 8192, 8193, 9000, 30_000):
+        check(ops.silu_and_mul_per_token_group_quant_fp8, x, group_size, False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

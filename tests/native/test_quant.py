@@ -69,6 +69,23 @@ def test_hard_values(module: ModuleType, isa: str) -> None:
     check_conversion(module, every_float(30011))
 
 
+def test_the_sign_of_nan_stays(module: ModuleType, isa: str) -> None:
+    bits = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF], dtype=torch.int32).repeat(40)
+    for sign, code in ((0, 0x7F), (-(2**31), 0xFF)):
+        out = torch.empty(bits.shape, dtype=FP8)
+        module.static_quant(out, (bits + sign).view(torch.float32), torch.ones(1))
+        assert (out.view(torch.uint8) == code).all()
+
+
+def test_neighbours_do_not_mix(module: ModuleType, isa: str) -> None:
+    """Every place among the vectors that are converted at once, in rows of every length."""
+    values = torch.tensor([0.0, -1.0, 500.0, -(2.0**-9), torch.nan, 3.3, torch.inf, -448.0])
+    for width in range(1, 140):
+        x = values[(torch.arange(3 * width) * 5 + width) % len(values)].view(3, width)
+        for op in (ops.static_quant_fp8, ops.static_quant_int8):
+            check(op, x, torch.ones(1))
+
+
 @pytest.mark.slow
 def test_many_floats(module: ModuleType, isa: str) -> None:
     check_conversion(module, every_float(251))
