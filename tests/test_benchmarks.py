@@ -76,7 +76,7 @@ def test_what_is_measured_is_the_op(name: str) -> None:
             continue
         assert reason is None, cell
         expected = tensors(cell.op.native(*inputs))
-        for state in cell.case.states:
+        for state in cell.states:
             contender = ours(cell, state, [inputs])
             found = tensors(contender.call(*contender.ring[0]))
             if not found:  # the native function: its outputs are among its arguments

@@ -168,6 +168,7 @@ ENDING = """
     import os, signal, sys
     from opweave.config import EngineConfig, ParallelConfig
     from opweave.engine import LLM, SamplingParams
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever it was for the tests
     llm = LLM({path!r}, config=EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)))
     print(*llm._core.executor.pids.values(), flush=True)
     steps = 0
