@@ -8,11 +8,16 @@
 // not on other tokens, blocks or threads.
 #include "kernels/linear.h"
 
+#include "kernels/linear_outputs.h"
 #include "kernels/row_cursor.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
 #include "kernels/vec_dot.h"
 #include "kernels/vec_reduce.h"
+
+#if defined(__AMX_BF16__)
+#include "kernels/linear_tiles.h"
+#endif
 
 namespace {
 
@@ -296,32 +301,8 @@ struct LinearRows {
 
   template <class T>
   static void store(const Sums* totals, int64_t n, int64_t rows, const OpweaveLinear& call) {
-    const Tail part{rows};
-    Vec scale = splat(D::kUnit);
-    if (call.scale != nullptr) {
-      scale = mul(scale, call.scale_stride == 0 ? splat(*call.scale)
-                                                : Lanes<float>::load(call.scale + n, part));
-    }
-    const Vec bias = bias_of<T>(n, part, call);
-    T* out = static_cast<T*>(call.out) + n;
-    for (int64_t t = 0; t < call.tokens; ++t, out += call.out_features) {
-      Vec y = mul(sums(totals[t].rows), scale);
-      if (call.bias != nullptr) y = add(y, bias);
-      if (rows == kRows) {
-        Lanes<T>::store(out, y, Full{});
-      } else {
-        Lanes<T>::store(out, y, part);
-      }
-    }
-  }
-
-  template <class T>
-  static Vec bias_of(int64_t n, Tail part, const OpweaveLinear& call) {
-    if (call.bias == nullptr) return splat(0);
-    if (call.bias_dtype == OPWEAVE_FLOAT32) {
-      return Lanes<float>::load(static_cast<const float*>(call.bias) + n, part);
-    }
-    return Lanes<T>::load(static_cast<const T*>(call.bias) + n, part);
+    const LinearOutputs<T> outputs(n, rows, D::kUnit, call);
+    for (int64_t t = 0; t < call.tokens; ++t) outputs.store(t, sums(totals[t].rows));
   }
 };
 
@@ -334,6 +315,30 @@ void linear_rows(int64_t begin, int64_t end, void* erased) {
     });
   });
 }
+
+#if defined(__AMX_BF16__)
+
+void linear_tiles(int64_t begin, int64_t end, void* erased) {
+  const OpweaveLinear& call = *static_cast<const OpweaveLinear*>(erased);
+  with_storage(call.dtype, [&](auto storage) {
+    using T = decltype(storage);
+    if (call.weight_dtype == OPWEAVE_INT8) {
+      LinearTiles<int8_t>(call).run<T>(begin, end);
+    } else {
+      LinearTiles<Float8>(call).run<T>(begin, end);
+    }
+  });
+}
+
+constexpr OpweaveRangeKernel kKeepTiles = run_for_type<KeepTiles, OpweaveLinearTokens>;
+constexpr OpweaveRangeKernel kLinearTiles = linear_tiles;
+
+#else
+
+constexpr OpweaveRangeKernel kKeepTiles = nullptr;
+constexpr OpweaveRangeKernel kLinearTiles = nullptr;
+
+#endif
 
 // Rounds as the definition does: weights are exact in float32, their products with scales are not.
 template <class W>
@@ -371,4 +376,6 @@ OPWEAVE_KERNEL_TABLE(OpweaveLinearKernels, linear) = {
     run_for_type<KeepRows, OpweaveLinearTokens>,
     linear_rows,
     widen_rows,
+    kKeepTiles,
+    kLinearTiles,
 };

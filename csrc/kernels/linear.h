@@ -11,6 +11,15 @@ extern "C" {
 #define OPWEAVE_LINEAR_TOKENS 32
 // The rows of x, from one kept for the kernel to the next, are a multiple of this many bytes apart.
 #define OPWEAVE_LINEAR_ALIGNMENT 64
+// The same for tiles: the most tokens, the tokens of a tile, and the columns of a block.
+#define OPWEAVE_LINEAR_TILES_TOKENS 256
+#define OPWEAVE_LINEAR_TILE_TOKENS 16
+#define OPWEAVE_LINEAR_BLOCK_COLUMNS 512
+
+// The numbers of bfloat16 that tiles keep a number of this type as: they add up to it.
+static inline int opweave_linear_parts(enum OpweaveDtype dtype) {
+  return dtype == OPWEAVE_FLOAT32 ? 3 : dtype == OPWEAVE_FLOAT16 ? 2 : 1;
+}
 
 // out + (r - begin) * stride = row r of x as it is multiplied by weights of weight_dtype, at most
 // four bytes for each element, zeros up to a whole step of the products: operand 1 of `rows` is x.
@@ -58,6 +67,9 @@ struct OpweaveLinearKernels {
   OpweaveRangeKernel keep;    // call: OpweaveLinearTokens*
   OpweaveRangeKernel linear;  // call: OpweaveLinear*
   OpweaveRangeKernel widen;   // call: OpweaveWidenRows*
+  // keep and linear by tiles, for weights of 8 bits and at least one column; null without tiles.
+  OpweaveRangeKernel keep_tiles;
+  OpweaveRangeKernel linear_tiles;
 };
 
 #ifdef __cplusplus

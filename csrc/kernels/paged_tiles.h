@@ -431,8 +431,8 @@ class TiledPart : PagedPart<BFloat16> {
         const Vec weight = splat_of(of_key[row * kTileColumns]);
         float* output = outputs + row * call_.value_size;
         for (int64_t d = 0; d < call_.value_size; d += 32) {
-          const Columns columns = split(Lanes<BFloat16>::load(value + d, Full{}),
-                                        Lanes<BFloat16>::load(value + d + 16, Full{}));
+          const PairedColumns columns = split(Lanes<BFloat16>::load(value + d, Full{}),
+                                              Lanes<BFloat16>::load(value + d + 16, Full{}));
           add_product(output + d, weight, columns.low);
           add_product(output + d + 16, weight, columns.high);
         }

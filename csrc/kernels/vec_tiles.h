@@ -71,12 +71,12 @@ inline void transpose(__m512i (&rows)[16]) {
 
 // Of 32 columns, two rows in pairs are two vectors: `low` has columns 0 to 3, 8 to 11, 16 to 19 and
 // 24 to 27, `high` has the others. Outputs are summed up in this order.
-struct Columns {
+struct PairedColumns {
   Vec low;
   Vec high;
 };
 
-inline Columns split(Vec first, Vec second) {
+inline PairedColumns split(Vec first, Vec second) {
   return {_mm512_shuffle_f32x4(first, second, 0x88), _mm512_shuffle_f32x4(first, second, 0xdd)};
 }
 

@@ -65,34 +65,52 @@ int64_t x_stride_of(int64_t width) {
   return (lines | 1) * OPWEAVE_LINEAR_ALIGNMENT;
 }
 
-void run(const View& out, const View& x, const View& weight, const View* scale, const View* bias) {
-  check_disjoint(out, x);
-  check_disjoint(out, weight);
-  if (scale != nullptr) check_disjoint(out, *scale);
-  if (bias != nullptr) check_disjoint(out, *bias);
-  if (out.element_count() == 0) return;
-  OpweaveLinearTokens kept;
-  kept.x = x.data;
-  kept.rows = rows_of(out, x);
-  kept.width = x.sizes[x.rank - 1];
-  kept.stride = x_stride_of(kept.width);
-  kept.dtype = x.dtype;
-  kept.weight_dtype = weight.dtype;
-  const int64_t tokens = std::min<int64_t>(kept.rows.count, OPWEAVE_LINEAR_TOKENS);
-  kept.out = scratch_of(tokens * kept.stride / static_cast<int64_t>(sizeof(float)));
+OpweaveLinearTokens tokens_of(const View& out, const View& x, const View& weight) {
+  OpweaveLinearTokens tokens;
+  tokens.x = x.data;
+  tokens.rows = rows_of(out, x);
+  tokens.width = x.sizes[x.rank - 1];
+  tokens.dtype = x.dtype;
+  tokens.weight_dtype = weight.dtype;
+  return tokens;
+}
+
+OpweaveLinear call_of(const View& x, const View& weight, const View* scale, const View* bias) {
   OpweaveLinear call;
-  call.x = kept.out;
   call.weight = weight.data;
   call.scale = scale != nullptr ? reinterpret_cast<const float*>(scale->data) : nullptr;
   call.bias = bias != nullptr ? bias->data : nullptr;
-  call.width = kept.width;
+  call.width = x.sizes[x.rank - 1];
   call.out_features = weight.sizes[0];
-  call.x_stride = kept.stride;
   call.weight_stride = weight.strides[0];
   call.scale_stride = scale != nullptr ? scale_stride_of(*scale) : 0;
   call.dtype = x.dtype;
   call.weight_dtype = weight.dtype;
   call.bias_dtype = bias != nullptr ? bias->dtype : x.dtype;
+  return call;
+}
+
+void check_operands(const View& out, const View& x, const View& weight, const View* scale,
+                    const View* bias) {
+  check_out(out, x, weight);
+  if (scale != nullptr) check_scale(*scale, weight.sizes[0]);
+  if (bias != nullptr) check_bias(*bias, x, weight.sizes[0]);
+  check_disjoint(out, x);
+  check_disjoint(out, weight);
+  if (scale != nullptr) check_disjoint(out, *scale);
+  if (bias != nullptr) check_disjoint(out, *bias);
+}
+
+void run(const View& out, const View& x, const View& weight, const View* scale, const View* bias) {
+  check_operands(out, x, weight, scale, bias);
+  if (out.element_count() == 0) return;
+  OpweaveLinearTokens kept = tokens_of(out, x, weight);
+  kept.stride = x_stride_of(kept.width);
+  const int64_t tokens = std::min<int64_t>(kept.rows.count, OPWEAVE_LINEAR_TOKENS);
+  kept.out = scratch_of(tokens * kept.stride / static_cast<int64_t>(sizeof(float)));
+  OpweaveLinear call = call_of(x, weight, scale, bias);
+  call.x = kept.out;
+  call.x_stride = kept.stride;
   const OpweaveLinearKernels& kernels = *active_kernels().linear;
   for (int64_t token = 0; token < kept.rows.count; token += tokens) {
     call.tokens = std::min(tokens, kept.rows.count - token);
@@ -103,25 +121,69 @@ void run(const View& out, const View& x, const View& weight, const View* scale, 
   }
 }
 
+// Bytes of the tokens of a tile in the columns of a block.
+int64_t bytes_per_tile_of_tokens(OpweaveDtype dtype) {
+  return OPWEAVE_LINEAR_TILE_TOKENS * OPWEAVE_LINEAR_BLOCK_COLUMNS * 2 *
+         opweave_linear_parts(dtype);
+}
+
+// The same by tiles.
+void run_by_tiles(const View& out, const View& x, const View& weight, const View* scale,
+                  const View* bias) {
+  check_operands(out, x, weight, scale, bias);
+  if (out.element_count() == 0) return;
+  constexpr int64_t kTile = OPWEAVE_LINEAR_TILE_TOKENS;
+  const OpweaveLinearKernels& kernels = *active_kernels().linear;
+  const OpweaveLinearTokens kept = tokens_of(out, x, weight);
+  const int64_t tokens = std::min<int64_t>(kept.rows.count, OPWEAVE_LINEAR_TILES_TOKENS);
+  const int64_t tile_bytes = bytes_per_tile_of_tokens(x.dtype);
+  OpweaveLinear call = call_of(x, weight, scale, bias);
+  call.x_stride = (tokens + kTile - 1) / kTile * tile_bytes;
+  const int64_t blocks = (call.width - 1) / OPWEAVE_LINEAR_BLOCK_COLUMNS + 1;
+  float* kept_x = scratch_of(blocks * call.x_stride / static_cast<int64_t>(sizeof(float)));
+  call.x = kept_x;
+  for (int64_t token = 0; token < kept.rows.count; token += tokens) {
+    call.tokens = std::min(tokens, kept.rows.count - token);
+    call.out = out.data + token * call.out_features * out.element_size();
+    const int64_t tiles = (call.tokens + kTile - 1) / kTile;
+    for_rows(tiles, kTile * call.width, [&](int64_t begin, int64_t end) {
+      OpweaveLinearTokens some = kept;
+      some.out = reinterpret_cast<char*>(kept_x) + begin * tile_bytes;
+      some.stride = call.x_stride;
+      kernels.keep_tiles(token + begin * kTile, token + std::min(end * kTile, call.tokens), &some);
+    });
+    for_rows(call.out_features, call.width * work_per_weight(call.tokens) + 1, kernels.linear_tiles,
+             &call);
+  }
+}
+
 // out = x @ weight.T + bias.
 void linear(const View& out, const View& x, const View& weight, const View* bias) {
   check_activation(x);
   check_same_dtype(weight, x);
   check_weight_shape(weight, x);
-  check_out(out, x, weight);
-  if (bias != nullptr) check_bias(*bias, x, weight.sizes[0]);
   run(out, x, weight, nullptr, bias);
+}
+
+void check_w8a16(const View& x, const View& weight) {
+  check_activation(x);
+  check_dtype(weight, {OPWEAVE_INT8, OPWEAVE_FLOAT8_E4M3FN});
+  check_weight_shape(weight, x);
 }
 
 // out = x @ (weight * scale).T + bias; weight is int8 or float8_e4m3fn.
 void linear_w8a16(const View& out, const View& x, const View& weight, const View& scale,
                   const View* bias) {
-  check_activation(x);
-  check_dtype(weight, {OPWEAVE_INT8, OPWEAVE_FLOAT8_E4M3FN});
-  check_weight_shape(weight, x);
-  check_out(out, x, weight);
-  check_scale(scale, weight.sizes[0]);
-  if (bias != nullptr) check_bias(*bias, x, weight.sizes[0]);
+  check_w8a16(x, weight);
+  run(out, x, weight, &scale, bias);
+}
+
+// The same, faster for many tokens where there are tiles.
+void linear_w8a16_tiles(const View& out, const View& x, const View& weight, const View& scale,
+                        const View* bias) {
+  check_w8a16(x, weight);
+  const bool has_tiles = active_kernels().linear->linear_tiles != nullptr;
+  if (has_tiles && weight.sizes[1] > 0) return run_by_tiles(out, x, weight, &scale, bias);
   run(out, x, weight, &scale, bias);
 }
 
@@ -156,5 +218,9 @@ OPWEAVE_EXTENSION_MODULE(m) {
   m.def(
       "linear_w8a16(Tensor(a!) out, Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> ()",
       opweave::linear_w8a16);
+  m.def(
+      "linear_w8a16_tiles(Tensor(a!) out, Tensor x, Tensor weight, Tensor scale, Tensor? bias)"
+      " -> ()",
+      opweave::linear_w8a16_tiles);
   m.def("widen_rows(Tensor(a!) out, Tensor weight, Tensor scale) -> ()", opweave::widen_rows);
 }

@@ -64,6 +64,17 @@ def call(module: ModuleType, name: str, out: Tensor, *arguments: Any) -> Tensor:
     return out
 
 
+def by_tiles(
+    module: ModuleType, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """By the kernel for many tokens, however many there are; both doors."""
+    outs = [torch.full((*x.shape[:-1], weight.shape[0]), 7.0, dtype=x.dtype) for _ in DOORS]
+    for name, out in zip(DOORS, outs, strict=True):
+        door(module, name, "linear_w8a16_tiles")(out, x, weight, scale, bias)
+    assert torch.equal(outs[0].nan_to_num(9.0), outs[1].nan_to_num(9.0))
+    return outs[0]
+
+
 def run(module: ModuleType, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     out = torch.full((*x.shape[:-1], weight.shape[0]), 7.0, dtype=x.dtype)
     return call(module, "direct", out, x, weight, scale, None)
@@ -136,9 +147,10 @@ def test_every_code_of_8_bits(module: ModuleType, isa: str) -> None:
                 weight.zero_()[:, column] = codes
                 x = torch.zeros(1, columns)
                 x[0, column] = 1.0
-                got = run(module, x, weight.view(dtype), torch.ones(1))[0]
                 wanted = codes.view(dtype).float()
-                assert torch.equal(got.nan_to_num(9e9), wanted.nan_to_num(9e9))
+                for kernel in (run, by_tiles):
+                    got = kernel(module, x, weight.view(dtype), torch.ones(1))[0]
+                    assert torch.equal(got.nan_to_num(9e9), wanted.nan_to_num(9e9))
 
 
 def test_the_sums_are_in_float32(module: ModuleType, isa: str) -> None:
@@ -147,7 +159,8 @@ def test_the_sums_are_in_float32(module: ModuleType, isa: str) -> None:
         x = torch.ones(2, 4096, dtype=dtype)
         assert (run(module, x, torch.ones(5, 4096, dtype=dtype), None) == 4096).all()
         weight, scale = torch.full((5, 4096), 127, dtype=INT8), torch.tensor([1 / 127])
-        near(run(module, x, weight, scale), torch.full((2, 5), 4096.0, dtype=dtype))
+        for kernel in (run, by_tiles):
+            near(kernel(module, x, weight, scale), torch.full((2, 5), 4096.0, dtype=dtype))
 
 
 # Layouts
@@ -181,6 +194,120 @@ def test_layouts(module: ModuleType, isa: str, dtype: torch.dtype, layout: str) 
             near(got, oracle(x, weight, scale, bias))
             near(got, wanted)
             assert got.stride() == wanted.stride()
+
+
+# Weights of 8 bits, by tiles
+
+TILES_SIZES = [
+    (rows, columns, tokens)
+    for rows, columns in [(1, 1), (15, 31), (16, 32), (17, 33), (33, 511), (40, 513), (161, 100)]
+    for tokens in (0, 1, 15, 16, 17, 32, 33, 48, 255, 256, 257)
+]
+TILES_SIZES += [(129, 1100, 50), (300, 70, 520), (0, 8, 3), (8, 0, 3)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", W8, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_values_by_tiles(
+    module: ModuleType, isa: str, threads: int, weight_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Sizes that are whole tiles, blocks and calls of the kernel, and sizes that are not."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows, columns, tokens in TILES_SIZES:
+            x, weight = (
+                random(tokens, columns, dtype=dtype),
+                weights_of(weight_dtype, rows, columns),
+            )
+            scale = scale_of("rows" if tokens % 3 else "tensor", rows)
+            biases = (None, random(rows, dtype=dtype), random(rows, dtype=torch.float32))
+            arguments = (x, weight, scale, biases[tokens % 2 + rows % 2])
+            near(by_tiles(module, *arguments), oracle(*arguments))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_lose_no_bits(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+    """Every part counts: a row of weights has one that is not zero, so that nothing is rounded."""
+    x = random(40, 80, dtype=dtype) * 2.0 ** torch.arange(-7, 9).repeat(5).to(dtype)
+    x[3, :3] = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min, 2.0**-14])
+    weight = torch.eye(80).to(INT8)
+    assert torch.equal(by_tiles(module, x, weight, torch.ones(1)), x)
+    assert torch.equal(by_tiles(module, x, weight.to(FP8), torch.ones(1)), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", W8, ids=str)
+@pytest.mark.parametrize("columns", [31, 33, 64, 513])
+def test_what_is_not_finite_stays_in_its_row_of_tiles(
+    module: ModuleType, isa: str, columns: int, weight_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Of the tokens, and of the weights; also what lies beside either in memory."""
+    for tokens in (2, 16, 40):
+        whole_x, whole = (
+            random(tokens, columns + 40, dtype=dtype),
+            weights_of(W8[0], 34, columns + 40),
+        )
+        whole_x[:, columns:] = torch.nan
+        whole = whole.to(weight_dtype)
+        if weight_dtype == FP8:
+            whole[:, columns:] = torch.nan
+            whole[3, columns - 1] = torch.nan
+        x, weight, scale = whole_x[:, :columns], whole[:, :columns], scale_of("rows", 34)
+        weight[5, columns - 1] = 0.0
+        assert by_tiles(module, x, weight, scale).isnan().any(dim=0).sum() == (weight_dtype == FP8)
+        x[1, columns - 1] = -torch.inf
+        got = by_tiles(module, x, weight, scale)
+        near(got, oracle(x, weight, scale, None))
+        assert got[1, 5].isnan()  # infinity times zero
+        x[1, columns - 1] = torch.nan
+        got = by_tiles(module, x, weight, scale)
+        assert got.isnan().all(dim=1).nonzero().tolist() == [[1]]
+
+
+def test_a_nan_that_bfloat16_has_no_bits_for(module: ModuleType, isa: str) -> None:
+    bits = torch.tensor([0x7F800001, 0x3F800000, -0x7FFFFF], dtype=torch.int32)
+    x = bits.view(torch.float32)[:, None].repeat(1, 4)
+    got = by_tiles(module, x, torch.ones(2, 4, dtype=INT8), torch.ones(1))
+    assert got.isnan().all(dim=1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", W8, ids=str)
+def test_layouts_by_tiles(
+    module: ModuleType, isa: str, weight_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    whole = weights_of(weight_dtype, 22, 50)
+    for weight in (whole[:11, :37], whole[::2, 13:], whole[:1, :37].expand(11, 37)):
+        for kind in ("tensor", "number", "rows", "column"):
+            for x in layouts(dtype).values():
+                arguments = (x, weight, scale_of(kind, 11), random(11, dtype=dtype))
+                near(by_tiles(module, *arguments), oracle(*arguments))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", W8, ids=str)
+def test_tiles_take_all_that_is_not_few(
+    module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    weight_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    calls: list[int] = []
+
+    def counted(out: Tensor, x: Tensor, *_: Any) -> None:
+        calls.append(len(x))
+
+    monkeypatch.setattr(provider, "_HAS_TILES", True)
+    monkeypatch.setattr(provider, "_linear_w8a16_tiles", counted)
+    weight, scale = weights_of(weight_dtype, 6, 8), scale_of("rows", 6)
+    most: int = provider._MOST_TOKENS_BEFORE_TILES[dtype]
+    for tokens in (1, most, most + 1, 600):
+        provided(random(tokens, 8, dtype=dtype), weight, scale, None)
+    assert calls == [most + 1, 600]
 
 
 # Weights of 8 bits, widened for torch
@@ -219,6 +346,7 @@ def test_pieces(
     dtype: torch.dtype,
 ) -> None:
     """Whole pieces, a last one that is shorter, and one that is longer than the weights."""
+    monkeypatch.setattr(provider, "_HAS_TILES", False)
     monkeypatch.setattr(provider, "_PIECE", 70 * 20)
     monkeypatch.setattr(provider, "_FEWEST_ROWS", 10)
     whole, before = random(600, 2, 80, dtype=dtype), torch.get_num_threads()
@@ -249,6 +377,7 @@ def test_many_tokens_multiply_what_our_kernel_widened(
         calls.append(len(weight))
         out.copy_(weight.float() * scale.reshape(-1, 1))
 
+    monkeypatch.setattr(provider, "_HAS_TILES", False)
     monkeypatch.setattr(provider, "_widen_rows", counted)
     weight, scale, most = weights_of(weight_dtype, 6, 8), scale_of("rows", 6), limit_of(dtype)
     for tokens in (1, most, most + 1, 600):
@@ -282,6 +411,23 @@ def test_a_row_of_the_kernel_does_not_depend_on_the_batch(
             assert torch.equal(run(module, x[7 : 7 + count], weight, scale), whole[7 : 7 + count])
         some = None if scale is None else scale[3:40]
         assert torch.equal(run(module, x, weight[3:40], some), whole[:, 3:40])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", W8, ids=str)
+def test_a_row_of_tiles_does_not_depend_on_the_batch(
+    module: ModuleType, isa: str, weight_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    x, weight, scale = (
+        random(300, 1030, dtype=dtype),
+        weights_of(weight_dtype, 150, 1030),
+        scale_of("rows", 150),
+    )
+    whole = by_tiles(module, x, weight, scale)
+    for count in (1, 5, 17, 33, 280):
+        part = slice(7, 7 + count)
+        assert torch.equal(by_tiles(module, x[part], weight, scale), whole[part])
+    assert torch.equal(by_tiles(module, x, weight[3:40], scale[3:40]), whole[:, 3:40])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -415,6 +561,12 @@ def refusals() -> list[tuple[str, tuple[Any, ...], str]]:
         ("linear", (out, x, w, torch.ones(3).double()), "bias must be float32"),
         ("linear", (w.view(-1)[:6].view(2, 3), x, w, None), "out is written and must not share"),
         ("linear_w8a16", (out, x, w, s, None), "weight must be int8 or float8_e4m3fn"),
+        ("linear_w8a16_tiles", (out, x, w, s, None), "weight must be int8 or float8_e4m3fn"),
+        ("linear_w8a16_tiles", (out, x, q[:, :7], s, None), "weight must have shape"),
+        ("linear_w8a16_tiles", (torch.ones(2, 4), x, q, s, None), "out must have shape [2, 3]"),
+        ("linear_w8a16_tiles", (out, x, q, torch.ones(2), None), "scale must have shape [1] or"),
+        ("linear_w8a16_tiles", (out, x, q, s, torch.ones(2)), "bias must have shape [3]"),
+        ("linear_w8a16_tiles", (out, x, q, out[0], None), "out is written and must not share"),
         ("linear_w8a16", (out, x, q, s.double(), None), "scale must be float32"),
         ("linear_w8a16", (out, x, q, torch.ones(2), None), "scale must have shape [1] or [3]"),
         ("linear_w8a16", (out, x, q, torch.ones(1, 3), None), "scale must have shape [1] or [3]"),
@@ -494,6 +646,7 @@ def test_opcheck(module: ModuleType) -> None:
     ops = torch.ops.opweave_c
     torch.library.opcheck(ops.linear.default, (out, x, w, torch.ones(5)))
     torch.library.opcheck(ops.linear_w8a16.default, (out, x, w.to(INT8), torch.ones(5), None))
+    torch.library.opcheck(ops.linear_w8a16_tiles.default, (out, x, w.to(INT8), torch.ones(5), None))
     torch.library.opcheck(ops.widen_rows.default, (w, w.to(INT8), torch.ones(5)))
 
 
@@ -527,9 +680,8 @@ def test_fake_tensors(module: ModuleType) -> None:
         assert provider.linear_w8a16(x, w.to(FP8), w[:, 0].clone()).shape == (2, 3, 5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_graph_of_many_tokens_has_the_definition(module: ModuleType, dtype: torch.dtype) -> None:
-    """The compiler widens the weights while it reads them; pieces would be hidden from it."""
+def nodes_of_a_graph(dtype: torch.dtype) -> list[str]:
+    """What 600 tokens are in a graph of Dynamo's, and in one of make_fx."""
     x, weight, scale = random(600, 24, dtype=dtype), weights_of(INT8, 6, 24), scale_of("rows", 6)
     nodes: list[str] = []
 
@@ -543,7 +695,25 @@ def test_a_graph_of_many_tokens_has_the_definition(module: ModuleType, dtype: to
     traced = make_fx(lambda x: provider.linear_w8a16(x, weight, scale))(x)
     nodes.extend(str(node.target) for node in traced.graph.nodes)
     assert nodes
-    assert not [node for node in nodes if "opweave" in node]
+    return [node for node in nodes if "opweave" in node]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_graph_of_many_tokens_has_the_definition(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """The compiler widens the weights while it reads them; pieces would be hidden from it."""
+    monkeypatch.setattr(provider, "_HAS_TILES", False)
+    assert not nodes_of_a_graph(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_graph_of_many_tokens_has_tiles(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """The compiler would multiply in float32."""
+    monkeypatch.setattr(provider, "_HAS_TILES", True)
+    assert set(nodes_of_a_graph(dtype)) == {"opweave_c.linear_w8a16_tiles.default"}
 
 
 # Anything
