@@ -268,7 +268,7 @@ def test_what_is_not_finite_stays_in_its_row_of_tiles(
         assert got.isnan().all(dim=1).nonzero().tolist() == [[1]]
 
 
-def test_a_nan_that_bfloat16_has_no_bits_for(module: ModuleType, isa: str) -> None:
+def test_a_nan_stays_one_in_tiles(module: ModuleType, isa: str) -> None:
     bits = torch.tensor([0x7F800001, 0x3F800000, -0x7FFFFF], dtype=torch.int32)
     x = bits.view(torch.float32)[:, None].repeat(1, 4)
     got = by_tiles(module, x, torch.ones(2, 4, dtype=INT8), torch.ones(1))
