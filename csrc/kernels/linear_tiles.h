@@ -18,9 +18,6 @@
 
 namespace {
 
-constexpr int64_t kTileRows = 16;     // and tokens
-constexpr int64_t kTileColumns = 32;  // of bfloat16
-constexpr int64_t kTileElements = kTileRows * kTileColumns;
 constexpr int64_t kBlockRows = 2 * kTileRows;
 constexpr int64_t kBlockColumns = OPWEAVE_LINEAR_BLOCK_COLUMNS;
 constexpr int64_t kBlockTiles = kBlockColumns / kTileColumns;

@@ -18,16 +18,13 @@
 
 namespace {
 
-constexpr int64_t kQueries = 16;      // rows of a tile, and the lanes of a vector
-constexpr int64_t kTileColumns = 32;  // of bfloat16
-constexpr int64_t kTileElements = kQueries * kTileColumns;
+constexpr int64_t kQueries = kTileRows;  // and the lanes of a vector
 constexpr int kLinesPerStep = 8;  // of memory, fetched for the next tile in each step of this one
 
 // Fetches what the next tile reads, a few lines at a time: few fetches can be under way at once,
 // and there should be some all the time.
 class Ahead {
  public:
-  Ahead() = default;
   Ahead(const Tile<BFloat16, BFloat16>& tile, int64_t key_bytes, int64_t value_bytes)
       : keys_(tile.next_keys), values_(tile.next_values) {
     if (keys_ == nullptr) return;

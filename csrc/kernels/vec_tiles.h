@@ -10,6 +10,10 @@
 
 namespace {
 
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kTileColumns = 32;  // of bfloat16
+constexpr int64_t kTileElements = kTileRows * kTileColumns;
+
 // The instructions that load tiles do not tell the compiler that they read memory.
 inline void finish_stores() { __asm__ volatile("" ::: "memory"); }
 

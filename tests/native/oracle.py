@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from random import Random
 from types import ModuleType
 
@@ -17,6 +18,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DOORS = ("torch_ops", "direct")
 FLUSHING = ("amx", "avx512bf16")
 """Instruction sets whose rounding to bfloat16 makes denormals zero."""
+
+
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """Have torch share work between *count* threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def door(module: ModuleType, name: str, op: str) -> Door:

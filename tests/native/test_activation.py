@@ -14,7 +14,16 @@ from opweave import ir
 from opweave.kernels.opweave_c import activation, pointwise
 
 from .activation_cases import CASES, GATED, IDS, POINTWISE, Case, native_share
-from .oracle import DOORS, DTYPES, FLUSHING, assert_op_close, door, random, with_extremes
+from .oracle import (
+    DOORS,
+    DTYPES,
+    FLUSHING,
+    assert_op_close,
+    door,
+    random,
+    using_threads,
+    with_extremes,
+)
 
 SHAPES = [(1, 64), (7, 769), (3, 5, 51), (33,), (0, 32), (4, 0), (3, 1), (2, 3, 2, 17), (1, 1)]
 # torch warns of a standard deviation of no elements.
@@ -176,12 +185,8 @@ def test_a_row_does_not_depend_on_the_batch(
     module: ModuleType, isa: str, case: Case, dtype: torch.dtype
 ) -> None:
     x = values(case, 301, 1021, dtype=dtype)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with using_threads(2):
         whole = provided(case, x)
-    finally:
-        torch.set_num_threads(threads)
     for row in (0, 150, 300):
         alone = provided(case, x[row].clone())
         assert torch.equal(alone, whole[row])

@@ -16,7 +16,7 @@ from opweave.ir.ops.paged_attention import attention_quant
 from opweave.kernels.opweave_c import paged_attention as provider
 
 from . import quant_oracle
-from .oracle import DOORS, DTYPES, door
+from .oracle import DOORS, DTYPES, door, using_threads
 from .paged_cases import BLIND, DECODE, MIXED, NAN, PREFILL, Case, case, reference
 from .quant_oracle import FP8, same_bits, share_of_neighbours
 
@@ -141,12 +141,8 @@ def test_strides(module: ModuleType) -> None:
 
 def test_a_query_does_not_depend_on_the_batch(module: ModuleType, isa: str) -> None:
     c = case([(40, 150), (1, 33), (9, 9)], heads=(6, 2), dtype=torch.bfloat16, window=70)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with using_threads(2):
         whole = check(module, c)
-    finally:
-        torch.set_num_threads(threads)
     for i, (start, end, length) in enumerate([(0, 40, 150), (40, 41, 33), (41, 50, 9)]):
         alone = replace(
             c,

@@ -18,7 +18,7 @@ from opweave.kernels.opweave_c import activation, fused_quant, norm
 from opweave.kernels.opweave_c import quant as kernels
 
 from . import oracle, quant_oracle
-from .oracle import DOORS, DTYPES, door, random, weight_for
+from .oracle import DOORS, DTYPES, door, random, using_threads, weight_for
 from .quant_oracle import FP8, INT8, as_tuple, ours, same_bits, share_of_neighbours
 
 NORMS = [
@@ -258,12 +258,8 @@ def test_a_row_does_not_depend_on_the_batch(
     x = random(301, 2050, dtype=dtype)
     weight = weight_for("same", 2050, dtype)
     arguments = arguments_for(op, x, weight)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with using_threads(2):
         whole = ours(op, *arguments)
-    finally:
-        torch.set_num_threads(threads)
     for row in (0, 150, 300):
         operands = [a[row].clone() for a in arguments[: 2 if op in ADDS else 1]]
         alone = ours(op, *operands, *arguments[len(operands) :])

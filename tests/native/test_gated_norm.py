@@ -15,7 +15,16 @@ from opweave import ir
 from opweave.ir.ops.gated_norm import rms_norm_gated as op
 from opweave.kernels.opweave_c.gated_norm import rms_norm_gated as provided
 
-from .oracle import DOORS, DTYPES, assert_op_close, door, random, weight_for, with_extremes
+from .oracle import (
+    DOORS,
+    DTYPES,
+    assert_op_close,
+    door,
+    random,
+    using_threads,
+    weight_for,
+    with_extremes,
+)
 
 SHAPES = [((1, 64), 16), ((7, 759), 253), ((3, 5, 51), 17), ((64,), 64), ((0, 32), 8), ((3, 1), 1)]
 ORDERS = [(False, "silu"), (True, "swish"), (False, "sigmoid"), (True, "sigmoid")]
@@ -152,13 +161,9 @@ def test_a_row_does_not_depend_on_the_batch(
 ) -> None:
     x, z = random(2, 301, 2050, dtype=dtype)
     weight = weight_for("same", 2050, dtype)
-    threads = torch.get_num_threads()
     for order in ORDERS:
-        torch.set_num_threads(2)
-        try:
+        with using_threads(2):
             whole = provided(x, weight, z, 1e-5, 205, *order)
-        finally:
-            torch.set_num_threads(threads)
         for row in (0, 150, 300):
             alone = provided(x[row].clone(), weight, z[row].clone(), 1e-5, 205, *order)
             assert torch.equal(alone, whole[row])

@@ -16,7 +16,16 @@ from opweave import ir
 from opweave.ir.ops.layer_norm import layer_norm as op
 from opweave.kernels.opweave_c.layer_norm import layer_norm as provided
 
-from .oracle import DOORS, DTYPES, assert_op_close, door, random, weight_for, with_extremes
+from .oracle import (
+    DOORS,
+    DTYPES,
+    assert_op_close,
+    door,
+    random,
+    using_threads,
+    weight_for,
+    with_extremes,
+)
 
 SHAPES = [(1, 64), (7, 769), (3, 5, 51), (64,), (0, 32), (4, 0), (3, 1), (2, 3, 2, 17)]
 KINDS = ("none", "same", "float32")
@@ -119,12 +128,8 @@ def test_a_row_does_not_depend_on_the_batch(
 ) -> None:
     x = random(301, 2049, dtype=dtype)
     weight, bias = (weight_for("same", 2049, dtype, seed=s) for s in (1, 2))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with using_threads(2):
         whole = provided(x, weight, bias, 1e-5)
-    finally:
-        torch.set_num_threads(threads)
     for row in (0, 150, 300):
         assert torch.equal(provided(x[row].clone(), weight, bias, 1e-5), whole[row])
 

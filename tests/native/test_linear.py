@@ -17,7 +17,7 @@ from opweave.ir import IrOp
 from opweave.ir.ops.linear import linear, linear_w8a16
 from opweave.kernels.opweave_c import linear as provider
 
-from .oracle import DOORS, DTYPES, assert_op_close, door, random, with_extremes
+from .oracle import DOORS, DTYPES, assert_op_close, door, random, using_threads, with_extremes
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 W8 = (INT8, FP8)
@@ -213,20 +213,14 @@ def test_values_by_tiles(
     module: ModuleType, isa: str, threads: int, weight_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     """Sizes that are whole tiles, blocks and calls of the kernel, and sizes that are not."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with using_threads(threads):
         for rows, columns, tokens in TILES_SIZES:
-            x, weight = (
-                random(tokens, columns, dtype=dtype),
-                weights_of(weight_dtype, rows, columns),
-            )
+            x = random(tokens, columns, dtype=dtype)
+            weight = weights_of(weight_dtype, rows, columns)
             scale = scale_of("rows" if tokens % 3 else "tensor", rows)
             biases = (None, random(rows, dtype=dtype), random(rows, dtype=torch.float32))
             arguments = (x, weight, scale, biases[tokens % 2 + rows % 2])
             near(by_tiles(module, *arguments), oracle(*arguments))
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -247,12 +241,9 @@ def test_what_is_not_finite_stays_in_its_row_of_tiles(
 ) -> None:
     """Of the tokens, and of the weights; also what lies beside either in memory."""
     for tokens in (2, 16, 40):
-        whole_x, whole = (
-            random(tokens, columns + 40, dtype=dtype),
-            weights_of(W8[0], 34, columns + 40),
-        )
+        whole_x = random(tokens, columns + 40, dtype=dtype)
         whole_x[:, columns:] = torch.nan
-        whole = whole.to(weight_dtype)
+        whole = weights_of(W8[0], 34, columns + 40).to(weight_dtype)
         if weight_dtype == FP8:
             whole[:, columns:] = torch.nan
             whole[3, columns - 1] = torch.nan
@@ -349,9 +340,8 @@ def test_pieces(
     monkeypatch.setattr(provider, "_HAS_TILES", False)
     monkeypatch.setattr(provider, "_PIECE", 70 * 20)
     monkeypatch.setattr(provider, "_FEWEST_ROWS", 10)
-    whole, before = random(600, 2, 80, dtype=dtype), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    whole = random(600, 2, 80, dtype=dtype)
+    with using_threads(threads):
         for rows, kind in ((40, "rows"), (47, "column"), (5, "rows"), (1, "rows"), (47, "tensor")):
             weight, scale = weights_of(weight_dtype, 2 * rows, 75)[::2, 5:], scale_of(kind, rows)
             for x in (whole[:, 1, :70], whole[:300, :, 10:], whole.transpose(0, 1)[..., :70]):
@@ -359,8 +349,6 @@ def test_pieces(
                     got = provided(x, weight, scale, bias)
                     near(got, oracle(x, weight, scale, bias))
                     assert got.stride() == native(x, weight, scale, bias).stride()
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -401,12 +389,8 @@ def test_a_row_of_the_kernel_does_not_depend_on_the_batch(
     for weight_dtype in (dtype, *W8):
         weight = weights_of(weight_dtype, 530, 1030)
         scale = None if weight_dtype == dtype else scale_of("rows", 530)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(2)
-        try:
+        with using_threads(2):
             whole = run(module, x, weight, scale)
-        finally:
-            torch.set_num_threads(threads)
         for count in (1, 2, 3, 4, 5, 33):
             assert torch.equal(run(module, x[7 : 7 + count], weight, scale), whole[7 : 7 + count])
         some = None if scale is None else scale[3:40]

@@ -21,6 +21,7 @@ from .oracle import (
     assert_op_close,
     door,
     random,
+    using_threads,
     weight_for,
     with_extremes,
 )
@@ -173,13 +174,9 @@ def test_a_row_does_not_depend_on_the_batch(
 ) -> None:
     x = random(301, 2049, dtype=dtype)
     weight = weight_for("same", 2049, dtype)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with using_threads(2):
         whole = torch.empty_like(x)
         module.rms_norm(whole, x, weight, 1e-6)
-    finally:
-        torch.set_num_threads(threads)
     for row in (0, 1, 150, 300):
         alone = torch.empty(2049, dtype=dtype)
         module.rms_norm(alone, x[row].clone(), weight, 1e-6)

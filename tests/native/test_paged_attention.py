@@ -15,7 +15,7 @@ from torch import Tensor
 from opweave.ir.ops.paged_attention import paged_attention
 from opweave.kernels.opweave_c import paged_attention as provider
 
-from .oracle import DOORS, DTYPES, door
+from .oracle import DOORS, DTYPES, door, using_threads
 from .paged_cases import BLIND, DECODE, MIXED, NAN, PREFILL, Case, case, reference
 
 
@@ -125,12 +125,8 @@ def test_a_query_does_not_depend_on_the_batch(
     """Not on other sequences, on threads, nor on how many queries of a sequence come at once."""
     c = case([(40, 150), (1, 33), (9, 9)], heads=(6, 2), dtype=dtype, window=70)
     whole = check(module.paged_attention, c)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with using_threads(2):
         assert torch.equal(check(module.paged_attention, c), whole)
-    finally:
-        torch.set_num_threads(threads)
     for i, (start, end, length) in enumerate([(0, 40, 150), (40, 41, 33), (41, 50, 9)]):
         for token in (start, (start + end) // 2, end - 1):
             alone = replace(
@@ -148,15 +144,11 @@ def test_a_query_does_not_depend_on_the_batch(
 def test_threads_share_long_batches(module: ModuleType) -> None:
     c = case([(1, 400)] * 7 + [(150, 300)], heads=(8, 2), block_size=64, dtype=torch.bfloat16)
     alone = check(module.paged_attention, c)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with using_threads(2):
         for _ in range(5):
             out = c.out()
             module.paged_attention(out, *c.arguments())
             assert torch.equal(out, alone)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -16,7 +16,7 @@ from opweave.ir.ops import quant as ops
 from opweave.kernels.opweave_c import quant as provider
 
 from . import quant_oracle as oracle
-from .oracle import DOORS, DTYPES, door, random
+from .oracle import DOORS, DTYPES, door, random, using_threads
 from .quant_oracle import FP8, INT8, OPS, check, native, ours, same_bits
 
 
@@ -74,12 +74,8 @@ def test_a_row_does_not_depend_on_the_batch(
         assert "batch_invariant" not in op.impls["opweave_c"].traits
         return
     x = random(301, 2049, dtype=dtype)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with using_threads(2):
         whole = ours(op, *arguments_for(op, x))
-    finally:
-        torch.set_num_threads(threads)
     for row in (0, 150, 300):
         alone = ours(op, *arguments_for(op, x[row].clone()))
         for one, all_rows in zip(alone, whole, strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 from opweave.ir.ops.kv_cache import rope_reshape_and_cache
 from opweave.kernels.opweave_c import rope_cache
 
-from .oracle import DOORS, DTYPES, door
+from .oracle import DOORS, DTYPES, door, using_threads
 from .rope_cases import Case, case, native, projection, written
 from .rotary_oracle import assert_near, assert_same, rotated
 
@@ -130,12 +130,8 @@ def test_a_token_does_not_depend_on_the_batch(
 ) -> None:
     c = case(300, 16, 4, 64, 64, 64, 20, 16, dtype, flat=False)
     whole = c.copy()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with using_threads(2):
         module.rope_reshape_and_cache(whole.query, *whole.arguments())
-    finally:
-        torch.set_num_threads(threads)
     alone = c.copy()
     for i in range(300):
         rows = slice(i, i + 1)

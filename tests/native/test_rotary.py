@@ -16,7 +16,7 @@ from opweave import ir
 from opweave.ir.ops.rotary import qk_norm_rope, rotary_embedding
 from opweave.kernels.opweave_c import rotary
 
-from .oracle import DOORS, DTYPES, door, random
+from .oracle import DOORS, DTYPES, door, random, using_threads
 from .rotary_oracle import MAX_POSITION, assert_near, assert_same, positions, rotated, table
 
 SIZES = [(128, 128), (64, 64), (80, 20), (72, 72), (6, 2), (1, 0), (33, 30), (128, 126)]
@@ -173,12 +173,8 @@ def test_a_token_does_not_depend_on_the_batch(
     norm = (random(64, dtype=dtype), random(64, dtype=dtype), 1e-6) if op == "qk_norm_rope" else ()
     whole = torch.empty_like(query), torch.empty_like(key)
     run = getattr(module, op)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with using_threads(2):
         run(*whole, query, key, where, cache, *norm, 64, True)
-    finally:
-        torch.set_num_threads(threads)
     for i in (0, 1, 150, 299):
         alone = query[i : i + 1].clone(), key[i : i + 1].clone()
         run(*alone, *alone, where[i : i + 1], cache, *norm, 64, True)
