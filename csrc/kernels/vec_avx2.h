@@ -64,14 +64,17 @@ inline Vec widen(__m128i half, BFloat16) {
 
 inline Vec widen(__m128i half, Float16) { return _mm256_cvtph_ps(half); }
 
+inline __m256i rounding_bias(__m256i bits) {
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+}
+
 // The bfloat16 nearest to v, in the upper half of each lane. A NaN is not rounded: arithmetic has
 // made it quiet, and a quiet NaN survives the cut.
 inline __m256i rounded_bits(Vec v) {
   const __m256i bits = _mm256_castps_si256(v);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
   const __m256i ordered = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_ORD_Q));
-  return _mm256_add_epi32(bits, _mm256_and_si256(bias, ordered));
+  return _mm256_add_epi32(bits, _mm256_and_si256(rounding_bias(bits), ordered));
 }
 
 inline __m128i narrow(Vec v, BFloat16) {
@@ -79,9 +82,17 @@ inline __m128i narrow(Vec v, BFloat16) {
   return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
 }
 
+inline Vec upper_half(__m256i bits) {
+  return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+inline Vec round_any_to(Vec v, BFloat16) { return upper_half(rounded_bits(v)); }
+
+// The same in fewer steps, without a look for NaN: one without bits in the lower half, and such is
+// all that arithmetic makes of 16-bit numbers, stays as it is.
 inline Vec round_to(Vec v, BFloat16) {
-  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  return _mm256_castsi256_ps(_mm256_and_si256(rounded_bits(v), upper));
+  const __m256i bits = _mm256_castps_si256(v);
+  return upper_half(_mm256_add_epi32(bits, rounding_bias(bits)));
 }
 
 inline __m128i narrow(Vec v, Float16) {
@@ -89,6 +100,7 @@ inline __m128i narrow(Vec v, Float16) {
 }
 
 inline Vec round_to(Vec v, Float16) { return widen(narrow(v, Float16{}), Float16{}); }
+inline Vec round_any_to(Vec v, Float16) { return round_to(v, Float16{}); }
 
 template <class T>
 struct Lanes {  // a 16-bit storage type; AVX2 has no masked access for those, so tails go by memory
@@ -109,8 +121,8 @@ struct Lanes {  // a 16-bit storage type; AVX2 has no masked access for those, s
     memcpy(p, buffer, static_cast<size_t>(tail.count) * sizeof(T));
   }
   static Vec round(Vec v) { return round_to(v, T{}); }
-  static Vec round_any(Vec v) { return round(v); }
-  static Vec stored(Vec v) { return round(v); }
+  static Vec round_any(Vec v) { return round_any_to(v, T{}); }
+  static Vec stored(Vec v) { return round_any(v); }
 };
 
 template <>

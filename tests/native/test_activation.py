@@ -192,6 +192,23 @@ def test_a_row_does_not_depend_on_the_batch(
         assert torch.equal(alone, whole[row])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", POINTWISE, ids=lambda case: case.name)
+def test_a_row_does_not_depend_on_whether_results_are_looked_up(
+    module: ModuleType, isa: str, case: Case, dtype: torch.dtype
+) -> None:
+    rows, width = 2100, 1023  # more than 2^21 elements, and widths that leave a rest of four
+    codes = torch.randint(-(2**15), 2**15, (rows, width + 9), dtype=torch.int16)
+    x = codes.view(dtype)[:, 4 : 4 + width]
+    with using_threads(1):
+        whole = provided(case, x)
+        pieces = torch.cat([provided(case, piece) for piece in x.split(700)])
+        op = getattr(module, case.name)
+        op(x, x, *case.native_after_x(dtype))
+    assert torch.equal(whole.view(torch.int16), pieces.view(torch.int16))
+    assert torch.equal(x.contiguous().view(torch.int16), pieces.view(torch.int16))
+
+
 @pytest.mark.parametrize("door_name", DOORS)
 @pytest.mark.parametrize("case", POINTWISE, ids=lambda case: case.name)
 def test_out_may_be_x(module: ModuleType, door_name: str, case: Case) -> None:
