@@ -58,8 +58,12 @@ inline __m256i mask_of(Tail tail) {
 inline Vec keep(Vec v, Full) { return v; }
 inline Vec keep(Vec v, Tail tail) { return _mm256_and_ps(v, _mm256_castsi256_ps(mask_of(tail))); }
 
+// Both lanes get all of the half, by the load itself, and one shuffle puts their words in place.
 inline Vec widen(__m128i half, BFloat16) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+  const __m256i to_upper =
+      _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
+                       -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
+  return _mm256_castsi256_ps(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(half), to_upper));
 }
 
 inline Vec widen(__m128i half, Float16) { return _mm256_cvtph_ps(half); }
