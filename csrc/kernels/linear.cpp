@@ -9,6 +9,7 @@
 #include "kernels/linear.h"
 
 #include "kernels/linear_outputs.h"
+#include "kernels/prefetch.h"
 #include "kernels/row_cursor.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
@@ -25,7 +26,6 @@ constexpr int64_t kRows = kLanes;  // of a block
 constexpr int kTogether = 4;       // rows, whose sums need not wait for one another
 constexpr int kTokens = kLanes == 16 ? 4 : 2;  // whose sums with those rows fit the registers
 constexpr int64_t kColumns = 256;  // of a tile: with kRows rows, it stays in the L1 cache
-constexpr int64_t kCacheLine = 64;
 constexpr int64_t kShortToken = 12 << 10;  // bytes
 constexpr uintptr_t kLargePage = uintptr_t{2} << 20;
 constexpr int64_t kAhead = 32 * kCacheLine;  // enough to hide the latency of memory
@@ -57,11 +57,6 @@ struct KeepRows {
     });
   }
 };
-
-// Into the L2 cache, which can wait for more lines at once than the L1 can.
-inline void fetch(const char* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(from + i, 0, 2);
-}
 
 // Sums of one token with the rows of a block.
 struct Sums {
@@ -138,7 +133,8 @@ inline void add_steps(const Columns<D>& c, int64_t steps, Part part, Total total
   for (int64_t i = 0; i < steps * kWidth; i += kWidth) {
     if constexpr (kFetches) {
       OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-        fetch(reinterpret_cast<const char*>(c.weights + r * c.apart + i) + c.ahead, kWidth * kSize);
+        prefetch(reinterpret_cast<const char*>(c.weights + r * c.apart + i) + c.ahead,
+                 kWidth * kSize);
       }
     }
     OPWEAVE_UNROLL for (int k = 0; k < kWidth; k += kVectors * D::kWidth) {
@@ -279,7 +275,7 @@ struct LinearRows {
       if constexpr (sizeof(Weight) < sizeof(Query)) {
         for (int64_t r = 0; r < rows; ++r) {
           const Weight* weights = tile.weights + r * tile.apart;
-          fetch(reinterpret_cast<const char*>(weights) + tile.ahead, tile.width * kSize);
+          prefetch(reinterpret_cast<const char*>(weights) + tile.ahead, tile.width * kSize);
           D::widen(wide + r * kColumns, weights, tile.width);
         }
         add_tile(sums, call.tokens, rows,

@@ -12,6 +12,7 @@
 
 #include "kernels/linear.h"
 #include "kernels/linear_outputs.h"
+#include "kernels/prefetch.h"
 #include "kernels/row_cursor.h"
 #include "kernels/vec_dot.h"
 #include "kernels/vec_tiles.h"
@@ -25,7 +26,6 @@ constexpr int64_t kBlockTiles = kBlockColumns / kTileColumns;
 // share places of the cache.
 constexpr int64_t kWideStride = kBlockColumns + kTileColumns;
 constexpr int64_t kGroupRows = 4 * kBlockRows;  // whose sums fit the stack
-constexpr int64_t kLine = 64;  // bytes of the cache
 
 inline int64_t tiles_of(int64_t columns) { return (columns + kTileColumns - 1) / kTileColumns; }
 
@@ -203,7 +203,7 @@ class LinearTiles {
     for (int64_t i = 0; i < kBlockRows; ++i, next += call_.weight_stride) {
       BFloat16* to = wide + i * kWideStride;
       if (r + i < rows) {
-        for (int64_t b = 0; b < width; b += kLine) __builtin_prefetch(next + b, 0, 2);
+        prefetch(next, width);  // a byte each
         D::widen(to, weights(n + r + i, column), width);
       } else {
         memset(to, 0, kBlockColumns * sizeof(BFloat16));

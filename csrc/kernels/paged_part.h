@@ -3,21 +3,17 @@
 #pragma once
 
 #include "kernels/paged_attention.h"
+#include "kernels/prefetch.h"
 #include "kernels/quant_row.h"
 
 namespace {
 
 constexpr int64_t kTile = 64;  // keys per step of the online softmax
 constexpr int64_t kStep = OPWEAVE_PAGED_STEP;
-constexpr int64_t kCacheLine = 64;
 
 inline int64_t padded(int64_t size) { return (size + kStep - 1) / kStep * kStep; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
-inline void prefetch(const char* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(from + i, 0, 2);
-}
 
 // Keys and values of one kv head at the positions of a tile.
 template <class K, class V>
