@@ -7,7 +7,7 @@ import statistics
 
 from conftest import FreshPython
 
-BUDGET = 0.15  # seconds over ``import torch``
+BUDGET = 0.15  # seconds over ``import torch``, times slowness
 LOADED = """
     import json, sys
     import torch
@@ -76,12 +76,12 @@ def test_importing_reads_no_setting(fresh_python: FreshPython) -> None:
     )
 
 
-def test_the_time_that_importing_takes(fresh_python: FreshPython) -> None:
+def test_the_time_that_importing_takes(fresh_python: FreshPython, slowness: float) -> None:
     cached = {"PYTHONDONTWRITEBYTECODE": ""}  # as on a machine of a user
     fresh_python(TIMED, env=cached)  # compiles the bytecode
     times: list[float] = []
     for _ in range(3):  # a busy machine gets three chances; code that is too slow fails them all
         times += [float(fresh_python(TIMED, env=cached).stdout) for _ in range(3)]
-        if statistics.median(times) <= BUDGET:
+        if statistics.median(times) <= BUDGET * slowness:
             return
-    assert statistics.median(times) <= BUDGET, times
+    assert statistics.median(times) <= BUDGET * slowness, times

@@ -152,11 +152,11 @@ def test_rows_that_are_not_finite(name: str, renormalize: bool) -> None:
         assert all(len(set(row)) == 3 for row in ids.tolist())
         assert ids[0].tolist() == [0, 1, 2]
         assert not weights[0].any()
-        # A bad row does not spread.
+        # A bad row does not spread; torch's own functions round by a row's place in the batch.
         clean = torch.cat([logits, separated(2, 8)])
         alone = op.using(f"{provider}!")(clean[5:], 3, *extra, renormalize)
         both = op.using(f"{provider}!")(clean, 3, *extra, renormalize)
-        assert torch.equal(both[0][5:], alone[0])
+        torch.testing.assert_close(both[0][5:], alone[0])
         assert torch.equal(both[1][5:], alone[1])
 
 
