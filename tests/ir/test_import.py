@@ -7,7 +7,7 @@ import statistics
 
 from conftest import FreshPython
 
-BUDGET = 0.15  # seconds over ``import torch``, times slowness
+BUDGET = 0.15  # seconds over `import torch`; more if that takes over 1.5, as on a slow processor
 LOADED = """
     import json, sys
     import torch
@@ -18,11 +18,13 @@ LOADED = """
 """
 TIMED = """
     import gc, time
+    start = time.perf_counter()
     import torch
+    slowness = max(1, (time.perf_counter() - start) / 1.5)
     gc.collect()  # 0.07 s for torch's own objects, which may fall due at any moment
     start = time.perf_counter()
     import opweave
-    print(time.perf_counter() - start)
+    print((time.perf_counter() - start) / slowness)
 """
 
 
@@ -76,12 +78,12 @@ def test_importing_reads_no_setting(fresh_python: FreshPython) -> None:
     )
 
 
-def test_the_time_that_importing_takes(fresh_python: FreshPython, slowness: float) -> None:
+def test_the_time_that_importing_takes(fresh_python: FreshPython) -> None:
     cached = {"PYTHONDONTWRITEBYTECODE": ""}  # as on a machine of a user
     fresh_python(TIMED, env=cached)  # compiles the bytecode
     times: list[float] = []
     for _ in range(3):  # a busy machine gets three chances; code that is too slow fails them all
         times += [float(fresh_python(TIMED, env=cached).stdout) for _ in range(3)]
-        if statistics.median(times) <= BUDGET * slowness:
+        if statistics.median(times) <= BUDGET:
             return
-    assert statistics.median(times) <= BUDGET * slowness, times
+    assert statistics.median(times) <= BUDGET, times
