@@ -106,18 +106,6 @@ def registry() -> Iterator[ir.Registry]:
         yield fresh
 
 
-@pytest.fixture(scope="session")
-def slowness() -> float:
-    """What budgets in seconds are multiplied by: 1, or more on a slow processor.
-
-    They are those of a machine that imports torch in 1.5 s; one that takes twice as long for that
-    has twice the time.
-    """
-    code = "import time; import torch; print(time.process_time())"
-    times = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3)]
-    return max(1.0, min(times) / 1.5)
-
-
 @pytest.fixture
 def fresh_python(tmp_path: Path) -> FreshPython:
     """Run code in a new interpreter, in an empty folder, without any setting of opweave.

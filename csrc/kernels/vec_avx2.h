@@ -87,7 +87,8 @@ inline __m128i narrow(Vec v, BFloat16) {
 }
 
 inline Vec upper_half(__m256i bits) {
-  return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  return _mm256_castsi256_ps(_mm256_and_si256(bits, upper));
 }
 
 inline Vec round_any_to(Vec v, BFloat16) { return upper_half(rounded_bits(v)); }
