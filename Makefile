@@ -24,7 +24,8 @@ run: $(VENV)/run.stamp ## install, then write a paragraph with the small checkpo
 	  --temperature 0.7 --seed 1 --explain
 
 test: $(VENV)/dev.stamp ## run the tests
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not timed" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m timed
 
 test-all: $(VENV)/dev.stamp ## run the tests, slow sweeps included
 	$(BIN)/python -m pytest

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 
+import pytest
+
 from conftest import FreshPython
 
 BUDGET = 0.15  # seconds over ``import torch``
@@ -76,6 +78,7 @@ def test_importing_reads_no_setting(fresh_python: FreshPython) -> None:
     )
 
 
+@pytest.mark.timed
 def test_the_time_that_importing_takes(fresh_python: FreshPython) -> None:
     cached = {"PYTHONDONTWRITEBYTECODE": ""}  # as on a machine of a user
     fresh_python(TIMED, env=cached)  # compiles the bytecode

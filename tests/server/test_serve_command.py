@@ -47,6 +47,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     command = Command(
         folder, str(CHECKPOINT), "--config", str(folder / "options.json"), "--port=0",
         f"--chat-template={TEMPLATE}", OPWEAVE_API_KEY="k1, k2", OMP_NUM_THREADS="1",
+        PYTHONDONTWRITEBYTECODE="",  # as on a machine of a user
     )  # fmt: skip
     (folder / "cpu").write_text(str(command.cpu_seconds()))
     yield command
@@ -70,6 +71,7 @@ def expected(llm: LLM, prompt: str, count: int) -> str:
     return llm.generate(prompt, params)[0].outputs[0].text
 
 
+@pytest.mark.timed
 def test_it_starts_quickly(command: Command) -> None:
     assert float((command.log.parent / "cpu").read_text()) < START_BUDGET
 

@@ -5,40 +5,47 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from cyclopts import App, CycloptsError
 
 from opweave import __version__
-from opweave.cli.bench import bench
-from opweave.cli.chat import chat
-from opweave.cli.doctor import doctor
 from opweave.cli.errors import CliError
-from opweave.cli.explain import explain
-from opweave.cli.generate import generate
-from opweave.cli.migrate import migrate
-from opweave.cli.native import native
-from opweave.cli.ops import ops
 from opweave.cli.output import Results, fail, open_streams
-from opweave.cli.plugins import plugins
-from opweave.cli.serve import serve_app
-from opweave.cli.verify import verify_command
 from opweave.ir.errors import OpweaveError
 
-app = App(
+
+class _Commands(App):
+    """Loads a command when it runs, and all of them for help, which says what each is for."""
+
+    def help_print(self, *args: Any, **kwargs: Any) -> None:
+        self.resolved_commands()
+        super().help_print(*args, **kwargs)
+
+
+app = _Commands(
     name="opweave",
     help="Run models on the kernels you choose, and see which ones run and why.",
     version=__version__,
     help_format="plaintext",
     console=Results(),
 )
-for _command in (generate, chat, explain, ops, migrate, doctor):
-    app.command(_command)
-app.command(bench)
-app.command(native)
-app.command(serve_app)
-app.command(plugins)
-app.command(verify_command, name="verify")
+_COMMANDS = {
+    "generate": "opweave.cli.generate:generate",
+    "chat": "opweave.cli.chat:chat",
+    "explain": "opweave.cli.explain:explain",
+    "ops": "opweave.cli.ops:ops",
+    "migrate": "opweave.cli.migrate:migrate",
+    "doctor": "opweave.cli.doctor:doctor",
+    "bench": "opweave.cli.bench:bench",
+    "native": "opweave.cli.native:native",
+    "serve": "opweave.cli.serve:serve_app",
+    "plugins": "opweave.cli.plugins:plugins",
+    "verify": "opweave.cli.verify:verify_command",
+}
+for _name, _place in _COMMANDS.items():
+    app.command(_place, name=_name)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from opweave import ir
@@ -107,7 +107,7 @@ def _native_for(selection: Selection) -> Selection:
             "torch.autocast(..., enabled=False)."
         )
     passed = Rejection(selection.provider, "torch.autocast is on", selection.origin)
-    return replace(selection, impl=op.impls[NATIVE], rejected=(*selection.rejected, passed))
+    return selection._replace(impl=op.impls[NATIVE], rejected=(*selection.rejected, passed))
 
 
 def _named(

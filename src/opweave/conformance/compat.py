@@ -7,10 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo import lookup_backend, maybe_mark_dynamic
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["fake_values", "faked", "lookup_backend", "maybe_mark_dynamic"]
+
+def lookup_backend(name: str) -> Callable[..., Any]:
+    """Return the backend of ``torch.compile`` called *name*."""
+    from torch._dynamo import lookup_backend  # which takes longer to import than all of opweave
+
+    return lookup_backend(name)
+
+
+def maybe_mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Let ``torch.compile`` take any size of *dim*, if nothing it traces needs this one."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    maybe_mark_dynamic(tensor, dim)
 
 
 def fake_values(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -34,7 +34,9 @@ def check_backend(config: CompilationConfig) -> None:
     """
     if callable(_backend(config.backend)):
         return
-    if config.backend not in torch.compiler.list_backends(exclude_tags=()):
+    # torch loads all of its compiler to list the backends; the default is always one of them.
+    is_default = config.backend == CompilationConfig.backend
+    if not is_default and config.backend not in torch.compiler.list_backends(exclude_tags=()):
         raise InvalidArgumentError(
             f"compilation_config: backend {config.backend!r} is none of torch.compile's. "
             f"{did_you_mean(config.backend, torch.compiler.list_backends())}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from opweave.ir.overloads import CallSite
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What became of one provider: ``chosen``, ``rejected``, ``not reached`` or ``not listed``.
 
     ``plugin`` brings it: name, distribution and version; empty if no plugin does.
@@ -30,8 +28,7 @@ class Verdict:
     plugin: str = ""
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Explanation(NamedTuple):
     """The answer of :func:`explain`; ``print`` it, or read it with :meth:`to_dict`."""
 
     op: str

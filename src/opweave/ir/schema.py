@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import UnionType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +21,7 @@ _EMPTY = inspect.Parameter.empty
 _KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-@dataclass(frozen=True, slots=True)
-class Param:
+class Param(NamedTuple):
     """One parameter of an op."""
 
     name: str
@@ -53,8 +51,7 @@ class Param:
         return type(None) in _union_members(self.annotation)
 
 
-@dataclass(frozen=True)
-class Schema:
+class Schema(NamedTuple):
     """The parameters of an op, the number of its outputs, and the torch schema string."""
 
     params: tuple[Param, ...]

@@ -7,8 +7,7 @@ fast path is code generated from the same :func:`candidates` (see :mod:`opweave.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from opweave.ir.op import IrOp
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """Everything but the arguments that a selection depends on.
 
     Attributes:
@@ -41,8 +39,7 @@ class Policy:
     required: Requirements
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An implementation in priority order; *obstacle* says why it is out whatever the arguments."""
 
     entry: Entry
@@ -50,8 +47,7 @@ class Candidate:
     obstacle: str | None
 
 
-@dataclass(frozen=True)
-class Rejection:
+class Rejection(NamedTuple):
     """An implementation that was passed over, and why."""
 
     provider: str
@@ -59,8 +55,7 @@ class Rejection:
     origin: str
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """The outcome: the chosen implementation, and the reason for every one passed over.
 
     Attributes:

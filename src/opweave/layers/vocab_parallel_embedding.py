@@ -136,7 +136,8 @@ class VocabParallelEmbedding(PluggableLayer):
             what += f" (of {self.org_vocab_size} ids, or {self.num_embeddings} with the added ones)"
             return fill(param.data, loaded_weight, what)
         ids = loaded_weight.narrow(dim, shard.org_start, shard.num_org)
-        values = torch.zeros_like(param.data)
+        # Not zeros_like: where shapes alone are loaded (on meta), torch imports sympy for it.
+        values = param.data.new_zeros(param.shape)
         fill(values.narrow(dim, 0, shard.num_org), ids, what)
         if count > self.org_vocab_size:
             ids = loaded_weight.narrow(dim, shard.added_start, shard.num_added_here)
