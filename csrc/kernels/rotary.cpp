@@ -10,14 +10,22 @@
 #include "kernels/row_cursor.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
+#include "kernels/vec_group.h"
 #include "kernels/vec_pairs.h"
 #include "kernels/vec_products.h"
 
 namespace {
 
+// Vectors of the two halves of a neox head.
 struct Rotated {
   Vec first;
   Vec second;
+};
+
+template <class T>
+struct Halves {
+  Group<T> first;
+  Group<T> second;
 };
 
 // Cosines and sines of one token, rounded to T and laid out as the vectors of a head need them.
@@ -25,7 +33,10 @@ struct Rotated {
 template <class T>
 class Angles {
  public:
-  explicit Angles(const OpweaveRotary& call) : call_(call), half_(call.rotary_size / 2) {}
+  explicit Angles(const OpweaveRotary& call)
+      : call_(call),
+        half_(call.rotary_size / 2),
+        grouped_(call.is_neox ? half_ / kGroup<T> * kGroup<T> : 0) {}
 
   void load(int64_t token) {
     int64_t position = call_.positions_dtype == OPWEAVE_INT64
@@ -39,6 +50,8 @@ class Angles {
       load_row(static_cast<const T*>(call_.cache) + row);
     }
     if (!call_.is_neox) interleave();
+    order_groups<T>(cos_.values(), grouped_);
+    order_groups<T>(sin_.values(), grouped_);
     const int64_t size = call_.is_neox ? half_ : 2 * half_;
     cos_.ready(size);
     sin_.ready(size);
@@ -52,13 +65,13 @@ class Angles {
     return {FactorsOfHead::finish(a, mode), FactorsOfHead::finish(b, mode)};
   }
 
-  // Store what make(Quick{}) returns, or make(Exact{}) where that fails.
-  template <class Make, class Part>
-  void store(T* out, int64_t i, Make make, Part part) const {
-    Rotated both = make(Quick{});
-    if (FactorsOfHead::failed(both.first, both.second)) both = make(Exact{});
-    Lanes<T>::store(out + i, both.first, part);
-    Lanes<T>::store(out + half_ + i, both.second, part);
+  // Store what make(Quick{}) returns turned, or make(Exact{}) where that fails.
+  template <class Make>
+  void store(T* out, int64_t i, Make make) const {
+    Halves<T> both = turned(make(Quick{}), i, Quick{});
+    if (failed(both)) both = turned(make(Exact{}), i, Exact{});
+    both.first.store(out + i);
+    both.second.store(out + half_ + i);
   }
 
   // out may be x.
@@ -101,11 +114,43 @@ class Angles {
     }
   }
 
+  template <class Mode>
+  Halves<T> turned(Halves<T> x, int64_t i, Mode mode) const {
+    for (int k = 0; k < Group<T>::kVecs; ++k) {
+      const Rotated both = rotated(x.first.v[k], x.second.v[k], i + k * kLanes, mode);
+      x.first.v[k] = both.first;
+      x.second.v[k] = both.second;
+    }
+    return x;
+  }
+
+  static bool failed(const Halves<T>& x) {
+    Vec all[2 * Group<T>::kVecs];
+    for (int k = 0; k < Group<T>::kVecs; ++k) {
+      all[2 * k] = x.first.v[k];
+      all[2 * k + 1] = x.second.v[k];
+    }
+    return FactorsOfHead::failed(all);
+  }
+
   void rotate_halves(T* out, const T* x) const {
-    for_each_vec(half_, [&](int64_t i, auto part) {
+    for (int64_t i = 0; i < grouped_; i += kGroup<T>) {
+      Halves<T> both;
+      both.first.load(x + i);
+      both.second.load(x + half_ + i);
+      store(out, i, [&](auto) { return both; });
+    }
+    if (grouped_ < half_) rotate_rest(out + grouped_, x + grouped_);
+  }
+
+  // What is left of the halves, from out and x on.
+  void rotate_rest(T* out, const T* x) const {
+    for_each_vec(half_ - grouped_, [&](int64_t i, auto part) {
       const Vec first = Lanes<T>::load(x + i, part);
       const Vec second = Lanes<T>::load(x + half_ + i, part);
-      store(out, i, [&](auto mode) { return rotated(first, second, i, mode); }, part);
+      const Rotated both = rotated(first, second, grouped_ + i, Exact{});
+      Lanes<T>::store(out + i, both.first, part);
+      Lanes<T>::store(out + half_ + i, both.second, part);
     });
   }
 
@@ -117,14 +162,15 @@ class Angles {
         const Vec b = sin_.product(swap_pairs(values), i, mode);
         return FactorsOfHead::finish(add(a, b), mode);
       };
-      Vec sums = turned(Quick{});
-      if (FactorsOfHead::failed(sums, sums)) sums = turned(Exact{});
-      Lanes<T>::store(out + i, sums, part);
+      Vec sums[1] = {turned(Quick{})};
+      if (FactorsOfHead::failed(sums)) sums[0] = turned(Exact{});
+      Lanes<T>::store(out + i, sums[0], part);
     });
   }
 
   const OpweaveRotary& call_;
   int64_t half_;
+  int64_t grouped_;  // how much of a half falls into groups
   FactorsOfHead cos_;
   FactorsOfHead sin_;
 };
@@ -158,8 +204,8 @@ class NormalisedHeads {
  public:
   NormalisedHeads(const OpweaveRotary& call, const OpweaveHeads& heads)
       : heads_(heads), call_(call), size_(call.head_size) {
-    // Heads that fall into whole vectors, all of which rotate as neox.
-    is_usual_ = call.is_neox && call.rotary_size == size_ && size_ % (2 * kLanes) == 0 &&
+    // Heads whose halves fall into groups, all of which rotate as neox.
+    is_usual_ = call.is_neox && call.rotary_size == size_ && size_ % (2 * kGroup<T>) == 0 &&
                 size_ <= kMostUsual;
     if (!is_usual_ || heads.weight == nullptr) return;
     if (call.weight_dtype == OPWEAVE_FLOAT32) {
@@ -187,6 +233,7 @@ class NormalisedHeads {
     for (int64_t i = 0; i < size_; i += kLanes) {
       Lanes<float>::store(weight_.values() + i, Lanes<W>::load(weight + i, Full{}), Full{});
     }
+    order_groups<T>(weight_.values(), size_);
     weight_.ready(size_);
   }
 
@@ -207,14 +254,18 @@ class NormalisedHeads {
       const char* head = reinterpret_cast<const char*>(x);
       if (head != last) next = scale_of(reinterpret_cast<const T*>(head + heads_.x_stride));
       const int64_t half = size_ / 2;
-      for (int64_t i = 0; i < half; i += kLanes) {
+      for (int64_t i = 0; i < half; i += kGroup<T>) {
         const auto normalised = [&](int64_t at, auto mode) {
-          return weighted(mul(Lanes<T>::load(x + at, Full{}), scale), weight, at, mode);
+          Group<T> group;
+          group.load(x + at);
+          for (int k = 0; k < Group<T>::kVecs; ++k) {
+            group.v[k] = weighted(mul(group.v[k], scale), weight, at + k * kLanes, mode);
+          }
+          return group;
         };
-        const auto rotated = [&](auto mode) {
-          return angles.rotated(normalised(i, mode), normalised(half + i, mode), i, mode);
-        };
-        angles.store(out, i, rotated, Full{});
+        angles.store(out, i, [&](auto mode) {
+          return Halves<T>{normalised(i, mode), normalised(half + i, mode)};
+        });
       }
     });
   }

@@ -75,14 +75,14 @@ inline __m256i rounding_bias(__m256i bits) {
 
 // The bfloat16 nearest to v, in the upper half of each lane. A NaN is not rounded: arithmetic has
 // made it quiet, and a quiet NaN survives the cut.
-inline __m256i rounded_bits(Vec v) {
+inline __m256i rounded_any_bits(Vec v) {
   const __m256i bits = _mm256_castps_si256(v);
   const __m256i ordered = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_ORD_Q));
   return _mm256_add_epi32(bits, _mm256_and_si256(rounding_bias(bits), ordered));
 }
 
 inline __m128i narrow(Vec v, BFloat16) {
-  const __m256i high = _mm256_srli_epi32(rounded_bits(v), 16);
+  const __m256i high = _mm256_srli_epi32(rounded_any_bits(v), 16);
   return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
 }
 
@@ -91,14 +91,16 @@ inline Vec upper_half(__m256i bits) {
   return _mm256_castsi256_ps(_mm256_and_si256(bits, upper));
 }
 
-inline Vec round_any_to(Vec v, BFloat16) { return upper_half(rounded_bits(v)); }
+inline Vec round_any_to(Vec v, BFloat16) { return upper_half(rounded_any_bits(v)); }
 
 // The same in fewer steps, without a look for NaN: one without bits in the lower half, and such is
 // all that arithmetic makes of 16-bit numbers, stays as it is.
-inline Vec round_to(Vec v, BFloat16) {
+inline __m256i rounded_bits(Vec v) {
   const __m256i bits = _mm256_castps_si256(v);
-  return upper_half(_mm256_add_epi32(bits, rounding_bias(bits)));
+  return _mm256_add_epi32(bits, rounding_bias(bits));
 }
+
+inline Vec round_to(Vec v, BFloat16) { return upper_half(rounded_bits(v)); }
 
 inline __m128i narrow(Vec v, Float16) {
   return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

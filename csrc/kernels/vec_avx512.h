@@ -58,7 +58,7 @@ inline Vec widen(__m256i half, Float16) { return _mm512_cvtph_ps(half); }
 
 // The bfloat16 nearest to v, in the upper half of each lane. A NaN is not rounded: arithmetic has
 // made it quiet, and a quiet NaN survives the cut.
-inline __m512i rounded_bits(Vec v) {
+inline __m512i rounded_any_bits(Vec v) {
   const __m512i bits = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
@@ -67,7 +67,7 @@ inline __m512i rounded_bits(Vec v) {
 
 inline Vec round_any_to(Vec v, BFloat16) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  return _mm512_castsi512_ps(_mm512_and_si512(rounded_bits(v), upper));
+  return _mm512_castsi512_ps(_mm512_and_si512(rounded_any_bits(v), upper));
 }
 
 // The same in fewer steps, without a look for NaN: one without bits in the lower half, and such is
@@ -88,7 +88,7 @@ inline __m256i narrow(Vec v, BFloat16) { return (__m256i)_mm512_cvtneps_pbh(v); 
 inline Vec stored_as(Vec v, BFloat16) { return widen(narrow(v, BFloat16{}), BFloat16{}); }
 #else
 inline __m256i narrow(Vec v, BFloat16) {
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(v), 16));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_any_bits(v), 16));
 }
 inline Vec stored_as(Vec v, BFloat16) { return round_any_to(v, BFloat16{}); }
 #endif
