@@ -16,6 +16,7 @@ import pytest
 
 from opweave import ir
 from opweave.cli import main
+from opweave.cli.app import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = ROOT / "examples" / "models" / "tiny-pydoc"
@@ -260,9 +261,13 @@ def test_broken_settings_end_in_one_line(tmp_path: Path) -> None:
     assert_one_line_error(run_anew("ops", OPWEAVE_CONFIG="no/file"), "no/file")
 
 
-def test_unknown_command_and_no_command(run: Run) -> None:
-    assert_one_line_error(run("generat"), "generat")
-    assert "generate" in run("--help").stdout
+def test_unknown_command_and_no_command() -> None:
+    """In a new process, where no command has been imported yet."""
+    assert_one_line_error(run_anew("generat"), 'Did you mean "generate"?')
+    for arguments in ((), ("--help",)):
+        shown = run_anew(*arguments).stdout
+        assert all(f"│ {name} " in shown for name in COMMANDS)
+        assert "Continue one or more prompts" in shown
 
 
 @pytest.mark.parametrize("arguments", [("ops",), ("ops", "--json"), ("--help",)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from cyclopts import App, CycloptsError
@@ -15,23 +14,15 @@ from opweave.cli.errors import CliError
 from opweave.cli.output import Results, fail, open_streams
 from opweave.ir.errors import OpweaveError
 
-
-class _Commands(App):
-    """Loads a command when it runs, and all of them for help, which says what each is for."""
-
-    def help_print(self, *args: Any, **kwargs: Any) -> None:
-        self.resolved_commands()
-        super().help_print(*args, **kwargs)
-
-
-app = _Commands(
+app = App(
     name="opweave",
     help="Run models on the kernels you choose, and see which ones run and why.",
     version=__version__,
     help_format="plaintext",
     console=Results(),
 )
-_COMMANDS = {
+# Each is imported when it runs: the server need not wait for what the others use.
+COMMANDS = {
     "generate": "opweave.cli.generate:generate",
     "chat": "opweave.cli.chat:chat",
     "explain": "opweave.cli.explain:explain",
@@ -44,7 +35,7 @@ _COMMANDS = {
     "plugins": "opweave.cli.plugins:plugins",
     "verify": "opweave.cli.verify:verify_command",
 }
-for _name, _place in _COMMANDS.items():
+for _name, _place in COMMANDS.items():
     app.command(_place, name=_name)
 
 
@@ -52,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 0, 1 (problem found), 2 (bad input) or 130 (interrupted)."""
     try:
         open_streams()
+        given = sys.argv[1:] if arguments is None else arguments
+        if not given or given[0] in app.help_flags:
+            app.resolved_commands()  # help says what each is for
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError as error:
