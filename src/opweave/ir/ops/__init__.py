@@ -1,6 +1,7 @@
 """The declared ops: ``ir.ops.rms_norm``, and every op that a plugin declares.
 
-One file for each family; each op's function is its definition.
+One file for each family; each op's function is its definition. Annotations are not postponed here:
+an op's are read when it is declared, and to compile them one by one takes a tenth of the import.
 """
 
 from opweave.ir.op import IrOp as _IrOp

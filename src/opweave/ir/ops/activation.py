@@ -3,8 +3,6 @@
 Every step is in the dtype of ``x`` and rounds to it.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

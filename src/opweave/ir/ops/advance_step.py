@@ -1,7 +1,5 @@
 """The step between two decode steps: what the next one reads is computed where it is used."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

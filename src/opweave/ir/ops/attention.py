@@ -5,8 +5,6 @@ soft-capping: Gemma 2, arXiv:2408.00118. Scores and probabilities are computed i
 result is cast back.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ A state is ``(slots, channels, width - 1)``: for each channel its last inputs, t
 Source: the convolution before the scan of Mamba, Gu and Dao, arXiv:2312.00752, section 3.4.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

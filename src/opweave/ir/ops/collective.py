@@ -1,7 +1,5 @@
 """Collectives and what follows them, as one op: composites for kernels that overlap the two."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

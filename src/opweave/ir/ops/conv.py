@@ -1,7 +1,5 @@
 """Convolutions, and the product that one over separate patches is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -4,8 +4,6 @@ Source: An et al., "Training-Free Long-Context Scaling of Large Language Models"
 the critical form: Qwen2.5-1M, arXiv:2501.15383.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

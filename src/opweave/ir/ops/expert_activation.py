@@ -1,7 +1,5 @@
 """The activations between the two products of an expert, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

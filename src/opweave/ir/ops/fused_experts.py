@@ -6,8 +6,6 @@ tokens. An implementation that computes only what is routed does so at run time 
 the default of the CPU).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ quantised. One op per scheme; a scheme is one of :mod:`opweave.ir.ops.quant`. Wh
 is required, it holds because it is required of the ops that they are written in, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Root-mean-square normalisation with a gate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -8,8 +8,6 @@ Source: Kwon et al., "Efficient Memory Management for Large Language Model Servi
 PagedAttention", arXiv:2309.06180.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

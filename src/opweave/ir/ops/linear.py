@@ -4,8 +4,6 @@ Weights of 8 bits are quantised and activations are not: torchao calls int8 weig
 weight-only. The convention is that of :mod:`opweave.ir.ops.quant`: ``weight ~ q * scale``.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Embedding lookup in a part of the vocabulary."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

@@ -11,8 +11,6 @@ Both are written in other ops and round where those round.
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

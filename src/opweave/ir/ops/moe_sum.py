@@ -1,7 +1,5 @@
 """The sum over the experts of a token."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Root-mean-square normalisation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

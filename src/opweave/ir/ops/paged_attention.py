@@ -4,8 +4,6 @@ Source: Kwon et al., arXiv:2309.06180; the softmax is that of :mod:`opweave.ir.o
 cache that of :mod:`opweave.ir.ops.kv_cache`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

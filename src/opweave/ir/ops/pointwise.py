@@ -3,8 +3,6 @@
 Every step is in the dtype of ``x`` and rounds to it, as in the models that were trained with them.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

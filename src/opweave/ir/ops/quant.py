@@ -5,8 +5,6 @@ float32. A value is clamped before it is cast, so that it saturates on every dev
 to nearest even.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The linear recurrence behind every state-space scan, in blocks that a compiler can trace."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

@@ -8,8 +8,6 @@ Source: Su et al., "RoFormer", arXiv:2104.09864. The *neox* layout pairs dimensi
 other, *interleaved* (GPT-J), pairs ``2i`` with ``2i + 1``.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

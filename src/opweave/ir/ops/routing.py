@@ -4,8 +4,6 @@ Scores that are not finite count as zero, and of equal scores the expert of the 
 every row has ``topk`` different experts and finite weights, whatever the logits.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

@@ -6,8 +6,6 @@ Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State S
 arXiv:2312.00752.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

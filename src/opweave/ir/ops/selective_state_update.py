@@ -3,8 +3,6 @@
 Source: Gu and Dao, arXiv:2312.00752; with heads, Dao and Gu, arXiv:2405.21060.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ Within a chunk the scan is a product of matrices; between chunks it is a recurre
 Source: Dao and Gu, "Transformers are SSMs", arXiv:2405.21060, section 6.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

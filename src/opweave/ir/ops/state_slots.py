@@ -5,8 +5,6 @@ A state tensor is ``(slots, ...)``. Sequence ``i`` has the tokens
 padding, a sequence that is computed by nobody.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
