@@ -125,12 +125,10 @@ class Angles {
   }
 
   static bool failed(const Halves<T>& x) {
-    Vec all[2 * Group<T>::kVecs];
     for (int k = 0; k < Group<T>::kVecs; ++k) {
-      all[2 * k] = x.first.v[k];
-      all[2 * k + 1] = x.second.v[k];
+      if (FactorsOfHead::failed(x.first.v[k], x.second.v[k])) return true;
     }
-    return FactorsOfHead::failed(all);
+    return false;
   }
 
   void rotate_halves(T* out, const T* x) const {
@@ -162,9 +160,9 @@ class Angles {
         const Vec b = sin_.product(swap_pairs(values), i, mode);
         return FactorsOfHead::finish(add(a, b), mode);
       };
-      Vec sums[1] = {turned(Quick{})};
-      if (FactorsOfHead::failed(sums)) sums[0] = turned(Exact{});
-      Lanes<T>::store(out + i, sums[0], part);
+      Vec sums = turned(Quick{});
+      if (FactorsOfHead::failed(sums, sums)) sums = turned(Exact{});
+      Lanes<T>::store(out + i, sums, part);
     });
   }
 

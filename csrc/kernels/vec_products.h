@@ -37,10 +37,7 @@ class Factors {
     return v;
   }
 
-  template <int kCount>
-  static bool failed(const Vec (&)[kCount]) {
-    return false;
-  }
+  static bool failed(Vec, Vec) { return false; }
 
  private:
   alignas(64) float values_[kCapacity];
@@ -54,11 +51,7 @@ class SplitFactors {
  public:
   float* values() { return values_; }
   Vec at(int64_t i) const { return Lanes<float>::load(values_ + i, Full{}); }
-  template <int kCount>
-  static bool failed(const Vec (&results)[kCount]) {
-    static_assert(kCount <= 2, "one comparison takes two");
-    return _mm512_cmp_ps_mask(results[0], results[kCount - 1], _CMP_UNORD_Q) != 0;
-  }
+  static bool failed(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0; }
 
  protected:
   void split(int64_t n, Vec scale, Vec factor) {
