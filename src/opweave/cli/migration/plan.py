@@ -15,8 +15,8 @@ from opweave.cli.migration.types import (
     Argument,
     annotation_of,
     attribute_type,
-    qualified,
     returned,
+    source_text,
 )
 from opweave.ir import current_registry
 
@@ -218,11 +218,11 @@ def _declared(name: str | None) -> OpPlan | None:
     signature = inspect.signature(current_registry().op(name).native)
     arguments = [
         Argument(
-            p.name, qualified(str(p.annotation)), None if p.default is p.empty else repr(p.default)
+            p.name, source_text(p.annotation), None if p.default is p.empty else repr(p.default)
         )
         for p in signature.parameters.values()
     ]
-    return OpPlan(name, arguments, qualified(str(signature.return_annotation)), None)
+    return OpPlan(name, arguments, source_text(signature.return_annotation), None)
 
 
 def _own_name(*keys: str | None) -> str | None:

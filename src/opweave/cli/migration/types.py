@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from dataclasses import dataclass
 
@@ -38,9 +39,10 @@ def annotation_of(argument: ast.arg, default: ast.expr | None) -> str:
     return type(default.value).__name__ if isinstance(default, ast.Constant) else TENSOR
 
 
-def qualified(annotation: str) -> str:
-    """Return *annotation* with ``torch.Tensor`` for ``Tensor``."""
-    return re.sub(r"(?<![.\w])Tensor\b", TENSOR, annotation)
+def source_text(annotation: object) -> str:
+    """Return the annotation of an op, postponed or not, with ``torch.Tensor`` for ``Tensor``."""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"(?<![.\w])Tensor\b", TENSOR, text)
 
 
 def attribute_type(name: str, layer: LayerClass) -> str | None:
