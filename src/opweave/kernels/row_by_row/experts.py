@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from opweave.ir import IrOp, ops
+from opweave.ir import IrOp, ops, require
 from opweave.ir.ops.fused_experts import check_experts
 from opweave.ir.traits import BATCH_INVARIANT
 from opweave.kernels.row_by_row.opaque import opaque
@@ -33,14 +33,16 @@ def fused_experts(
     limit: float | None = None,
 ) -> Tensor:
     check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
-    # Only the experts of the token: native would send it through all of them.
+    # Only the experts of the token: native would send it through all of them. What that calls is
+    # chosen as if batch-invariance were required: a token's bits are the same whether it is or not.
     one = ops.fused_experts.impls["aten"].impl_fn
     rest = (activation, expert_map, w13_bias, w2_bias, apply_router_weight_on_input)
 
     def row(x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor]:
         return (one(x, w13, w2, weights, ids, *rest, alpha, beta, limit),)
 
-    return _joined(row, x, topk_weights, topk_ids)[0]
+    with require(BATCH_INVARIANT):
+        return _joined(row, x, topk_weights, topk_ids)[0]
 
 
 @ops.moe_sum.register_impl("row_by_row", traits=_TRAITS)
