@@ -135,7 +135,7 @@ inline void for_each_row(int64_t begin, int64_t end, const OpweaveActivation& ca
 
 template <class T, class Value>
 inline void write(T* out, int64_t width, Value value) {
-  map_vecs(width, value, [=](int64_t i, Vec v, auto part) { Lanes<T>::store(out + i, v, part); });
+  store_row<T, kAtOnce>(out, width, value);
 }
 
 // kIsLong: a look-up in the first-level cache takes less time than the activation in 16 bits.
@@ -212,13 +212,15 @@ struct Swigluoai {
     const Vec lower = sub(splat(0), limit);
     const auto round = [](Vec v) { return Lanes<T>::round(v); };
     for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
-      write<T>(out, call.width, [=](int64_t i, auto part) {
+      const auto value = [=](int64_t i, auto part) {
         const Pairs pairs = load_pairs(x + 2 * i, part);
         const Vec gate = min(limit, pairs.first);  // the order keeps NaN
         const Vec up = max(lower, min(limit, pairs.second));
         const Vec glu = round(mul(gate, round(MathFor<T>::sigmoid(round(mul(gate, alpha))))));
         return mul(round(add(up, splat(1))), glu);
-      });
+      };
+      map_vecs(call.width, value,
+               [=](int64_t i, Vec v, auto part) { Lanes<T>::store(out + i, v, part); });
     });
   }
 };

@@ -13,7 +13,7 @@ constexpr int64_t kBuffered = 4096;  // floats on the stack, half of a small fir
 
 // One group of a row.
 template <class T, class W>
-struct Group {
+struct Segment {
   T* out;
   const T* x;
   const T* gate;
@@ -32,35 +32,32 @@ inline Vec activate(Vec gate) {
 }
 
 template <class T, class W>
-inline float scale_of(const Group<T, W>& group, float epsilon) {
+inline float scale_of(const Segment<T, W>& group, float epsilon) {
   return inverse_rms(sum_of_squares(group.x, group.size), group.size, epsilon);
 }
 
 template <class T, class W>
-inline void plain(const Group<T, W> group, float epsilon) {
+inline void plain(const Segment<T, W> group, float epsilon) {
   const Vec scale = splat(scale_of(group, epsilon));
-  for_each_vec(group.size, [=](int64_t i, auto part) {
-    const Vec normalised = mul(Lanes<T>::load(group.x + i, part), scale);
-    Lanes<T>::store(group.out + i, group.weighted(normalised, i, part), part);
+  store_row<W, 1>(group.out, group.size, [=](int64_t i, auto part) {
+    return group.weighted(mul(Lanes<T>::load(group.x + i, part), scale), i, part);
   });
 }
 
 template <bool kSigmoid, class T, class W>
-inline void norm_then_gate(const Group<T, W> group, float epsilon) {
+inline void norm_then_gate(const Segment<T, W> group, float epsilon) {
   const Vec scale = splat(scale_of(group, epsilon));
-  const auto gated = [=](int64_t i, auto part) {
+  store_row<W, kAtOnce>(group.out, group.size, [=](int64_t i, auto part) {
     const Vec normalised = mul(Lanes<T>::load(group.x + i, part), scale);
     const Vec gate = activate<kSigmoid, T>(Lanes<T>::load(group.gate + i, part));
     return mul(group.weighted(normalised, i, part), gate);
-  };
-  map_vecs(group.size, gated,
-           [=](int64_t i, Vec v, auto part) { Lanes<T>::store(group.out + i, v, part); });
+  });
 }
 
 // Norms product(i, part); the first pass over it may remember what the second one reads.
 template <class T, class W, class First, class Second>
-inline void norm_of(const Group<T, W> group, float epsilon, First first, Second second) {
-  const float squares = sum_of_squares(group.size, first);
+inline void norm_of(const Segment<T, W> group, float epsilon, First first, Second second) {
+  const float squares = sum_of_squares<float>(group.size, first);
   const Vec scale = splat(inverse_rms(squares, group.size, epsilon));
   for_each_vec(group.size, [=](int64_t i, auto part) {
     const Vec normalised = mul(second(i, part), scale);
@@ -69,7 +66,7 @@ inline void norm_of(const Group<T, W> group, float epsilon, First first, Second 
 }
 
 template <bool kSigmoid, class T, class W>
-inline void gate_then_norm(const Group<T, W> group, float epsilon) {
+inline void gate_then_norm(const Segment<T, W> group, float epsilon) {
   const auto product = [=](int64_t i, auto part) {
     return mul(Lanes<T>::load(group.x + i, part),
                activate<kSigmoid, T>(Lanes<T>::load(group.gate + i, part)));
@@ -97,7 +94,7 @@ inline void for_each_group(int64_t begin, int64_t end, const OpweaveGatedNorm& c
     const T* gate = reinterpret_cast<const T*>(gates.in(gate_base, 0));
     const W* weight = static_cast<const W*>(call.weight);
     for (int64_t i = 0; i < call.width; i += call.group_size) {
-      norm(Group<T, W>{out + i, x + i, gate + i, weight != nullptr ? weight + i : nullptr,
+      norm(Segment<T, W>{out + i, x + i, gate + i, weight != nullptr ? weight + i : nullptr,
                        call.group_size},
            call.epsilon);
     }

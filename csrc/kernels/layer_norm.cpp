@@ -21,11 +21,11 @@ struct LayerNormRows {
       const float variance = variance_of(x, call.width, mean);
       const Vec means = splat(mean);
       const Vec scale = splat(1.0f / __builtin_sqrtf(variance + call.epsilon));
-      for_each_vec(call.width, [=](int64_t i, auto part) {
+      store_row<W, 1>(out, call.width, [=](int64_t i, auto part) {
         const Vec normalised = mul(sub(Lanes<T>::load(x + i, part), means), scale);
         const Vec factor = weight != nullptr ? Lanes<W>::load(weight + i, part) : splat(1);
         const Vec shift = bias != nullptr ? Lanes<W>::load(bias + i, part) : splat(0);
-        Lanes<T>::store(out + i, fma(normalised, factor, shift), part);
+        return fma(normalised, factor, shift);
       });
     }
   }

@@ -40,9 +40,7 @@ inline Pairs load_pairs(const float* p, Full) {
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 inline Pairs split(__m256i pairs, BFloat16) {
-  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)),
-          _mm256_castsi256_ps(_mm256_and_si256(pairs, upper))};
+  return {even_of(pairs, BFloat16{}), odd_of(pairs, BFloat16{})};
 }
 
 inline Pairs split(__m256i pairs, Float16) {
@@ -56,17 +54,11 @@ inline Pairs split(__m256i pairs, Float16) {
 
 template <class T>
 inline Pairs load_pairs(const T* p, Full) {
-  return split(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), T{});
+  return split(load_words(p), T{});
 }
 
 inline Pairs load_pairs(const float* p, Full) {
-  const Vec a = _mm256_loadu_ps(p);
-  const Vec b = _mm256_loadu_ps(p + kLanes);
-  // The shuffle works within 128 bits; the permutation puts its four parts in order.
-  const auto in_order = [](Vec v) {
-    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8));
-  };
-  return {in_order(_mm256_shuffle_ps(a, b, 0x88)), in_order(_mm256_shuffle_ps(a, b, 0xdd))};
+  return {Lanes<float>::load(p, Even{}), Lanes<float>::load(p, Odd{})};
 }
 
 #else

@@ -10,7 +10,7 @@ namespace {
 
 template <class T>
 inline float mean_of(const T* x, int64_t n) {
-  const float total = sum_of_values(n, [=](int64_t i, auto part) {
+  const float total = sum_of_values<T>(n, [=](int64_t i, auto part) {
     return Lanes<T>::load(x + i, part);
   });
   return total / static_cast<float>(n);
@@ -20,7 +20,7 @@ inline float mean_of(const T* x, int64_t n) {
 template <class T, class Change>
 inline float mean_square(const T* x, int64_t n, float centre, Change change) {
   const Vec centres = splat(centre);
-  const float squares = sum_of_squares(n, [=](int64_t i, auto part) {
+  const float squares = sum_of_squares<T>(n, [=](int64_t i, auto part) {
     return keep(sub(change(Lanes<T>::load(x + i, part)), centres), part);
   });
   return squares / static_cast<float>(n);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/storage.h"
+#include "kernels/vec_group.h"
 #include "kernels/vec_quant.h"
 
 namespace {
@@ -177,7 +178,7 @@ constexpr int64_t kKept = 8192;
 
 template <class T, class Value>
 inline void keep_row(T* kept, int64_t n, Value value) {
-  map_vecs(n, value, [=](int64_t i, Vec v, auto part) { Lanes<T>::store(kept + i, v, part); });
+  store_row<float, kAtOnce>(kept, n, value);
 }
 
 // The same, and the largest magnitude: of 16-bit numbers it is found with less work afterwards.

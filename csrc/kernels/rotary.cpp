@@ -70,8 +70,8 @@ class Angles {
   void store(T* out, int64_t i, Make make) const {
     Halves<T> both = turned(make(Quick{}), i, Quick{});
     if (failed(both)) both = turned(make(Exact{}), i, Exact{});
-    both.first.store(out + i);
-    both.second.store(out + half_ + i);
+    both.first.template store<T>(out + i);
+    both.second.template store<T>(out + half_ + i);
   }
 
   // out may be x.
@@ -133,9 +133,7 @@ class Angles {
 
   void rotate_halves(T* out, const T* x) const {
     for (int64_t i = 0; i < grouped_; i += kGroup<T>) {
-      Halves<T> both;
-      both.first.load(x + i);
-      both.second.load(x + half_ + i);
+      const Halves<T> both{load_group(x + i), load_group(x + half_ + i)};
       store(out, i, [&](auto) { return both; });
     }
     if (grouped_ < half_) rotate_rest(out + grouped_, x + grouped_);
@@ -254,8 +252,7 @@ class NormalisedHeads {
       const int64_t half = size_ / 2;
       for (int64_t i = 0; i < half; i += kGroup<T>) {
         const auto normalised = [&](int64_t at, auto mode) {
-          Group<T> group;
-          group.load(x + at);
+          Group<T> group = load_group(x + at);
           for (int k = 0; k < Group<T>::kVecs; ++k) {
             group.v[k] = weighted(mul(group.v[k], scale), weight, at + k * kLanes, mode);
           }
@@ -268,15 +265,18 @@ class NormalisedHeads {
     });
   }
 
+  static Vec rounded(Vec v, Exact) { return Lanes<T>::round(v); }
+  static Vec rounded(Vec v, Quick) { return Lanes<T>::round_finite(v); }
+
   template <class Mode>
-  Vec weighted(Vec normalised, NoWeight, int64_t, Mode) const {
-    return Lanes<T>::round(normalised);
+  Vec weighted(Vec normalised, NoWeight, int64_t, Mode mode) const {
+    return rounded(normalised, mode);
   }
 
   template <class W, class Mode>
   Vec weighted(Vec normalised, Weight<W>, int64_t i, Mode mode) const {
     if constexpr (sizeof(W) == sizeof(T)) {
-      return weight_.finish(weight_.product(Lanes<T>::round(normalised), i, mode), mode);
+      return weight_.finish(weight_.product(rounded(normalised, mode), i, mode), mode);
     } else {
       return Lanes<T>::round_any(mul(normalised, weight_.at(i)));
     }

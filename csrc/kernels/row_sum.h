@@ -1,35 +1,44 @@
 // Sums over a row.
 //
-// value(i, part) gives the vector at element i, zero past the end. Four accumulators hide the
-// latency of the addition, and their fixed order makes a row's result independent of everything
-// but the row.
+// Four accumulators hide the latency of the addition, and their fixed order makes a row's result
+// independent of everything but the row.
 #pragma once
 
-#include "kernels/vec.h"
+#include "kernels/vec_group.h"
 
 namespace {
 
-// accumulate(v, total) adds a vector to a running total.
-template <class Value, class Accumulate>
-inline float sum_over(int64_t n, Value value, Accumulate accumulate) {
+// Rows are read as groups of T: group_at(i) is the one at element i. What is left takes
+// value(i, part), which is zero past the end. accumulate(v, total) adds a vector to a running total.
+template <class T, class GroupAt, class Value, class Accumulate>
+inline float sum_over(int64_t n, GroupAt group_at, Value value, Accumulate accumulate) {
+  constexpr int kVecs = Group<T>::kVecs;
   Vec sums[4] = {splat(0), splat(0), splat(0), splat(0)};
   int64_t i = 0;
   for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-    for (int k = 0; k < 4; ++k) sums[k] = accumulate(value(i + k * kLanes, Full{}), sums[k]);
+    for (int k = 0; k < 4; k += kVecs) {
+      const Group<T> group = group_at(i + k * kLanes);
+      for (int g = 0; g < kVecs; ++g) sums[k + g] = accumulate(group.v[g], sums[k + g]);
+    }
   }
   for (; i + kLanes <= n; i += kLanes) sums[0] = accumulate(value(i, Full{}), sums[0]);
   if (i < n) sums[1] = accumulate(value(i, Tail{n - i}), sums[1]);
   return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
-template <class Value>
+inline Vec accumulate_square(Vec v, Vec total) { return fma(v, v, total); }
+
+template <class T, class Value>
 inline float sum_of_values(int64_t n, Value value) {
-  return sum_over(n, value, [](Vec v, Vec total) { return add(v, total); });
+  return sum_over<T>(
+      n, [=](int64_t i) { return group_of<T>(i, value); }, value,
+      [](Vec v, Vec total) { return add(v, total); });
 }
 
-template <class Value>
+template <class T, class Value>
 inline float sum_of_squares(int64_t n, Value value) {
-  return sum_over(n, value, [](Vec v, Vec total) { return fma(v, v, total); });
+  return sum_over<T>(
+      n, [=](int64_t i) { return group_of<T>(i, value); }, value, accumulate_square);
 }
 
 }  // namespace

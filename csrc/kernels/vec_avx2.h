@@ -45,17 +45,35 @@ inline Vec scale_by_power(Vec a, Vec n) {
   return mul(mul(a, power(half)), power(_mm256_sub_epi32(whole, half)));
 }
 
-inline Vec bounded_exponent(Vec a) { return min(splat(130), max(splat(-160), a)); }
-inline Vec fraction(Vec a) {
-  return sub(a, _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
+// Adding 1.5 * 2^23 leaves an integer in the low bits, and 126 more make it half the power's exponent.
+struct Exponent {
+  static constexpr float kUnit = 2;
+
+  explicit Exponent(Vec x) {
+    const Vec magic = splat(0x1.8p23f + 126);
+    const Vec bounded = min(splat(129), max(splat(-126), x));
+    const Vec whole = add(bounded, magic);
+    fraction = sub(bounded, sub(whole, magic));
+    half_power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(whole), 23));
+  }
+  Vec raise(Vec p) const { return mul(p, half_power); }
+
+  Vec fraction;
+  Vec half_power;
+};
 
 inline __m256i mask_of(Tail tail) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(tail.count)), lane);
 }
 
+// Parts of 2 * kLanes elements: those at even places, and those after them.
+struct Even {};
+struct Odd {};
+
 inline Vec keep(Vec v, Full) { return v; }
+inline Vec keep(Vec v, Even) { return v; }
+inline Vec keep(Vec v, Odd) { return v; }
 inline Vec keep(Vec v, Tail tail) { return _mm256_and_ps(v, _mm256_castsi256_ps(mask_of(tail))); }
 
 // Both lanes get all of the half, by the load itself, and one shuffle puts their words in place.
@@ -91,6 +109,12 @@ inline Vec upper_half(__m256i bits) {
   return _mm256_castsi256_ps(_mm256_and_si256(bits, upper));
 }
 
+// Pairs of bfloat16 are halves of 32 bits already.
+inline Vec even_of(__m256i pairs, BFloat16) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+}
+inline Vec odd_of(__m256i pairs, BFloat16) { return upper_half(pairs); }
+
 inline Vec round_any_to(Vec v, BFloat16) { return upper_half(rounded_any_bits(v)); }
 
 // The same in fewer steps, without a look for NaN: one without bits in the lower half, and such is
@@ -102,12 +126,33 @@ inline __m256i rounded_bits(Vec v) {
 
 inline Vec round_to(Vec v, BFloat16) { return upper_half(rounded_bits(v)); }
 
+// 2^-16 times the bfloat16 nearest to v, for a v that is finite or NaN. The product, v - 2^-16 v, is
+// rounded to the unit u in the last place of v; so v less that is 2^-16 v rounded to a multiple of u,
+// and 2^16 u is bfloat16's unit there, for denormals too. A zero loses its sign.
+inline Vec rounded_and_shrunk(Vec v, BFloat16) { return add(v, mul(v, splat(-0x1.fffep-1f))); }
+
+inline Vec round_finite_to(Vec v, BFloat16) {
+  return mul(rounded_and_shrunk(v, BFloat16{}), splat(0x1p16f));
+}
+
 inline __m128i narrow(Vec v, Float16) {
   return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
 inline Vec round_to(Vec v, Float16) { return widen(narrow(v, Float16{}), Float16{}); }
 inline Vec round_any_to(Vec v, Float16) { return round_to(v, Float16{}); }
+inline Vec round_finite_to(Vec v, Float16) { return round_to(v, Float16{}); }
+
+inline __m256i load_words(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+
+// Elements of two vectors that kSelect finds in each half of both, in order.
+template <int kSelect>
+inline Vec shuffled(Vec a, Vec b) {
+  const __m256d halves = _mm256_castps_pd(_mm256_shuffle_ps(a, b, kSelect));
+  return _mm256_castpd_ps(_mm256_permute4x64_pd(halves, 0xd8));
+}
 
 template <class T>
 struct Lanes {  // a 16-bit storage type; AVX2 has no masked access for those, so tails go by memory
@@ -119,6 +164,8 @@ struct Lanes {  // a 16-bit storage type; AVX2 has no masked access for those, s
     memcpy(buffer, p, static_cast<size_t>(tail.count) * sizeof(T));
     return load(buffer, Full{});
   }
+  static Vec load(const T* p, Even) { return even_of(load_words(p), T{}); }
+  static Vec load(const T* p, Odd) { return odd_of(load_words(p), T{}); }
   static void store(T* p, Vec v, Full) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(v, T{}));
   }
@@ -129,6 +176,7 @@ struct Lanes {  // a 16-bit storage type; AVX2 has no masked access for those, s
   }
   static Vec round(Vec v) { return round_to(v, T{}); }
   static Vec round_any(Vec v) { return round_any_to(v, T{}); }
+  static Vec round_finite(Vec v) { return round_finite_to(v, T{}); }
   static Vec stored(Vec v) { return round_any(v); }
 };
 
@@ -139,6 +187,12 @@ struct Lanes<float> {
     touch(p, tail);
     return _mm256_maskload_ps(p, mask_of(tail));
   }
+  static Vec load(const float* p, Even) {
+    return shuffled<0x88>(load(p, Full{}), load(p + kLanes, Full{}));
+  }
+  static Vec load(const float* p, Odd) {
+    return shuffled<0xdd>(load(p, Full{}), load(p + kLanes, Full{}));
+  }
   static void store(float* p, Vec v, Full) { _mm256_storeu_ps(p, v); }
   static void store(float* p, Vec v, Tail tail) {
     touch(p, tail);
@@ -146,6 +200,7 @@ struct Lanes<float> {
   }
   static Vec round(Vec v) { return v; }
   static Vec round_any(Vec v) { return v; }
+  static Vec round_finite(Vec v) { return v; }
   static Vec stored(Vec v) { return v; }
 };
 

@@ -40,10 +40,17 @@ inline Vec reciprocal(Vec a) {
 }
 
 inline Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
-inline Vec bounded_exponent(Vec a) { return a; }
-inline Vec fraction(Vec a) {
-  return _mm512_reduce_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
+struct Exponent {
+  static constexpr float kUnit = 1;
+
+  explicit Exponent(Vec x)
+      : fraction(_mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)),
+        whole(sub(x, fraction)) {}
+  Vec raise(Vec p) const { return scale_by_power(p, whole); }
+
+  Vec fraction;
+  Vec whole;
+};
 
 inline __mmask16 mask_of(Tail tail) { return static_cast<__mmask16>((1u << tail.count) - 1u); }
 
@@ -119,6 +126,7 @@ struct Lanes {  // a 16-bit storage type
   }
   static Vec round(Vec v) { return round_to(v, T{}); }
   static Vec round_any(Vec v) { return round_any_to(v, T{}); }
+  static Vec round_finite(Vec v) { return round(v); }
   static Vec stored(Vec v) { return stored_as(v, T{}); }
 };
 
@@ -136,6 +144,7 @@ struct Lanes<float> {
   }
   static Vec round(Vec v) { return v; }
   static Vec round_any(Vec v) { return v; }
+  static Vec round_finite(Vec v) { return v; }
   static Vec stored(Vec v) { return v; }
 };
 

@@ -48,11 +48,22 @@ inline Vec scale_by_power(Vec a, Vec n) {
   return a * power(half) * power(whole - half);
 }
 
-inline Vec bounded_exponent(Vec a) { return min(splat(130), max(splat(-160), a)); }
-inline Vec fraction(Vec a) {
-  const Vec magic = splat(0x1.8p23f);  // adding it rounds to an integer
-  return a - ((a + magic) - magic);
-}
+// Adding 1.5 * 2^23 leaves an integer in the low bits, and 126 more make it half the power's exponent.
+struct Exponent {
+  static constexpr float kUnit = 2;
+
+  explicit Exponent(Vec x) {
+    const Vec magic = splat(0x1.8p23f + 126);
+    const Vec bounded = min(splat(129), max(splat(-126), x));
+    const Vec whole = bounded + magic;
+    fraction = bounded - (whole - magic);
+    half_power = as_float(bits_of(whole) << 23);
+  }
+  Vec raise(Vec p) const { return p * half_power; }
+
+  Vec fraction;
+  Vec half_power;
+};
 
 inline Vec keep(Vec v, Full) { return v; }
 inline Vec keep(Vec v, Tail tail) {
@@ -121,6 +132,7 @@ struct Lanes {  // a 16-bit storage type
   }
   static Vec round(Vec v) { return widen(narrow(v, T{}), T{}); }
   static Vec round_any(Vec v) { return round(v); }
+  static Vec round_finite(Vec v) { return round(v); }
   static Vec stored(Vec v) { return round(v); }
 };
 
@@ -142,6 +154,7 @@ struct Lanes<float> {
   }
   static Vec round(Vec v) { return v; }
   static Vec round_any(Vec v) { return v; }
+  static Vec round_finite(Vec v) { return v; }
   static Vec stored(Vec v) { return v; }
 };
 

@@ -1,13 +1,10 @@
 // Neighbours that are computed together: one vector, or two where that is quicker.
 //
-// What is stored comes from arithmetic of 16-bit numbers, or is stored as it is: rounding does not
-// look for NaN.
-//
-// A group may have an order of its own, which does not matter to what is computed lane by lane.
-// Tables in float32 that meet groups of T are brought into it by order_groups<T>.
+// A group may have an order of its own, which does not matter to what is computed lane by lane: a
+// value(i, part) that hands its part on to Lanes<T>::load fits any group. Tables in float32 that meet
+// groups of T often are brought into its order by order_groups<T>.
 #pragma once
 
-#include "kernels/load_pairs.h"
 #include "kernels/vec.h"
 
 namespace {
@@ -16,11 +13,20 @@ template <class T, int kCount>
 struct PlainGroup {
   static constexpr int kVecs = kCount;
 
-  void load(const T* p) {
-    for (int k = 0; k < kVecs; ++k) v[k] = Lanes<T>::load(p + k * kLanes, Full{});
+  // The vectors that value(i, part) gives for the group at element i.
+  template <class Value>
+  void set(int64_t i, Value value) {
+    for (int k = 0; k < kVecs; ++k) v[k] = value(i + k * kLanes, Full{});
   }
+  // Made of values of type W: those of 16 bits have no NaN that rounding could lose.
+  template <class W>
   void store(T* p) const {
     for (int k = 0; k < kVecs; ++k) Lanes<T>::store(p + k * kLanes, v[k], Full{});
+  }
+  // Store, and become what was stored.
+  void round_and_store(T* p) {
+    for (int k = 0; k < kVecs; ++k) v[k] = Lanes<T>::stored(v[k]);
+    store<T>(p);
   }
   static void order(float*) {}
 
@@ -40,23 +46,40 @@ template <>
 struct Group<BFloat16> {
   static constexpr int kVecs = 2;
 
-  void load(const BFloat16* p) {
-    const Pairs pairs = load_pairs(p, Full{});
-    v[0] = pairs.first;
-    v[1] = pairs.second;
+  template <class Value>
+  void set(int64_t i, Value value) {
+    v[0] = value(i, Even{});
+    v[1] = value(i, Odd{});
   }
+  template <class W>
   void store(BFloat16* p) const {
-    const __m256i even = _mm256_srli_epi32(rounded_bits(v[0]), 16);
-    const __m256i joined = _mm256_blend_epi16(even, rounded_bits(v[1]), 0xaa);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), joined);
+    if constexpr (sizeof(W) == sizeof(BFloat16)) {
+      join(p, rounded_bits(v[0]), rounded_bits(v[1]));
+    } else {
+      join(p, rounded_any_bits(v[0]), rounded_any_bits(v[1]));
+    }
+  }
+  void round_and_store(BFloat16* p) {
+    const __m256i even = rounded_bits(v[0]);
+    const __m256i odd = rounded_bits(v[1]);
+    v[0] = upper_half(even);
+    v[1] = upper_half(odd);
+    join(p, even, odd);
   }
   static void order(float* values) {
-    const Pairs pairs = load_pairs(static_cast<const float*>(values), Full{});
-    Lanes<float>::store(values, pairs.first, Full{});
-    Lanes<float>::store(values + kLanes, pairs.second, Full{});
+    const Vec even = Lanes<float>::load(values, Even{});
+    const Vec odd = Lanes<float>::load(values, Odd{});
+    Lanes<float>::store(values, even, Full{});
+    Lanes<float>::store(values + kLanes, odd, Full{});
   }
 
   Vec v[kVecs];
+
+ private:
+  static void join(BFloat16* p, __m256i even, __m256i odd) {
+    const __m256i joined = _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), joined);
+  }
 };
 
 #endif
@@ -64,10 +87,39 @@ struct Group<BFloat16> {
 template <class T>
 constexpr int64_t kGroup = Group<T>::kVecs * kLanes;
 
+template <class T, class Value>
+inline Group<T> group_of(int64_t i, Value value) {
+  Group<T> group;
+  group.set(i, value);
+  return group;
+}
+
+template <class T>
+inline Group<T> load_group(const T* p) {
+  return group_of<T>(0, [=](int64_t i, auto part) { return Lanes<T>::load(p + i, part); });
+}
+
 // Bring n values of a table, whole groups, into the order of groups of T.
 template <class T>
 inline void order_groups(float* values, int64_t n) {
   for (int64_t i = 0; i < n; i += kGroup<T>) Group<T>::order(values + i);
+}
+
+// Store a row of value(i, part), made of values of type W. So many vectors are begun before the
+// first is stored that the steps of one, each of which waits for the one before, overlap with those
+// of others. out may be what value reads.
+template <class W, int kBegun, class T, class Value>
+inline void store_row(T* out, int64_t n, Value value) {
+  constexpr int kGroups = kBegun <= Group<T>::kVecs ? 1 : kBegun / Group<T>::kVecs;
+  constexpr int64_t kStep = kGroups * kGroup<T>;
+  int64_t i = 0;
+  for (; i + kStep <= n; i += kStep) {
+    Group<T> groups[kGroups];
+    for (int g = 0; g < kGroups; ++g) groups[g].set(i + g * kGroup<T>, value);
+    for (int g = 0; g < kGroups; ++g) groups[g].template store<W>(out + i + g * kGroup<T>);
+  }
+  for (; i + kLanes <= n; i += kLanes) Lanes<T>::store(out + i, value(i, Full{}), Full{});
+  if (i < n) Lanes<T>::store(out + i, value(i, Tail{n - i}), Tail{n - i});
 }
 
 }  // namespace

@@ -97,11 +97,10 @@ inline Vec erf(Vec x) {
 }
 
 inline Vec rough_exp2(Vec x) {
-  const Vec bounded = bounded_exponent(x);
-  const Vec f = fraction(bounded);
-  const Vec p = polynomial(f, 9.999993e-01f, 6.931218e-01f, 2.4024744e-01f, 5.591786e-02f,
-                           9.570102e-03f);
-  return scale_by_power(p, sub(bounded, f));
+  const Exponent e(x);
+  constexpr float k = Exponent::kUnit;
+  return e.raise(polynomial(e.fraction, k * 9.999993e-01f, k * 6.931218e-01f, k * 2.4024744e-01f,
+                            k * 5.591786e-02f, k * 9.570102e-03f));
 }
 
 inline Vec rough_sigmoid(Vec x) {

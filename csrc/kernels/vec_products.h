@@ -3,7 +3,8 @@
 // A product of two 16-bit numbers is exact in float32, and rounding it need not go through the
 // narrow type. Dekker's splitting (1971) takes three instructions, the multiplication included: with
 // s = (2^k + 1) * p, rounded, s + (p - s) is p without its last k bits, to nearest even; and s is the
-// product of x and (2^k + 1) times the factor.
+// product of x and (2^k + 1) times the factor. With AVX2, where denormals count, it is
+// rounded_and_shrunk(), as many instructions, and one more for a sum of products.
 //
 // Such products are Quick: finish() what was made of them, and look whether it failed(). It did
 // where a product may be above what the splitting can do, and for infinities and NaN; then it has to
@@ -87,6 +88,34 @@ class Factors<Float16, kCapacity> : public SplitFactors<kCapacity> {
 
   static Vec finish(Vec v, Exact) { return v; }
   static Vec finish(Vec v, Quick) { return mul(v, splat(0x1p-100f)); }
+};
+
+#endif
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512F__)
+
+template <int64_t kCapacity>
+class Factors<BFloat16, kCapacity> {
+ public:
+  float* values() { return values_; }
+  void ready(int64_t) {}
+
+  Vec at(int64_t i) const { return Lanes<float>::load(values_ + i, Full{}); }
+
+  Vec product(Vec x, int64_t i, Exact) const { return Lanes<BFloat16>::round(mul(x, at(i))); }
+  Vec product(Vec x, int64_t i, Quick) const {
+    return rounded_and_shrunk(mul(x, at(i)), BFloat16{});
+  }
+
+  static Vec finish(Vec v, Exact) { return v; }
+  static Vec finish(Vec v, Quick) { return mul(v, splat(0x1p16f)); }
+
+  static bool failed(Vec a, Vec b) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)) != 0;
+  }
+
+ private:
+  alignas(64) float values_[kCapacity];
 };
 
 #endif

@@ -1,4 +1,4 @@
-// The functions of vec_math.h over arrays, for test_vec_math.py, which compiles this file once per
+// The functions of vec_math.h, and the ways to round, over arrays, for test_vec_math.py, which compiles this file once per
 // instruction set.
 #include "kernels/vec_math.h"
 
@@ -12,6 +12,18 @@ void apply(float* out, const float* x, int64_t n, Function function) {
 }
 
 }  // namespace
+
+#define OPWEAVE_EXPORT_ROUNDING(function)                                           \
+  extern "C" void vec_##function##_bfloat16(float* out, const float* x, int64_t n) { \
+    apply(out, x, n, [](Vec v) { return Lanes<BFloat16>::function(v); });            \
+  }                                                                                  \
+  extern "C" void vec_##function##_float16(float* out, const float* x, int64_t n) {  \
+    apply(out, x, n, [](Vec v) { return Lanes<Float16>::function(v); });             \
+  }
+
+OPWEAVE_EXPORT_ROUNDING(round)
+OPWEAVE_EXPORT_ROUNDING(round_any)
+OPWEAVE_EXPORT_ROUNDING(round_finite)
 
 #define OPWEAVE_EXPORT(function)                                      \
   extern "C" void vec_##function(float* out, const float* x, int64_t n) { \
