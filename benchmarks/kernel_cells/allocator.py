@@ -16,9 +16,9 @@ _INT_MAX = 2**31 - 1
 def keep_freed_memory() -> str:
     """Have malloc keep what is freed, as the allocators of servers do; return how.
 
-    By itself glibc maps what is larger than 32 MiB anew in every call, and gives back the end of its
-    heap whenever enough of it is free: where that is decides which contender faults its pages in
-    again, at several times what a kernel takes to fill them.
+    By itself glibc maps what is larger than 32 MiB anew in every call, and gives back the end of
+    its heap whenever enough of it is free: where that is decides which contender faults its pages
+    in again, at several times what a kernel takes to fill them.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or not (mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _INT_MAX)):
