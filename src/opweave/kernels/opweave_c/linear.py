@@ -154,7 +154,7 @@ def _by_pieces(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) ->
     rows, columns = weight.shape
     out = x.new_empty((*x.shape[:-1], rows))
     tokens = x.reshape(-1, columns).float().contiguous()
-    step = _rows_of_piece(columns)
+    step = _rows_of_piece(columns, len(tokens))
     wide = tokens.new_empty((min(step, rows), columns))
     for start in range(0, rows, step):
         piece = slice(start, start + step)
@@ -165,9 +165,13 @@ def _by_pieces(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) ->
     return out
 
 
-def _rows_of_piece(columns: int) -> int:
-    weights = _PIECE * torch.get_num_threads()
-    return max(weights // columns // _FEWEST_ROWS, 1) * _FEWEST_ROWS
+def _rows_of_piece(columns: int, tokens: int) -> int:
+    """Return how many rows to widen at a time: as many as there are tokens, or more.
+
+    The product packs all tokens anew for every piece, which takes as long as to pack as many rows.
+    """
+    rows = max(_PIECE * torch.get_num_threads() // columns, tokens)
+    return max(rows // _FEWEST_ROWS, 1) * _FEWEST_ROWS
 
 
 compat.trace_instead(_by_pieces, op_w8a16.native)
