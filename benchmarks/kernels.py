@@ -128,7 +128,7 @@ def _parser() -> Parser:
         parser.add_argument(f"--{name}", nargs="+", type=_positive, metavar="N", help=what)
     parser.add_argument("--rounds", type=_positive, metavar="N", help="how often to measure a cell")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw what was found")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/kernels.*")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/kernels_ISA.*")
     return parser
 
 

@@ -259,14 +259,15 @@ def test_results_name_the_command(tmp_path: Path) -> None:
     failed = row(no_inductor="it broke", hidden=64)
     del failed["inductor"]
     results.write(tmp_path, machine, Results([row(), failed], skipped), "python kernels.py --save")
-    page = (tmp_path / "kernels.md").read_text(encoding="utf-8")
+    page = (tmp_path / "kernels_avx2.md").read_text(encoding="utf-8")
     assert "`python kernels.py --save`" in page
+    assert "(kernels_avx2.svg)" in page
     assert "| relu2 | float32, 512 | 3.00, 2.00 |" in page
     assert "too wide" in page
     assert "it broke" in page
-    saved = json.loads((tmp_path / "kernels.json").read_text(encoding="utf-8"))
+    saved = json.loads((tmp_path / "kernels_avx2.json").read_text(encoding="utf-8"))
     assert saved == {"machine": machine, "rows": [row(), failed], "skipped": skipped}
-    assert (tmp_path / "kernels.svg").read_text(encoding="utf-8").startswith("<svg")
+    assert (tmp_path / "kernels_avx2.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
 def test_the_picture_of_nothing_is_a_picture() -> None:

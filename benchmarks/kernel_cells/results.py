@@ -1,4 +1,4 @@
-"""Writes ``results/kernels.md``, with the picture and the whole output beside it."""
+"""Writes ``results/kernels_ISA.md``, with the picture and the whole output beside it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ Machine = dict[str, Any]
 
 
 def write(folder: Path, machine: Machine, found: Results, command: str) -> None:
-    """Write ``kernels.md``, ``kernels.json`` and ``kernels.svg`` into *folder*."""
+    """Write a page, JSON and a picture into *folder*, one of each per instruction set."""
     cells = cells_of_rows(found.rows)
-    (folder / "kernels.json").write_text(_json(machine, found), encoding="utf-8")
-    (folder / "kernels.svg").write_text(plot.draw(cells, machine), encoding="utf-8")
-    page = "\n".join(_page(cells, machine, found, command))
-    (folder / "kernels.md").write_text(page + "\n", encoding="utf-8")
+    name = f"kernels_{machine['isa']}"
+    (folder / f"{name}.json").write_text(_json(machine, found), encoding="utf-8")
+    (folder / f"{name}.svg").write_text(plot.draw(cells, machine), encoding="utf-8")
+    page = "\n".join(_page(name, cells, machine, found, command))
+    (folder / f"{name}.md").write_text(page + "\n", encoding="utf-8")
 
 
 def _json(machine: Machine, found: Results) -> str:
@@ -34,20 +35,22 @@ def _json(machine: Machine, found: Results) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _page(cells: Sequence[Cell], machine: Machine, found: Results, command: str) -> Iterator[str]:
+def _page(
+    name: str, cells: Sequence[Cell], machine: Machine, found: Results, command: str
+) -> Iterator[str]:
     allocator = ", ".join(f"{name}: {value}" for name, value in machine["allocator"].items())
     yield "# Kernels against eager torch, Inductor and the memory"
     yield ""
     yield f"`{command}`"
     yield f"on {time.strftime('%Y-%m-%d')}; the whole output is in"
-    yield "[kernels.json](kernels.json), and what is measured how is at the top of"
+    yield f"[{name}.json]({name}.json), and what is measured how is at the top of"
     yield "[kernels.py](../kernels.py)."
     yield ""
     yield f"{machine['processor']}, {machine['cores']} cores, {machine['isa']}; Python "
     yield f"{machine['python']}, torch {machine['torch']}; load {machine['load']:.1f} at the start."
     yield f"Allocator: {allocator}."
     yield ""
-    yield "![every cell](kernels.svg)"
+    yield f"![every cell]({name}.svg)"
     yield ""
     yield from _streams(machine["stream_gb_per_second"])
     yield from _kernels(cells)
