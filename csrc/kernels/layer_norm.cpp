@@ -2,6 +2,7 @@
 #include "kernels/layer_norm.h"
 
 #include "kernels/moments.h"
+#include "kernels/prefetch.h"
 #include "kernels/row_cursor.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
@@ -14,11 +15,13 @@ struct LayerNormRows {
     const W* weight = static_cast<const W*>(call.weight);
     const W* bias = static_cast<const W*>(call.bias);
     RowCursor row(call.rows, begin);
-    for (int64_t r = begin; r < end; ++r, row.advance()) {
+    RowCursor next_row(call.rows, begin + 1);
+    for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
       T* out = reinterpret_cast<T*>(row.in(static_cast<char*>(call.out), 0));
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
       const float mean = mean_of(x, call.width);
       const float variance = variance_of(x, call.width, mean);
+      prefetch_row<T>(next_row.in(static_cast<const char*>(call.x), 1), call.width);
       const Vec means = splat(mean);
       const Vec scale = splat(1.0f / __builtin_sqrtf(variance + call.epsilon));
       store_row<W, 1>(out, call.width, [=](int64_t i, auto part) {

@@ -1,6 +1,7 @@
 // RMS normalisation, compiled once per instruction set.
 #include "kernels/norm.h"
 
+#include "kernels/prefetch.h"
 #include "kernels/rms.h"
 #include "kernels/row_cursor.h"
 #include "kernels/storage.h"
@@ -13,10 +14,12 @@ struct RmsNormRows {
   static void run(int64_t begin, int64_t end, const OpweaveRmsNorm& call) {
     with_weight<T>(call.weight, call.weight_dtype, [&](auto weight) {
       RowCursor row(call.rows, begin);
-      for (int64_t r = begin; r < end; ++r, row.advance()) {
+      RowCursor next_row(call.rows, begin + 1);
+      for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
         T* out = reinterpret_cast<T*>(row.in(static_cast<char*>(call.out), 0));
         const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
         const float scale = inverse_rms(sum_of_squares(x, call.width), call.width, call.epsilon);
+        prefetch_row<T>(next_row.in(static_cast<const char*>(call.x), 1), call.width);
         write_normalised(out, x, weight, scale, call.width);
       }
     });

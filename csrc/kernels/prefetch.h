@@ -13,4 +13,16 @@ inline void prefetch(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(line + i, 0, 2);
 }
 
+constexpr int64_t kFirstBytes = 2048;
+
+// The beginning of the row of T that comes next, while there is work on this one: by itself a
+// processor fetches no further than to the end of a page. Rows of 32 bits wait for the memory anyway.
+template <class T>
+inline void prefetch_row(const void* row, int64_t width) {
+  if constexpr (sizeof(T) == sizeof(uint16_t)) {
+    const int64_t bytes = width * static_cast<int64_t>(sizeof(T));
+    prefetch(row, bytes < kFirstBytes ? bytes : kFirstBytes);
+  }
+}
+
 }  // namespace
