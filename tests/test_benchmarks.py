@@ -168,6 +168,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_json_obeys_the_contract(printed: tuple[dict[str, Any], str]) -> None:
     found, _ = printed
     assert set(found) == {"machine", "rows", "skipped"}
+    assert found["machine"]["allocator"]["library"]
     assert "mallopt" in found["machine"]["allocator"]["tuned by"]
     assert set(found["machine"]["stream_gb_per_second"]["1"]) > {"out of cache"}
     assert len(found["rows"]) == 4

@@ -14,7 +14,7 @@ _INT_MAX = 2**31 - 1
 
 
 def keep_freed_memory() -> str:
-    """Have malloc keep what is freed, as the allocators of servers do; return how.
+    """Have malloc keep what is freed, as the allocators of servers do; return how, if it can.
 
     By itself glibc maps what is larger than 32 MiB anew in every call, and gives back the end of
     its heap whenever enough of it is free: where that is decides which contender faults its pages
@@ -22,7 +22,7 @@ def keep_freed_memory() -> str:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or not (mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _INT_MAX)):
-        return "nothing"
+        return ""
     return f"mallopt: no mapping, trimmed from {_INT_MAX} free bytes on"
 
 
@@ -35,6 +35,6 @@ def describe_allocator(tuned_here: str) -> dict[str, str]:
     ]
     return {
         "library": " ".join(platform.libc_ver()) or "unknown",
-        "tuned by": ", ".join([*tuned, tuned_here]),
+        "tuned by": ", ".join(filter(None, [*tuned, tuned_here])) or "nothing",
         "huge pages": _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else "unknown",
     }

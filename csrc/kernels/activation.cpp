@@ -10,6 +10,7 @@
 #include "kernels/row_cursor.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
+#include "kernels/vec_group.h"
 #include "kernels/vec_math.h"
 
 namespace {

@@ -6,6 +6,7 @@
 #include "kernels/row_cursor.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
+#include "kernels/vec_group.h"
 
 namespace {
 

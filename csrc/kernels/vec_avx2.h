@@ -45,7 +45,8 @@ inline Vec scale_by_power(Vec a, Vec n) {
   return mul(mul(a, power(half)), power(_mm256_sub_epi32(whole, half)));
 }
 
-// Adding 1.5 * 2^23 leaves an integer in the low bits, and 126 more make it half the power's exponent.
+// Adding 1.5 * 2^23 leaves an integer in the low bits, and 126 more make it the exponent of half the
+// power.
 struct Exponent {
   static constexpr float kUnit = 2;
 

@@ -48,7 +48,8 @@ inline Vec scale_by_power(Vec a, Vec n) {
   return a * power(half) * power(whole - half);
 }
 
-// Adding 1.5 * 2^23 leaves an integer in the low bits, and 126 more make it half the power's exponent.
+// Adding 1.5 * 2^23 leaves an integer in the low bits, and 126 more make it the exponent of half the
+// power.
 struct Exponent {
   static constexpr float kUnit = 2;
 

@@ -1,5 +1,5 @@
-// The functions of vec_math.h, and the ways to round, over arrays, for test_vec_math.py, which compiles this file once per
-// instruction set.
+// The functions of vec_math.h, and the ways to round, over arrays, for test_vec_math.py, which
+// compiles this file once per instruction set.
 #include "kernels/vec_math.h"
 
 namespace {
