@@ -9,6 +9,7 @@
 #include "kernels/paged_part.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
+#include "kernels/unrolled.h"
 #include "kernels/vec_dot.h"
 #include "kernels/vec_math.h"
 #include "kernels/vec_reduce.h"
@@ -19,37 +20,103 @@
 
 namespace {
 
+constexpr int64_t kRows = 96;  // of a kv head whose scores are there at once
+constexpr int64_t kValuesAtOnce = 32;
+
+// Rows that are multiplied at once, at most: with as many keys as there are registers for sums,
+// beside an operand for each key and one for the row.
+constexpr int kMostRows = kLanes == 8 ? 6 : 4;
+
+template <int R>
+constexpr int kKeysFor = R == 6 ? 2 : kLanes / R;
+
 // Positions of a tile.
 struct Span {
   int64_t begin;
   int64_t end;
 
   bool is_empty() const { return begin >= end; }
+  bool has(int64_t position) const { return begin <= position && position < end; }
   bool operator==(const Span& other) const { return begin == other.begin && end == other.end; }
 };
 
-// The products of R queries and kLanes / R keys: lane r * (kLanes / R) + k.
-template <int R, class K>
-inline Vec products(const typename Dot<K>::Query* queries, int64_t query_stride, const K* keys,
-                    int64_t size) {
-  constexpr int kKeys = kLanes / R;
-  constexpr int64_t kWidth = Dot<K>::kWidth;
-  Vec totals[kLanes];
-  for (int i = 0; i < kLanes; ++i) totals[i] = splat(0);
-  const auto step = [&](int64_t d, auto part) {
-    decltype(Dot<K>::key(keys, part)) key[kKeys];
-    for (int k = 0; k < kKeys; ++k) key[k] = Dot<K>::key(keys + k * size + d, part);
-    for (int r = 0; r < R; ++r) {
-      const auto query = Dot<K>::query(queries + r * query_stride + d);
-      for (int k = 0; k < kKeys; ++k) {
-        totals[r * kKeys + k] = Dot<K>::step(query, key[k], totals[r * kKeys + k]);
+// Rows that follow one another and see the same positions of a tile.
+struct Band {
+  int64_t first;
+  int64_t rows;  // kMostRows, 4, 2 or 1
+  Span span;
+  Span steps;  // whole ones: a block has room, and what lies outside of the span is not used
+};
+
+class Bands {
+ public:
+  void add(int64_t first, int64_t rows, Span span) {
+    const Span steps = {span.begin / kStep * kStep, padded(span.end)};
+    rows_ += rows;
+    while (rows > 0) {
+      const int64_t taken = rows >= kMostRows ? kMostRows : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
+      bands_[count_++] = {first, taken, span, steps};
+      first += taken;
+      rows -= taken;
+    }
+  }
+
+  int64_t rows() const { return rows_; }
+
+  // Calls visit(band, its number of rows as an Index, the number of rows before it).
+  template <class Visit>
+  void for_each(Visit visit) const {
+    int64_t before = 0;
+    for (int64_t i = 0; i < count_; before += bands_[i++].rows) {
+      if (bands_[i].rows == kMostRows) {
+        visit(bands_[i], Index<kMostRows>{}, before);
+      } else if (bands_[i].rows == 4) {
+        visit(bands_[i], Index<4>{}, before);
+      } else if (bands_[i].rows == 2) {
+        visit(bands_[i], Index<2>{}, before);
+      } else {
+        visit(bands_[i], Index<1>{}, before);
       }
     }
+  }
+
+ private:
+  Band bands_[kRows];
+  int64_t count_ = 0;
+  int64_t rows_ = 0;
+};
+
+// products[r][k] of R queries and kKeysFor<R> keys.
+template <int R, class K>
+__attribute__((always_inline)) inline void multiply(float* products,
+                                                    const typename Dot<K>::Query* queries,
+                                                    int64_t query_stride, const K* keys,
+                                                    int64_t size) {
+  constexpr int kKeys = kKeysFor<R>;
+  constexpr int64_t kWidth = Dot<K>::kWidth;
+  constexpr int kSums = (R * kKeys + kLanes - 1) / kLanes;
+  Vec totals[kSums][kLanes];
+  unrolled<kSums>([&](auto i) {
+    unrolled<kLanes>([&](auto k) { totals[i.kValue][k.kValue] = splat(0); });
+  });
+  const auto step = [&](int64_t d, auto part) __attribute__((always_inline)) {
+    decltype(Dot<K>::key(keys, part)) key[kKeys];
+    unrolled<kKeys>([&](auto k) { key[k.kValue] = Dot<K>::key(keys + k.kValue * size + d, part); });
+    unrolled<R>([&](auto r) {
+      const auto query = in_register(Dot<K>::query(queries + r.kValue * query_stride + d));
+      unrolled<kKeys>([&](auto k) {
+        constexpr int i = r.kValue * kKeys + k.kValue;
+        Vec& total = totals[i / kLanes][i % kLanes];
+        total = Dot<K>::step(query, key[k.kValue], total);
+      });
+    });
   };
   int64_t d = 0;
   for (; d + kWidth <= size; d += kWidth) step(d, Full{});
   if (d < size) step(d, Tail{size - d});
-  return sums(totals);
+  unrolled<kSums>([&](auto i) {
+    Lanes<float>::store(products + i.kValue * kLanes, sums(totals[i.kValue]), Full{});
+  });
 }
 
 // outputs += weights * values for R rows and C vectors of the values.
@@ -57,24 +124,27 @@ template <int R, int C, class K, class Part>
 inline void add_values(float* outputs, int64_t output_stride, const float (*weights)[kTile],
                        Span span, const K* values, int64_t size, Part part) {
   Vec totals[R][C];
-  for (int r = 0; r < R; ++r) {
-    for (int c = 0; c < C; ++c) {
-      totals[r][c] = Lanes<float>::load(outputs + r * output_stride + c * kLanes, Full{});
-    }
-  }
+  const auto for_each_total = [&](auto visit) {
+    unrolled<R * C>([&](auto i) {
+      constexpr int r = i.kValue / C;
+      constexpr int c = i.kValue % C;
+      visit(totals[r][c], outputs + r * output_stride + c * kLanes);
+    });
+  };
+  for_each_total([](Vec& total, const float* at) { total = Lanes<float>::load(at, Full{}); });
   for (int64_t t = span.begin; t < span.end; ++t) {
     Vec value[C];
-    for (int c = 0; c < C; ++c) value[c] = Lanes<K>::load(values + t * size + c * kLanes, part);
-    for (int r = 0; r < R; ++r) {
-      const Vec weight = splat(weights[r][t]);
-      for (int c = 0; c < C; ++c) totals[r][c] = fma(weight, value[c], totals[r][c]);
-    }
+    unrolled<C>([&](auto c) {
+      value[c.kValue] = Lanes<K>::load(values + t * size + c.kValue * kLanes, part);
+    });
+    unrolled<R>([&](auto r) {
+      const Vec weight = splat(weights[r.kValue][t]);
+      unrolled<C>([&](auto c) {
+        totals[r.kValue][c.kValue] = fma(weight, value[c.kValue], totals[r.kValue][c.kValue]);
+      });
+    });
   }
-  for (int r = 0; r < R; ++r) {
-    for (int c = 0; c < C; ++c) {
-      Lanes<float>::store(outputs + r * output_stride + c * kLanes, totals[r][c], Full{});
-    }
-  }
+  for_each_total([](const Vec& total, float* at) { Lanes<float>::store(at, total, Full{}); });
 }
 
 // As many vectors at once as there are registers for, then half as many, and so on.
@@ -92,9 +162,7 @@ inline void add_all_values(float* outputs, int64_t output_stride, const float (*
 }
 
 template <int R>
-constexpr int value_vectors() {
-  return kLanes == 16 ? (R == 4 ? 4 : 8) : 8 / R;
-}
+constexpr int kValuesFor = kLanes == 16 ? (R == 4 ? 4 : 8) : R == 6 ? 2 : 8 / R;
 
 template <class T>
 class Part : PagedPart<T> {
@@ -176,18 +244,24 @@ class Part : PagedPart<T> {
 
   template <class K, class V>
   void visit_rows(int64_t head, int64_t base, int64_t count, Tile<K, V> tile) {
-    const int64_t end = rows_per_head_;
-    int64_t row = 0;
-    for (; row + 4 <= end; row += 4) {
-      attend<4>(head, row, base, count, tile);
+    for (int64_t row = 0; row < rows_per_head_; row += kRows) {
+      attend(bands_of(head, row, least(row + kRows, rows_per_head_), base, count), count, tile);
       tile.next_keys = nullptr;
     }
-    if (row + 2 <= end) {
-      attend<2>(head, row, base, count, tile);
-      tile.next_keys = nullptr;
-      row += 2;
+  }
+
+  // Rows that see different positions are apart, so that a value that a query does not see cannot
+  // reach it, not even as zero times NaN.
+  Bands bands_of(int64_t head, int64_t row, int64_t end, int64_t base, int64_t count) const {
+    Bands bands;
+    while (row < end) {
+      const Span span = visible(row, base, count);
+      int64_t next = row + 1;
+      while (next < end && visible(next, base, count) == span) ++next;
+      if (!span.is_empty()) bands.add(head * rows_per_head_ + row, next - row, span);
+      row = next;
     }
-    if (row < end) attend<1>(head, row, base, count, tile);
+    return bands;
   }
 
   // The positions of the tile that a row sees.
@@ -197,50 +271,83 @@ class Part : PagedPart<T> {
     return {begin, most(least(this->end_visible(token) - base, count), 0)};
   }
 
-  // R rows of one head, from `row` on. Rows that see different positions are taken apart, so that a
-  // value that a query does not see cannot reach it, not even as zero times NaN.
-  template <int R, class K, class V>
-  void attend(int64_t head, int64_t row, int64_t base, int64_t count, const Tile<K, V>& tile) {
-    const Span span = visible(row, base, count);
-    if constexpr (R > 1) {
-      if (!(span == visible(row + R - 1, base, count))) {
-        attend<R / 2>(head, row, base, count, tile);
-        attend<R / 2>(head, row + R / 2, base, count, tile);
-        return;
-      }
+  // A few keys or values at a time meet all rows: a tile would fill the first-level cache.
+  template <class K, class V>
+  void attend(const Bands& bands, int64_t count, const Tile<K, V>& tile) {
+    for (int64_t step = 0; step < count; step += kStep) {
+      Tile<K, V> of_band = tile;
+      bands.for_each([&](const Band& band, auto rows, int64_t before) {
+        if (!band.steps.has(step)) return;
+        score<rows.kValue>(band.first, step, of_band, scores_ + before);
+        of_band.next_keys = nullptr;
+      });
     }
-    if (span.is_empty()) return;
-    const int64_t first = head * rows_per_head_ + row;
-    alignas(64) float weights[R][kTile];
-    // In whole steps: a block has room for them, and what lies outside of the span is not used.
-    const Span steps = {span.begin / kStep * kStep, padded(span.end)};
-    score<R>(first, steps, tile, weights);
-    for (int r = 0; r < R; ++r) soften(first + r, span, steps, weights[r]);
-    add_all_values<R, value_vectors<R>()>(outputs_ + first * output_stride_, output_stride_,
-                                          weights, span, tile.values, call_.value_size, 0);
+    soften(bands);
+    const int64_t keys = bands.rows() > 8 ? kValuesAtOnce : kTile;
+    for (int64_t key = 0; key < count; key += keys) {
+      bands.for_each([&](const Band& band, auto rows, int64_t before) {
+        const Span span = {most(band.span.begin, key), least(band.span.end, key + keys)};
+        if (span.is_empty()) return;
+        add_all_values<rows.kValue, kValuesFor<rows.kValue>>(
+            outputs_ + band.first * output_stride_, output_stride_, scores_ + before, span,
+            tile.values, call_.value_size, 0);
+      });
+    }
   }
 
+  // The products of R rows and the keys of a step. In a function of their own, or there would be no
+  // registers for all their addresses.
   template <int R, class K, class V>
-  void score(int64_t first, Span steps, const Tile<K, V>& tile, float (*scores)[kTile]) {
-    constexpr int64_t kKeys = kLanes / R;
+  __attribute__((noinline)) void score(int64_t first, int64_t step, const Tile<K, V>& tile,
+                                       float (*scores)[kTile]) {
+    constexpr int kKeys = kKeysFor<R>;
     const int64_t size = call_.head_size;
     const Query* queries = query(first);
     const int64_t stride = query(1) - query(0);
-    const Vec scale = splat(call_.scale);
-    for (int64_t step = steps.begin; step < steps.end; step += kStep) {
-      for (int64_t t = step; t < step + kStep; t += kKeys) {
-        if (tile.next_keys != nullptr) {  // a little at a time: few fetches can be under way
-          const int64_t bytes = static_cast<int64_t>(sizeof(K));
-          prefetch(tile.next_keys + t * bytes * size, kKeys * bytes * size);
-          prefetch(tile.next_values + t * bytes * call_.value_size,
-                   kKeys * bytes * call_.value_size);
-        }
-        const Vec found = products<R>(queries, stride, tile.keys + t * size, size);
-        alignas(64) float lanes[kLanes];
-        Lanes<float>::store(lanes, limited(mul(found, scale)), Full{});
-        for (int r = 0; r < R; ++r) memcpy(scores[r] + t, lanes + r * kKeys, sizeof(float) * kKeys);
+    for (int64_t t = step; t < step + kStep; t += kKeys) {
+      if (tile.next_keys != nullptr) {  // a little at a time: few fetches can be under way
+        const int64_t bytes = static_cast<int64_t>(sizeof(K));
+        prefetch(tile.next_keys + t * bytes * size, kKeys * bytes * size);
+        prefetch(tile.next_values + t * bytes * call_.value_size,
+                 kKeys * bytes * call_.value_size);
+      }
+      alignas(64) float products[padded(R * kKeys)];
+      multiply<R>(products, queries, stride, tile.keys + t * size, size);
+      for (int r = 0; r < R; ++r) {
+        memcpy(scores[r] + t, products + r * kKeys, sizeof(float) * kKeys);
       }
     }
+  }
+
+  // Turns products into weights. All maxima come first: the rows do not wait for one another then,
+  // but each of the two steps waits for the end of the one before.
+  void soften(const Bands& bands) {
+    bands.for_each([&](const Band& band, auto rows, int64_t before) {
+      for (int r = 0; r < rows.kValue; ++r) {
+        maxima_[before + r] = limit(band, scores_[before + r], largest_[band.first + r]);
+      }
+    });
+    bands.for_each([&](const Band& band, auto rows, int64_t before) {
+      for (int r = 0; r < rows.kValue; ++r) {
+        weigh(band.first + r, band.steps, scores_[before + r], maxima_[before + r]);
+      }
+    });
+  }
+
+  // Turns products into scores, minus infinity outside of the span. Returns the largest of them and
+  // of `before`.
+  float limit(const Band& band, float* scores, float before) const {
+    for (int64_t t = band.steps.begin; t < band.steps.end; t += kLanes) {
+      const Vec scaled = mul(Lanes<float>::load(scores + t, Full{}), splat(call_.scale));
+      Lanes<float>::store(scores + t, limited(scaled), Full{});
+    }
+    for (int64_t t = band.steps.begin; t < band.span.begin; ++t) scores[t] = -__builtin_inff();
+    for (int64_t t = band.span.end; t < band.steps.end; ++t) scores[t] = -__builtin_inff();
+    Vec maxima = splat(before);
+    for (int64_t t = band.steps.begin; t < band.steps.end; t += kLanes) {
+      maxima = max(Lanes<float>::load(scores + t, Full{}), maxima);
+    }
+    return largest(maxima);
   }
 
   Vec limited(Vec scores) const {
@@ -250,34 +357,29 @@ class Part : PagedPart<T> {
   }
 
   // Turns a row's scores into weights, and rescales what it has summed up to their maximum.
-  void soften(int64_t row, Span span, Span steps, float* scores) {
-    for (int64_t t = steps.begin; t < span.begin; ++t) scores[t] = -__builtin_inff();
-    for (int64_t t = span.end; t < steps.end; ++t) scores[t] = -__builtin_inff();
-    Vec maxima = splat(largest_[row]);
-    for (int64_t t = steps.begin; t < steps.end; t += kLanes) {
-      maxima = max(Lanes<float>::load(scores + t, Full{}), maxima);
-    }
-    const float before = largest_[row];
-    const float maximum = largest(maxima);
+  void weigh(int64_t row, Span steps, float* scores, float maximum) {
     Vec total = splat(0);
     for (int64_t t = steps.begin; t < steps.end; t += kLanes) {
-      const Vec weight = exp(sub(Lanes<float>::load(scores + t, Full{}), splat(maximum)));
+      const Vec distance = sub(Lanes<float>::load(scores + t, Full{}), splat(maximum));
+      const Vec weight = exp_of_negative(distance);
       Lanes<float>::store(scores + t, weight, Full{});
       total = add(total, weight);
     }
-    if (maximum != before) {
-      const Vec factor = exp(splat(before - maximum));
-      alignas(64) float lanes[kLanes];
-      Lanes<float>::store(lanes, factor, Full{});
-      totals_[row] *= lanes[0];
-      float* output = outputs_ + row * output_stride_;
-      for (int64_t d = 0; d < output_stride_; d += kLanes) {
-        const Vec scaled = mul(Lanes<float>::load(output + d, Full{}), factor);
-        Lanes<float>::store(output + d, scaled, Full{});
-      }
-      largest_[row] = maximum;
-    }
+    if (maximum != largest_[row]) rescale(row, maximum);
     totals_[row] += sum(total);
+  }
+
+  void rescale(int64_t row, float maximum) {
+    const Vec factor = exp_of_negative(splat(largest_[row] - maximum));
+    alignas(64) float lanes[kLanes];
+    Lanes<float>::store(lanes, factor, Full{});
+    totals_[row] *= lanes[0];
+    float* output = outputs_ + row * output_stride_;
+    for (int64_t d = 0; d < output_stride_; d += kLanes) {
+      const Vec scaled = mul(Lanes<float>::load(output + d, Full{}), factor);
+      Lanes<float>::store(output + d, scaled, Full{});
+    }
+    largest_[row] = maximum;
   }
 
   int64_t query_stride_;
@@ -288,6 +390,8 @@ class Part : PagedPart<T> {
   float* wide_values_;
   float* largest_;
   float* totals_;
+  alignas(64) float scores_[kRows][kTile];
+  float maxima_[kRows];
 };
 
 void run(const OpweavePagedAttention* call, const OpweavePagedPart* part, float* scratch) {

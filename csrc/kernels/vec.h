@@ -10,6 +10,8 @@
 //   keep                  the lanes of a part, the others zero
 //   reciprocal            1 / a for 1 <= a, within one unit in the last place; 0 for infinity
 //   scale_by_power        a * 2^n for an integral n in [-160, 130], rounded once
+//   power_of_bits(v)      2^(n - 127) for the lowest eight bits n of v, zero for n = 0, if the
+//                         ninth is not set: it would be the sign
 //   Exponent(x)           x as an integer n and a fraction of at most 1/2: raise(kUnit * p) is
 //                         2^n * p, 0 from -126 down (or its denormals), infinity above float32
 //   sum                   the sum over lanes, in a fixed order
@@ -61,11 +63,23 @@ inline void touch([[maybe_unused]] const T* p, [[maybe_unused]] Tail tail) {
 #include "kernels/vec_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "kernels/vec_avx2.h"
+#include "kernels/vec_exponent.h"
 #else
 #include "kernels/vec_generic.h"
+#include "kernels/vec_exponent.h"
 #endif
 
 namespace {
+
+// The same vector, of which the compiler does not know that it is in memory, too: GCC would read it
+// from there again for each use.
+template <class V>
+inline V in_register(V v) {
+#if defined(__x86_64__)
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
 
 // Call visit(i, Full{}) for every whole vector of n elements, then visit(i, Tail{rest}) once.
 template <class Visit>

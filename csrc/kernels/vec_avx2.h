@@ -45,23 +45,9 @@ inline Vec scale_by_power(Vec a, Vec n) {
   return mul(mul(a, power(half)), power(_mm256_sub_epi32(whole, half)));
 }
 
-// Adding 1.5 * 2^23 leaves an integer in the low bits, and 126 more make it the exponent of half the
-// power.
-struct Exponent {
-  static constexpr float kUnit = 2;
-
-  explicit Exponent(Vec x) {
-    const Vec magic = splat(0x1.8p23f + 126);
-    const Vec bounded = min(splat(129), max(splat(-126), x));
-    const Vec whole = add(bounded, magic);
-    fraction = sub(bounded, sub(whole, magic));
-    half_power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(whole), 23));
-  }
-  Vec raise(Vec p) const { return mul(p, half_power); }
-
-  Vec fraction;
-  Vec half_power;
-};
+inline Vec power_of_bits(Vec v) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 23));
+}
 
 inline __m256i mask_of(Tail tail) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

@@ -40,6 +40,10 @@ inline Vec reciprocal(Vec a) {
 }
 
 inline Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
+inline Vec power_of_bits(Vec v) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23));
+}
+
 struct Exponent {
   static constexpr float kUnit = 1;
 

@@ -48,23 +48,7 @@ inline Vec scale_by_power(Vec a, Vec n) {
   return a * power(half) * power(whole - half);
 }
 
-// Adding 1.5 * 2^23 leaves an integer in the low bits, and 126 more make it the exponent of half the
-// power.
-struct Exponent {
-  static constexpr float kUnit = 2;
-
-  explicit Exponent(Vec x) {
-    const Vec magic = splat(0x1.8p23f + 126);
-    const Vec bounded = min(splat(129), max(splat(-126), x));
-    const Vec whole = bounded + magic;
-    fraction = bounded - (whole - magic);
-    half_power = as_float(bits_of(whole) << 23);
-  }
-  Vec raise(Vec p) const { return p * half_power; }
-
-  Vec fraction;
-  Vec half_power;
-};
+inline Vec power_of_bits(Vec v) { return as_float(bits_of(v) << 23); }
 
 inline Vec keep(Vec v, Full) { return v; }
 inline Vec keep(Vec v, Tail tail) {

@@ -4,6 +4,7 @@
 // tests/native/test_vec_math.py measures them.
 //
 //   exp      1.1    0 and infinity where float32 ends; denormal results too
+//   exp_of_negative  1.1  of x <= 0; 0 where float32 has denormals only
 //   expm1    1.7    of x <= 88.7; loses the sign of -0
 //   sigmoid  2.7    denormal results too
 //   tanh     2.2    odd
@@ -34,9 +35,10 @@ inline Vec polynomial(Vec x, float c0, Rest... rest) {
 
 // exp(x) = 2^n * (1 + m), with |x - n * ln(2)| <= ln(2) / 2, for |x| < 2^22.
 struct Exponential {
-  explicit Exponential(Vec x) {
-    const Vec magic = splat(0x1.8p23f);  // adding it rounds to an integer
-    n = sub(fma(x, splat(1.44269504f), magic), magic);
+  explicit Exponential(Vec x, float bias = 0) {
+    const Vec magic = splat(0x1.8p23f + bias);  // adding 1.5 * 2^23 rounds to an integer
+    n_and_bias = fma(x, splat(1.44269504f), magic);
+    n = sub(n_and_bias, magic);
     // ln(2) in two parts, the first with so few bits that its product with n is exact.
     Vec r = fma(n, splat(-0.693359375f), x);
     r = fma(n, splat(2.12194440e-4f), r);
@@ -45,6 +47,7 @@ struct Exponential {
     m = fma(mul(q, r), r, r);
   }
 
+  Vec n_and_bias;  // as an integer in the low bits
   Vec n;
   Vec m;
 };
@@ -56,6 +59,12 @@ inline Vec exp_in_range(Vec x) {
 }
 
 inline Vec exp(Vec x) { return exp_in_range(min(splat(89), max(splat(-104), x))); }
+
+inline Vec exp_of_negative(Vec x) {
+  const Exponential e(max(splat(-88), x), 127);
+  const Vec power = power_of_bits(e.n_and_bias);
+  return fma(e.m, power, power);
+}
 
 inline Vec expm1(Vec x) {
   const Exponential e(min(splat(88.7f), max(splat(-30), x)));

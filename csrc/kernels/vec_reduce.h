@@ -28,12 +28,19 @@ inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 inline Vec sums(const Vec (&v)[kLanes]) {
-  const auto quad = [](const Vec* a) {
-    return _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
+  // Each step adds the halves of two vectors: those that are in place already, and the others, which
+  // one shuffle brings there. A horizontal addition takes two.
+  const auto pair = [](Vec a, Vec b) {
+    return add(_mm256_blend_ps(a, b, 0xaa), _mm256_permute_ps(_mm256_blend_ps(b, a, 0xaa), 0xb1));
+  };
+  const auto quad = [=](const Vec* a) {
+    const Vec low = pair(a[0], a[1]);
+    const Vec high = pair(a[2], a[3]);
+    return add(_mm256_blend_ps(low, high, 0xcc), _mm256_shuffle_ps(low, high, 0x4e));
   };
   const Vec low = quad(v);
   const Vec high = quad(v + 4);
-  return add(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+  return add(_mm256_blend_ps(low, high, 0xf0), _mm256_permute2f128_ps(low, high, 0x21));
 }
 
 inline float largest(Vec v) {

@@ -31,6 +31,7 @@ OPWEAVE_EXPORT_ROUNDING(round_finite)
   }
 
 OPWEAVE_EXPORT(exp)
+OPWEAVE_EXPORT(exp_of_negative)
 OPWEAVE_EXPORT(expm1)
 OPWEAVE_EXPORT(sigmoid)
 OPWEAVE_EXPORT(tanh)

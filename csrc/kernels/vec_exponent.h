@@ -1,0 +1,24 @@
+// The exponent of a vector without an instruction for it; AVX-512 has one.
+#pragma once
+
+namespace {
+
+// Adding 1.5 * 2^23 leaves an integer in the low bits, and 126 more make it the exponent of half the
+// power.
+struct Exponent {
+  static constexpr float kUnit = 2;
+
+  explicit Exponent(Vec x) {
+    const Vec magic = splat(0x1.8p23f + 126);
+    const Vec bounded = min(splat(129), max(splat(-126), x));
+    const Vec whole = add(bounded, magic);
+    fraction = sub(bounded, sub(whole, magic));
+    half_power = power_of_bits(whole);
+  }
+  Vec raise(Vec p) const { return mul(p, half_power); }
+
+  Vec fraction;
+  Vec half_power;
+};
+
+}  // namespace
