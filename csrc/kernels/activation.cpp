@@ -6,6 +6,7 @@
 
 #include "kernels/load_pairs.h"
 #include "kernels/moments.h"
+#include "kernels/prefetch.h"
 #include "kernels/result_table.h"
 #include "kernels/row_cursor.h"
 #include "kernels/storage.h"
@@ -172,6 +173,8 @@ struct Gated {
       const T* gate = x + (kSecondHalf ? call.width : 0);
       const T* other = x + (kSecondHalf ? 0 : call.width);
       write<T>(out, call.width, [=](int64_t i, auto part) {
+        prefetch_ahead(gate + i);
+        prefetch_ahead(other + i);
         const Vec activated = Lanes<T>::round(activation(Lanes<T>::load(gate + i, part)));
         return mul(activated, Lanes<T>::load(other + i, part));
       });

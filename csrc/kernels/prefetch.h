@@ -13,7 +13,7 @@ inline void prefetch(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(line + i, 0, 2);
 }
 
-constexpr int64_t kFirstBytes = 2048;
+constexpr int64_t kBytesAhead = 2048;
 
 // The beginning of the row of T that comes next, while there is work on this one: by itself a
 // processor fetches no further than to the end of a page. Rows of 32 bits wait for the memory anyway.
@@ -21,7 +21,15 @@ template <class T>
 inline void prefetch_row(const void* row, int64_t width) {
   if constexpr (sizeof(T) == sizeof(uint16_t)) {
     const int64_t bytes = width * static_cast<int64_t>(sizeof(T));
-    prefetch(row, bytes < kFirstBytes ? bytes : kFirstBytes);
+    prefetch(row, bytes < kBytesAhead ? bytes : kBytesAhead);
+  }
+}
+
+// The same for a row that is read once, from p on: the line that is read a little later.
+template <class T>
+inline void prefetch_ahead(const T* p) {
+  if constexpr (sizeof(T) == sizeof(uint16_t)) {
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + kBytesAhead, 0, 2);
   }
 }
 
