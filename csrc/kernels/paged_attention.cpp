@@ -21,6 +21,7 @@
 namespace {
 
 constexpr int64_t kRows = 96;  // of a kv head whose scores are there at once
+constexpr int64_t kFewRows = 8;  // take keys as they are stored, and the values of a tile at once
 constexpr int64_t kValuesAtOnce = 32;
 
 // Rows that are multiplied at once, at most: with as many keys as there are registers for sums,
@@ -29,6 +30,9 @@ constexpr int kMostRows = kLanes == 8 ? 6 : 4;
 
 template <int R>
 constexpr int kKeysFor = R == 6 ? 2 : kLanes / R;
+
+template <int R>  // vectors of their products
+constexpr int kSumsFor = (R * kKeysFor<R> + kLanes - 1) / kLanes;
 
 // Positions of a tile.
 struct Span {
@@ -94,7 +98,7 @@ __attribute__((always_inline)) inline void multiply(float* products,
                                                     int64_t size) {
   constexpr int kKeys = kKeysFor<R>;
   constexpr int64_t kWidth = Dot<K>::kWidth;
-  constexpr int kSums = (R * kKeys + kLanes - 1) / kLanes;
+  constexpr int kSums = kSumsFor<R>;
   Vec totals[kSums][kLanes];
   unrolled<kSums>([&](auto i) {
     unrolled<kLanes>([&](auto k) { totals[i.kValue][k.kValue] = splat(0); });
@@ -221,7 +225,7 @@ class Part : PagedPart<T> {
 
   void visit_tile(int64_t head, int64_t base, int64_t count, const Tile<T, T>& tile) {
     if constexpr (sizeof(T) != sizeof(float)) {
-      if (rows_per_head_ > 8) {  // from then on, widening once is cheaper than for every four rows
+      if (rows_per_head_ > kFewRows) {  // widening once is cheaper than for every band then
         widen(wide_values_, tile.values, count * call_.value_size);
         if constexpr (sizeof(Query) == sizeof(T)) {
           const Tile<T, float> wide{tile.keys, wide_values_, nullptr, nullptr};
@@ -283,7 +287,7 @@ class Part : PagedPart<T> {
       });
     }
     soften(bands);
-    const int64_t keys = bands.rows() > 8 ? kValuesAtOnce : kTile;
+    const int64_t keys = bands.rows() > kFewRows ? kValuesAtOnce : kTile;
     for (int64_t key = 0; key < count; key += keys) {
       bands.for_each([&](const Band& band, auto rows, int64_t before) {
         const Span span = {most(band.span.begin, key), least(band.span.end, key + keys)};
@@ -311,7 +315,7 @@ class Part : PagedPart<T> {
         prefetch(tile.next_values + t * bytes * call_.value_size,
                  kKeys * bytes * call_.value_size);
       }
-      alignas(64) float products[padded(R * kKeys)];
+      alignas(64) float products[kSumsFor<R> * kLanes];
       multiply<R>(products, queries, stride, tile.keys + t * size, size);
       for (int r = 0; r < R; ++r) {
         memcpy(scores[r] + t, products + r * kKeys, sizeof(float) * kKeys);
