@@ -13,6 +13,7 @@
 #include "kernels/row_cursor.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
+#include "kernels/unroll.h"
 #include "kernels/vec_dot.h"
 #include "kernels/vec_reduce.h"
 
@@ -29,8 +30,6 @@ constexpr int64_t kColumns = 256;  // of a tile: with kRows rows, it stays in th
 constexpr int64_t kShortToken = 12 << 10;  // bytes
 constexpr uintptr_t kLargePage = uintptr_t{2} << 20;
 constexpr int64_t kAhead = 32 * kCacheLine;  // enough to hide the latency of memory
-
-#define OPWEAVE_UNROLL _Pragma("GCC unroll 16")
 
 // Call visit with the Dot for tokens of type X and the weights of a call.
 template <class X, class Visit>

@@ -9,7 +9,7 @@
 #include "kernels/paged_part.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
-#include "kernels/unrolled.h"
+#include "kernels/unroll.h"
 #include "kernels/vec_dot.h"
 #include "kernels/vec_math.h"
 #include "kernels/vec_reduce.h"
@@ -49,17 +49,23 @@ struct Band {
   int64_t first;
   int64_t rows;  // kMostRows, 4, 2 or 1
   Span span;
-  Span steps;  // whole ones: a block has room, and what lies outside of the span is not used
+
+  // Whole ones: a block has room for them, and what lies outside of the span is not used.
+  Span steps() const { return {span.begin / kStep * kStep, padded(span.end)}; }
+};
+
+template <int N>
+struct Count {
+  static constexpr int kValue = N;
 };
 
 class Bands {
  public:
   void add(int64_t first, int64_t rows, Span span) {
-    const Span steps = {span.begin / kStep * kStep, padded(span.end)};
     rows_ += rows;
     while (rows > 0) {
       const int64_t taken = rows >= kMostRows ? kMostRows : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
-      bands_[count_++] = {first, taken, span, steps};
+      bands_[count_++] = {first, taken, span};
       first += taken;
       rows -= taken;
     }
@@ -67,19 +73,19 @@ class Bands {
 
   int64_t rows() const { return rows_; }
 
-  // Calls visit(band, its number of rows as an Index, the number of rows before it).
+  // Calls visit(band, its number of rows as a Count, the number of rows before it).
   template <class Visit>
   void for_each(Visit visit) const {
     int64_t before = 0;
     for (int64_t i = 0; i < count_; before += bands_[i++].rows) {
       if (bands_[i].rows == kMostRows) {
-        visit(bands_[i], Index<kMostRows>{}, before);
+        visit(bands_[i], Count<kMostRows>{}, before);
       } else if (bands_[i].rows == 4) {
-        visit(bands_[i], Index<4>{}, before);
+        visit(bands_[i], Count<4>{}, before);
       } else if (bands_[i].rows == 2) {
-        visit(bands_[i], Index<2>{}, before);
+        visit(bands_[i], Count<2>{}, before);
       } else {
-        visit(bands_[i], Index<1>{}, before);
+        visit(bands_[i], Count<1>{}, before);
       }
     }
   }
@@ -100,27 +106,26 @@ __attribute__((always_inline)) inline void multiply(float* products,
   constexpr int64_t kWidth = Dot<K>::kWidth;
   constexpr int kSums = kSumsFor<R>;
   Vec totals[kSums][kLanes];
-  unrolled<kSums>([&](auto i) {
-    unrolled<kLanes>([&](auto k) { totals[i.kValue][k.kValue] = splat(0); });
-  });
+  OPWEAVE_UNROLL for (int i = 0; i < kSums; ++i) {
+    OPWEAVE_UNROLL for (int k = 0; k < kLanes; ++k) totals[i][k] = splat(0);
+  }
   const auto step = [&](int64_t d, auto part) __attribute__((always_inline)) {
     decltype(Dot<K>::key(keys, part)) key[kKeys];
-    unrolled<kKeys>([&](auto k) { key[k.kValue] = Dot<K>::key(keys + k.kValue * size + d, part); });
-    unrolled<R>([&](auto r) {
-      const auto query = in_register(Dot<K>::query(queries + r.kValue * query_stride + d));
-      unrolled<kKeys>([&](auto k) {
-        constexpr int i = r.kValue * kKeys + k.kValue;
-        Vec& total = totals[i / kLanes][i % kLanes];
-        total = Dot<K>::step(query, key[k.kValue], total);
-      });
-    });
+    OPWEAVE_UNROLL for (int k = 0; k < kKeys; ++k) key[k] = Dot<K>::key(keys + k * size + d, part);
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+      const auto query = in_register(Dot<K>::query(queries + r * query_stride + d));
+      OPWEAVE_UNROLL for (int k = 0; k < kKeys; ++k) {
+        Vec& total = totals[(r * kKeys + k) / kLanes][(r * kKeys + k) % kLanes];
+        total = Dot<K>::step(query, key[k], total);
+      }
+    }
   };
   int64_t d = 0;
   for (; d + kWidth <= size; d += kWidth) step(d, Full{});
   if (d < size) step(d, Tail{size - d});
-  unrolled<kSums>([&](auto i) {
-    Lanes<float>::store(products + i.kValue * kLanes, sums(totals[i.kValue]), Full{});
-  });
+  OPWEAVE_UNROLL for (int i = 0; i < kSums; ++i) {
+    Lanes<float>::store(products + i * kLanes, sums(totals[i]), Full{});
+  }
 }
 
 // outputs += weights * values for R rows and C vectors of the values.
@@ -128,27 +133,26 @@ template <int R, int C, class K, class Part>
 inline void add_values(float* outputs, int64_t output_stride, const float (*weights)[kTile],
                        Span span, const K* values, int64_t size, Part part) {
   Vec totals[R][C];
-  const auto for_each_total = [&](auto visit) {
-    unrolled<R * C>([&](auto i) {
-      constexpr int r = i.kValue / C;
-      constexpr int c = i.kValue % C;
-      visit(totals[r][c], outputs + r * output_stride + c * kLanes);
-    });
-  };
-  for_each_total([](Vec& total, const float* at) { total = Lanes<float>::load(at, Full{}); });
+  OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+    OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
+      totals[r][c] = Lanes<float>::load(outputs + r * output_stride + c * kLanes, Full{});
+    }
+  }
   for (int64_t t = span.begin; t < span.end; ++t) {
     Vec value[C];
-    unrolled<C>([&](auto c) {
-      value[c.kValue] = Lanes<K>::load(values + t * size + c.kValue * kLanes, part);
-    });
-    unrolled<R>([&](auto r) {
-      const Vec weight = splat(weights[r.kValue][t]);
-      unrolled<C>([&](auto c) {
-        totals[r.kValue][c.kValue] = fma(weight, value[c.kValue], totals[r.kValue][c.kValue]);
-      });
-    });
+    OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
+      value[c] = Lanes<K>::load(values + t * size + c * kLanes, part);
+    }
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+      const Vec weight = splat(weights[r][t]);
+      OPWEAVE_UNROLL for (int c = 0; c < C; ++c) totals[r][c] = fma(weight, value[c], totals[r][c]);
+    }
   }
-  for_each_total([](const Vec& total, float* at) { Lanes<float>::store(at, total, Full{}); });
+  OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+    OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
+      Lanes<float>::store(outputs + r * output_stride + c * kLanes, totals[r][c], Full{});
+    }
+  }
 }
 
 // As many vectors at once as there are registers for, then half as many, and so on.
@@ -281,7 +285,7 @@ class Part : PagedPart<T> {
     for (int64_t step = 0; step < count; step += kStep) {
       Tile<K, V> of_band = tile;
       bands.for_each([&](const Band& band, auto rows, int64_t before) {
-        if (!band.steps.has(step)) return;
+        if (!band.steps().has(step)) return;
         score<rows.kValue>(band.first, step, of_band, scores_ + before);
         of_band.next_keys = nullptr;
       });
@@ -333,7 +337,7 @@ class Part : PagedPart<T> {
     });
     bands.for_each([&](const Band& band, auto rows, int64_t before) {
       for (int r = 0; r < rows.kValue; ++r) {
-        weigh(band.first + r, band.steps, scores_[before + r], maxima_[before + r]);
+        weigh(band.first + r, band.steps(), scores_[before + r], maxima_[before + r]);
       }
     });
   }
@@ -341,14 +345,15 @@ class Part : PagedPart<T> {
   // Turns products into scores, minus infinity outside of the span. Returns the largest of them and
   // of `before`.
   float limit(const Band& band, float* scores, float before) const {
-    for (int64_t t = band.steps.begin; t < band.steps.end; t += kLanes) {
+    const Span steps = band.steps();
+    for (int64_t t = steps.begin; t < steps.end; t += kLanes) {
       const Vec scaled = mul(Lanes<float>::load(scores + t, Full{}), splat(call_.scale));
       Lanes<float>::store(scores + t, limited(scaled), Full{});
     }
-    for (int64_t t = band.steps.begin; t < band.span.begin; ++t) scores[t] = -__builtin_inff();
-    for (int64_t t = band.span.end; t < band.steps.end; ++t) scores[t] = -__builtin_inff();
+    for (int64_t t = steps.begin; t < band.span.begin; ++t) scores[t] = -__builtin_inff();
+    for (int64_t t = band.span.end; t < steps.end; ++t) scores[t] = -__builtin_inff();
     Vec maxima = splat(before);
-    for (int64_t t = band.steps.begin; t < band.steps.end; t += kLanes) {
+    for (int64_t t = steps.begin; t < steps.end; t += kLanes) {
       maxima = max(Lanes<float>::load(scores + t, Full{}), maxima);
     }
     return largest(maxima);

@@ -16,7 +16,8 @@ inline void prefetch(const void* from, int64_t bytes) {
 constexpr int64_t kBytesAhead = 2048;
 
 // The beginning of the row of T that comes next, while there is work on this one: by itself a
-// processor fetches no further than to the end of a page. Rows of 32 bits wait for the memory anyway.
+// processor fetches no further than to the end of a page. Rows of 32 bits wait for the memory
+// anyway.
 template <class T>
 inline void prefetch_row(const void* row, int64_t width) {
   if constexpr (sizeof(T) == sizeof(uint16_t)) {
@@ -29,7 +30,7 @@ inline void prefetch_row(const void* row, int64_t width) {
 template <class T>
 inline void prefetch_ahead(const T* p) {
   if constexpr (sizeof(T) == sizeof(uint16_t)) {
-    __builtin_prefetch(reinterpret_cast<const char*>(p) + kBytesAhead, 0, 2);
+    prefetch(reinterpret_cast<const char*>(p) + kBytesAhead, kCacheLine);
   }
 }
 

@@ -3,8 +3,8 @@
 
 namespace {
 
-// Adding 1.5 * 2^23 leaves an integer in the low bits, and 126 more make it the exponent of half the
-// power.
+// Adding 1.5 * 2^23 leaves an integer in the low bits, and 126 more make it the exponent of half
+// the power.
 struct Exponent {
   static constexpr float kUnit = 2;
 

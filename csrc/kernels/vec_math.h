@@ -60,6 +60,7 @@ inline Vec exp_in_range(Vec x) {
 
 inline Vec exp(Vec x) { return exp_in_range(min(splat(89), max(splat(-104), x))); }
 
+// With 127 more, n is the exponent of 2^n; from -127 down, 2^n is zero.
 inline Vec exp_of_negative(Vec x) {
   const Exponential e(max(splat(-88), x), 127);
   const Vec power = power_of_bits(e.n_and_bias);

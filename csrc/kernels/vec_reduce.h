@@ -28,8 +28,8 @@ inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 inline Vec sums(const Vec (&v)[kLanes]) {
-  // Each step adds the halves of two vectors: those that are in place already, and the others, which
-  // one shuffle brings there. A horizontal addition takes two.
+  // Each step adds the halves of two vectors: those that are in place already, and the others,
+  // which one shuffle brings there. A horizontal addition takes two.
   const auto pair = [](Vec a, Vec b) {
     return add(_mm256_blend_ps(a, b, 0xaa), _mm256_permute_ps(_mm256_blend_ps(b, a, 0xaa), 0xb1));
   };

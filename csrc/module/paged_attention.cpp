@@ -16,8 +16,8 @@
 namespace opweave {
 namespace {
 
-// Rows (queries times heads) of a part: their state of float32 fits the second-level cache, and they
-// divide by six and by sixteen, which kernels multiply at once.
+// Rows (queries times heads) of a part: their state of float32 fits the second-level cache, and six
+// and sixteen, as many as kernels multiply at once, divide it.
 constexpr int64_t kPartRows = 96;
 // With fewer parts for each of several threads, heads are spread over more of them.
 constexpr int64_t kEnoughParts = 4;
@@ -105,7 +105,7 @@ void check_sequences(const View& block_tables, const OpweavePagedAttention& call
 }
 
 // The parts of a call, and the largest of them. How the work is cut changes no bit of the results.
-// All tokens of a head come before the next head, whose keys would not fit the caches beside its own.
+// All tokens of a head come before the next head: the caches do not hold the keys of all heads.
 struct Plan {
   std::vector<OpweavePagedPart> parts;
   int64_t tokens = 1;  // per part, at most
