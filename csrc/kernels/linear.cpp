@@ -1,4 +1,5 @@
-// Linear maps of few tokens, and the weights of those of many, once per instruction set.
+// Linear maps of few tokens, and the weights of those of many, once per instruction set. Kernels for
+// many tokens are in linear_panels.h and linear_tiles.h.
 //
 // With few tokens, reading the weights is the work. Blocks of them, one row per lane, are read once
 // for all tokens. Several blocks are read at once, each of them by a stream of rows that never jumps:
@@ -19,6 +20,9 @@
 
 #if defined(__AMX_BF16__)
 #include "kernels/linear_tiles.h"
+#elif defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+#define OPWEAVE_HAS_PANELS
+#include "kernels/linear_panels.h"
 #endif
 
 namespace {
@@ -325,13 +329,44 @@ void linear_tiles(int64_t begin, int64_t end, void* erased) {
   });
 }
 
-constexpr OpweaveRangeKernel kKeepTiles = run_for_type<KeepTiles, OpweaveLinearTokens>;
-constexpr OpweaveRangeKernel kLinearTiles = linear_tiles;
+int64_t bytes_of_tiles(OpweaveDtype dtype) {
+  int64_t parts = 1;
+  with_storage(dtype, [&](auto storage) { parts = kParts<decltype(storage)>; });
+  return parts * kBlockTiles * kTileElements * static_cast<int64_t>(sizeof(BFloat16));
+}
+
+constexpr OpweaveLinearMany kMany = {};
+constexpr OpweaveLinearMany kManyW8 = {
+    run_for_type<KeepTiles, OpweaveLinearTokens>, linear_tiles, kTileRows, kBlockColumns,
+    bytes_of_tiles,
+};
+
+#elif defined(OPWEAVE_HAS_PANELS)
+
+void linear_panels(int64_t begin, int64_t end, void* erased) {
+  const OpweaveLinear& call = *static_cast<const OpweaveLinear*>(erased);
+  with_storage(call.dtype, [&](auto storage) {
+    using T = decltype(storage);
+    with_weights<T>(call.weight_dtype, [&](auto dot) {
+      LinearPanels<typename decltype(dot)::Weight>(call).template run<T>(begin, end);
+    });
+  });
+}
+
+int64_t bytes_of_panels(OpweaveDtype) {
+  return kGroupElements * static_cast<int64_t>(sizeof(float));
+}
+
+constexpr OpweaveLinearMany kMany = {
+    run_for_type<KeepPanels, OpweaveLinearTokens>, linear_panels, kGroupTokens, kPanelColumns,
+    bytes_of_panels,
+};
+constexpr OpweaveLinearMany kManyW8 = kMany;
 
 #else
 
-constexpr OpweaveRangeKernel kKeepTiles = nullptr;
-constexpr OpweaveRangeKernel kLinearTiles = nullptr;
+constexpr OpweaveLinearMany kMany = {};
+constexpr OpweaveLinearMany kManyW8 = {};
 
 #endif
 
@@ -371,6 +406,6 @@ OPWEAVE_KERNEL_TABLE(OpweaveLinearKernels, linear) = {
     run_for_type<KeepRows, OpweaveLinearTokens>,
     linear_rows,
     widen_rows,
-    kKeepTiles,
-    kLinearTiles,
+    kMany,
+    kManyW8,
 };

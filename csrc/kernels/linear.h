@@ -11,15 +11,8 @@ extern "C" {
 #define OPWEAVE_LINEAR_TOKENS 32
 // The rows of x, from one kept for the kernel to the next, are a multiple of this many bytes apart.
 #define OPWEAVE_LINEAR_ALIGNMENT 64
-// The same for tiles: the most tokens, the tokens of a tile, and the columns of a block.
-#define OPWEAVE_LINEAR_TILES_TOKENS 256
-#define OPWEAVE_LINEAR_TILE_TOKENS 16
-#define OPWEAVE_LINEAR_BLOCK_COLUMNS 512
-
-// The numbers of bfloat16 that tiles keep a number of this type as: they add up to it.
-static inline int opweave_linear_parts(enum OpweaveDtype dtype) {
-  return dtype == OPWEAVE_FLOAT32 ? 3 : dtype == OPWEAVE_FLOAT16 ? 2 : 1;
-}
+// The same for many tokens.
+#define OPWEAVE_LINEAR_MANY_TOKENS 256
 
 // out + (r - begin) * stride = row r of x as it is multiplied by weights of weight_dtype, at most
 // four bytes for each element, zeros up to a whole step of the products: operand 1 of `rows` is x.
@@ -41,7 +34,7 @@ struct OpweaveLinear {
   const void* weight;
   const float* scale;  // or null for one
   const void* bias;    // or null for zero
-  int64_t tokens;      // at most OPWEAVE_LINEAR_TOKENS
+  int64_t tokens;      // at most OPWEAVE_LINEAR_TOKENS, or OPWEAVE_LINEAR_MANY_TOKENS
   int64_t width;
   int64_t out_features;
   int64_t x_stride;  // in bytes
@@ -63,13 +56,22 @@ struct OpweaveWidenRows {
   enum OpweaveDtype weight_dtype;  // of 8 bits
 };
 
+// The same for many tokens of at least one column; null where there is nothing for them. Tokens are
+// kept in blocks of columns, x_stride bytes apart, and in a block one group after the other.
+struct OpweaveLinearMany {
+  OpweaveRangeKernel keep;    // call: OpweaveLinearTokens*; begins at a whole group
+  OpweaveRangeKernel linear;  // call: OpweaveLinear*
+  int64_t group;              // of tokens: there is room for whole ones
+  int64_t columns;            // of a block
+  int64_t (*group_bytes)(enum OpweaveDtype dtype);  // of a group in a block
+};
+
 struct OpweaveLinearKernels {
   OpweaveRangeKernel keep;    // call: OpweaveLinearTokens*
   OpweaveRangeKernel linear;  // call: OpweaveLinear*
   OpweaveRangeKernel widen;   // call: OpweaveWidenRows*
-  // keep and linear by tiles, for weights of 8 bits and at least one column; null without tiles.
-  OpweaveRangeKernel keep_tiles;
-  OpweaveRangeKernel linear_tiles;
+  struct OpweaveLinearMany many;     // for weights that have the type of x
+  struct OpweaveLinearMany many_w8;  // for weights of 8 bits
 };
 
 #ifdef __cplusplus

@@ -20,7 +20,7 @@
 namespace {
 
 constexpr int64_t kBlockRows = 2 * kTileRows;
-constexpr int64_t kBlockColumns = OPWEAVE_LINEAR_BLOCK_COLUMNS;
+constexpr int64_t kBlockColumns = 512;
 constexpr int64_t kBlockTiles = kBlockColumns / kTileColumns;
 // Elements from one row of a block to the next: no power of two, so that the rows' lines do not
 // share places of the cache.
@@ -29,7 +29,7 @@ constexpr int64_t kGroupRows = 4 * kBlockRows;  // whose sums fit the stack
 
 inline int64_t tiles_of(int64_t columns) { return (columns + kTileColumns - 1) / kTileColumns; }
 
-// The numbers of bfloat16 that one of type T is the sum of: opweave_linear_parts().
+// The numbers of bfloat16 that one of type T is the sum of.
 template <class T>
 constexpr int kParts = 1;
 template <>
@@ -171,7 +171,7 @@ class LinearTiles {
     TileShapes{}.use();
     for (int64_t n = begin; n < end; n += kGroupRows) {
       const int64_t rows = end - n < kGroupRows ? end - n : kGroupRows;
-      alignas(64) float sums[kGroupRows * OPWEAVE_LINEAR_TILES_TOKENS];
+      alignas(64) float sums[kGroupRows * OPWEAVE_LINEAR_MANY_TOKENS];
       for (int64_t k = 0; k < call_.width; k += kBlockColumns) {
         for (int64_t r = 0; r < rows; r += kBlockRows) {
           add_block<T>(sums + r * token_tiles_ * kTileRows, n, r, rows, k);

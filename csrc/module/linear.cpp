@@ -1,4 +1,4 @@
-// Linear maps of few tokens, and the weights of those of many: argument checks, then the kernels.
+// Linear maps, and the weights of those that torch multiplies: argument checks, then the kernels.
 #include "kernels/linear.h"
 
 #include <algorithm>
@@ -121,47 +121,67 @@ void run(const View& out, const View& x, const View& weight, const View* scale, 
   }
 }
 
-// Bytes of the tokens of a tile in the columns of a block.
-int64_t bytes_per_tile_of_tokens(OpweaveDtype dtype) {
-  return OPWEAVE_LINEAR_TILE_TOKENS * OPWEAVE_LINEAR_BLOCK_COLUMNS * 2 *
-         opweave_linear_parts(dtype);
+// Tokens of a call of a kernel for many of them: whole groups, about as many in each call.
+int64_t tokens_of_call(int64_t count, int64_t group) {
+  const int64_t most = OPWEAVE_LINEAR_MANY_TOKENS / group;
+  const int64_t groups = (count + group - 1) / group;
+  const int64_t calls = (groups + most - 1) / most;
+  return (groups + calls - 1) / calls * group;
 }
 
-// The same by tiles.
-void run_by_tiles(const View& out, const View& x, const View& weight, const View* scale,
-                  const View* bias) {
+// The same by a kernel for many tokens.
+void run_many(const OpweaveLinearMany& kernels, const View& out, const View& x, const View& weight,
+              const View* scale, const View* bias) {
   check_operands(out, x, weight, scale, bias);
   if (out.element_count() == 0) return;
-  constexpr int64_t kTile = OPWEAVE_LINEAR_TILE_TOKENS;
-  const OpweaveLinearKernels& kernels = *active_kernels().linear;
   const OpweaveLinearTokens kept = tokens_of(out, x, weight);
-  const int64_t tokens = std::min<int64_t>(kept.rows.count, OPWEAVE_LINEAR_TILES_TOKENS);
-  const int64_t tile_bytes = bytes_per_tile_of_tokens(x.dtype);
+  const int64_t tokens = tokens_of_call(kept.rows.count, kernels.group);
+  const int64_t group_bytes = kernels.group_bytes(x.dtype);
   OpweaveLinear call = call_of(x, weight, scale, bias);
-  call.x_stride = (tokens + kTile - 1) / kTile * tile_bytes;
-  const int64_t blocks = (call.width - 1) / OPWEAVE_LINEAR_BLOCK_COLUMNS + 1;
+  call.x_stride = tokens / kernels.group * group_bytes;
+  const int64_t blocks = (call.width - 1) / kernels.columns + 1;
   float* kept_x = scratch_of(blocks * call.x_stride / static_cast<int64_t>(sizeof(float)));
   call.x = kept_x;
   for (int64_t token = 0; token < kept.rows.count; token += tokens) {
     call.tokens = std::min(tokens, kept.rows.count - token);
     call.out = out.data + token * call.out_features * out.element_size();
-    const int64_t tiles = (call.tokens + kTile - 1) / kTile;
-    for_rows(tiles, kTile * call.width, [&](int64_t begin, int64_t end) {
+    const int64_t groups = (call.tokens + kernels.group - 1) / kernels.group;
+    for_rows(groups, kernels.group * call.width, [&](int64_t begin, int64_t end) {
       OpweaveLinearTokens some = kept;
-      some.out = reinterpret_cast<char*>(kept_x) + begin * tile_bytes;
+      some.out = reinterpret_cast<char*>(kept_x) + begin * group_bytes;
       some.stride = call.x_stride;
-      kernels.keep_tiles(token + begin * kTile, token + std::min(end * kTile, call.tokens), &some);
+      kernels.keep(token + begin * kernels.group,
+                   token + std::min(end * kernels.group, call.tokens), &some);
     });
-    for_rows(call.out_features, call.width * work_per_weight(call.tokens) + 1, kernels.linear_tiles,
+    for_rows(call.out_features, call.width * work_per_weight(call.tokens) + 1, kernels.linear,
              &call);
   }
 }
 
-// out = x @ weight.T + bias.
-void linear(const View& out, const View& x, const View& weight, const View* bias) {
+// Whether there are so many tokens that the kernel for many of them, if there is one, is to be used.
+bool takes_many(const OpweaveLinearMany& kernels, const View& x, int64_t fewest) {
+  const int64_t width = x.sizes[x.rank - 1];
+  return kernels.linear != nullptr && width > 0 && x.element_count() >= fewest * width;
+}
+
+void check_linear(const View& x, const View& weight) {
   check_activation(x);
   check_same_dtype(weight, x);
   check_weight_shape(weight, x);
+}
+
+// out = x @ weight.T + bias.
+void linear(const View& out, const View& x, const View& weight, const View* bias) {
+  check_linear(x, weight);
+  run(out, x, weight, nullptr, bias);
+}
+
+// The same; from `fewest` tokens on by the kernel for many of them, if there is one.
+void linear_many(const View& out, const View& x, const View& weight, const View* bias,
+                 int64_t fewest) {
+  check_linear(x, weight);
+  const OpweaveLinearMany& many = active_kernels().linear->many;
+  if (takes_many(many, x, fewest)) return run_many(many, out, x, weight, nullptr, bias);
   run(out, x, weight, nullptr, bias);
 }
 
@@ -178,12 +198,12 @@ void linear_w8a16(const View& out, const View& x, const View& weight, const View
   run(out, x, weight, &scale, bias);
 }
 
-// The same, faster for many tokens where there are tiles.
-void linear_w8a16_tiles(const View& out, const View& x, const View& weight, const View& scale,
-                        const View* bias) {
+// The same; from `fewest` tokens on by the kernel for many of them, if there is one.
+void linear_w8a16_many(const View& out, const View& x, const View& weight, const View& scale,
+                       const View* bias, int64_t fewest) {
   check_w8a16(x, weight);
-  const bool has_tiles = active_kernels().linear->linear_tiles != nullptr;
-  if (has_tiles && weight.sizes[1] > 0) return run_by_tiles(out, x, weight, &scale, bias);
+  const OpweaveLinearMany& many = active_kernels().linear->many_w8;
+  if (takes_many(many, x, fewest)) return run_many(many, out, x, weight, &scale, bias);
   run(out, x, weight, &scale, bias);
 }
 
@@ -216,11 +236,14 @@ void widen_rows(const View& out, const View& weight, const View& scale) {
 OPWEAVE_EXTENSION_MODULE(m) {
   m.def("linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()", opweave::linear);
   m.def(
+      "linear_many(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, int fewest) -> ()",
+      opweave::linear_many);
+  m.def(
       "linear_w8a16(Tensor(a!) out, Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> ()",
       opweave::linear_w8a16);
   m.def(
-      "linear_w8a16_tiles(Tensor(a!) out, Tensor x, Tensor weight, Tensor scale, Tensor? bias)"
-      " -> ()",
-      opweave::linear_w8a16_tiles);
+      "linear_w8a16_many(Tensor(a!) out, Tensor x, Tensor weight, Tensor scale, Tensor? bias,"
+      " int fewest) -> ()",
+      opweave::linear_w8a16_many);
   m.def("widen_rows(Tensor(a!) out, Tensor weight, Tensor scale) -> ()", opweave::widen_rows);
 }

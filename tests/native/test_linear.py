@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random as stdlib_random
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -64,13 +65,22 @@ def call(module: ModuleType, name: str, out: Tensor, *arguments: Any) -> Tensor:
     return out
 
 
-def by_tiles(
-    module: ModuleType, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
+def by_many(
+    module: ModuleType,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    fewest: int = 0,
 ) -> Tensor:
-    """By the kernel for many tokens, however many there are; both doors."""
+    """By the kernel for many tokens, if there are *fewest* of them; both doors."""
     outs = [torch.full((*x.shape[:-1], weight.shape[0]), 7.0, dtype=x.dtype) for _ in DOORS]
     for name, out in zip(DOORS, outs, strict=True):
-        door(module, name, "linear_w8a16_tiles")(out, x, weight, scale, bias)
+        if scale is None:
+            door(module, name, "linear_many")(out, x, weight, bias, fewest)
+        else:
+            door(module, name, "linear_w8a16_many")(out, x, weight, scale, bias, fewest)
     assert torch.equal(outs[0].nan_to_num(9.0), outs[1].nan_to_num(9.0))
     return outs[0]
 
@@ -148,7 +158,7 @@ def test_every_code_of_8_bits(module: ModuleType, isa: str) -> None:
                 x = torch.zeros(1, columns)
                 x[0, column] = 1.0
                 wanted = codes.view(dtype).float()
-                for kernel in (run, by_tiles):
+                for kernel in (run, by_many):
                     got = kernel(module, x, weight.view(dtype), torch.ones(1))[0]
                     assert torch.equal(got.nan_to_num(9e9), wanted.nan_to_num(9e9))
 
@@ -159,7 +169,7 @@ def test_the_sums_are_in_float32(module: ModuleType, isa: str) -> None:
         x = torch.ones(2, 4096, dtype=dtype)
         assert (run(module, x, torch.ones(5, 4096, dtype=dtype), None) == 4096).all()
         weight, scale = torch.full((5, 4096), 127, dtype=INT8), torch.tensor([1 / 127])
-        for kernel in (run, by_tiles):
+        for kernel in (run, by_many):
             near(kernel(module, x, weight, scale), torch.full((2, 5), 4096.0, dtype=dtype))
 
 
@@ -196,109 +206,133 @@ def test_layouts(module: ModuleType, isa: str, dtype: torch.dtype, layout: str) 
             assert got.stride() == wanted.stride()
 
 
-# Weights of 8 bits, by tiles
+# Many tokens: panels, tiles
 
-TILES_SIZES = [
+MANY_SIZES = [
     (rows, columns, tokens)
     for rows, columns in [(1, 1), (15, 31), (16, 32), (17, 33), (33, 511), (40, 513), (161, 100)]
     for tokens in (0, 1, 15, 16, 17, 32, 33, 48, 255, 256, 257)
 ]
-TILES_SIZES += [(129, 1100, 50), (300, 70, 520), (0, 8, 3), (8, 0, 3)]
+MANY_SIZES += [(129, 1100, 50), (300, 70, 520), (0, 8, 3), (8, 0, 3)]
+MANY_SIZES += [
+    (rows, columns, tokens)
+    for rows, columns in [(7, 255), (8, 256), (9, 257), (24, 520)]
+    for tokens in (5, 6, 7, 12, 251, 252, 253, 504, 505)
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight_dtype", W8, ids=str)
+@pytest.mark.parametrize("kind", ["same", *W8], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_values_by_tiles(
-    module: ModuleType, isa: str, threads: int, weight_dtype: torch.dtype, dtype: torch.dtype
+def test_values_of_many_tokens(
+    module: ModuleType, isa: str, threads: int, kind: Any, dtype: torch.dtype
 ) -> None:
-    """Sizes that are whole tiles, blocks and calls of the kernel, and sizes that are not."""
+    """Sizes that are whole tiles, panels, blocks and calls, and sizes that are not."""
     with using_threads(threads):
-        for rows, columns, tokens in TILES_SIZES:
+        for rows, columns, tokens in MANY_SIZES:
             x = random(tokens, columns, dtype=dtype)
-            weight = weights_of(weight_dtype, rows, columns)
-            scale = scale_of("rows" if tokens % 3 else "tensor", rows)
+            weight = weights_of(dtype if kind == "same" else kind, rows, columns)
+            scale = scale_of("rows" if tokens % 3 else "tensor", rows) if kind != "same" else None
             biases = (None, random(rows, dtype=dtype), random(rows, dtype=torch.float32))
             arguments = (x, weight, scale, biases[tokens % 2 + rows % 2])
-            near(by_tiles(module, *arguments), oracle(*arguments))
+            near(by_many(module, *arguments), oracle(*arguments))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiles_lose_no_bits(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+def test_many_tokens_lose_no_bits(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
     """Every part counts: a row of weights has one that is not zero, so that nothing is rounded."""
     x = random(40, 80, dtype=dtype) * 2.0 ** torch.arange(-7, 9).repeat(5).to(dtype)
     x[3, :3] = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min, 2.0**-14])
     weight = torch.eye(80).to(INT8)
-    assert torch.equal(by_tiles(module, x, weight, torch.ones(1)), x)
-    assert torch.equal(by_tiles(module, x, weight.to(FP8), torch.ones(1)), x)
+    assert torch.equal(by_many(module, x, weight.to(dtype)), x)
+    assert torch.equal(by_many(module, x, weight, torch.ones(1)), x)
+    assert torch.equal(by_many(module, x, weight.to(FP8), torch.ones(1)), x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight_dtype", W8, ids=str)
+@pytest.mark.parametrize("kind", ["same", *W8], ids=str)
 @pytest.mark.parametrize("columns", [31, 33, 64, 513])
-def test_what_is_not_finite_stays_in_its_row_of_tiles(
-    module: ModuleType, isa: str, columns: int, weight_dtype: torch.dtype, dtype: torch.dtype
+def test_what_is_not_finite_stays_in_its_row_of_many(
+    module: ModuleType, isa: str, columns: int, kind: Any, dtype: torch.dtype
 ) -> None:
     """Of the tokens, and of the weights; also what lies beside either in memory."""
     for tokens in (2, 16, 40):
         whole_x = random(tokens, columns + 40, dtype=dtype)
         whole_x[:, columns:] = torch.nan
-        whole = weights_of(W8[0], 34, columns + 40).to(weight_dtype)
-        if weight_dtype == FP8:
+        whole = weights_of(W8[0], 34, columns + 40).to(dtype if kind == "same" else kind)
+        if kind != INT8:
             whole[:, columns:] = torch.nan
             whole[3, columns - 1] = torch.nan
-        x, weight, scale = whole_x[:, :columns], whole[:, :columns], scale_of("rows", 34)
+        x, weight = whole_x[:, :columns], whole[:, :columns]
+        scale = None if kind == "same" else scale_of("rows", 34)
         weight[5, columns - 1] = 0.0
-        assert by_tiles(module, x, weight, scale).isnan().any(dim=0).sum() == (weight_dtype == FP8)
+        assert by_many(module, x, weight, scale).isnan().any(dim=0).sum() == (kind != INT8)
         x[1, columns - 1] = -torch.inf
-        got = by_tiles(module, x, weight, scale)
+        got = by_many(module, x, weight, scale)
         near(got, oracle(x, weight, scale, None))
         assert got[1, 5].isnan()  # infinity times zero
         x[1, columns - 1] = torch.nan
-        got = by_tiles(module, x, weight, scale)
+        got = by_many(module, x, weight, scale)
         assert got.isnan().all(dim=1).nonzero().tolist() == [[1]]
 
 
-def test_a_nan_stays_one_in_tiles(module: ModuleType, isa: str) -> None:
+def test_a_nan_stays_one_among_many(module: ModuleType, isa: str) -> None:
     bits = torch.tensor([0x7F800001, 0x3F800000, -0x7FFFFF], dtype=torch.int32)
     x = bits.view(torch.float32)[:, None].repeat(1, 4)
-    got = by_tiles(module, x, torch.ones(2, 4, dtype=INT8), torch.ones(1))
-    assert got.isnan().all(dim=1).tolist() == [True, False, True]
+    for got in (
+        by_many(module, x, torch.ones(2, 4)),
+        by_many(module, x, torch.ones(2, 4, dtype=INT8), torch.ones(1)),
+    ):
+        assert got.isnan().all(dim=1).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight_dtype", W8, ids=str)
-def test_layouts_by_tiles(
-    module: ModuleType, isa: str, weight_dtype: torch.dtype, dtype: torch.dtype
+@pytest.mark.parametrize("kind", ["same", *W8], ids=str)
+def test_layouts_of_our_many_tokens(
+    module: ModuleType, isa: str, kind: Any, dtype: torch.dtype
 ) -> None:
-    whole = weights_of(weight_dtype, 22, 50)
+    whole = weights_of(dtype if kind == "same" else kind, 22, 50)
+    scales = [scale_of(shape, 11) for shape in ("tensor", "number", "rows", "column")]
     for weight in (whole[:11, :37], whole[::2, 13:], whole[:1, :37].expand(11, 37)):
-        for kind in ("tensor", "number", "rows", "column"):
+        for scale in [None] if kind == "same" else scales:
             for x in layouts(dtype).values():
-                arguments = (x, weight, scale_of(kind, 11), random(11, dtype=dtype))
-                near(by_tiles(module, *arguments), oracle(*arguments))
+                arguments = (x, weight, scale, random(11, dtype=dtype))
+                near(by_many(module, *arguments), oracle(*arguments))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight_dtype", W8, ids=str)
-def test_tiles_take_all_that_is_not_few(
-    module: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    weight_dtype: torch.dtype,
-    dtype: torch.dtype,
+def test_few_tokens_keep_their_kernel(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+    """The op chooses when it runs, by the number of tokens: not by that of elements."""
+    weight, q, scale = weights_of(dtype, 40, 1030), weights_of(INT8, 40, 1030), scale_of("rows", 40)
+    for tokens in (1, 15, 16, 17):
+        x = random(tokens, 1030, dtype=dtype)
+        for some, factor in ((weight, None), (q, scale)):
+            wanted = (
+                run(module, x, some, factor) if tokens < 16 else by_many(module, x, some, factor)
+            )
+            assert torch.equal(by_many(module, x, some, factor, fewest=16), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["linear_many", "linear_w8a16_many"])
+def test_the_op_for_many_tokens_is_called_where_there_is_one(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
-    calls: list[int] = []
+    calls: list[tuple[int, int]] = []
 
-    def counted(out: Tensor, x: Tensor, *_: Any) -> None:
-        calls.append(len(x))
+    def counted(out: Tensor, x: Tensor, *rest: Any) -> None:
+        calls.append((len(x), rest[-1]))
 
-    monkeypatch.setattr(provider, "_HAS_TILES", True)
-    monkeypatch.setattr(provider, "_linear_w8a16_tiles", counted)
-    weight, scale = weights_of(weight_dtype, 6, 8), scale_of("rows", 6)
-    most: int = provider._MOST_TOKENS_BEFORE_TILES[dtype]
-    for tokens in (1, most, most + 1, 600):
-        provided(random(tokens, 8, dtype=dtype), weight, scale, None)
-    assert calls == [most + 1, 600]
+    is_w8 = name == "linear_w8a16_many"
+    weight = weights_of(INT8 if is_w8 else dtype, 6, 8)
+    monkeypatch.setattr(provider, f"_{name}", counted)
+    for fewest in ({}, {dtype: 5}):
+        monkeypatch.setattr(provider, "_FEWEST_W8" if is_w8 else "_FEWEST", fewest)
+        for tokens in (1, 600):
+            provided(
+                random(tokens, 8, dtype=dtype), weight, scale_of("rows", 6) if is_w8 else None, None
+            )
+    assert calls == [(1, 5), (600, 5)]
 
 
 # Weights of 8 bits, widened for torch
@@ -340,7 +374,7 @@ def test_pieces(
 
     A piece has 20 rows for each thread, or as many as there are tokens: 18, or 36.
     """
-    monkeypatch.setattr(provider, "_HAS_TILES", False)
+    monkeypatch.setattr(provider, "_FEWEST_W8", {})
     monkeypatch.setattr(provider, "_PIECE", 70 * 20)
     monkeypatch.setattr(provider, "_FEWEST_ROWS", 10)
     monkeypatch.setattr(provider, "_MOST_TOKENS_W8", dict.fromkeys(DTYPES, 8))
@@ -369,7 +403,7 @@ def test_many_tokens_multiply_what_our_kernel_widened(
         calls.append(len(weight))
         out.copy_(weight.float() * scale.reshape(-1, 1))
 
-    monkeypatch.setattr(provider, "_HAS_TILES", False)
+    monkeypatch.setattr(provider, "_FEWEST_W8", {})
     monkeypatch.setattr(provider, "_widen_rows", counted)
     weight, scale, most = weights_of(weight_dtype, 6, 8), scale_of("rows", 6), limit_of(dtype)
     for tokens in (1, most, most + 1, 600):
@@ -402,20 +436,20 @@ def test_a_row_of_the_kernel_does_not_depend_on_the_batch(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight_dtype", W8, ids=str)
-def test_a_row_of_tiles_does_not_depend_on_the_batch(
-    module: ModuleType, isa: str, weight_dtype: torch.dtype, dtype: torch.dtype
+@pytest.mark.parametrize("kind", ["same", *W8], ids=str)
+def test_a_row_of_many_does_not_depend_on_the_batch(
+    module: ModuleType, isa: str, kind: Any, dtype: torch.dtype
 ) -> None:
-    x, weight, scale = (
-        random(300, 1030, dtype=dtype),
-        weights_of(weight_dtype, 150, 1030),
-        scale_of("rows", 150),
-    )
-    whole = by_tiles(module, x, weight, scale)
+    x = random(300, 1030, dtype=dtype)
+    weight = weights_of(dtype if kind == "same" else kind, 150, 1030)
+    scale = None if kind == "same" else scale_of("rows", 150)
+    with using_threads(2):
+        whole = by_many(module, x, weight, scale)
     for count in (1, 5, 17, 33, 280):
         part = slice(7, 7 + count)
-        assert torch.equal(by_tiles(module, x[part], weight, scale), whole[part])
-    assert torch.equal(by_tiles(module, x, weight[3:40], scale[3:40]), whole[:, 3:40])
+        assert torch.equal(by_many(module, x[part], weight, scale), whole[part])
+    some = None if scale is None else scale[3:40]
+    assert torch.equal(by_many(module, x, weight[3:40], some), whole[:, 3:40])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -466,6 +500,7 @@ def test_onednn_is_used_if_the_user_lets_torch_use_it(monkeypatch: pytest.Monkey
         calls.append(len(x))
         return torch.nn.functional.linear(x, weight, bias)
 
+    monkeypatch.setattr(provider, "_FEWEST", {})
     monkeypatch.setattr(provider, "_HAS_ONEDNN", True)
     monkeypatch.setattr(provider.compat, "onednn_linear", counted)
     weight = weights_of(torch.float32, 6, 8)
@@ -549,12 +584,17 @@ def refusals() -> list[tuple[str, tuple[Any, ...], str]]:
         ("linear", (out, x, w, torch.ones(3).double()), "bias must be float32"),
         ("linear", (w.view(-1)[:6].view(2, 3), x, w, None), "out is written and must not share"),
         ("linear_w8a16", (out, x, w, s, None), "weight must be int8 or float8_e4m3fn"),
-        ("linear_w8a16_tiles", (out, x, w, s, None), "weight must be int8 or float8_e4m3fn"),
-        ("linear_w8a16_tiles", (out, x, q[:, :7], s, None), "weight must have shape"),
-        ("linear_w8a16_tiles", (torch.ones(2, 4), x, q, s, None), "out must have shape [2, 3]"),
-        ("linear_w8a16_tiles", (out, x, q, torch.ones(2), None), "scale must have shape [1] or"),
-        ("linear_w8a16_tiles", (out, x, q, s, torch.ones(2)), "bias must have shape [3]"),
-        ("linear_w8a16_tiles", (out, x, q, out[0], None), "out is written and must not share"),
+        ("linear_many", (out, x, w.half(), None, 0), "weight must have the dtype of x, float32"),
+        ("linear_many", (out, x, w[:, :7], None, 0), "weight must have shape [out_features, 8]"),
+        ("linear_many", (torch.ones(2, 4), x, w, None, 0), "out must have shape [2, 3]"),
+        ("linear_many", (out, x, w, torch.ones(2), 0), "bias must have shape [3]"),
+        ("linear_many", (w.view(-1)[:6].view(2, 3), x, w, None, 0), "out is written and must not"),
+        ("linear_w8a16_many", (out, x, w, s, None, 0), "weight must be int8 or float8_e4m3fn"),
+        ("linear_w8a16_many", (out, x, q[:, :7], s, None, 0), "weight must have shape"),
+        ("linear_w8a16_many", (torch.ones(2, 4), x, q, s, None, 0), "out must have shape [2, 3]"),
+        ("linear_w8a16_many", (out, x, q, torch.ones(2), None, 0), "scale must have shape [1] or"),
+        ("linear_w8a16_many", (out, x, q, s, torch.ones(2), 0), "bias must have shape [3]"),
+        ("linear_w8a16_many", (out, x, q, out[0], None, 0), "out is written and must not share"),
         ("linear_w8a16", (out, x, q, s.double(), None), "scale must be float32"),
         ("linear_w8a16", (out, x, q, torch.ones(2), None), "scale must have shape [1] or [3]"),
         ("linear_w8a16", (out, x, q, torch.ones(1, 3), None), "scale must have shape [1] or [3]"),
@@ -634,7 +674,10 @@ def test_opcheck(module: ModuleType) -> None:
     ops = torch.ops.opweave_c
     torch.library.opcheck(ops.linear.default, (out, x, w, torch.ones(5)))
     torch.library.opcheck(ops.linear_w8a16.default, (out, x, w.to(INT8), torch.ones(5), None))
-    torch.library.opcheck(ops.linear_w8a16_tiles.default, (out, x, w.to(INT8), torch.ones(5), None))
+    for fewest in (0, 9):
+        q, scale = w.to(INT8), torch.ones(5)
+        torch.library.opcheck(ops.linear_many.default, (out, x, w, torch.ones(5), fewest))
+        torch.library.opcheck(ops.linear_w8a16_many.default, (out, x, q, scale, None, fewest))
     torch.library.opcheck(ops.widen_rows.default, (w, w.to(INT8), torch.ones(5)))
 
 
@@ -691,17 +734,17 @@ def test_a_graph_of_many_tokens_has_the_definition(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """The compiler widens the weights while it reads them; pieces would be hidden from it."""
-    monkeypatch.setattr(provider, "_HAS_TILES", False)
+    monkeypatch.setattr(provider, "_FEWEST_W8", {})
     assert not nodes_of_a_graph(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_graph_of_many_tokens_has_tiles(
+def test_a_graph_of_many_tokens_has_their_kernel(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """The compiler would multiply in float32."""
-    monkeypatch.setattr(provider, "_HAS_TILES", True)
-    assert set(nodes_of_a_graph(dtype)) == {"opweave_c.linear_w8a16_tiles.default"}
+    monkeypatch.setattr(provider, "_FEWEST_W8", {dtype: 5})
+    assert set(nodes_of_a_graph(dtype)) == {"opweave_c.linear_w8a16_many.default"}
 
 
 # Anything
@@ -736,7 +779,8 @@ def fuzz(module: ModuleType, isas: tuple[str, ...], count: int, seed: int) -> No
         kind = draw.choice(["tensor", "number", "rows", "column"])
         scale = None if weight_dtype == dtype else scale_of(kind, rows)
         bias = random(rows, dtype=dtype, seed=seed - number) if draw.random() < 0.5 else None
-        got, wanted = (f(x, weight, scale, bias) for f in (provided, oracle))
+        compute = draw.choice([provided, partial(by_many, module)])
+        got, wanted = (f(x, weight, scale, bias) for f in (compute, oracle))
         slack = rounding_of_sums(x, weight, scale)
         near(torch.where((got.double() - wanted.double()).abs() <= slack, wanted, got), wanted)
         assert got.is_contiguous()

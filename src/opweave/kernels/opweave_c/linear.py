@@ -1,4 +1,4 @@
-"""Linear maps by the native module: of few tokens, whose work is to read the weights, and by tiles.
+"""Linear maps by the native module: of few tokens, whose work is to read the weights, and of many.
 
 The scale of weights of 8 bits then multiplies the sum of the products, not each weight; so a sum
 may overflow where activations are near float32's largest number.
@@ -19,10 +19,11 @@ from opweave.kernels.opweave_c.doors import STATUS, implements, native_op
 
 _linear = native_op("linear")
 _linear_w8a16 = native_op("linear_w8a16")
-_linear_w8a16_tiles = native_op("linear_w8a16_tiles")
+_linear_many = native_op("linear_many")
+_linear_w8a16_many = native_op("linear_w8a16_many")
 _widen_rows = native_op("widen_rows")
 
-# From how many tokens on torch's matrix product is faster, as measured; None: it never was. The
+# Beyond how many tokens torch's matrix product is faster, as measured; None: it never was. The
 # choice depends on the size of the batch, so it cannot be a predicate's. A graph for any number of
 # tokens multiplies by torch, a graph for one by our kernel: a guard would make a third. But weights
 # of 8 bits torch would widen for every token, so theirs takes our kernel. Because torch adds in
@@ -41,10 +42,14 @@ _MOST_TOKENS_W8 = {
     torch.bfloat16: 48 if _BFLOAT16 else 96,
     torch.float16: 96,
 }
-# Where there are tiles, they take any number of tokens beyond these. Measured with 512 columns to
-# 8,192: with one token more they are as fast to 1.8 times as fast.
-_HAS_TILES = STATUS.isa == "amx"
-_MOST_TOKENS_BEFORE_TILES = {torch.float32: 8, torch.bfloat16: 3, torch.float16: 5}
+# Where we have a kernel for many tokens, from how many on it is faster: panels with AVX2, faster
+# than torch's product, too, and tiles with AMX, for weights of 8 bits alone. The op chooses when it
+# runs, so graphs for any number of tokens have it, too. Measured with 512 columns to 8,192.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FEWEST = dict.fromkeys(_DTYPES, 16) if STATUS.isa == "avx2" else {}
+_FEWEST_W8 = (
+    {torch.float32: 9, torch.bfloat16: 4, torch.float16: 6} if STATUS.isa == "amx" else _FEWEST
+)
 # torch brings oneDNN, too, but takes it for 16 bits only. In float32 it was faster than MKL, which
 # torch takes: by 4 % to 30 %, from 33 tokens to 512, the more the larger the weight.
 _HAS_ONEDNN = compat.has_onednn() and "avx512" in STATUS.isa_levels
@@ -86,12 +91,22 @@ def _fits_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply the rows of *x* by *weight*."""
-    most = _MOST_TOKENS[x.dtype]
-    if most is not None and not _is_known(x.numel() <= most * x.shape[-1]) and _has_whole_tiles(x):
+    fewest = _FEWEST.get(x.dtype)
+    if fewest is None and _is_torchs(x):
         return _torchs_linear(x, weight, bias)
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    _linear(out, x, weight, bias)
+    if fewest is None:
+        _linear(out, x, weight, bias)
+    else:
+        _linear_many(out, x, weight, bias, fewest)
     return out
+
+
+def _is_torchs(x: Tensor) -> bool:
+    most = _MOST_TOKENS[x.dtype]
+    return (
+        most is not None and not _is_known(x.numel() <= most * x.shape[-1]) and _has_whole_tiles(x)
+    )
 
 
 def _has_whole_tiles(x: Tensor) -> bool:
@@ -132,14 +147,14 @@ compat.trace_instead(_torchs_linear, functional.linear)
 )
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply the rows of *x* by *weight*; for few of them, it is widened in registers."""
-    by_tiles = _HAS_TILES and not _is_known(
-        x.numel() <= _MOST_TOKENS_BEFORE_TILES[x.dtype] * x.shape[-1]
-    )
-    if not by_tiles and _is_known(x.numel() > _MOST_TOKENS_W8[x.dtype] * x.shape[-1]):
+    fewest = _FEWEST_W8.get(x.dtype)
+    if fewest is None and _is_known(x.numel() > _MOST_TOKENS_W8[x.dtype] * x.shape[-1]):
         return _by_pieces(x, weight, scale, bias)
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    multiply = _linear_w8a16_tiles if by_tiles else _linear_w8a16
-    multiply(out, x, weight, scale, bias)
+    if fewest is None:
+        _linear_w8a16(out, x, weight, scale, bias)
+    else:
+        _linear_w8a16_many(out, x, weight, scale, bias, fewest)
     return out
 
 

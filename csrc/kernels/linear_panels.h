@@ -1,0 +1,165 @@
+// Linear maps of many tokens with AVX2: a matrix product by panels, as in Goto and van de Geijn,
+// "Anatomy of high-performance matrix multiplication" (2008).
+//
+// Some columns of sixteen rows of weights make a panel: float32, one column after the other. It
+// stays in the L1 cache while groups of six tokens are multiplied with it, each element of which
+// meets two vectors of rows: twelve sums in sixteen registers. An output takes its products in the
+// order of the columns, so its bits depend on its own token and weights only. What is missing in a
+// panel or a group is zero.
+#pragma once
+
+#include "kernels/linear.h"
+#include "kernels/linear_outputs.h"
+#include "kernels/row_cursor.h"
+#include "kernels/unroll.h"
+#include "kernels/vec_dot.h"
+
+namespace {
+
+constexpr int kGroupTokens = 6;
+constexpr int64_t kPanelRows = 2 * kLanes;
+constexpr int64_t kPanelColumns = 256;
+constexpr int64_t kGroupElements = kPanelColumns * kLanes;  // of a block: a vector for each column
+
+// Lane i of vector k becomes lane k of vector i.
+inline void transpose(Vec (&v)[kLanes]) {
+  Vec pairs[kLanes];
+  OPWEAVE_UNROLL for (int i = 0; i < kLanes; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
+  }
+  Vec quads[kLanes];
+  OPWEAVE_UNROLL for (int i = 0; i < kLanes; i += 4) {
+    OPWEAVE_UNROLL for (int k = 0; k < 2; ++k) {
+      quads[i + 2 * k] = _mm256_shuffle_ps(pairs[i + k], pairs[i + k + 2], 0x44);
+      quads[i + 2 * k + 1] = _mm256_shuffle_ps(pairs[i + k], pairs[i + k + 2], 0xee);
+    }
+  }
+  OPWEAVE_UNROLL for (int i = 0; i < 4; ++i) {
+    v[i] = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
+    v[i + 4] = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
+  }
+}
+
+// to[k * apart] = column k of up to kLanes rows.
+template <class T, class Part>
+inline void transpose_part(float* to, int64_t apart, const T* const (&rows)[kLanes], int64_t column,
+                           Part part) {
+  Vec v[kLanes];
+  OPWEAVE_UNROLL for (int r = 0; r < kLanes; ++r) {
+    v[r] = rows[r] == nullptr ? splat(0) : Lanes<T>::load(rows[r] + column, part);
+  }
+  transpose(v);
+  OPWEAVE_UNROLL for (int k = 0; k < kLanes; ++k) {
+    Lanes<float>::store(to + k * apart, v[k], Full{});
+  }
+}
+
+// The same for some columns, from `column` on. Rows that are null are zero.
+template <class T>
+inline void transpose_rows(float* to, int64_t apart, const T* const (&rows)[kLanes], int64_t column,
+                           int64_t columns) {
+  for_each_vec(columns, [=, &rows](int64_t k, auto part) {
+    transpose_part(to + k * apart, apart, rows, column + k, part);
+  });
+}
+
+inline int64_t columns_from(int64_t column, int64_t width) {
+  return width - column < kPanelColumns ? width - column : kPanelColumns;
+}
+
+struct KeepPanels {
+  template <class T>
+  static void run(int64_t begin, int64_t end, const OpweaveLinearTokens& call) {
+    RowCursor row(call.rows, begin);
+    char* out = static_cast<char*>(call.out);
+    for (int64_t first = begin; first < end; first += kGroupTokens) {
+      const T* tokens[kLanes] = {};
+      for (int64_t t = 0; t < kGroupTokens && first + t < end; ++t, row.advance()) {
+        tokens[t] = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+      }
+      char* to = out;
+      for (int64_t k = 0; k < call.width; k += kPanelColumns, to += call.stride) {
+        transpose_rows(reinterpret_cast<float*>(to), kLanes, tokens, k,
+                       columns_from(k, call.width));
+      }
+      out += kGroupElements * static_cast<int64_t>(sizeof(float));
+    }
+  }
+};
+
+// sums += the products of a group of tokens with a panel.
+__attribute__((noinline)) void add_panel(float* sums, const float* tokens, const float* panel,
+                                         int64_t columns) {
+  Vec totals[kGroupTokens][2];
+  OPWEAVE_UNROLL for (int t = 0; t < kGroupTokens; ++t) {
+    OPWEAVE_UNROLL for (int i = 0; i < 2; ++i) totals[t][i] = splat(0);
+  }
+  for (int64_t k = 0; k < columns; ++k, tokens += kLanes, panel += kPanelRows) {
+    const Vec low = Lanes<float>::load(panel, Full{});
+    const Vec high = Lanes<float>::load(panel + kLanes, Full{});
+    OPWEAVE_UNROLL for (int t = 0; t < kGroupTokens; ++t) {
+      const Vec token = splat(tokens[t]);
+      totals[t][0] = fma(token, low, totals[t][0]);
+      totals[t][1] = fma(token, high, totals[t][1]);
+    }
+  }
+  OPWEAVE_UNROLL for (int t = 0; t < kGroupTokens; ++t) {
+    OPWEAVE_UNROLL for (int i = 0; i < 2; ++i) {
+      float* at = sums + t * kPanelRows + i * kLanes;
+      Lanes<float>::store(at, add(Lanes<float>::load(at, Full{}), totals[t][i]), Full{});
+    }
+  }
+}
+
+template <class W>
+class LinearPanels {
+ public:
+  explicit LinearPanels(const OpweaveLinear& call)
+      : call_(call), groups_((call.tokens + kGroupTokens - 1) / kGroupTokens) {}
+
+  template <class T>
+  void run(int64_t begin, int64_t end) const {
+    alignas(64) float sums[(OPWEAVE_LINEAR_MANY_TOKENS + kGroupTokens) * kPanelRows];
+    const int64_t count = groups_ * kGroupTokens * kPanelRows;
+    for (int64_t n = begin; n < end; n += kPanelRows) {
+      memset(sums, 0, static_cast<size_t>(count) * sizeof(float));
+      const W* rows[2][kLanes] = {};
+      for (int64_t r = 0; r < kPanelRows && n + r < end; ++r) {
+        rows[r / kLanes][r % kLanes] =
+            static_cast<const W*>(call_.weight) + (n + r) * call_.weight_stride;
+      }
+      for (int64_t k = 0; k < call_.width; k += kPanelColumns) add_columns(sums, rows, k);
+      for (int64_t r = 0; r < kPanelRows && n + r < end; r += kLanes) {
+        store<T>(sums + r, n + r, end - n - r < kLanes ? end - n - r : kLanes);
+      }
+    }
+  }
+
+ private:
+  void add_columns(float* sums, const W* const (&rows)[2][kLanes], int64_t column) const {
+    alignas(64) float panel[kPanelColumns * kPanelRows];
+    const int64_t columns = columns_from(column, call_.width);
+    for (int i = 0; i < 2; ++i) {
+      transpose_rows(panel + i * kLanes, kPanelRows, rows[i], column, columns);
+    }
+    const auto* tokens = reinterpret_cast<const float*>(static_cast<const char*>(call_.x) +
+                                                        column / kPanelColumns * call_.x_stride);
+    for (int64_t g = 0; g < groups_; ++g) {
+      add_panel(sums + g * kGroupTokens * kPanelRows, tokens + g * kGroupElements, panel, columns);
+    }
+  }
+
+  template <class T>
+  void store(const float* sums, int64_t n, int64_t rows) const {
+    const LinearOutputs<T> outputs(n, rows, kUnit<W>, call_);
+    for (int64_t t = 0; t < call_.tokens; ++t, sums += kPanelRows) {
+      outputs.store(t, Lanes<float>::load(sums, Full{}));
+    }
+  }
+
+  const OpweaveLinear& call_;
+  int64_t groups_;
+};
+
+}  // namespace
