@@ -1,12 +1,12 @@
-// Linear maps of few tokens, and the weights of those of many, once per instruction set. Kernels for
-// many tokens are in linear_panels.h and linear_tiles.h.
+// Linear maps of few tokens, and the weights of those of many, once per instruction set. Kernels
+// for many tokens are in linear_panels.h and linear_tiles.h.
 //
 // With few tokens, reading the weights is the work. Blocks of them, one row per lane, are read once
-// for all tokens. Several blocks are read at once, each of them by a stream of rows that never jumps:
-// memory is fastest when it is asked for several lines, and can foresee them. Every output has
-// one vector of partial sums, which takes the products in the order of the columns; its lanes are
-// added at the end, in one order. So the bits of an output depend on its own token and weights only:
-// not on other tokens, blocks or threads.
+// for all tokens. Several blocks are read at once, each of them by a stream of rows that never
+// jumps: memory is fastest when it is asked for several lines, and can foresee them. Every output
+// has one vector of partial sums, which takes the products in the order of the columns; its lanes
+// are added at the end, in one order. So the bits of an output depend on its own token and weights
+// only: not on other tokens, blocks or threads.
 #include "kernels/linear.h"
 
 #include "kernels/linear_outputs.h"

@@ -10,6 +10,7 @@
 
 #include "kernels/linear.h"
 #include "kernels/linear_outputs.h"
+#include "kernels/prefetch.h"
 #include "kernels/row_cursor.h"
 #include "kernels/unroll.h"
 #include "kernels/vec_dot.h"
@@ -145,9 +146,19 @@ class LinearPanels {
     }
     const auto* tokens = reinterpret_cast<const float*>(static_cast<const char*>(call_.x) +
                                                         column / kPanelColumns * call_.x_stride);
+    const bool is_last = columns == call_.width - column;
+    const W* next = is_last ? rows[0][0] + kPanelRows * call_.weight_stride
+                            : rows[0][0] + column + kPanelColumns;
     for (int64_t g = 0; g < groups_; ++g) {
+      fetch_rows(next, g * kPanelRows / groups_, (g + 1) * kPanelRows / groups_);
       add_panel(sums + g * kGroupTokens * kPanelRows, tokens + g * kGroupElements, panel, columns);
     }
+  }
+
+  // Some rows of what the next panel is made of.
+  void fetch_rows(const W* weights, int64_t begin, int64_t end) const {
+    constexpr int64_t kBytes = kPanelColumns * static_cast<int64_t>(sizeof(W));
+    for (int64_t r = begin; r < end; ++r) prefetch(weights + r * call_.weight_stride, kBytes);
   }
 
   template <class T>

@@ -56,9 +56,9 @@ int64_t scale_stride_of(const View& scale) { return scale.element_count() > 1 ? 
 // products with four tokens.
 int64_t work_per_weight(int64_t tokens) { return 1 + tokens / 4; }
 
-// Bytes of a row of x, with room for a whole step at its end. They are an odd number of cache lines:
-// the tokens of a power of two of columns would otherwise share the few places of the cache that have
-// one remainder of the address.
+// Bytes of a row of x, with room for a whole step at its end. They are an odd number of cache
+// lines: the tokens of a power of two of columns would otherwise share the few places of the cache
+// that have one remainder of the address.
 int64_t x_stride_of(int64_t width) {
   const int64_t bytes = width * static_cast<int64_t>(sizeof(float));
   const int64_t lines = bytes / OPWEAVE_LINEAR_ALIGNMENT + 2;
@@ -158,7 +158,7 @@ void run_many(const OpweaveLinearMany& kernels, const View& out, const View& x, 
   }
 }
 
-// Whether there are so many tokens that the kernel for many of them, if there is one, is to be used.
+// Whether there are enough tokens for the kernel for many of them, if there is one.
 bool takes_many(const OpweaveLinearMany& kernels, const View& x, int64_t fewest) {
   const int64_t width = x.sizes[x.rank - 1];
   return kernels.linear != nullptr && width > 0 && x.element_count() >= fewest * width;
