@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -63,12 +63,16 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), st.text(max_size=12))
+@example([98] * 30, "")
 def test_pieces_add_up(tokenizer: Tokenizer, ids: list[int], text: str) -> None:
     for tokens in (ids, tokenizer.encode(text) + ids, ids + tokenizer.encode(text)):
         decoder = IncrementalDecoder(tokenizer)
         pieces = [decoder.push(token) for token in tokens]
         assert "".join(pieces) + decoder.finish() == tokenizer.decode(tokens)
-        assert not any(piece.endswith("\ufffd") for piece in pieces)
+        for index, piece in enumerate(pieces):
+            # Of nine bytes that are no text, all but the last four are given up.
+            is_given_up = index >= 8 and not any(pieces[index - 4 : index])
+            assert is_given_up or not piece.endswith("\ufffd")
 
 
 def test_no_piece_ends_inside_a_character(tokenizer: Tokenizer) -> None:
