@@ -305,12 +305,14 @@ struct LinearRows {
   }
 };
 
-void linear_rows(int64_t begin, int64_t end, void* erased) {
+// Rows<Dot>::run<T>(begin, end, call) for the types of a call.
+template <template <class> class Rows>
+void run_for_weights(int64_t begin, int64_t end, void* erased) {
   const OpweaveLinear& call = *static_cast<const OpweaveLinear*>(erased);
   with_storage(call.dtype, [&](auto storage) {
     using T = decltype(storage);
     with_weights<T>(call.weight_dtype, [&](auto dot) {
-      LinearRows<decltype(dot)>::template run<T>(begin, end, call);
+      Rows<decltype(dot)>::template run<T>(begin, end, call);
     });
   });
 }
@@ -343,22 +345,15 @@ constexpr OpweaveLinearMany kManyW8 = {
 
 #elif defined(OPWEAVE_HAS_PANELS)
 
-void linear_panels(int64_t begin, int64_t end, void* erased) {
-  const OpweaveLinear& call = *static_cast<const OpweaveLinear*>(erased);
-  with_storage(call.dtype, [&](auto storage) {
-    using T = decltype(storage);
-    with_weights<T>(call.weight_dtype, [&](auto dot) {
-      LinearPanels<typename decltype(dot)::Weight>(call).template run<T>(begin, end);
-    });
-  });
-}
-
 int64_t bytes_of_panels(OpweaveDtype) {
   return kGroupElements * static_cast<int64_t>(sizeof(float));
 }
 
 constexpr OpweaveLinearMany kMany = {
-    run_for_type<KeepPanels, OpweaveLinearTokens>, linear_panels, kGroupTokens, kPanelColumns,
+    run_for_type<KeepPanels, OpweaveLinearTokens>,
+    run_for_weights<LinearPanels>,
+    kGroupTokens,
+    kPanelColumns,
     bytes_of_panels,
 };
 constexpr OpweaveLinearMany kManyW8 = kMany;
@@ -404,7 +399,7 @@ void widen_rows(int64_t begin, int64_t end, void* erased) {
 
 OPWEAVE_KERNEL_TABLE(OpweaveLinearKernels, linear) = {
     run_for_type<KeepRows, OpweaveLinearTokens>,
-    linear_rows,
+    run_for_weights<LinearRows>,
     widen_rows,
     kMany,
     kManyW8,

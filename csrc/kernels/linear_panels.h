@@ -113,14 +113,22 @@ __attribute__((noinline)) void add_panel(float* sums, const float* tokens, const
   }
 }
 
-template <class W>
+template <class D>
 class LinearPanels {
  public:
+  template <class T>
+  static void run(int64_t begin, int64_t end, const OpweaveLinear& call) {
+    LinearPanels(call).run_rows<T>(begin, end);
+  }
+
+ private:
+  using W = typename D::Weight;
+
   explicit LinearPanels(const OpweaveLinear& call)
       : call_(call), groups_((call.tokens + kGroupTokens - 1) / kGroupTokens) {}
 
   template <class T>
-  void run(int64_t begin, int64_t end) const {
+  void run_rows(int64_t begin, int64_t end) const {
     alignas(64) float sums[(OPWEAVE_LINEAR_MANY_TOKENS + kGroupTokens) * kPanelRows];
     const int64_t count = groups_ * kGroupTokens * kPanelRows;
     for (int64_t n = begin; n < end; n += kPanelRows) {
@@ -137,7 +145,6 @@ class LinearPanels {
     }
   }
 
- private:
   void add_columns(float* sums, const W* const (&rows)[2][kLanes], int64_t column) const {
     alignas(64) float panel[kPanelColumns * kPanelRows];
     const int64_t columns = columns_from(column, call_.width);

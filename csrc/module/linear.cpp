@@ -161,7 +161,7 @@ void run_many(const OpweaveLinearMany& kernels, const View& out, const View& x, 
 // Whether there are enough tokens for the kernel for many of them, if there is one.
 bool takes_many(const OpweaveLinearMany& kernels, const View& x, int64_t fewest) {
   const int64_t width = x.sizes[x.rank - 1];
-  return kernels.linear != nullptr && width > 0 && x.element_count() >= fewest * width;
+  return kernels.linear != nullptr && width > 0 && x.element_count() / width >= fewest;
 }
 
 void check_linear(const View& x, const View& weight) {

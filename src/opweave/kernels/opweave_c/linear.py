@@ -103,6 +103,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _is_torchs(x: Tensor) -> bool:
+    """Whether torch multiplies so many tokens faster, or there may be so many in a graph."""
     most = _MOST_TOKENS[x.dtype]
     return (
         most is not None and not _is_known(x.numel() <= most * x.shape[-1]) and _has_whole_tiles(x)
