@@ -1,8 +1,9 @@
 // Rotary position embedding, alone, after RMS normalisation, or into a paged cache; compiled once
 // per instruction set.
 //
-// The rounding is part of the op's definition: angles, products and sums are each rounded to x's
-// type.
+// Angles are rounded to x's type, as in the op's definition. What they make of x is rounded once:
+// products of 16-bit numbers are exact in float32, and the sum of two is rounded there and to x's
+// type, with the same bits on every instruction set.
 #include "kernels/rotary.h"
 
 #include "kernels/cache_rows.h"
@@ -12,7 +13,6 @@
 #include "kernels/table.h"
 #include "kernels/vec_group.h"
 #include "kernels/vec_pairs.h"
-#include "kernels/vec_products.h"
 
 namespace {
 
@@ -20,12 +20,6 @@ namespace {
 struct Rotated {
   Vec first;
   Vec second;
-};
-
-template <class T>
-struct Halves {
-  Group<T> first;
-  Group<T> second;
 };
 
 // Cosines and sines of one token, rounded to T and laid out as the vectors of a head need them.
@@ -50,28 +44,19 @@ class Angles {
       load_row(static_cast<const T*>(call_.cache) + row);
     }
     if (!call_.is_neox) interleave();
-    order_groups<T>(cos_.values(), grouped_);
-    order_groups<T>(sin_.values(), grouped_);
-    const int64_t size = call_.is_neox ? half_ : 2 * half_;
-    cos_.ready(size);
-    sin_.ready(size);
+    order_groups<T>(cos_, grouped_);
+    order_groups<T>(sin_, grouped_);
   }
 
-  // Rotate the vectors at element i of the two halves of a neox head into one another.
-  template <class Mode>
-  Rotated rotated(Vec first, Vec second, int64_t i, Mode mode) const {
-    const Vec a = sub(cos_.product(first, i, mode), sin_.product(second, i, mode));
-    const Vec b = add(cos_.product(second, i, mode), sin_.product(first, i, mode));
-    return {FactorsOfHead::finish(a, mode), FactorsOfHead::finish(b, mode)};
-  }
-
-  // Store what make(Quick{}) returns turned, or make(Exact{}) where that fails.
-  template <class Make>
-  void store(T* out, int64_t i, Make make) const {
-    Halves<T> both = turned(make(Quick{}), i, Quick{});
-    if (failed(both)) both = turned(make(Exact{}), i, Exact{});
-    both.first.template store<T>(out + i);
-    both.second.template store<T>(out + half_ + i);
+  // Rotate the groups at element i of the two halves of a neox head into one another.
+  void store(T* out, int64_t i, Group<T> first, Group<T> second) const {
+    for (int k = 0; k < Group<T>::kVecs; ++k) {
+      const Rotated both = rotated(first.v[k], second.v[k], i + k * kLanes);
+      first.v[k] = both.first;
+      second.v[k] = both.second;
+    }
+    first.template store<T>(out + i);
+    second.template store<T>(out + half_ + i);
   }
 
   // out may be x.
@@ -89,7 +74,6 @@ class Angles {
 
  private:
   static constexpr int64_t kCapacity = OPWEAVE_MAX_ROTARY_SIZE + kLanes;
-  using FactorsOfHead = Factors<T, kCapacity>;
 
   // Zeros follow the last angle, up to a whole vector.
   template <class C>
@@ -97,44 +81,32 @@ class Angles {
     for_each_vec(half_, [&](int64_t i, auto part) {
       const Vec cosines = Lanes<T>::round_any(Lanes<C>::load(row + i, part));
       const Vec sines = Lanes<T>::round_any(Lanes<C>::load(row + half_ + i, part));
-      Lanes<float>::store(cos_.values() + i, cosines, Full{});
-      Lanes<float>::store(sin_.values() + i, sines, Full{});
+      Lanes<float>::store(cos_ + i, cosines, Full{});
+      Lanes<float>::store(sin_ + i, sines, Full{});
     });
   }
 
   // Both lanes of a pair get its cosine; the first one gets minus its sine, the second one the
-  // sine. Minus a rounded product is the rounded product by minus a factor, so a sum does for both.
+  // sine, so that a sum does for both.
   void interleave() {
-    float* cosines = cos_.values();
-    float* sines = sin_.values();
     for (int64_t i = half_ - 1; i >= 0; --i) {  // from the end: the values move up
-      cosines[2 * i] = cosines[2 * i + 1] = cosines[i];
-      sines[2 * i + 1] = sines[i];
-      sines[2 * i] = -sines[i];
+      cos_[2 * i] = cos_[2 * i + 1] = cos_[i];
+      sin_[2 * i + 1] = sin_[i];
+      sin_[2 * i] = -sin_[i];
     }
   }
 
-  template <class Mode>
-  Halves<T> turned(Halves<T> x, int64_t i, Mode mode) const {
-    for (int k = 0; k < Group<T>::kVecs; ++k) {
-      const Rotated both = rotated(x.first.v[k], x.second.v[k], i + k * kLanes, mode);
-      x.first.v[k] = both.first;
-      x.second.v[k] = both.second;
-    }
-    return x;
-  }
+  Vec by_cosine(Vec x, int64_t i) const { return mul(x, Lanes<float>::load(cos_ + i, Full{})); }
+  Vec by_sine(Vec x, int64_t i) const { return mul(x, Lanes<float>::load(sin_ + i, Full{})); }
 
-  static bool failed(const Halves<T>& x) {
-    for (int k = 0; k < Group<T>::kVecs; ++k) {
-      if (FactorsOfHead::failed(x.first.v[k], x.second.v[k])) return true;
-    }
-    return false;
+  Rotated rotated(Vec first, Vec second, int64_t i) const {
+    return {sub(by_cosine(first, i), by_sine(second, i)),
+            add(by_cosine(second, i), by_sine(first, i))};
   }
 
   void rotate_halves(T* out, const T* x) const {
     for (int64_t i = 0; i < grouped_; i += kGroup<T>) {
-      const Halves<T> both{load_group(x + i), load_group(x + half_ + i)};
-      store(out, i, [&](auto) { return both; });
+      store(out, i, load_group(x + i), load_group(x + half_ + i));
     }
     if (grouped_ < half_) rotate_rest(out + grouped_, x + grouped_);
   }
@@ -144,7 +116,7 @@ class Angles {
     for_each_vec(half_ - grouped_, [&](int64_t i, auto part) {
       const Vec first = Lanes<T>::load(x + i, part);
       const Vec second = Lanes<T>::load(x + half_ + i, part);
-      const Rotated both = rotated(first, second, grouped_ + i, Exact{});
+      const Rotated both = rotated(first, second, grouped_ + i);
       Lanes<T>::store(out + i, both.first, part);
       Lanes<T>::store(out + half_ + i, both.second, part);
     });
@@ -153,13 +125,7 @@ class Angles {
   void rotate_pairs(T* out, const T* x) const {
     for_each_vec(2 * half_, [&](int64_t i, auto part) {
       const Vec values = Lanes<T>::load(x + i, part);
-      const auto turned = [&](auto mode) {
-        const Vec a = cos_.product(values, i, mode);
-        const Vec b = sin_.product(swap_pairs(values), i, mode);
-        return FactorsOfHead::finish(add(a, b), mode);
-      };
-      Vec sums = turned(Quick{});
-      if (FactorsOfHead::failed(sums, sums)) sums = turned(Exact{});
+      const Vec sums = add(by_cosine(values, i), by_sine(swap_pairs(values), i));
       Lanes<T>::store(out + i, sums, part);
     });
   }
@@ -167,8 +133,8 @@ class Angles {
   const OpweaveRotary& call_;
   int64_t half_;
   int64_t grouped_;  // how much of a half falls into groups
-  FactorsOfHead cos_;
-  FactorsOfHead sin_;
+  alignas(64) float cos_[kCapacity];
+  alignas(64) float sin_[kCapacity];
 };
 
 // Calls visit(out, x) for every head of the token under the cursor.
@@ -198,18 +164,12 @@ class RotatedHeads {
 template <class T>
 class NormalisedHeads {
  public:
+  // The usual heads: their halves fall into groups, all of which rotate as neox.
   NormalisedHeads(const OpweaveRotary& call, const OpweaveHeads& heads)
-      : heads_(heads), call_(call), size_(call.head_size) {
-    // Heads whose halves fall into groups, all of which rotate as neox.
-    is_usual_ = call.is_neox && call.rotary_size == size_ && size_ % (2 * kGroup<T>) == 0 &&
-                size_ <= kMostUsual;
-    if (!is_usual_ || heads.weight == nullptr) return;
-    if (call.weight_dtype == OPWEAVE_FLOAT32) {
-      load_weight(static_cast<const float*>(heads.weight));
-    } else {
-      load_weight(static_cast<const T*>(heads.weight));
-    }
-  }
+      : heads_(heads),
+        call_(call),
+        size_(call.head_size),
+        is_usual_(call.is_neox && call.rotary_size == size_ && size_ % (2 * kGroup<T>) == 0) {}
 
   void run(const RowCursor& token, const Angles<T>& angles) const {
     with_weight<T>(heads_.weight, call_.weight_dtype, [&](auto weight) {
@@ -222,17 +182,6 @@ class NormalisedHeads {
   }
 
  private:
-  static constexpr int64_t kMostUsual = 256;
-
-  template <class W>
-  void load_weight(const W* weight) {
-    for (int64_t i = 0; i < size_; i += kLanes) {
-      Lanes<float>::store(weight_.values() + i, Lanes<W>::load(weight + i, Full{}), Full{});
-    }
-    order_groups<T>(weight_.values(), size_);
-    weight_.ready(size_);
-  }
-
   float scale_of(const T* head) const {
     return inverse_rms(sum_of_squares(head, size_), size_, call_.epsilon);
   }
@@ -250,43 +199,26 @@ class NormalisedHeads {
       const char* head = reinterpret_cast<const char*>(x);
       if (head != last) next = scale_of(reinterpret_cast<const T*>(head + heads_.x_stride));
       const int64_t half = size_ / 2;
+      const auto normalised = [=](int64_t i, auto part) {
+        return stored(weight.apply(mul(Lanes<T>::load(x + i, part), scale), i, part), weight);
+      };
       for (int64_t i = 0; i < half; i += kGroup<T>) {
-        const auto normalised = [&](int64_t at, auto mode) {
-          Group<T> group = load_group(x + at);
-          for (int k = 0; k < Group<T>::kVecs; ++k) {
-            group.v[k] = weighted(mul(group.v[k], scale), weight, at + k * kLanes, mode);
-          }
-          return group;
-        };
-        angles.store(out, i, [&](auto mode) {
-          return Halves<T>{normalised(i, mode), normalised(half + i, mode)};
-        });
+        angles.store(out, i, group_of<T>(i, normalised), group_of<T>(half + i, normalised));
       }
     });
   }
 
-  static Vec rounded(Vec v, Exact) { return Lanes<T>::round(v); }
-  static Vec rounded(Vec v, Quick) { return Lanes<T>::round_finite(v); }
-
-  template <class Mode>
-  Vec weighted(Vec normalised, NoWeight, int64_t, Mode mode) const {
-    return rounded(normalised, mode);
-  }
-
-  template <class W, class Mode>
-  Vec weighted(Vec normalised, Weight<W>, int64_t i, Mode mode) const {
-    if constexpr (sizeof(W) == sizeof(T)) {
-      return weight_.finish(weight_.product(rounded(normalised, mode), i, mode), mode);
-    } else {
-      return Lanes<T>::round_any(mul(normalised, weight_.at(i)));
-    }
+  // What was made of values of T alone has no NaN that the quicker rounding could lose.
+  template <class W>
+  static Vec stored(Vec v, W) {
+    constexpr bool is_of_t = sizeof(typename W::template Widest<T>) == sizeof(T);
+    return is_of_t ? Lanes<T>::round(v) : Lanes<T>::round_any(v);
   }
 
   const OpweaveHeads& heads_;
   const OpweaveRotary& call_;
   int64_t size_;
   bool is_usual_;
-  Factors<T, kMostUsual> weight_;
 };
 
 template <template <class> class Heads>

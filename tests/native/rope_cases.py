@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opweave import ir
-from opweave.ir.ops.kv_cache import rope_reshape_and_cache
+from opweave.ir.ops.kv_cache import reshape_and_cache
 
 from .oracle import random
-from .rotary_oracle import positions, table
+from .rotary_oracle import positions, rounded_once, table
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,14 @@ def written(x: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
     return result
 
 
-def native(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The composition, native all the way down."""
-    with ir.priority(rotary_embedding=["native"], reshape_and_cache=["native"]):
-        found: tuple[Tensor, Tensor, Tensor] = rope_reshape_and_cache.native(*arguments)
-    return found
+def composed(c: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated and rounded once, then written by native."""
+    query, key = rounded_once(c.query, c.key, c.positions, c.table, c.head_size, c.is_neox)
+    key = key.view(*c.value.shape[:2], c.head_size)
+    caches: tuple[Tensor, Tensor] = reshape_and_cache.native(
+        key, c.value, c.key_cache, c.value_cache, c.slots
+    )
+    return query, *caches
 
 
 def projection(dtype: torch.dtype, flat: bool, tokens: int = 6) -> tuple[Tensor, Case]:

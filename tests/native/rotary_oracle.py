@@ -1,4 +1,4 @@
-"""Rotation in float64 as a product of complex numbers, tables, and how results are compared."""
+"""Rotation as a product of complex numbers, rotation rounded once, tables, and comparisons."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 
 import torch
 from torch import Tensor
+
+from opweave.ir.ops.rotary import rotary_embedding
 
 from .oracle import FLUSHING
 
@@ -40,9 +42,20 @@ def rotated(x: Tensor, where: Tensor, cache: Tensor, head_size: int, is_neox: bo
     return heads.reshape(x.shape)
 
 
+def rounded_once(
+    query: Tensor, key: Tensor, where: Tensor, cache: Tensor, head_size: int, is_neox: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The definition in float32, where products of 16-bit numbers are exact, then rounded."""
+    cache = cache.to(query.dtype).float()
+    wide = rotary_embedding.native(query.float(), key.float(), where, cache, head_size, is_neox)
+    return wide[0].to(query.dtype), wide[1].to(key.dtype)
+
+
 def assert_near(got: Tensor, exact: Tensor) -> None:
-    """Within three roundings of values below 8."""
-    torch.testing.assert_close(got.double(), exact, atol=12 * torch.finfo(got.dtype).eps, rtol=0)
+    """Of values below 8, within three roundings of float32, or one to 16 bits."""
+    roundings = 3 if got.dtype == torch.float32 else 0.501
+    atol = 4 * roundings * torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), exact, atol=atol, rtol=0)
 
 
 def assert_same(got: Tensor, wanted: Tensor, isa: str) -> None:
