@@ -29,7 +29,7 @@ struct Normalised {
 struct StaticScale {
   template <class Q, class T, class Call, class Value, class Ahead>
   static void write(const Call& call, int64_t, typename Q::Storage* out, Value value, Ahead next) {
-    quantise<Q>(out, call.width, *call.scales, fetching(stored<T>(value), next));
+    quantise_static<Q, T>(out, call.width, *call.scales, value, next);
   }
 };
 

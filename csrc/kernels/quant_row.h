@@ -198,6 +198,21 @@ inline float keep_and_find_largest(float* kept, int64_t n, Value value) {
   return largest_or_nan(most);
 }
 
+// Quantise a row that is computed by a given scale. Rows of 16 bits are kept first: to do both at
+// once takes more registers than there are.
+template <class Q, class T, class Value, class Ahead>
+inline void quantise_static(typename Q::Storage* out, int64_t n, float scale, Value value,
+                            Ahead next) {
+  if constexpr (sizeof(T) == sizeof(uint16_t)) {
+    T kept[kKept];
+    if (n <= kKept) {
+      keep_row(kept, n, fetching(value, Half<Ahead>{next, 0}));
+      return quantise<Q>(out, n, scale, fetching(Loaded<T>{kept}, Half<Ahead>{next, n / 2}));
+    }
+  }
+  quantise<Q>(out, n, scale, fetching(stored<T>(value), next));
+}
+
 // Quantise a row by the scale of its largest magnitude, which is returned.
 template <class Q, class T, class Value, class Ahead>
 inline float quantise_dynamic(typename Q::Storage* out, int64_t n, float upper_bound, Value value,

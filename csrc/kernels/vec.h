@@ -16,8 +16,7 @@
 //                         2^n * p, 0 from -126 down (or its denormals), infinity above float32
 //   sum                   the sum over lanes, in a fixed order
 //   Lanes<T>              load, store and round for storage type T; round(v) may lose a NaN that
-//                         was read from float32, and round_any(v) loses none; round_finite(v), for
-//                         a v that is not infinite, may lose a zero's sign; stored(v) is what a
+//                         was read from float32, and round_any(v) loses none; stored(v) is what a
 //                         store and a load make of v: as round_any, but denormals may become zero
 // A load or store takes Full{} for kLanes elements or Tail{n} for the first n of them; lanes past
 // the tail load as zero and are never written.

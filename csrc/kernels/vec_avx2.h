@@ -113,22 +113,12 @@ inline __m256i rounded_bits(Vec v) {
 
 inline Vec round_to(Vec v, BFloat16) { return upper_half(rounded_bits(v)); }
 
-// 2^-16 times the bfloat16 nearest to v, for a v that is finite or NaN. The product, v - 2^-16 v, is
-// rounded to the unit u in the last place of v; so v less that is 2^-16 v rounded to a multiple of u,
-// and 2^16 u is bfloat16's unit there, for denormals too. A zero loses its sign.
-inline Vec rounded_and_shrunk(Vec v, BFloat16) { return add(v, mul(v, splat(-0x1.fffep-1f))); }
-
-inline Vec round_finite_to(Vec v, BFloat16) {
-  return mul(rounded_and_shrunk(v, BFloat16{}), splat(0x1p16f));
-}
-
 inline __m128i narrow(Vec v, Float16) {
   return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
 inline Vec round_to(Vec v, Float16) { return widen(narrow(v, Float16{}), Float16{}); }
 inline Vec round_any_to(Vec v, Float16) { return round_to(v, Float16{}); }
-inline Vec round_finite_to(Vec v, Float16) { return round_to(v, Float16{}); }
 
 inline __m256i load_words(const void* p) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(p));
@@ -163,7 +153,6 @@ struct Lanes {  // a 16-bit storage type; AVX2 has no masked access for those, s
   }
   static Vec round(Vec v) { return round_to(v, T{}); }
   static Vec round_any(Vec v) { return round_any_to(v, T{}); }
-  static Vec round_finite(Vec v) { return round_finite_to(v, T{}); }
   static Vec stored(Vec v) { return round_any(v); }
 };
 
@@ -187,7 +176,6 @@ struct Lanes<float> {
   }
   static Vec round(Vec v) { return v; }
   static Vec round_any(Vec v) { return v; }
-  static Vec round_finite(Vec v) { return v; }
   static Vec stored(Vec v) { return v; }
 };
 

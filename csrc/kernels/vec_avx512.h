@@ -130,7 +130,6 @@ struct Lanes {  // a 16-bit storage type
   }
   static Vec round(Vec v) { return round_to(v, T{}); }
   static Vec round_any(Vec v) { return round_any_to(v, T{}); }
-  static Vec round_finite(Vec v) { return round(v); }
   static Vec stored(Vec v) { return stored_as(v, T{}); }
 };
 
@@ -148,7 +147,6 @@ struct Lanes<float> {
   }
   static Vec round(Vec v) { return v; }
   static Vec round_any(Vec v) { return v; }
-  static Vec round_finite(Vec v) { return v; }
   static Vec stored(Vec v) { return v; }
 };
 

@@ -117,7 +117,6 @@ struct Lanes {  // a 16-bit storage type
   }
   static Vec round(Vec v) { return widen(narrow(v, T{}), T{}); }
   static Vec round_any(Vec v) { return round(v); }
-  static Vec round_finite(Vec v) { return round(v); }
   static Vec stored(Vec v) { return round(v); }
 };
 
@@ -139,7 +138,6 @@ struct Lanes<float> {
   }
   static Vec round(Vec v) { return v; }
   static Vec round_any(Vec v) { return v; }
-  static Vec round_finite(Vec v) { return v; }
   static Vec stored(Vec v) { return v; }
 };
 
