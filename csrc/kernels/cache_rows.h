@@ -1,9 +1,16 @@
-// Where the rows of a token are in a paged cache.
+// Where the rows of a token are in a paged cache, and how they get there.
 #pragma once
 
+#include <stdint.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 #include "kernels/kv_cache.h"
+#include "kernels/prefetch.h"
+#include "kernels/vec.h"
 
 namespace {
 
@@ -12,14 +19,45 @@ inline char* first_row(const OpweaveCacheWrite& to, int64_t slot, int64_t block_
   return to.cache + slot / block_size * to.block_stride + slot % block_size * to.row_bytes;
 }
 
-inline void write_heads(const OpweaveCacheWrite& to, int64_t token, int64_t slot, int64_t heads,
-                        int64_t block_size) {
-  const size_t bytes = static_cast<size_t>(to.row_bytes);
-  char* target = first_row(to, slot, block_size);
+// Whole lines, past the caches: the memory is not asked for what they were before. Call
+// after_past_caches() at the end.
+inline void copy_past_caches(char* target, const char* source, int64_t bytes) {
+#if defined(__x86_64__)
+  touch(source, Tail{bytes});
+  touch(target, Tail{bytes});
+  for (int64_t i = 0; i < bytes; i += static_cast<int64_t>(sizeof(__m128i))) {
+    const __m128i value = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
+    _mm_stream_si128(reinterpret_cast<__m128i*>(target + i), value);
+  }
+#else
+  memcpy(target, source, static_cast<size_t>(bytes));
+#endif
+}
+
+// Other threads see all of it once they see that this one has gone on.
+inline void after_past_caches() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+inline bool is_of_lines(const char* target, int64_t bytes) {
+  return bytes % kCacheLine == 0 && reinterpret_cast<uintptr_t>(target) % kCacheLine == 0;
+}
+
+// The row of a token for every head of `call`.
+inline void write_heads(const OpweaveReshapeAndCache& call, const OpweaveCacheWrite& to,
+                        int64_t token) {
+  char* target = first_row(to, call.slots[token], call.block_size);
   const char* source = to.tokens + token * to.token_stride;
-  for (int64_t h = 0; h < heads; ++h) {
-    memcpy(target, source, bytes);
-    target += block_size * to.row_bytes;
+  const bool past_caches = call.past_caches && is_of_lines(target, to.row_bytes);
+  for (int64_t h = 0; h < call.heads; ++h) {
+    if (past_caches) {
+      copy_past_caches(target, source, to.row_bytes);
+    } else {
+      memcpy(target, source, static_cast<size_t>(to.row_bytes));
+    }
+    target += call.block_size * to.row_bytes;
     source += to.head_stride;
   }
 }

@@ -8,9 +8,9 @@
 extern "C" void opweave_reshape_and_cache(int64_t begin, int64_t end, void* erased) {
   const OpweaveReshapeAndCache& call = *static_cast<const OpweaveReshapeAndCache*>(erased);
   for (int64_t token = begin; token < end; ++token) {
-    const int64_t slot = call.slots[token];
-    if (slot < 0) continue;
-    write_heads(call.key, token, slot, call.heads, call.block_size);
-    write_heads(call.value, token, slot, call.heads, call.block_size);
+    if (call.slots[token] < 0) continue;
+    write_heads(call, call.key, token);
+    write_heads(call, call.value, token);
   }
+  after_past_caches();
 }

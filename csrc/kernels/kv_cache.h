@@ -24,6 +24,7 @@ struct OpweaveReshapeAndCache {
   const int64_t* slots;  // below blocks * block_size; a negative one is skipped
   int64_t heads;
   int64_t block_size;
+  int past_caches;  // whether to write past the caches
 };
 
 // call: OpweaveReshapeAndCache*; rows are tokens. Two tokens of one slot must not run at once.

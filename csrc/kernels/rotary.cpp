@@ -252,7 +252,7 @@ inline void rotate_into_slot(const OpweaveRotaryToCache& call, int64_t token, co
     angles.rotate(reinterpret_cast<T*>(target), reinterpret_cast<const T*>(x));
     target += cache.block_size * cache.key.row_bytes;
   }
-  write_heads(cache.value, token, slot, cache.heads, cache.block_size);
+  write_heads(cache, cache.value, token);
 }
 
 void rope_reshape_and_cache(int64_t begin, int64_t end, void* erased) {
@@ -268,6 +268,7 @@ void rope_reshape_and_cache(int64_t begin, int64_t end, void* erased) {
       queries.run(query, angles);
       rotate_into_slot(call, token, key, angles);
     }
+    after_past_caches();
   });
 }
 

@@ -60,6 +60,10 @@ inline bool alternate(const View& a, const View& b) {
   return shift >= a_width && shift + b_width <= distance;
 }
 
+// A call that writes so many bytes writes them past the caches. It is a long prompt, whose attention
+// reads each key many times, but the first of them only after the last one is written.
+constexpr int64_t kPastCaches = int64_t{8} << 20;
+
 // The call that writes key and value, [tokens, heads, size], into their slots of the caches.
 inline OpweaveReshapeAndCache cache_write(const View& key, const View& value, const View& key_cache,
                                           const View& value_cache, const View& slot_mapping) {
@@ -89,6 +93,8 @@ inline OpweaveReshapeAndCache cache_write(const View& key, const View& value, co
   call.slots = reinterpret_cast<const int64_t*>(slot_mapping.data);
   call.heads = key.sizes[1];
   call.block_size = key_cache.sizes[2];
+  const int64_t token_bytes = call.heads * (call.key.row_bytes + call.value.row_bytes);
+  call.past_caches = slot_mapping.sizes[0] * token_bytes >= kPastCaches;
   return call;
 }
 

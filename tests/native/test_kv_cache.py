@@ -13,7 +13,7 @@ from torch import Tensor
 from opweave.ir.ops.kv_cache import reshape_and_cache
 from opweave.kernels.opweave_c import kv_cache
 
-from .oracle import DOORS, DTYPES, door, random
+from .oracle import DOORS, DTYPES, door, random, using_threads
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -73,6 +73,19 @@ def test_values(module: ModuleType, name: str, dtype: torch.dtype) -> None:
         for got, expected, defined in zip(caches, wanted, native, strict=True):
             assert_same(got, expected)
             assert_same(defined, expected)
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["lines", "between lines"])
+@pytest.mark.parametrize("size", [128, 72])
+def test_so_much_that_it_goes_past_the_caches(module: ModuleType, size: int, shift: int) -> None:
+    key, value, *caches, slots = case(2500, 8, size, 192, 26, 96)
+    shifted = [torch.empty(c.numel() + shift)[shift:].view(c.shape).copy_(c) for c in caches]
+    assert 4 * (key.numel() + value.numel()) > 2**23
+    wanted = reshape_and_cache.native(key, value, *caches, slots)
+    with using_threads(2):
+        module.reshape_and_cache(key, value, *shifted, slots)
+    for got, expected in zip(shifted, wanted, strict=True):
+        assert_same(got, expected)
 
 
 def test_every_bit_pattern_is_copied(module: ModuleType) -> None:

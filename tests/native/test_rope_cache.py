@@ -151,6 +151,15 @@ def test_a_token_does_not_depend_on_the_batch(
     assert torch.equal(alone.value_cache, whole.value_cache)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_so_much_that_it_goes_past_the_caches(
+    module: ModuleType, isa: str, dtype: torch.dtype
+) -> None:
+    c = case(4200, 2, 4, 128, 128, 192, 44, 96, dtype, flat=False)
+    assert c.key.nbytes + c.value.nbytes > 2**23
+    check(module.rope_reshape_and_cache, c, isa)
+
+
 # Refusals
 
 
