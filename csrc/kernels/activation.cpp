@@ -125,6 +125,20 @@ struct Xielu {
   Vec alpha_n;
 };
 
+template <class T>
+struct SwigluoaiGate {
+  explicit SwigluoaiGate(const OpweaveActivation& call)
+      : alpha(splat(call.parameters[0])), limit(Lanes<T>::round(splat(call.parameters[1]))) {}
+  Vec operator()(Vec x) const {
+    const Vec gate = min(limit, x);  // the order keeps NaN
+    return mul(gate, round(MathFor<T>::sigmoid(round(mul(gate, alpha)))));
+  }
+  static Vec round(Vec v) { return Lanes<T>::round(v); }
+
+  Vec alpha;
+  Vec limit;
+};
+
 // Calls body(out, x) for every row.
 template <class T, class Body>
 inline void for_each_row(int64_t begin, int64_t end, const OpweaveActivation& call, Body body) {
@@ -140,43 +154,57 @@ inline void write(T* out, int64_t width, Value value) {
   store_row<T, kAtOnce>(out, width, value);
 }
 
-// kIsLong: a look-up in the first-level cache takes less time than the activation in 16 bits.
-template <template <class> class Activation, bool kIsLong = true>
+// Whether a look-up of a 16-bit result takes less time than the activation.
+template <class Activation>
+constexpr bool kIsLong = true;
+template <class T>
+constexpr bool kIsLong<Fatrelu<T>> = false;
+template <class T>
+constexpr bool kIsLong<Relu2<T>> = false;
+
+template <template <class> class Activation>
 struct Elementwise {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
     const Activation<T> activation(call);
-    const auto apply = [=](T* out, const T* x, int64_t n) {
-      write<T>(out, n, [=](int64_t i, auto part) {
-        return activation(Lanes<T>::load(x + i, part));
-      });
-    };
-    if constexpr (kIsLong && sizeof(T) == sizeof(uint16_t)) {
+    if constexpr (kIsLong<Activation<T>> && sizeof(T) == sizeof(uint16_t)) {
       if (ResultTable<T>::is_worth_it((end - begin) * call.width)) {
-        const ResultTable<T> table(apply);
+        const ResultTable<T> table(activation);
         return for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
-          table.look_up(out, x, call.width);
+          table.look_up().copy(out, x, call.width);
         });
       }
     }
-    for_each_row<T>(begin, end, call, [&](T* out, const T* x) { apply(out, x, call.width); });
+    for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
+      write<T>(out, call.width, [=](int64_t i, auto part) {
+        return activation(Lanes<T>::load(x + i, part));
+      });
+    });
   }
 };
+
+// Call visit with the results of an activation that are rounded before they are multiplied.
+template <template <class> class Activation, class T, class Visit>
+inline void with_rounded(int64_t begin, int64_t end, const OpweaveActivation& call, Visit visit) {
+  const Activation<T> activation(call);
+  const auto rounded = [=](Vec x) { return Lanes<T>::round(activation(x)); };
+  with_results<T, kIsLong<Activation<T>>>((end - begin) * call.width, rounded, visit);
+}
 
 // One half of a row is activated and multiplies the other.
 template <template <class> class Activation, bool kSecondHalf = false>
 struct Gated {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
-    const Activation<T> activation(call);
-    for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
-      const T* gate = x + (kSecondHalf ? call.width : 0);
-      const T* other = x + (kSecondHalf ? 0 : call.width);
-      write<T>(out, call.width, [=](int64_t i, auto part) {
-        prefetch_ahead(gate + i);
-        prefetch_ahead(other + i);
-        const Vec activated = Lanes<T>::round(activation(Lanes<T>::load(gate + i, part)));
-        return mul(activated, Lanes<T>::load(other + i, part));
+    with_rounded<Activation, T>(begin, end, call, [&](auto activated) {
+      for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
+        const T* gate = x + (kSecondHalf ? call.width : 0);
+        const T* other = x + (kSecondHalf ? 0 : call.width);
+        write<T>(out, call.width, [=](int64_t i, auto part) {
+          prefetch_ahead(gate + i);
+          prefetch_ahead(other + i);
+          return mul(activated.load(gate + i, part), Lanes<T>::load(other + i, part));
+        });
       });
     });
   }
@@ -208,23 +236,21 @@ struct SparseGated {
   }
 };
 
+// Gates that alternate with what they multiply.
 struct Swigluoai {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
-    const Vec alpha = splat(call.parameters[0]);
     const Vec limit = Lanes<T>::round(splat(call.parameters[1]));
     const Vec lower = sub(splat(0), limit);
-    const auto round = [](Vec v) { return Lanes<T>::round(v); };
-    for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
-      const auto value = [=](int64_t i, auto part) {
-        const Pairs pairs = load_pairs(x + 2 * i, part);
-        const Vec gate = min(limit, pairs.first);  // the order keeps NaN
-        const Vec up = max(lower, min(limit, pairs.second));
-        const Vec glu = round(mul(gate, round(MathFor<T>::sigmoid(round(mul(gate, alpha))))));
-        return mul(round(add(up, splat(1))), glu);
-      };
-      map_vecs(call.width, value,
-               [=](int64_t i, Vec v, auto part) { Lanes<T>::store(out + i, v, part); });
+    with_rounded<SwigluoaiGate, T>(begin, end, call, [&](auto glu) {
+      for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
+        const auto value = [=](int64_t i, auto part) {
+          const Vec up = max(lower, min(limit, load_pairs(x + 2 * i, part).second));
+          return mul(Lanes<T>::round(add(up, splat(1))), glu.load_first(x + 2 * i, part));
+        };
+        map_vecs(call.width, value,
+                 [=](int64_t i, Vec v, auto part) { Lanes<T>::store(out + i, v, part); });
+      });
     });
   }
 };
@@ -243,6 +269,6 @@ OPWEAVE_KERNEL_TABLE(OpweaveActivationKernels, activation) = {
     run_for_type<Elementwise<GeluNew>, OpweaveActivation>,
     run_for_type<Elementwise<GeluFast>, OpweaveActivation>,
     run_for_type<Elementwise<QuickGelu>, OpweaveActivation>,
-    run_for_type<Elementwise<Relu2, false>, OpweaveActivation>,
+    run_for_type<Elementwise<Relu2>, OpweaveActivation>,
     run_for_type<Elementwise<Xielu>, OpweaveActivation>,
 };

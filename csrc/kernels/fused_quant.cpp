@@ -4,6 +4,7 @@
 #include "kernels/fused_quant.h"
 
 #include "kernels/quant_row.h"
+#include "kernels/result_table.h"
 #include "kernels/rms.h"
 #include "kernels/row_cursor.h"
 #include "kernels/table.h"
@@ -88,15 +89,15 @@ struct RmsNormRows {
   }
 };
 
-// silu(first) is rounded before it is multiplied; the product is not.
-template <class T>
+// The elements of an activated row, before they are rounded to T: silu(first) has been rounded.
+template <class T, class Activated>
 struct SiluAndMul {
   template <class Part>
   Vec operator()(int64_t i, Part part) const {
-    const Vec activated = Lanes<T>::round(silu<T>(Lanes<T>::load(first + i, part)));
-    return mul(activated, Lanes<T>::load(second + i, part));
+    return mul(activated.load(first + i, part), Lanes<T>::load(second + i, part));
   }
 
+  Activated activated;
   const T* first;
   const T* second;
 };
@@ -105,13 +106,23 @@ template <class Scale>
 struct SiluAndMulRows {
   template <class T, class Q>
   static void run(int64_t begin, int64_t end, const OpweaveSiluAndMulQuant& call) {
+    const auto rounded = [](Vec x) { return Lanes<T>::round(silu<T>(x)); };
+    with_results<T, true>((end - begin) * call.width, rounded, [&](auto activated) {
+      run_activated<T, Q>(begin, end, call, activated);
+    });
+  }
+
+  template <class T, class Q, class Activated>
+  static void run_activated(int64_t begin, int64_t end, const OpweaveSiluAndMulQuant& call,
+                            Activated activated) {
     RowCursor row(call.rows, begin);
     RowCursor next_row(call.rows, begin + 1);
     for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
       auto* out = reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
       const T* next = reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1));
-      Scale::template write<Q, T>(call, r, out, SiluAndMul<T>{x, x + call.width},
+      Scale::template write<Q, T>(call, r, out,
+                                  SiluAndMul<T, Activated>{activated, x, x + call.width},
                                   NextTwo<T>{next, next + call.width});
     }
   }

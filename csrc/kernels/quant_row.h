@@ -105,6 +105,7 @@ inline void store_codes(void* out, int64_t n, Value value, Codes codes) {
   Vec values[kAtOnce];
   int64_t i = 0;
   for (; i + kAtOnce * kLanes <= n; i += kAtOnce * kLanes) {
+    OPWEAVE_UNROLL
     for (int k = 0; k < kAtOnce; ++k) values[k] = value(i + k * kLanes, Full{});
     store_bytes(to + i, codes(values), Full{});
   }
@@ -131,7 +132,9 @@ inline float largest_magnitude(int64_t n, Value value) {
   int64_t i = 0;
   for (; i + kAtOnce * kLanes <= n; i += kAtOnce * kLanes) {
     Vec values[kAtOnce];
+    OPWEAVE_UNROLL
     for (int k = 0; k < kAtOnce; ++k) values[k] = value(i + k * kLanes, Full{});
+    OPWEAVE_UNROLL
     for (int k = 0; k < kAtOnce; ++k) most[k] = larger_magnitude(most[k], values[k]);
   }
   for (; i + kLanes <= n; i += kLanes) most[0] = larger_magnitude(most[0], value(i, Full{}));

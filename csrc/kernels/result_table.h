@@ -1,13 +1,122 @@
-// The results of a function of one 16-bit number, for calls so large that to look them up is less
-// work than to compute them.
+// The results of a function of one 16-bit number, computed, or for calls so large that it is less
+// work, looked up.
 //
 // A table belongs to one call: nothing stays in memory, and what a call of this size reads drives
 // everything else out of the caches anyway.
 #pragma once
 
-#include "kernels/vec.h"
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+#include "kernels/load_pairs.h"
+#include "kernels/vec_group.h"
 
 namespace {
+
+// The results of a function of one vector.
+template <class T, class Function>
+struct Computed {
+  // Of the numbers that Lanes<T>::load(x, part) loads.
+  template <class Part>
+  Vec load(const T* x, Part part) const {
+    return function(Lanes<T>::load(x, part));
+  }
+  // Of the first of every pair of neighbours.
+  template <class Part>
+  Vec load_first(const T* x, Part part) const {
+    return function(load_pairs(x, part).first);
+  }
+
+  Function function;
+};
+
+typedef uint16_t Eight __attribute__((vector_size(16)));
+
+// By the intrinsic, which GCC sees to be the same for Even and Odd; an assignment it would repeat.
+template <int kPlace>
+inline Eight with_word(Eight words, uint16_t word) {
+#if defined(__x86_64__)
+  return reinterpret_cast<Eight>(_mm_insert_epi16(reinterpret_cast<__m128i>(words), word, kPlace));
+#else
+  words[kPlace] = word;
+  return words;
+#endif
+}
+
+// The same from a table of the results of every number.
+template <class T>
+struct LookedUp {
+  template <class Part>
+  Vec load(const T* x, Part part) const {
+    return load<1>(x, part);
+  }
+  template <class Part>
+  Vec load_first(const T* x, Part part) const {
+    return load<2>(x, part);
+  }
+
+  // Those of n numbers, as they are; out may be x.
+  void copy(T* out, const T* x, int64_t n) const {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+      const Eight words = eight<1>(x + i);
+      memcpy(out + i, &words, sizeof words);
+    }
+    for (; i < n; ++i) out[i] = results[x[i].bits];
+  }
+
+  const T* results;
+
+ private:
+  template <int kStep>
+  Vec load(const T* x, Tail tail) const {
+    T found[kLanes] = {};
+    for (int64_t i = 0; i < tail.count; ++i) found[i] = results[x[i * kStep].bits];
+    return Lanes<T>::load(found, Full{});
+  }
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512F__)
+  template <int kStep>
+  Vec load(const T* x, Full) const {
+    return widen(reinterpret_cast<__m128i>(eight<kStep>(x)), T{});
+  }
+  template <int kStep>
+  Vec load(const T* x, Even) const {
+    return even_of(sixteen(x), T{});
+  }
+  template <int kStep>
+  Vec load(const T* x, Odd) const {
+    return odd_of(sixteen(x), T{});
+  }
+  __m256i sixteen(const T* x) const {
+    return _mm256_set_m128i(reinterpret_cast<__m128i>(eight<1>(x + 8)),
+                            reinterpret_cast<__m128i>(eight<1>(x)));
+  }
+#else
+  template <int kStep>
+  Vec load(const T* x, Full) const {
+    return load<kStep>(x, Tail{kLanes});
+  }
+#endif
+
+  template <int kStep>
+  Eight eight(const T* x) const {
+    static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the first number is the lowest");
+    uint64_t numbers[2 * kStep];  // fewer loads than one by one
+    memcpy(numbers, x, sizeof numbers);
+    const auto word = [&](int k) {
+      return results[static_cast<uint16_t>(numbers[k * kStep / 4] >> 16 * (k * kStep % 4))].bits;
+    };
+    Eight words = with_word<0>(Eight{}, word(0));
+    words = with_word<1>(words, word(1));
+    words = with_word<2>(words, word(2));
+    words = with_word<3>(words, word(3));
+    words = with_word<4>(words, word(4));
+    words = with_word<5>(words, word(5));
+    words = with_word<6>(words, word(6));
+    return with_word<7>(words, word(7));
+  }
+};
 
 template <class T>
 class ResultTable {
@@ -15,30 +124,34 @@ class ResultTable {
   static constexpr int64_t kSize = 65536;
 
   // Whether to make the table is little of the work, and the caches are too small for the call.
-  static bool is_worth_it(int64_t elements) { return elements >= 32 * kSize; }
+  static bool is_worth_it(int64_t elements) { return elements >= 8 * kSize; }
 
-  // apply(out, x, n) computes the results of n numbers; out may be x.
-  template <class Apply>
-  explicit ResultTable(Apply apply) {
+  template <class Function>
+  explicit ResultTable(Function function) {
     for (int64_t i = 0; i < kSize; ++i) results_[i].bits = static_cast<uint16_t>(i);
-    apply(results_, static_cast<const T*>(results_), kSize);
+    const T* numbers = results_;
+    store_row<T, kAtOnce>(results_, kSize, [=](int64_t i, auto part) {
+      return function(Lanes<T>::load(numbers + i, part));
+    });
   }
 
-  // out may be x.
-  void look_up(T* out, const T* x, int64_t n) const {
-    static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the first result is the lowest");
-    int64_t i = 0;
-    for (; i + 4 <= n; i += 4) {  // one store is faster than four
-      const uint64_t four = at(x[i]) | at(x[i + 1]) << 16 | at(x[i + 2]) << 32 | at(x[i + 3]) << 48;
-      memcpy(out + i, &four, sizeof four);
-    }
-    for (; i < n; ++i) out[i] = results_[x[i].bits];
-  }
+  LookedUp<T> look_up() const { return {results_}; }
 
  private:
-  uint64_t at(T x) const { return results_[x.bits].bits; }
-
-  alignas(64) T results_[kSize];
+  T results_[kSize];
 };
+
+// Call visit with the results of `function`, Computed or LookedUp. With AVX-512 a result is
+// computed in the time of a look-up.
+template <class T, bool kMayLookUp, class Function, class Visit>
+inline void with_results(int64_t elements, Function function, Visit visit) {
+  if constexpr (kMayLookUp && sizeof(T) == sizeof(uint16_t) && kLanes <= 8) {
+    if (ResultTable<T>::is_worth_it(elements)) {
+      const ResultTable<T> table(function);
+      return visit(table.look_up());
+    }
+  }
+  visit(Computed<T, Function>{function});
+}
 
 }  // namespace

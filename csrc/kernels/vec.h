@@ -29,6 +29,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "kernels/unroll.h"
+
 namespace {
 
 struct BFloat16 {
@@ -98,7 +100,9 @@ inline void map_vecs(int64_t n, Value value, Store store) {
   int64_t i = 0;
   for (; i + kAtOnce * kLanes <= n; i += kAtOnce * kLanes) {
     Vec values[kAtOnce];
+    OPWEAVE_UNROLL
     for (int k = 0; k < kAtOnce; ++k) values[k] = value(i + k * kLanes, Full{});
+    OPWEAVE_UNROLL
     for (int k = 0; k < kAtOnce; ++k) store(i + k * kLanes, values[k], Full{});
   }
   for (; i + kLanes <= n; i += kLanes) store(i, value(i, Full{}), Full{});
