@@ -139,19 +139,18 @@ struct SwigluoaiGate {
   Vec limit;
 };
 
+template <class T>
+inline const T* row_of_x(const RowCursor& row, const OpweaveActivation& call) {
+  return reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+}
+
 // Calls body(out, x) for every row.
 template <class T, class Body>
 inline void for_each_row(int64_t begin, int64_t end, const OpweaveActivation& call, Body body) {
   RowCursor row(call.rows, begin);
   for (int64_t r = begin; r < end; ++r, row.advance()) {
-    body(reinterpret_cast<T*>(row.in(static_cast<char*>(call.out), 0)),
-         reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1)));
+    body(reinterpret_cast<T*>(row.in(static_cast<char*>(call.out), 0)), row_of_x<T>(row, call));
   }
-}
-
-template <class T, class Value>
-inline void write(T* out, int64_t width, Value value) {
-  store_row<T, kAtOnce>(out, width, value);
 }
 
 // Whether a look-up of a 16-bit result takes less time than the activation.
@@ -176,7 +175,7 @@ struct Elementwise {
       }
     }
     for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
-      write<T>(out, call.width, [=](int64_t i, auto part) {
+      store_row<T, kAtOnce>(out, call.width, [=](int64_t i, auto part) {
         return activation(Lanes<T>::load(x + i, part));
       });
     });
@@ -197,14 +196,22 @@ struct Gated {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
     with_rounded<Activation, T>(begin, end, call, [&](auto activated) {
+      RowCursor next_row(call.rows, begin + 1);
       for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
         const T* gate = x + (kSecondHalf ? call.width : 0);
         const T* other = x + (kSecondHalf ? 0 : call.width);
-        write<T>(out, call.width, [=](int64_t i, auto part) {
-          prefetch_ahead(gate + i);
-          prefetch_ahead(other + i);
+        const T* next = row_of_x<T>(next_row, call);
+        const auto product = [=](int64_t i, auto part) {
           return mul(activated.load(gate + i, part), Lanes<T>::load(other + i, part));
-        });
+        };
+        constexpr int kBegun = decltype(activated)::kBegun;
+        if constexpr (sizeof(T) == sizeof(uint16_t)) {
+          const NextTwo<T> ahead{next, next + call.width};
+          store_row<T, kBegun>(out, call.width, fetching(product, ahead));
+        } else {
+          store_row<T, kBegun>(out, call.width, product);
+        }
+        next_row.advance();
       });
     });
   }
@@ -219,7 +226,7 @@ struct SparseGated {
     for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
       const T* other = x + call.width;
       const Vec bound = cutoff(x, call.width, call.parameters[0]);
-      write<T>(out, call.width, [=](int64_t i, auto part) {
+      store_row<T, kAtOnce>(out, call.width, [=](int64_t i, auto part) {
         const Vec above = keep_positive(Lanes<T>::round(sub(Lanes<T>::load(x + i, part), bound)));
         const Vec activated = Lanes<T>::round(activation(above));
         return mul(activated, Lanes<T>::load(other + i, part));

@@ -1,7 +1,7 @@
 // Fetching memory before it is needed.
 #pragma once
 
-#include <stdint.h>
+#include "kernels/vec.h"
 
 namespace {
 
@@ -26,12 +26,51 @@ inline void prefetch_row(const void* row, int64_t width) {
   }
 }
 
-// The same for a row that is read once, from p on: the line that is read a little later.
+// The row that comes next: fetch(i) has element i brought into the L2 cache, while there is work on
+// the row before it. By itself a processor fetches no further than to the end of a page. After the
+// last row comes the first one.
 template <class T>
-inline void prefetch_ahead(const T* p) {
-  if constexpr (sizeof(T) == sizeof(uint16_t)) {
-    prefetch(reinterpret_cast<const char*>(p) + kBytesAhead, kCacheLine);
+struct Next {
+  void fetch(int64_t i) const { __builtin_prefetch(values + i, 0, 2); }
+  Next from(int64_t i) const { return {values + i}; }
+
+  const T* values;
+};
+
+// Two rows, or both halves of one.
+template <class T>
+struct NextTwo {
+  void fetch(int64_t i) const {
+    __builtin_prefetch(first + i, 0, 2);
+    __builtin_prefetch(second + i, 0, 2);
   }
+
+  const T* first;
+  const T* second;
+};
+
+// Odd elements lie between even ones, whose line has been fetched.
+template <class Part>
+constexpr bool kIsOdd = false;
+template <>
+constexpr bool kIsOdd<Odd> = true;
+
+// The values of a row, and a fetch for each.
+template <class Value, class Ahead>
+struct Fetching {
+  template <class Part>
+  Vec operator()(int64_t i, Part part) const {
+    if constexpr (!kIsOdd<Part>) next.fetch(i);
+    return value(i, part);
+  }
+
+  Value value;
+  Ahead next;
+};
+
+template <class Value, class Ahead>
+inline Fetching<Value, Ahead> fetching(Value value, Ahead next) {
+  return {value, next};
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 // kernel quantises what it computes without storing it first.
 #pragma once
 
+#include "kernels/prefetch.h"
 #include "kernels/storage.h"
 #include "kernels/vec_group.h"
 #include "kernels/vec_quant.h"
@@ -37,29 +38,6 @@ struct Loaded {
   const T* values;
 };
 
-// The row that comes next: fetch(i) has element i brought into the L2 cache, while there is work on
-// the row before it. By itself a processor fetches no further than to the end of a page. After the
-// last row comes the first one.
-template <class T>
-struct Next {
-  void fetch(int64_t i) const { __builtin_prefetch(values + i, 0, 2); }
-  Next from(int64_t i) const { return {values + i}; }
-
-  const T* values;
-};
-
-// Two rows, or both halves of one.
-template <class T>
-struct NextTwo {
-  void fetch(int64_t i) const {
-    __builtin_prefetch(first + i, 0, 2);
-    __builtin_prefetch(second + i, 0, 2);
-  }
-
-  const T* first;
-  const T* second;
-};
-
 // Half of what comes next, from element `first` on, for work that walks along a row twice.
 template <class Ahead>
 struct Half {
@@ -68,24 +46,6 @@ struct Half {
   Ahead next;
   int64_t first;
 };
-
-// The values of a row, and a fetch for each.
-template <class Value, class Ahead>
-struct Fetching {
-  template <class Part>
-  Vec operator()(int64_t i, Part part) const {
-    next.fetch(i);
-    return value(i, part);
-  }
-
-  Value value;
-  Ahead next;
-};
-
-template <class Value, class Ahead>
-inline Fetching<Value, Ahead> fetching(Value value, Ahead next) {
-  return {value, next};
-}
 
 // The scale for a largest magnitude; NaN for NaN.
 template <class Q>
@@ -105,7 +65,6 @@ inline void store_codes(void* out, int64_t n, Value value, Codes codes) {
   Vec values[kAtOnce];
   int64_t i = 0;
   for (; i + kAtOnce * kLanes <= n; i += kAtOnce * kLanes) {
-    OPWEAVE_UNROLL
     for (int k = 0; k < kAtOnce; ++k) values[k] = value(i + k * kLanes, Full{});
     store_bytes(to + i, codes(values), Full{});
   }
@@ -132,9 +91,7 @@ inline float largest_magnitude(int64_t n, Value value) {
   int64_t i = 0;
   for (; i + kAtOnce * kLanes <= n; i += kAtOnce * kLanes) {
     Vec values[kAtOnce];
-    OPWEAVE_UNROLL
     for (int k = 0; k < kAtOnce; ++k) values[k] = value(i + k * kLanes, Full{});
-    OPWEAVE_UNROLL
     for (int k = 0; k < kAtOnce; ++k) most[k] = larger_magnitude(most[k], values[k]);
   }
   for (; i + kLanes <= n; i += kLanes) most[0] = larger_magnitude(most[0], value(i, Full{}));

@@ -17,6 +17,8 @@ namespace {
 // The results of a function of one vector.
 template <class T, class Function>
 struct Computed {
+  static constexpr int kBegun = kAtOnce;  // vectors before the first is stored
+
   // Of the numbers that Lanes<T>::load(x, part) loads.
   template <class Part>
   Vec load(const T* x, Part part) const {
@@ -47,6 +49,8 @@ inline Eight with_word(Eight words, uint16_t word) {
 // The same from a table of the results of every number.
 template <class T>
 struct LookedUp {
+  static constexpr int kBegun = 1;
+
   template <class Part>
   Vec load(const T* x, Part part) const {
     return load<1>(x, part);
@@ -100,7 +104,7 @@ struct LookedUp {
 #endif
 
   template <int kStep>
-  Eight eight(const T* x) const {
+  __attribute__((always_inline)) Eight eight(const T* x) const {
     static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the first number is the lowest");
     uint64_t numbers[2 * kStep];  // fewer loads than one by one
     memcpy(numbers, x, sizeof numbers);

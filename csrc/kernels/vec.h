@@ -47,6 +47,10 @@ struct Tail {
   int64_t count;
 };
 
+// Parts of 2 * kLanes elements, with AVX2: those at even places, and those after them.
+struct Even {};
+struct Odd {};
+
 // Call this before a masked instruction accesses memory: the sanitizer looks into ordinary
 // accesses only, so there have to be some.
 template <class T>

@@ -54,10 +54,6 @@ inline __m256i mask_of(Tail tail) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(tail.count)), lane);
 }
 
-// Parts of 2 * kLanes elements: those at even places, and those after them.
-struct Even {};
-struct Odd {};
-
 inline Vec keep(Vec v, Full) { return v; }
 inline Vec keep(Vec v, Even) { return v; }
 inline Vec keep(Vec v, Odd) { return v; }

@@ -5,7 +5,6 @@
 // groups of T often are brought into its order by order_groups<T>.
 #pragma once
 
-#include "kernels/unroll.h"
 #include "kernels/vec.h"
 
 namespace {
@@ -116,9 +115,7 @@ inline void store_row(T* out, int64_t n, Value value) {
   int64_t i = 0;
   for (; i + kStep <= n; i += kStep) {
     Group<T> groups[kGroups];
-    OPWEAVE_UNROLL
     for (int g = 0; g < kGroups; ++g) groups[g].set(i + g * kGroup<T>, value);
-    OPWEAVE_UNROLL
     for (int g = 0; g < kGroups; ++g) groups[g].template store<W>(out + i + g * kGroup<T>);
   }
   for (; i + kLanes <= n; i += kLanes) Lanes<T>::store(out + i, value(i, Full{}), Full{});
