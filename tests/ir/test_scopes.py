@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -141,6 +143,20 @@ def test_registrations_while_other_threads_call(op: ir.IrOp) -> None:
         finally:
             stop.set()
         assert [c.result() for c in calls] == [{p} for p in PROVIDERS[:4]]
+
+
+def test_call_sites_that_begin_while_settings_change(op: ir.IrOp) -> None:
+    sites = [order for n in range(1, 5) for order in itertools.permutations(PROVIDERS[:4], n)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            begun = pool.submit(lambda: [ran(op.using(*order)) for order in sites])
+            while not begun.done():
+                op.set_default(["alpha"])
+    finally:
+        sys.setswitchinterval(interval)
+    assert begun.result() == [order[0] for order in sites]
 
 
 def test_the_inner_scope_beats_the_outer_one(op: ir.IrOp) -> None:

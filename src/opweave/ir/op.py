@@ -247,11 +247,10 @@ class IrOp(Callee):
         if compat.is_dynamo_compiling():
             return TracedCallSite(self, ",".join(providers))  # type: ignore[return-value]
         entries = parse(providers, f"call site .using({', '.join(map(str, providers))})")
-        found = self._call_sites.get(providers)
-        if found is None:
+        if providers not in self._call_sites:
             self.check_providers(entries)
-            found = self._call_sites.setdefault(providers, CallSite(self, entries))
-        return found
+            self._call_sites.setdefault(providers, CallSite(self, entries))
+        return self._call_sites[providers]
 
     # Calling
 
@@ -310,8 +309,9 @@ class IrOp(Callee):
         """Forget every generated function: registrations or settings have changed."""
         with self.registry.lock:
             self.registry.version += 1
-            sites = (path for site in self._call_sites.values() for path in site.paths)
-            for path in (*self.own_paths(), *self._kernels.values(), *sites):
+            call_sites = list(self._call_sites.values())  # a copy: calls add to the dict
+            of_sites = (path for site in call_sites for path in site.paths)
+            for path in (*self.own_paths(), *self._kernels.values(), *of_sites):
                 path.reset()
 
     def own_paths(self) -> list[Path]:
