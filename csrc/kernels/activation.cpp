@@ -182,12 +182,11 @@ struct Elementwise {
   }
 };
 
-// Call visit with the results of an activation that are rounded before they are multiplied.
+// Call visit with the rounded results of the activation of a call for rows from begin to end.
 template <template <class> class Activation, class T, class Visit>
-inline void with_rounded(int64_t begin, int64_t end, const OpweaveActivation& call, Visit visit) {
-  const Activation<T> activation(call);
-  const auto rounded = [=](Vec x) { return Lanes<T>::round(activation(x)); };
-  with_results<T, kIsLong<Activation<T>>>((end - begin) * call.width, rounded, visit);
+inline void with_activated(int64_t begin, int64_t end, const OpweaveActivation& call,
+                           Visit visit) {
+  with_rounded<T, kIsLong<Activation<T>>>(Activation<T>(call), (end - begin) * call.width, visit);
 }
 
 // One half of a row is activated and multiplies the other.
@@ -195,15 +194,13 @@ template <template <class> class Activation, bool kSecondHalf = false>
 struct Gated {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
-    with_rounded<Activation, T>(begin, end, call, [&](auto activated) {
+    with_activated<Activation, T>(begin, end, call, [&](auto activated) {
       RowCursor next_row(call.rows, begin + 1);
       for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
         const T* gate = x + (kSecondHalf ? call.width : 0);
         const T* other = x + (kSecondHalf ? 0 : call.width);
         const T* next = row_of_x<T>(next_row, call);
-        const auto product = [=](int64_t i, auto part) {
-          return mul(activated.load(gate + i, part), Lanes<T>::load(other + i, part));
-        };
+        const GatedProduct<T, decltype(activated)> product{activated, gate, other};
         constexpr int kBegun = decltype(activated)::kBegun;
         if constexpr (sizeof(T) == sizeof(uint16_t)) {
           const NextTwo<T> ahead{next, next + call.width};
@@ -249,7 +246,7 @@ struct Swigluoai {
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
     const Vec limit = Lanes<T>::round(splat(call.parameters[1]));
     const Vec lower = sub(splat(0), limit);
-    with_rounded<SwigluoaiGate, T>(begin, end, call, [&](auto glu) {
+    with_activated<SwigluoaiGate, T>(begin, end, call, [&](auto glu) {
       for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
         const auto value = [=](int64_t i, auto part) {
           const Vec up = max(lower, min(limit, load_pairs(x + 2 * i, part).second));

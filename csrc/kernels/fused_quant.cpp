@@ -89,25 +89,12 @@ struct RmsNormRows {
   }
 };
 
-// The elements of an activated row, before they are rounded to T: silu(first) has been rounded.
-template <class T, class Activated>
-struct SiluAndMul {
-  template <class Part>
-  Vec operator()(int64_t i, Part part) const {
-    return mul(activated.load(first + i, part), Lanes<T>::load(second + i, part));
-  }
-
-  Activated activated;
-  const T* first;
-  const T* second;
-};
-
 template <class Scale>
 struct SiluAndMulRows {
   template <class T, class Q>
   static void run(int64_t begin, int64_t end, const OpweaveSiluAndMulQuant& call) {
-    const auto rounded = [](Vec x) { return Lanes<T>::round(silu<T>(x)); };
-    with_results<T, true>((end - begin) * call.width, rounded, [&](auto activated) {
+    const auto activation = [](Vec x) { return silu<T>(x); };  // not by address: it is inlined
+    with_rounded<T, true>(activation, (end - begin) * call.width, [&](auto activated) {
       run_activated<T, Q>(begin, end, call, activated);
     });
   }
@@ -122,7 +109,7 @@ struct SiluAndMulRows {
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
       const T* next = reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1));
       Scale::template write<Q, T>(call, r, out,
-                                  SiluAndMul<T, Activated>{activated, x, x + call.width},
+                                  GatedProduct<T, Activated>{activated, x, x + call.width},
                                   NextTwo<T>{next, next + call.width});
     }
   }

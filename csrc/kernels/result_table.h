@@ -14,6 +14,19 @@
 
 namespace {
 
+typedef uint16_t Eight __attribute__((vector_size(16)));
+
+// By the intrinsic, which GCC sees to be the same for Even and Odd; an assignment it would repeat.
+template <int kPlace>
+inline Eight with_word(Eight words, uint16_t word) {
+#if defined(__x86_64__)
+  return reinterpret_cast<Eight>(_mm_insert_epi16(reinterpret_cast<__m128i>(words), word, kPlace));
+#else
+  words[kPlace] = word;
+  return words;
+#endif
+}
+
 // The results of a function of one vector.
 template <class T, class Function>
 struct Computed {
@@ -32,19 +45,6 @@ struct Computed {
 
   Function function;
 };
-
-typedef uint16_t Eight __attribute__((vector_size(16)));
-
-// By the intrinsic, which GCC sees to be the same for Even and Odd; an assignment it would repeat.
-template <int kPlace>
-inline Eight with_word(Eight words, uint16_t word) {
-#if defined(__x86_64__)
-  return reinterpret_cast<Eight>(_mm_insert_epi16(reinterpret_cast<__m128i>(words), word, kPlace));
-#else
-  words[kPlace] = word;
-  return words;
-#endif
-}
 
 // The same from a table of the results of every number.
 template <class T>
@@ -145,17 +145,31 @@ class ResultTable {
   T results_[kSize];
 };
 
-// Call visit with the results of `function`, Computed or LookedUp. With AVX-512 a result is
-// computed in the time of a look-up.
-template <class T, bool kMayLookUp, class Function, class Visit>
-inline void with_results(int64_t elements, Function function, Visit visit) {
+// Call visit with the results of an activation as they are rounded to T, Computed or LookedUp. With
+// AVX-512 a result is computed in the time of a look-up.
+template <class T, bool kMayLookUp, class Activation, class Visit>
+inline void with_rounded(Activation activation, int64_t elements, Visit visit) {
+  const auto rounded = [=](Vec x) { return Lanes<T>::round(activation(x)); };
   if constexpr (kMayLookUp && sizeof(T) == sizeof(uint16_t) && kLanes <= 8) {
     if (ResultTable<T>::is_worth_it(elements)) {
-      const ResultTable<T> table(function);
+      const ResultTable<T> table(rounded);
       return visit(table.look_up());
     }
   }
-  visit(Computed<T, Function>{function});
+  visit(Computed<T, decltype(rounded)>{rounded});
 }
+
+// The rounded results at `gate` times the elements of `other`; the products are not rounded.
+template <class T, class Activated>
+struct GatedProduct {
+  template <class Part>
+  Vec operator()(int64_t i, Part part) const {
+    return mul(activated.load(gate + i, part), Lanes<T>::load(other + i, part));
+  }
+
+  Activated activated;
+  const T* gate;
+  const T* other;
+};
 
 }  // namespace

@@ -86,7 +86,7 @@ class IrOp(Callee):
         if self.allow_inplace:
             self.maybe_inplace = IrOpInplaceOverload(self)
         self._kernels: dict[Entries, Path] = {(): Path(self, Kind.KERNEL)}
-        self._call_sites: dict[tuple[str, ...], CallSite] = {}
+        self._call_sites: dict[tuple[str, ...], CallSite] = {}  # grows without the lock
 
     def __repr__(self) -> str:
         return f"<IrOp {self.name}{inspect.signature(self.native)} from {self.site}>"
@@ -247,10 +247,11 @@ class IrOp(Callee):
         if compat.is_dynamo_compiling():
             return TracedCallSite(self, ",".join(providers))  # type: ignore[return-value]
         entries = parse(providers, f"call site .using({', '.join(map(str, providers))})")
-        if providers not in self._call_sites:
+        found = self._call_sites.get(providers)
+        if found is None:
             self.check_providers(entries)
-            self._call_sites.setdefault(providers, CallSite(self, entries))
-        return self._call_sites[providers]
+            found = self._call_sites.setdefault(providers, CallSite(self, entries))
+        return found
 
     # Calling
 
@@ -309,9 +310,8 @@ class IrOp(Callee):
         """Forget every generated function: registrations or settings have changed."""
         with self.registry.lock:
             self.registry.version += 1
-            call_sites = list(self._call_sites.values())  # a copy: calls add to the dict
-            of_sites = (path for site in call_sites for path in site.paths)
-            for path in (*self.own_paths(), *self._kernels.values(), *of_sites):
+            sites = [path for site in list(self._call_sites.values()) for path in site.paths]
+            for path in (*self.own_paths(), *self._kernels.values(), *sites):
                 path.reset()
 
     def own_paths(self) -> list[Path]:
