@@ -96,7 +96,7 @@ def _rotary(s: Shape, is_neox: bool) -> Arguments:
 
 def _norm_rope(s: Shape) -> Arguments:
     query, key, positions, table, size, is_neox = _rotary(s, True)
-    weights = s.values(HEAD_SIZE), s.values(HEAD_SIZE)
+    weights = [torch.ones(HEAD_SIZE, dtype=s.dtype)] * 2  # in place, others would leave denormals
     return query, key, positions, table, *weights, 1e-6, size, is_neox
 
 

@@ -140,16 +140,22 @@ struct SwigluoaiGate {
 };
 
 template <class T>
-inline const T* row_of_x(const RowCursor& row, const OpweaveActivation& call) {
-  return reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
-}
+struct Row {
+  Row(const RowCursor& row, const OpweaveActivation& call)
+      : out(reinterpret_cast<T*>(row.in(static_cast<char*>(call.out), 0))),
+        x(reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1))) {}
 
-// Calls body(out, x) for every row.
+  T* out;
+  const T* x;
+};
+
+// Calls body(row, the next row) for every row.
 template <class T, class Body>
 inline void for_each_row(int64_t begin, int64_t end, const OpweaveActivation& call, Body body) {
   RowCursor row(call.rows, begin);
-  for (int64_t r = begin; r < end; ++r, row.advance()) {
-    body(reinterpret_cast<T*>(row.in(static_cast<char*>(call.out), 0)), row_of_x<T>(row, call));
+  RowCursor next(call.rows, begin + 1);
+  for (int64_t r = begin; r < end; ++r, row.advance(), next.advance()) {
+    body(Row<T>(row, call), Row<T>(next, call));
   }
 }
 
@@ -169,15 +175,18 @@ struct Elementwise {
     if constexpr (kIsLong<Activation<T>> && sizeof(T) == sizeof(uint16_t)) {
       if (ResultTable<T>::is_worth_it((end - begin) * call.width)) {
         const ResultTable<T> table(activation);
-        return for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
-          table.look_up().copy(out, x, call.width);
+        return for_each_row<T>(begin, end, call, [&](Row<T> row, Row<T> next) {
+          table.look_up().copy(row.out, row.x, call.width, next_rows(next.x, next.out));
         });
       }
     }
-    for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
-      store_row<T, kAtOnce>(out, call.width, [=](int64_t i, auto part) {
-        return activation(Lanes<T>::load(x + i, part));
-      });
+    for_each_row<T>(begin, end, call, [&](Row<T> row, Row<T> next) {
+      const auto value = [=](int64_t i, auto part) {
+        return activation(Lanes<T>::load(row.x + i, part));
+      };
+      constexpr bool kIsWanted = kIsLong<Activation<T>> && kIsFetched<T>;
+      store_row<T, kAtOnce>(row.out, call.width,
+                            fetching_if<kIsWanted>(value, next_rows(next.x, next.out)));
     });
   }
 };
@@ -195,20 +204,14 @@ struct Gated {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
     with_activated<Activation, T>(begin, end, call, [&](auto activated) {
-      RowCursor next_row(call.rows, begin + 1);
-      for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
-        const T* gate = x + (kSecondHalf ? call.width : 0);
-        const T* other = x + (kSecondHalf ? 0 : call.width);
-        const T* next = row_of_x<T>(next_row, call);
+      for_each_row<T>(begin, end, call, [&](Row<T> row, Row<T> next) {
+        const T* gate = row.x + (kSecondHalf ? call.width : 0);
+        const T* other = row.x + (kSecondHalf ? 0 : call.width);
         const GatedProduct<T, decltype(activated)> product{activated, gate, other};
         constexpr int kBegun = decltype(activated)::kBegun;
-        if constexpr (sizeof(T) == sizeof(uint16_t)) {
-          const NextTwo<T> ahead{next, next + call.width};
-          store_row<T, kBegun>(out, call.width, fetching(product, ahead));
-        } else {
-          store_row<T, kBegun>(out, call.width, product);
-        }
-        next_row.advance();
+        store_row<T, kBegun>(
+            row.out, call.width,
+            fetching_if<kIsFetched<T>>(product, next_rows(next.x, next.x + call.width, next.out)));
       });
     });
   }
@@ -220,14 +223,18 @@ struct SparseGated {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
     const Activation<T> activation(call);
-    for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
-      const T* other = x + call.width;
-      const Vec bound = cutoff(x, call.width, call.parameters[0]);
-      store_row<T, kAtOnce>(out, call.width, [=](int64_t i, auto part) {
-        const Vec above = keep_positive(Lanes<T>::round(sub(Lanes<T>::load(x + i, part), bound)));
+    for_each_row<T>(begin, end, call, [&](Row<T> row, Row<T> next) {
+      const T* other = row.x + call.width;
+      const Vec bound = cutoff(row.x, call.width, call.parameters[0]);
+      const auto product = [=](int64_t i, auto part) {
+        const Vec gate = Lanes<T>::load(row.x + i, part);
+        const Vec above = keep_positive(Lanes<T>::round(sub(gate, bound)));
         const Vec activated = Lanes<T>::round(activation(above));
         return mul(activated, Lanes<T>::load(other + i, part));
-      });
+      };
+      store_row<T, kAtOnce>(
+          row.out, call.width,
+          fetching(product, next_rows(next.x, next.x + call.width, next.out)));
     });
   }
 
@@ -247,13 +254,15 @@ struct Swigluoai {
     const Vec limit = Lanes<T>::round(splat(call.parameters[1]));
     const Vec lower = sub(splat(0), limit);
     with_activated<SwigluoaiGate, T>(begin, end, call, [&](auto glu) {
-      for_each_row<T>(begin, end, call, [&](T* out, const T* x) {
+      for_each_row<T>(begin, end, call, [&](Row<T> row, Row<T> next) {
         const auto value = [=](int64_t i, auto part) {
-          const Vec up = max(lower, min(limit, load_pairs(x + 2 * i, part).second));
-          return mul(Lanes<T>::round(add(up, splat(1))), glu.load_first(x + 2 * i, part));
+          const T* pairs = row.x + 2 * i;
+          const Vec up = max(lower, min(limit, load_pairs(pairs, part).second));
+          return mul(Lanes<T>::round(add(up, splat(1))), glu.load_first(pairs, part));
         };
-        map_vecs(call.width, value,
-                 [=](int64_t i, Vec v, auto part) { Lanes<T>::store(out + i, v, part); });
+        const auto* next_pairs = reinterpret_cast<const T(*)[2]>(next.x);
+        map_vecs(call.width, fetching(value, next_rows(next_pairs, next.out)),
+                 [=](int64_t i, Vec v, auto part) { Lanes<T>::store(row.out + i, v, part); });
       });
     });
   }

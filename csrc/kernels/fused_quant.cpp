@@ -12,20 +12,6 @@
 
 namespace {
 
-// The elements of a normalised row, before they are rounded to T.
-template <class T, class W>
-struct Normalised {
-  template <class Part>
-  Vec operator()(int64_t i, Part part) const {
-    const Vec scaled = mul(Lanes<T>::load(x + i, part), scale);
-    return weight.apply(scaled, i, part);
-  }
-
-  const T* x;
-  W weight;
-  Vec scale;
-};
-
 // What happens to the values of a row: one of these per kind of scale.
 struct StaticScale {
   template <class Q, class T, class Call, class Value, class Ahead>
@@ -80,11 +66,13 @@ struct RmsNormRows {
         squares = add_and_sum_squares(sum, x, residual, call.width);
         x = sum;
       }
-      const Vec scale = splat(inverse_rms(squares, call.width, call.epsilon));
-      const NextTwo<T> next{
+      const float scale = inverse_rms(squares, call.width, call.epsilon);
+      const auto next = next_rows(
           reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)),
-          reinterpret_cast<const T*>(next_residual_row.in(static_cast<const char*>(added), 1))};
-      Scale::template write<Q, T>(call, r, out, Normalised<T, W>{x, weight, scale}, next);
+          reinterpret_cast<const T*>(next_residual_row.in(static_cast<const char*>(added), 1)),
+          reinterpret_cast<const typename Q::Storage*>(
+              next_row.in(static_cast<const char*>(call.out), 0)));
+      Scale::template write<Q, T>(call, r, out, normalised(x, weight, scale), next);
     }
   }
 };
@@ -108,9 +96,11 @@ struct SiluAndMulRows {
       auto* out = reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
       const T* next = reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1));
+      const auto* next_out = reinterpret_cast<const typename Q::Storage*>(
+          next_row.in(static_cast<const char*>(call.out), 0));
       Scale::template write<Q, T>(call, r, out,
                                   GatedProduct<T, Activated>{activated, x, x + call.width},
-                                  NextTwo<T>{next, next + call.width});
+                                  next_rows(next, next + call.width, next_out));
     }
   }
 

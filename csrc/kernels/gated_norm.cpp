@@ -1,6 +1,7 @@
 // Gated RMS normalisation, compiled once per instruction set. In float32, rounded once at the end.
 #include "kernels/gated_norm.h"
 
+#include "kernels/prefetch.h"
 #include "kernels/rms.h"
 #include "kernels/row_cursor.h"
 #include "kernels/storage.h"
@@ -19,6 +20,7 @@ struct Segment {
   const T* gate;
   const W* weight;
   int64_t size;
+  Next<T, T, T> next;  // of x, gate and out
 
   template <class Part>
   Vec weighted(Vec v, int64_t i, Part part) const {
@@ -39,25 +41,27 @@ inline float scale_of(const Segment<T, W>& group, float epsilon) {
 template <class T, class W>
 inline void plain(const Segment<T, W> group, float epsilon) {
   const Vec scale = splat(scale_of(group, epsilon));
-  store_row<W, 1>(group.out, group.size, [=](int64_t i, auto part) {
+  const auto value = [=](int64_t i, auto part) {
     return group.weighted(mul(Lanes<T>::load(group.x + i, part), scale), i, part);
-  });
+  };
+  store_row<W, 1>(group.out, group.size, fetching(value, group.next));
 }
 
 template <bool kSigmoid, class T, class W>
 inline void norm_then_gate(const Segment<T, W> group, float epsilon) {
   const Vec scale = splat(scale_of(group, epsilon));
-  store_row<W, kAtOnce>(group.out, group.size, [=](int64_t i, auto part) {
+  const auto value = [=](int64_t i, auto part) {
     const Vec normalised = mul(Lanes<T>::load(group.x + i, part), scale);
     const Vec gate = activate<kSigmoid, T>(Lanes<T>::load(group.gate + i, part));
     return mul(group.weighted(normalised, i, part), gate);
-  });
+  };
+  store_row<W, kAtOnce>(group.out, group.size, fetching(value, group.next));
 }
 
 // Norms product(i, part); the first pass over it may remember what the second one reads.
 template <class T, class W, class First, class Second>
 inline void norm_of(const Segment<T, W> group, float epsilon, First first, Second second) {
-  const float squares = sum_of_squares<float>(group.size, first);
+  const float squares = sum_of_squares<float>(group.size, fetching(first, group.next));
   const Vec scale = splat(inverse_rms(squares, group.size, epsilon));
   for_each_vec(group.size, [=](int64_t i, auto part) {
     const Vec normalised = mul(second(i, part), scale);
@@ -87,15 +91,22 @@ template <class T, class W, class Norm>
 inline void for_each_group(int64_t begin, int64_t end, const OpweaveGatedNorm& call, Norm norm) {
   RowCursor rows(call.rows, begin);
   RowCursor gates(call.gate_rows, begin);
+  RowCursor next_row(call.rows, begin + 1);
+  RowCursor next_gate(call.gate_rows, begin + 1);
   const char* gate_base = static_cast<const char*>(call.gate != nullptr ? call.gate : call.x);
-  for (int64_t r = begin; r < end; ++r, rows.advance(), gates.advance()) {
+  for (int64_t r = begin; r < end;
+       ++r, rows.advance(), gates.advance(), next_row.advance(), next_gate.advance()) {
     T* out = reinterpret_cast<T*>(rows.in(static_cast<char*>(call.out), 0));
     const T* x = reinterpret_cast<const T*>(rows.in(static_cast<const char*>(call.x), 1));
     const T* gate = reinterpret_cast<const T*>(gates.in(gate_base, 0));
+    const auto next =
+        next_rows(reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)),
+                  reinterpret_cast<const T*>(next_gate.in(gate_base, 0)),
+                  reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.out), 0)));
     const W* weight = static_cast<const W*>(call.weight);
     for (int64_t i = 0; i < call.width; i += call.group_size) {
       norm(Segment<T, W>{out + i, x + i, gate + i, weight != nullptr ? weight + i : nullptr,
-                       call.group_size},
+                       call.group_size, next.from(i)},
            call.epsilon);
     }
   }

@@ -22,15 +22,18 @@ struct LayerNormRows {
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
       const float mean = mean_of(x, call.width);
       const float variance = variance_of(x, call.width, mean);
-      prefetch_row<T>(next_row.in(static_cast<const char*>(call.x), 1), call.width);
+      const auto next = next_rows(
+          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)),
+          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.out), 0)));
       const Vec means = splat(mean);
       const Vec scale = splat(1.0f / __builtin_sqrtf(variance + call.epsilon));
-      store_row<W, 1>(out, call.width, [=](int64_t i, auto part) {
+      const auto value = [=](int64_t i, auto part) {
         const Vec normalised = mul(sub(Lanes<T>::load(x + i, part), means), scale);
         const Vec factor = weight != nullptr ? Lanes<W>::load(weight + i, part) : splat(1);
         const Vec shift = bias != nullptr ? Lanes<W>::load(bias + i, part) : splat(0);
         return fma(normalised, factor, shift);
-      });
+      };
+      store_row<W, 1>(out, call.width, fetching_if<kIsFetched<T>>(value, next));
     }
   }
 };

@@ -12,38 +12,18 @@ struct Pairs {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 
-inline Pairs split(__m512i pairs, BFloat16) {
-  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
-          _mm512_castsi512_ps(_mm512_and_si512(pairs, upper))};
-}
-
-inline Pairs split(__m512i pairs, Float16) {
-  return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs)),
-          _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)))};
-}
-
-template <class T>
-inline Pairs load_pairs(const T* p, Full) {
-  return split(_mm512_loadu_si512(p), T{});
-}
-
-inline Pairs load_pairs(const float* p, Full) {
-  const __m512i even =
-      _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-  const Vec a = _mm512_loadu_ps(p);
-  const Vec b = _mm512_loadu_ps(p + kLanes);
-  return {_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b)};
+inline Pairs split(__m512i pairs) {
+  const __m512i apart =
+      _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 30, 28, 26, 24,
+                       22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i halves = _mm512_permutexvar_epi16(apart, pairs);
+  return {_mm512_cvtph_ps(_mm512_castsi512_si256(halves)),
+          _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1))};
 }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-inline Pairs split(__m256i pairs, BFloat16) {
-  return {even_of(pairs, BFloat16{}), odd_of(pairs, BFloat16{})};
-}
-
-inline Pairs split(__m256i pairs, Float16) {
+inline Pairs split(__m256i pairs) {
   const auto widen_lower = [](__m256i lanes) {
     return _mm256_cvtph_ps(
         _mm_packus_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1)));
@@ -52,14 +32,16 @@ inline Pairs split(__m256i pairs, Float16) {
           widen_lower(_mm256_srli_epi32(pairs, 16))};
 }
 
+#endif
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
 template <class T>
 inline Pairs load_pairs(const T* p, Full) {
-  return split(load_words(p), T{});
+  return {Lanes<T>::load(p, Even{}), Lanes<T>::load(p, Odd{})};
 }
 
-inline Pairs load_pairs(const float* p, Full) {
-  return {Lanes<float>::load(p, Even{}), Lanes<float>::load(p, Odd{})};
-}
+inline Pairs load_pairs(const Float16* p, Full) { return split(load_words(p)); }
 
 #else
 

@@ -18,9 +18,12 @@ struct RmsNormRows {
       for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
         T* out = reinterpret_cast<T*>(row.in(static_cast<char*>(call.out), 0));
         const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+        const auto next = next_rows(
+            reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)),
+            reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.out), 0)));
         const float scale = inverse_rms(sum_of_squares(x, call.width), call.width, call.epsilon);
-        prefetch_row<T>(next_row.in(static_cast<const char*>(call.x), 1), call.width);
-        write_normalised(out, x, weight, scale, call.width);
+        const auto values = fetching_if<kIsFetched<T>>(normalised(x, weight, scale), next);
+        store_normalised<decltype(weight)>(out, call.width, values);
       }
     });
   }
@@ -32,15 +35,25 @@ struct AddRmsNormRows {
     with_weight<T>(call.weight, call.weight_dtype, [&](auto weight) {
       RowCursor row(call.rows, begin);
       RowCursor sum_row(call.sum_rows, begin);
-      for (int64_t r = begin; r < end; ++r, row.advance(), sum_row.advance()) {
+      RowCursor next_row(call.rows, begin + 1);
+      RowCursor next_sum_row(call.sum_rows, begin + 1);
+      for (int64_t r = begin; r < end;
+           ++r, row.advance(), sum_row.advance(), next_row.advance(), next_sum_row.advance()) {
         T* out = reinterpret_cast<T*>(row.in(static_cast<char*>(call.out), 0));
         T* sum = reinterpret_cast<T*>(sum_row.in(static_cast<char*>(call.sum), 0));
         const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
         const T* residual =
             reinterpret_cast<const T*>(sum_row.in(static_cast<const char*>(call.residual), 1));
+        const auto next = next_rows(
+            reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)),
+            reinterpret_cast<const T*>(
+                next_sum_row.in(static_cast<const char*>(call.residual), 1)));
         const float squares = add_and_sum_squares(sum, x, residual, call.width);
         const float scale = inverse_rms(squares, call.width, call.epsilon);
-        write_normalised(out, static_cast<const T*>(sum), weight, scale, call.width);
+        constexpr bool kIsWanted = sizeof(T) == sizeof(uint16_t);
+        const auto exact = normalised(static_cast<const T*>(sum), weight, scale);
+        const auto values = fetching_if<kIsWanted>(exact, next);
+        store_normalised<decltype(weight)>(out, call.width, values);
       }
     });
   }

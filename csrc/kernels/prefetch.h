@@ -13,41 +13,34 @@ inline void prefetch(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(line + i, 0, 2);
 }
 
-constexpr int64_t kBytesAhead = 2048;
-
-// The beginning of the row of T that comes next, while there is work on this one: by itself a
-// processor fetches no further than to the end of a page. Rows of 32 bits wait for the memory
-// anyway.
-template <class T>
-inline void prefetch_row(const void* row, int64_t width) {
-  if constexpr (sizeof(T) == sizeof(uint16_t)) {
-    const int64_t bytes = width * static_cast<int64_t>(sizeof(T));
-    prefetch(row, bytes < kBytesAhead ? bytes : kBytesAhead);
-  }
-}
-
-// The row that comes next: fetch(i) has element i brought into the L2 cache, while there is work on
-// the row before it. By itself a processor fetches no further than to the end of a page. After the
-// last row comes the first one.
-template <class T>
+// Rows that come next: fetch(i) has element i of each brought into the L2 cache, while there is
+// work on the rows before them. By itself a processor fetches no further than to the end of a page.
+// After the last row comes the first one. Rows that are written count as well: a line is read
+// before it is written.
+template <class... Rows>
 struct Next {
-  void fetch(int64_t i) const { __builtin_prefetch(values + i, 0, 2); }
-  Next from(int64_t i) const { return {values + i}; }
-
-  const T* values;
+  void fetch(int64_t) const {}
+  Next from(int64_t) const { return {}; }
 };
 
-// Two rows, or both halves of one.
-template <class T>
-struct NextTwo {
+template <class T, class... Rows>
+struct Next<T, Rows...> {
   void fetch(int64_t i) const {
-    __builtin_prefetch(first + i, 0, 2);
-    __builtin_prefetch(second + i, 0, 2);
+    __builtin_prefetch(row + i, 0, 2);
+    others.fetch(i);
   }
+  Next from(int64_t i) const { return {row + i, others.from(i)}; }
 
-  const T* first;
-  const T* second;
+  const T* row;
+  Next<Rows...> others;
 };
+
+inline Next<> next_rows() { return {}; }
+
+template <class T, class... Rows>
+inline Next<T, Rows...> next_rows(const T* row, const Rows*... others) {
+  return {row, next_rows(others...)};
+}
 
 // Odd elements lie between even ones, whose line has been fetched.
 template <class Part>
@@ -71,6 +64,20 @@ struct Fetching {
 template <class Value, class Ahead>
 inline Fetching<Value, Ahead> fetching(Value value, Ahead next) {
   return {value, next};
+}
+
+// Whether to fetch rows of T for work of a few steps. Those of 32 bits, which wait for the memory
+// anyway, take longer then without AVX-512.
+template <class T>
+constexpr bool kIsFetched = sizeof(T) == sizeof(uint16_t) || kLanes == 16;
+
+template <bool kIsWanted, class Value, class Ahead>
+inline auto fetching_if(Value value, Ahead next) {
+  if constexpr (kIsWanted) {
+    return fetching(value, next);
+  } else {
+    return value;
+  }
 }
 
 }  // namespace

@@ -18,8 +18,8 @@ struct StaticQuantRows {
     for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
       auto* out = reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
-      const Next<T> next{
-          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1))};
+      const auto next = next_rows(
+          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)));
       const float* scales = call.scales + r / call.block_rows * call.row_blocks;
       if (call.block_columns == 1) {
         quantise_columns<Q>(out, call.width, scales, fetching(Loaded<T>{x}, next));
@@ -50,8 +50,8 @@ struct PerTokenQuantRows {
     for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
       auto* out = reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
-      const Next<T> next{
-          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1))};
+      const auto next = next_rows(
+          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)));
       const float largest = bounded(largest_of_row(x, call.width), call.upper_bound);
       call.scales[r] = scale_for<Q>(largest);
       quantise<Q>(out, call.width, call.scales[r], fetching(Loaded<T>{x}, next));
@@ -68,8 +68,8 @@ struct GroupQuantRows {
     for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
       auto* out = reinterpret_cast<uint8_t*>(row.in(static_cast<char*>(call.out), 0));
       const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
-      const Next<T> next{
-          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1))};
+      const auto next = next_rows(
+          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)));
       quantise_stored_groups(out, call.scales + r * groups, call.width, call.group_size,
                              call.power_of_two != 0, x, fetching(Loaded<T>{x}, next));
     }

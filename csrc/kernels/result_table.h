@@ -10,6 +10,7 @@
 #endif
 
 #include "kernels/load_pairs.h"
+#include "kernels/prefetch.h"
 #include "kernels/vec_group.h"
 
 namespace {
@@ -60,19 +61,28 @@ struct LookedUp {
     return load<2>(x, part);
   }
 
-  // Those of n numbers, as they are; out may be x.
-  void copy(T* out, const T* x, int64_t n) const {
+  // Those of n numbers, as they are; out may be x. With AVX-512 next is fetched.
+  template <class Ahead>
+  void copy(T* out, const T* x, int64_t n, Ahead next) const {
     int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-      const Eight words = eight<1>(x + i);
-      memcpy(out + i, &words, sizeof words);
+    for (; i + kLine <= n; i += kLine) {
+      if constexpr (kLanes == 16) next.fetch(i);
+      for (int64_t k = i; k < i + kLine; k += 8) copy_eight(out + k, x + k);
     }
+    for (; i + 8 <= n; i += 8) copy_eight(out + i, x + i);
     for (; i < n; ++i) out[i] = results[x[i].bits];
   }
 
   const T* results;
 
  private:
+  static constexpr int64_t kLine = kCacheLine / sizeof(T);
+
+  void copy_eight(T* out, const T* x) const {
+    const Eight words = eight<1>(x);
+    memcpy(out, &words, sizeof words);
+  }
+
   template <int kStep>
   Vec load(const T* x, Tail tail) const {
     T found[kLanes] = {};

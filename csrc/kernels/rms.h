@@ -6,14 +6,41 @@
 
 #include "kernels/kernels.h"
 #include "kernels/row_sum.h"
+#include "kernels/vec_dot.h"
 
 namespace {
 
 template <class T>
-inline float sum_of_squares(const T* x, int64_t width) {
+inline float sum_of_squares_as_float(const T* x, int64_t width) {
   return sum_of_squares<T>(width,
                            [=](int64_t i, auto part) { return Lanes<T>::load(x + i, part); });
 }
+
+template <class T>
+inline float sum_of_squares(const T* x, int64_t width) {
+  return sum_of_squares_as_float(x, width);
+}
+
+#if defined(__AVX512BF16__)
+// Pairs are squared as they are. That flushes denormals, squares and sums too, so small ones don't
+// count.
+inline float sum_of_squares(const BFloat16* x, int64_t width) {
+  using Pairs = Dot<BFloat16>;
+  const auto accumulate = [=](int64_t i, auto part, Vec total) {
+    const auto pairs = Pairs::key(x + i, part);
+    return Pairs::step(pairs, pairs, total);
+  };
+  Vec sums[4] = {splat(0), splat(0), splat(0), splat(0)};
+  int64_t i = 0;
+  for (; i + 4 * Pairs::kWidth <= width; i += 4 * Pairs::kWidth) {
+    for (int k = 0; k < 4; ++k) sums[k] = accumulate(i + k * Pairs::kWidth, Full{}, sums[k]);
+  }
+  for (; i + Pairs::kWidth <= width; i += Pairs::kWidth) sums[0] = accumulate(i, Full{}, sums[0]);
+  if (i < width) sums[1] = accumulate(i, Tail{width - i}, sums[1]);
+  const float total = sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+  return total > 0x1p-80f ? total : sum_of_squares_as_float(x, width);
+}
+#endif
 
 // sum = x + residual; returns the sum of its squares. The norm sees the sum as it is stored. sum
 // may be x or residual.
@@ -74,12 +101,28 @@ inline void with_weight(const void* weight, OpweaveDtype dtype, Visit visit) {
   visit(Weight<T>(weight));
 }
 
+// The elements of a normalised row, before they are rounded to T.
 template <class T, class W>
-inline void write_normalised(T* out, const T* x, W weight, float scale, int64_t width) {
-  const Vec scales = splat(scale);
-  store_row<typename W::template Widest<T>, 1>(out, width, [=](int64_t i, auto part) {
-    return weight.apply(mul(Lanes<T>::load(x + i, part), scales), i, part);
-  });
+struct Normalised {
+  template <class Part>
+  Vec operator()(int64_t i, Part part) const {
+    return weight.apply(mul(Lanes<T>::load(x + i, part), scale), i, part);
+  }
+
+  const T* x;
+  W weight;
+  Vec scale;
+};
+
+template <class T, class W>
+inline Normalised<T, W> normalised(const T* x, W weight, float scale) {
+  return {x, weight, splat(scale)};
+}
+
+// Store a row of values that a weight of type W has made.
+template <class W, class T, class Values>
+inline void store_normalised(T* out, int64_t width, Values values) {
+  store_row<typename W::template Widest<T>, 1>(out, width, values);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "kernels/rotary.h"
 
 #include "kernels/cache_rows.h"
+#include "kernels/prefetch.h"
 #include "kernels/rms.h"
 #include "kernels/row_cursor.h"
 #include "kernels/storage.h"
@@ -48,23 +49,29 @@ class Angles {
     order_groups<T>(sin_, grouped_);
   }
 
-  // Rotate the groups at element i of the two halves of a neox head into one another.
-  void store(T* out, int64_t i, Group<T> first, Group<T> second) const {
-    for (int k = 0; k < Group<T>::kVecs; ++k) {
-      const Rotated both = rotated(first.v[k], second.v[k], i + k * kLanes);
-      first.v[k] = both.first;
-      second.v[k] = both.second;
+  // Rotate the halves of a neox head, whose elements are value(i, part), into one another. It may
+  // read what is written to its own elements.
+  template <class Value>
+  void write_halves(T* out, Value value) const {
+    for (int64_t i = 0; i < grouped_; i += kGroup<T>) {
+      store(out + i, i, group_of<T>(i, value), group_of<T>(half_ + i, value));
     }
-    first.template store<T>(out + i);
-    second.template store<T>(out + half_ + i);
+    for_each_vec(half_ - grouped_, [=](int64_t past, auto part) {
+      const int64_t i = grouped_ + past;
+      const Rotated both = rotated(value(i, part), value(half_ + i, part), i);
+      Lanes<T>::store(out + i, both.first, part);
+      Lanes<T>::store(out + half_ + i, both.second, part);
+    });
   }
 
-  // out may be x.
-  void rotate(T* out, const T* x) const {
+  // out may be x; next is fetched.
+  template <class... Rows>
+  void rotate(T* out, const T* x, Next<Rows...> next) const {
+    const auto value = [=](int64_t i, auto part) { return Lanes<T>::load(x + i, part); };
     if (call_.is_neox) {
-      rotate_halves(out, x);
+      write_halves(out, fetching(value, next));
     } else {
-      rotate_pairs(out, x);
+      write_pairs(out, fetching(value, next));
     }
     if (out != x) {
       const int64_t rest = call_.head_size - call_.rotary_size;
@@ -104,27 +111,21 @@ class Angles {
             add(by_cosine(second, i), by_sine(first, i))};
   }
 
-  void rotate_halves(T* out, const T* x) const {
-    for (int64_t i = 0; i < grouped_; i += kGroup<T>) {
-      store(out, i, load_group(x + i), load_group(x + half_ + i));
+  // Groups at element i of both halves.
+  void store(T* out, int64_t i, Group<T> first, Group<T> second) const {
+    for (int k = 0; k < Group<T>::kVecs; ++k) {
+      const Rotated both = rotated(first.v[k], second.v[k], i + k * kLanes);
+      first.v[k] = both.first;
+      second.v[k] = both.second;
     }
-    if (grouped_ < half_) rotate_rest(out + grouped_, x + grouped_);
+    first.template store<T>(out);
+    second.template store<T>(out + half_);
   }
 
-  // What is left of the halves, from out and x on.
-  void rotate_rest(T* out, const T* x) const {
-    for_each_vec(half_ - grouped_, [&](int64_t i, auto part) {
-      const Vec first = Lanes<T>::load(x + i, part);
-      const Vec second = Lanes<T>::load(x + half_ + i, part);
-      const Rotated both = rotated(first, second, grouped_ + i);
-      Lanes<T>::store(out + i, both.first, part);
-      Lanes<T>::store(out + half_ + i, both.second, part);
-    });
-  }
-
-  void rotate_pairs(T* out, const T* x) const {
-    for_each_vec(2 * half_, [&](int64_t i, auto part) {
-      const Vec values = Lanes<T>::load(x + i, part);
+  template <class Value>
+  void write_pairs(T* out, Value value) const {
+    for_each_vec(2 * half_, [=](int64_t i, auto part) {
+      const Vec values = value(i, part);
       const Vec sums = add(by_cosine(values, i), by_sine(swap_pairs(values), i));
       Lanes<T>::store(out + i, sums, part);
     });
@@ -137,46 +138,81 @@ class Angles {
   alignas(64) float sin_[kCapacity];
 };
 
-// Calls visit(out, x) for every head of the token under the cursor.
-template <class T, class Visit>
-inline void for_each_head(const OpweaveHeads& heads, const RowCursor& token, Visit visit) {
-  char* out = token.in(static_cast<char*>(heads.out), 0);
-  const char* x = token.in(static_cast<const char*>(heads.x), 1);
-  for (int64_t h = 0; h < heads.count; ++h, out += heads.out_stride, x += heads.x_stride) {
-    visit(reinterpret_cast<T*>(out), reinterpret_cast<const T*>(x));
+// The heads of one token after the other.
+template <class T>
+class Heads {
+ public:
+  Heads(const OpweaveHeads& heads, int64_t token)
+      : heads_(heads), token_(heads.tokens, token), next_(heads.tokens, token + 1) {}
+
+  // Calls visit(out, x, x of the next token) for every head, and goes on to that token.
+  template <class Visit>
+  void for_each(Visit visit) {
+    char* out = token_.in(static_cast<char*>(heads_.out), 0);
+    const char* x = token_.in(static_cast<const char*>(heads_.x), 1);
+    const char* next = next_.in(static_cast<const char*>(heads_.x), 1);
+    for (int64_t h = 0; h < heads_.count; ++h) {
+      visit(reinterpret_cast<T*>(out), reinterpret_cast<const T*>(x),
+            next_rows(reinterpret_cast<const T*>(next)));
+      out += heads_.out_stride;
+      x += heads_.x_stride;
+      next += heads_.x_stride;
+    }
+    token_.advance();
+    next_.advance();
   }
-}
+
+  bool is_empty() const { return heads_.count == 0; }
+  const T* first() const { return head_of(token_, 0); }
+  const T* last() const { return head_of(token_, heads_.count - 1); }
+  const T* after(const T* x) const {
+    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(x) + heads_.x_stride);
+  }
+
+ private:
+  const T* head_of(const RowCursor& token, int64_t h) const {
+    const char* x = token.in(static_cast<const char*>(heads_.x), 1);
+    return reinterpret_cast<const T*>(x + h * heads_.x_stride);
+  }
+
+  const OpweaveHeads& heads_;
+  RowCursor token_;
+  RowCursor next_;
+};
 
 template <class T>
 class RotatedHeads {
  public:
-  RotatedHeads(const OpweaveRotary&, const OpweaveHeads& heads) : heads_(heads) {}
+  RotatedHeads(const OpweaveRotary&, const OpweaveHeads& heads, int64_t token)
+      : heads_(heads, token) {}
 
-  void run(const RowCursor& token, const Angles<T>& angles) const {
-    for_each_head<T>(heads_, token, [&](T* out, const T* x) { angles.rotate(out, x); });
+  void run(const Angles<T>& angles) {
+    heads_.for_each([&](T* out, const T* x, auto next) { angles.rotate(out, x, next); });
   }
 
  private:
-  const OpweaveHeads& heads_;
+  Heads<T> heads_;
 };
 
 // Heads are normalised, then rotated.
 template <class T>
 class NormalisedHeads {
  public:
-  // The usual heads: their halves fall into groups, all of which rotate as neox.
-  NormalisedHeads(const OpweaveRotary& call, const OpweaveHeads& heads)
-      : heads_(heads),
+  // The usual heads: all of them rotates, as neox.
+  NormalisedHeads(const OpweaveRotary& call, const OpweaveHeads& heads, int64_t token)
+      : heads_(heads, token),
+        weight_(heads.weight),
         call_(call),
         size_(call.head_size),
-        is_usual_(call.is_neox && call.rotary_size == size_ && size_ % (2 * kGroup<T>) == 0) {}
+        is_usual_(call.is_neox && call.rotary_size == size_) {}
 
-  void run(const RowCursor& token, const Angles<T>& angles) const {
-    with_weight<T>(heads_.weight, call_.weight_dtype, [&](auto weight) {
-      if (is_usual_) return run_usual(token, weight, angles);
-      for_each_head<T>(heads_, token, [&](T* out, const T* x) {
-        write_normalised(out, x, weight, scale_of(x), size_);
-        angles.rotate(out, out);
+  void run(const Angles<T>& angles) {
+    with_weight<T>(weight_, call_.weight_dtype, [&](auto weight) {
+      if (is_usual_) return run_usual(weight, angles);
+      heads_.for_each([&](T* out, const T* x, auto next) {
+        store_normalised<decltype(weight)>(
+            out, size_, fetching(normalised(x, weight, scale_of(x)), next));
+        angles.rotate(out, static_cast<const T*>(out), next_rows());
       });
     });
   }
@@ -189,22 +225,17 @@ class NormalisedHeads {
   // The scale of a head takes long to come, so it is begun before the head in front of it is
   // rotated.
   template <class W>
-  void run_usual(const RowCursor& token, W weight, const Angles<T>& angles) const {
-    if (heads_.count == 0) return;
-    const char* first = token.in(static_cast<const char*>(heads_.x), 1);
-    const char* last = first + (heads_.count - 1) * heads_.x_stride;
-    float next = scale_of(reinterpret_cast<const T*>(first));
-    for_each_head<T>(heads_, token, [&](T* out, const T* x) {
-      const Vec scale = splat(next);
-      const char* head = reinterpret_cast<const char*>(x);
-      if (head != last) next = scale_of(reinterpret_cast<const T*>(head + heads_.x_stride));
-      const int64_t half = size_ / 2;
+  void run_usual(W weight, const Angles<T>& angles) {
+    if (heads_.is_empty()) return;
+    const T* last = heads_.last();
+    float next_scale = scale_of(heads_.first());
+    heads_.for_each([&](T* out, const T* x, auto next) {
+      const Vec scale = splat(next_scale);
+      if (x != last) next_scale = scale_of(heads_.after(x));
       const auto normalised = [=](int64_t i, auto part) {
         return stored(weight.apply(mul(Lanes<T>::load(x + i, part), scale), i, part), weight);
       };
-      for (int64_t i = 0; i < half; i += kGroup<T>) {
-        angles.store(out, i, group_of<T>(i, normalised), group_of<T>(half + i, normalised));
-      }
+      angles.write_halves(out, fetching(normalised, next));
     });
   }
 
@@ -215,25 +246,24 @@ class NormalisedHeads {
     return is_of_t ? Lanes<T>::round(v) : Lanes<T>::round_any(v);
   }
 
-  const OpweaveHeads& heads_;
+  Heads<T> heads_;
+  const void* weight_;
   const OpweaveRotary& call_;
   int64_t size_;
   bool is_usual_;
 };
 
-template <template <class> class Heads>
+template <template <class> class HeadsOfTokens>
 struct TokenRows {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveRotary& call) {
     Angles<T> angles(call);
-    const Heads<T> queries(call, call.query);
-    const Heads<T> keys(call, call.key);
-    RowCursor query(call.query.tokens, begin);
-    RowCursor key(call.key.tokens, begin);
-    for (int64_t token = begin; token < end; ++token, query.advance(), key.advance()) {
+    HeadsOfTokens<T> queries(call, call.query, begin);
+    HeadsOfTokens<T> keys(call, call.key, begin);
+    for (int64_t token = begin; token < end; ++token) {
       angles.load(token);
-      queries.run(query, angles);
-      keys.run(key, angles);
+      queries.run(angles);
+      keys.run(angles);
     }
   }
 };
@@ -249,7 +279,7 @@ inline void rotate_into_slot(const OpweaveRotaryToCache& call, int64_t token, co
   char* target = first_row(cache.key, slot, cache.block_size);
   const char* x = key.in(static_cast<const char*>(heads.x), 1);
   for (int64_t h = 0; h < heads.count; ++h, x += heads.x_stride) {
-    angles.rotate(reinterpret_cast<T*>(target), reinterpret_cast<const T*>(x));
+    angles.rotate(reinterpret_cast<T*>(target), reinterpret_cast<const T*>(x), next_rows());
     target += cache.block_size * cache.key.row_bytes;
   }
   write_heads(cache, cache.value, token);
@@ -260,12 +290,11 @@ void rope_reshape_and_cache(int64_t begin, int64_t end, void* erased) {
   with_storage(call.rotary.dtype, [&](auto storage) {
     using T = decltype(storage);
     Angles<T> angles(call.rotary);
-    const RotatedHeads<T> queries(call.rotary, call.rotary.query);
-    RowCursor query(call.rotary.query.tokens, begin);
+    RotatedHeads<T> queries(call.rotary, call.rotary.query, begin);
     RowCursor key(call.rotary.key.tokens, begin);
-    for (int64_t token = begin; token < end; ++token, query.advance(), key.advance()) {
+    for (int64_t token = begin; token < end; ++token, key.advance()) {
       angles.load(token);
-      queries.run(query, angles);
+      queries.run(angles);
       rotate_into_slot(call, token, key, angles);
     }
     after_past_caches();

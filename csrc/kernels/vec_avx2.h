@@ -109,6 +109,16 @@ inline __m256i rounded_bits(Vec v) {
 
 inline Vec round_to(Vec v, BFloat16) { return upper_half(rounded_bits(v)); }
 
+inline __m256i joined(__m256i even, __m256i odd) {
+  return _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa);
+}
+inline __m256i any_pairs_of(Vec even, Vec odd) {
+  return joined(rounded_any_bits(even), rounded_any_bits(odd));
+}
+inline __m256i pairs_of(Vec even, Vec odd) {
+  return joined(rounded_bits(even), rounded_bits(odd));
+}
+
 inline __m128i narrow(Vec v, Float16) {
   return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -118,6 +128,9 @@ inline Vec round_any_to(Vec v, Float16) { return round_to(v, Float16{}); }
 
 inline __m256i load_words(const void* p) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+inline void store_words(void* p, __m256i words) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p), words);
 }
 
 // Elements of two vectors that kSelect finds in each half of both, in order.

@@ -59,6 +59,8 @@ struct Exponent {
 inline __mmask16 mask_of(Tail tail) { return static_cast<__mmask16>((1u << tail.count) - 1u); }
 
 inline Vec keep(Vec v, Full) { return v; }
+inline Vec keep(Vec v, Even) { return v; }
+inline Vec keep(Vec v, Odd) { return v; }
 inline Vec keep(Vec v, Tail tail) { return _mm512_maskz_mov_ps(mask_of(tail), v); }
 
 inline Vec widen(__m256i half, BFloat16) {
@@ -76,32 +78,58 @@ inline __m512i rounded_any_bits(Vec v) {
   return _mm512_mask_add_epi32(bits, _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q), bits, bias);
 }
 
-inline Vec round_any_to(Vec v, BFloat16) {
+inline Vec upper_half(__m512i bits) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  return _mm512_castsi512_ps(_mm512_and_si512(rounded_any_bits(v), upper));
+  return _mm512_castsi512_ps(_mm512_and_si512(bits, upper));
 }
+
+// Pairs of bfloat16 are halves of 32 bits already.
+inline Vec even_of(__m512i pairs, BFloat16) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+}
+inline Vec odd_of(__m512i pairs, BFloat16) { return upper_half(pairs); }
+
+inline Vec round_any_to(Vec v, BFloat16) { return upper_half(rounded_any_bits(v)); }
 
 // The same in fewer steps, without a look for NaN: one without bits in the lower half, and such is
 // all that arithmetic makes of 16-bit numbers, stays as it is.
-inline Vec round_to(Vec v, BFloat16) {
+inline __m512i rounded_bits(Vec v) {
   const __m512i bits = _mm512_castps_si512(v);
   const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
   const __m512i below = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
-  const __m512i rounded = _mm512_mask_add_epi32(below, odd, below, _mm512_set1_epi32(1));
-  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  return _mm512_castsi512_ps(_mm512_and_si512(rounded, upper));
+  return _mm512_mask_add_epi32(below, odd, below, _mm512_set1_epi32(1));
 }
+
+inline Vec round_to(Vec v, BFloat16) { return upper_half(rounded_bits(v)); }
 
 #if defined(__AVX512BF16__)
 // Rounds to nearest even and keeps NaN, but flushes denormals (below 1.2e-38) to zero. That does for
 // results; intermediate values, which a large factor may follow, are rounded by round_to.
 inline __m256i narrow(Vec v, BFloat16) { return (__m256i)_mm512_cvtneps_pbh(v); }
 inline Vec stored_as(Vec v, BFloat16) { return widen(narrow(v, BFloat16{}), BFloat16{}); }
+
+inline __m512i any_pairs_of(Vec even, Vec odd) {
+  const __m512i in_turn =
+      _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                       21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(in_turn, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+}
+inline __m512i pairs_of(Vec even, Vec odd) { return any_pairs_of(even, odd); }
 #else
 inline __m256i narrow(Vec v, BFloat16) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_any_bits(v), 16));
 }
 inline Vec stored_as(Vec v, BFloat16) { return round_any_to(v, BFloat16{}); }
+
+inline __m512i joined(__m512i even, __m512i odd) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(even, 16), odd);
+}
+inline __m512i any_pairs_of(Vec even, Vec odd) {
+  return joined(rounded_any_bits(even), rounded_any_bits(odd));
+}
+inline __m512i pairs_of(Vec even, Vec odd) {
+  return joined(rounded_bits(even), rounded_bits(odd));
+}
 #endif
 
 inline __m256i narrow(Vec v, Float16) {
@@ -112,6 +140,9 @@ inline Vec round_to(Vec v, Float16) { return widen(narrow(v, Float16{}), Float16
 inline Vec round_any_to(Vec v, Float16) { return round_to(v, Float16{}); }
 inline Vec stored_as(Vec v, Float16) { return round_to(v, Float16{}); }
 
+inline __m512i load_words(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_words(void* p, __m512i words) { _mm512_storeu_si512(p, words); }
+
 template <class T>
 struct Lanes {  // a 16-bit storage type
   static Vec load(const T* p, Full) {
@@ -121,6 +152,8 @@ struct Lanes {  // a 16-bit storage type
     touch(p, tail);
     return widen(_mm256_maskz_loadu_epi16(mask_of(tail), p), T{});
   }
+  static Vec load(const T* p, Even) { return even_of(load_words(p), T{}); }
+  static Vec load(const T* p, Odd) { return odd_of(load_words(p), T{}); }
   static void store(T* p, Vec v, Full) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v, T{}));
   }
@@ -140,6 +173,8 @@ struct Lanes<float> {
     touch(p, tail);
     return _mm512_maskz_loadu_ps(mask_of(tail), p);
   }
+  static Vec load(const float* p, Even) { return every_second(p, 0); }
+  static Vec load(const float* p, Odd) { return every_second(p, 1); }
   static void store(float* p, Vec v, Full) { _mm512_storeu_ps(p, v); }
   static void store(float* p, Vec v, Tail tail) {
     touch(p, tail);
@@ -148,6 +183,14 @@ struct Lanes<float> {
   static Vec round(Vec v) { return v; }
   static Vec round_any(Vec v) { return v; }
   static Vec stored(Vec v) { return v; }
+
+ private:
+  static Vec every_second(const float* p, int first) {
+    const __m512i even =
+        _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i places = _mm512_add_epi32(even, _mm512_set1_epi32(first));
+    return _mm512_permutex2var_ps(load(p, Full{}), places, load(p + kLanes, Full{}));
+  }
 };
 
 }  // namespace

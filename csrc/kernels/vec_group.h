@@ -36,10 +36,12 @@ struct PlainGroup {
 template <class T>
 struct Group : PlainGroup<T, 1> {};
 
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
+#if !defined(__AVX512F__)
 template <>
 struct Group<Float16> : PlainGroup<Float16, 2> {};
+#endif
 
 // Even elements, then odd ones: each is half of 32 bits already, which spares shuffles.
 template <>
@@ -53,18 +55,14 @@ struct Group<BFloat16> {
   }
   template <class W>
   void store(BFloat16* p) const {
-    if constexpr (sizeof(W) == sizeof(BFloat16)) {
-      join(p, rounded_bits(v[0]), rounded_bits(v[1]));
-    } else {
-      join(p, rounded_any_bits(v[0]), rounded_any_bits(v[1]));
-    }
+    constexpr bool is_of_16_bits = sizeof(W) == sizeof(BFloat16);
+    store_words(p, is_of_16_bits ? pairs_of(v[0], v[1]) : any_pairs_of(v[0], v[1]));
   }
   void round_and_store(BFloat16* p) {
-    const __m256i even = rounded_bits(v[0]);
-    const __m256i odd = rounded_bits(v[1]);
-    v[0] = upper_half(even);
-    v[1] = upper_half(odd);
-    join(p, even, odd);
+    const auto pairs = pairs_of(v[0], v[1]);
+    v[0] = even_of(pairs, BFloat16{});
+    v[1] = odd_of(pairs, BFloat16{});
+    store_words(p, pairs);
   }
   static void order(float* values) {
     const Vec even = Lanes<float>::load(values, Even{});
@@ -74,12 +72,6 @@ struct Group<BFloat16> {
   }
 
   Vec v[kVecs];
-
- private:
-  static void join(BFloat16* p, __m256i even, __m256i odd) {
-    const __m256i joined = _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), joined);
-  }
 };
 
 #endif
@@ -92,11 +84,6 @@ inline Group<T> group_of(int64_t i, Value value) {
   Group<T> group;
   group.set(i, value);
   return group;
-}
-
-template <class T>
-inline Group<T> load_group(const T* p) {
-  return group_of<T>(0, [=](int64_t i, auto part) { return Lanes<T>::load(p + i, part); });
 }
 
 // Bring n values of a table, whole groups, into the order of groups of T.

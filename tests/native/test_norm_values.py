@@ -81,6 +81,15 @@ def test_wide_rows(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
     assert_near(out, oracle.rms_norm(x, weight, 1e-6))
 
 
+@pytest.mark.parametrize("magnitude", [1e-10, 1e-14, 1e-20])
+def test_small_squares_count(module: ModuleType, isa: str, magnitude: float) -> None:
+    """Instructions that multiply pairs of bfloat16 flush what is below 1.2e-38 to zero."""
+    x = (random(3, 4096, dtype=torch.float32) * magnitude).to(torch.bfloat16)
+    out = torch.empty_like(x)
+    module.rms_norm(out, x, None, 0.0)
+    assert_near(out, oracle.rms_norm(x, None, 0.0))
+
+
 def whole_rows(base: Tensor) -> Tensor:
     return base.flatten()[: 12 * 37].view(12, 37)
 
