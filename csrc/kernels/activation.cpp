@@ -8,7 +8,7 @@
 #include "kernels/moments.h"
 #include "kernels/prefetch.h"
 #include "kernels/result_table.h"
-#include "kernels/row_cursor.h"
+#include "kernels/rows.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
 #include "kernels/vec_group.h"
@@ -141,10 +141,6 @@ struct SwigluoaiGate {
 
 template <class T>
 struct Row {
-  Row(const RowCursor& row, const OpweaveActivation& call)
-      : out(reinterpret_cast<T*>(row.in(static_cast<char*>(call.out), 0))),
-        x(reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1))) {}
-
   T* out;
   const T* x;
 };
@@ -152,10 +148,9 @@ struct Row {
 // Calls body(row, the next row) for every row.
 template <class T, class Body>
 inline void for_each_row(int64_t begin, int64_t end, const OpweaveActivation& call, Body body) {
-  RowCursor row(call.rows, begin);
-  RowCursor next(call.rows, begin + 1);
-  for (int64_t r = begin; r < end; ++r, row.advance(), next.advance()) {
-    body(Row<T>(row, call), Row<T>(next, call));
+  Rows<T> rows(call.rows, call.out, call.x, begin);
+  for (int64_t r = begin; r < end; ++r, rows.advance()) {
+    body(Row<T>{rows.out(), rows.x()}, Row<const T>{rows.next_out(), rows.next_x()});
   }
 }
 
@@ -175,12 +170,12 @@ struct Elementwise {
     if constexpr (kIsLong<Activation<T>> && sizeof(T) == sizeof(uint16_t)) {
       if (ResultTable<T>::is_worth_it((end - begin) * call.width)) {
         const ResultTable<T> table(activation);
-        return for_each_row<T>(begin, end, call, [&](Row<T> row, Row<T> next) {
+        return for_each_row<T>(begin, end, call, [&](Row<T> row, Row<const T> next) {
           table.look_up().copy(row.out, row.x, call.width, next_rows(next.x, next.out));
         });
       }
     }
-    for_each_row<T>(begin, end, call, [&](Row<T> row, Row<T> next) {
+    for_each_row<T>(begin, end, call, [&](Row<T> row, Row<const T> next) {
       const auto value = [=](int64_t i, auto part) {
         return activation(Lanes<T>::load(row.x + i, part));
       };
@@ -204,7 +199,7 @@ struct Gated {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
     with_activated<Activation, T>(begin, end, call, [&](auto activated) {
-      for_each_row<T>(begin, end, call, [&](Row<T> row, Row<T> next) {
+      for_each_row<T>(begin, end, call, [&](Row<T> row, Row<const T> next) {
         const T* gate = row.x + (kSecondHalf ? call.width : 0);
         const T* other = row.x + (kSecondHalf ? 0 : call.width);
         const GatedProduct<T, decltype(activated)> product{activated, gate, other};
@@ -223,7 +218,7 @@ struct SparseGated {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
     const Activation<T> activation(call);
-    for_each_row<T>(begin, end, call, [&](Row<T> row, Row<T> next) {
+    for_each_row<T>(begin, end, call, [&](Row<T> row, Row<const T> next) {
       const T* other = row.x + call.width;
       const Vec bound = cutoff(row.x, call.width, call.parameters[0]);
       const auto product = [=](int64_t i, auto part) {
@@ -254,7 +249,7 @@ struct Swigluoai {
     const Vec limit = Lanes<T>::round(splat(call.parameters[1]));
     const Vec lower = sub(splat(0), limit);
     with_activated<SwigluoaiGate, T>(begin, end, call, [&](auto glu) {
-      for_each_row<T>(begin, end, call, [&](Row<T> row, Row<T> next) {
+      for_each_row<T>(begin, end, call, [&](Row<T> row, Row<const T> next) {
         const auto value = [=](int64_t i, auto part) {
           const T* pairs = row.x + 2 * i;
           const Vec up = max(lower, min(limit, load_pairs(pairs, part).second));

@@ -6,7 +6,7 @@
 #include "kernels/quant_row.h"
 #include "kernels/result_table.h"
 #include "kernels/rms.h"
-#include "kernels/row_cursor.h"
+#include "kernels/rows.h"
 #include "kernels/table.h"
 #include "kernels/vec_math.h"
 
@@ -41,39 +41,44 @@ template <class Scale>
 struct RmsNormRows {
   template <class T, class Q>
   static void run(int64_t begin, int64_t end, const OpweaveRmsNormQuant& call) {
-    with_weight<T>(call.weight, call.weight_dtype,
-                   [&](auto weight) { run_weighted<T, Q>(begin, end, call, weight); });
+    with_weight<T>(call.weight, call.weight_dtype, [&](auto weight) {
+      if (call.residual == nullptr) {
+        write_rows<T, Q>(begin, end, call, weight);
+      } else {
+        add_and_write_rows<T, Q>(begin, end, call, weight);
+      }
+    });
+  }
+
+ private:
+  template <class T, class Q, class W>
+  static void write_rows(int64_t begin, int64_t end, const OpweaveRmsNormQuant& call, W weight) {
+    Rows<T, typename Q::Storage> rows(call.rows, call.out, call.x, begin);
+    for (int64_t r = begin; r < end; ++r, rows.advance()) {
+      const float squares = sum_of_squares(rows.x(), call.width);
+      write<Q>(call, r, rows.out(), rows.x(), squares, weight,
+               next_rows(rows.next_x(), rows.next_out()));
+    }
   }
 
   template <class T, class Q, class W>
-  static void run_weighted(int64_t begin, int64_t end, const OpweaveRmsNormQuant& call, W weight) {
-    RowCursor row(call.rows, begin);
-    RowCursor next_row(call.rows, begin + 1);
-    RowCursor residual_row(call.residual_rows, begin);
-    RowCursor next_residual_row(call.residual_rows, begin + 1);
-    const void* added = call.residual != nullptr ? call.residual : call.x;
-    for (int64_t r = begin; r < end; ++r, row.advance(), residual_row.advance(), next_row.advance(),
-                 next_residual_row.advance()) {
-      auto* out = reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
-      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
-      float squares;
-      if (call.residual == nullptr) {
-        squares = sum_of_squares(x, call.width);
-      } else {
-        T* sum = reinterpret_cast<T*>(residual_row.in(static_cast<char*>(call.residual_out), 0));
-        const T* residual =
-            reinterpret_cast<const T*>(residual_row.in(static_cast<const char*>(call.residual), 1));
-        squares = add_and_sum_squares(sum, x, residual, call.width);
-        x = sum;
-      }
-      const float scale = inverse_rms(squares, call.width, call.epsilon);
-      const auto next = next_rows(
-          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)),
-          reinterpret_cast<const T*>(next_residual_row.in(static_cast<const char*>(added), 1)),
-          reinterpret_cast<const typename Q::Storage*>(
-              next_row.in(static_cast<const char*>(call.out), 0)));
-      Scale::template write<Q, T>(call, r, out, normalised(x, weight, scale), next);
+  static void add_and_write_rows(int64_t begin, int64_t end, const OpweaveRmsNormQuant& call,
+                                 W weight) {
+    Rows<T, typename Q::Storage> rows(call.rows, call.out, call.x, begin);
+    Rows<T> sums(call.residual_rows, call.residual_out, call.residual, begin);
+    for (int64_t r = begin; r < end; ++r, rows.advance(), sums.advance()) {
+      const float squares = add_and_sum_squares(sums.out(), rows.x(), sums.x(), call.width);
+      const T* sum = sums.out();
+      write<Q>(call, r, rows.out(), sum, squares, weight,
+               next_rows(rows.next_x(), sums.next_x(), rows.next_out()));
     }
+  }
+
+  template <class Q, class T, class W, class Ahead>
+  static void write(const OpweaveRmsNormQuant& call, int64_t row, typename Q::Storage* out,
+                    const T* x, float squares, W weight, Ahead next) {
+    const float scale = inverse_rms(squares, call.width, call.epsilon);
+    Scale::template write<Q, T>(call, row, out, normalised(x, weight, scale), next);
   }
 };
 
@@ -90,17 +95,13 @@ struct SiluAndMulRows {
   template <class T, class Q, class Activated>
   static void run_activated(int64_t begin, int64_t end, const OpweaveSiluAndMulQuant& call,
                             Activated activated) {
-    RowCursor row(call.rows, begin);
-    RowCursor next_row(call.rows, begin + 1);
-    for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
-      auto* out = reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
-      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
-      const T* next = reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1));
-      const auto* next_out = reinterpret_cast<const typename Q::Storage*>(
-          next_row.in(static_cast<const char*>(call.out), 0));
-      Scale::template write<Q, T>(call, r, out,
+    Rows<T, typename Q::Storage> rows(call.rows, call.out, call.x, begin);
+    for (int64_t r = begin; r < end; ++r, rows.advance()) {
+      const T* x = rows.x();
+      const T* next = rows.next_x();
+      Scale::template write<Q, T>(call, r, rows.out(),
                                   GatedProduct<T, Activated>{activated, x, x + call.width},
-                                  next_rows(next, next + call.width, next_out));
+                                  next_rows(next, next + call.width, rows.next_out()));
     }
   }
 

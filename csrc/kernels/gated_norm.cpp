@@ -4,6 +4,7 @@
 #include "kernels/prefetch.h"
 #include "kernels/rms.h"
 #include "kernels/row_cursor.h"
+#include "kernels/rows.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
 #include "kernels/vec_math.h"
@@ -89,20 +90,16 @@ inline void gate_then_norm(const Segment<T, W> group, float epsilon) {
 
 template <class T, class W, class Norm>
 inline void for_each_group(int64_t begin, int64_t end, const OpweaveGatedNorm& call, Norm norm) {
-  RowCursor rows(call.rows, begin);
+  Rows<T> rows(call.rows, call.out, call.x, begin);
   RowCursor gates(call.gate_rows, begin);
-  RowCursor next_row(call.rows, begin + 1);
-  RowCursor next_gate(call.gate_rows, begin + 1);
+  RowCursor next_gates(call.gate_rows, begin + 1);
   const char* gate_base = static_cast<const char*>(call.gate != nullptr ? call.gate : call.x);
-  for (int64_t r = begin; r < end;
-       ++r, rows.advance(), gates.advance(), next_row.advance(), next_gate.advance()) {
-    T* out = reinterpret_cast<T*>(rows.in(static_cast<char*>(call.out), 0));
-    const T* x = reinterpret_cast<const T*>(rows.in(static_cast<const char*>(call.x), 1));
+  for (int64_t r = begin; r < end; ++r, rows.advance(), gates.advance(), next_gates.advance()) {
+    T* out = rows.out();
+    const T* x = rows.x();
     const T* gate = reinterpret_cast<const T*>(gates.in(gate_base, 0));
-    const auto next =
-        next_rows(reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)),
-                  reinterpret_cast<const T*>(next_gate.in(gate_base, 0)),
-                  reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.out), 0)));
+    const T* next_gate = reinterpret_cast<const T*>(next_gates.in(gate_base, 0));
+    const auto next = next_rows(rows.next_x(), next_gate, rows.next_out());
     const W* weight = static_cast<const W*>(call.weight);
     for (int64_t i = 0; i < call.width; i += call.group_size) {
       norm(Segment<T, W>{out + i, x + i, gate + i, weight != nullptr ? weight + i : nullptr,

@@ -3,7 +3,7 @@
 
 #include "kernels/moments.h"
 #include "kernels/prefetch.h"
-#include "kernels/row_cursor.h"
+#include "kernels/rows.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
 #include "kernels/vec_group.h"
@@ -15,16 +15,11 @@ struct LayerNormRows {
   static void run(int64_t begin, int64_t end, const OpweaveLayerNorm& call) {
     const W* weight = static_cast<const W*>(call.weight);
     const W* bias = static_cast<const W*>(call.bias);
-    RowCursor row(call.rows, begin);
-    RowCursor next_row(call.rows, begin + 1);
-    for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
-      T* out = reinterpret_cast<T*>(row.in(static_cast<char*>(call.out), 0));
-      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+    Rows<T> rows(call.rows, call.out, call.x, begin);
+    for (int64_t r = begin; r < end; ++r, rows.advance()) {
+      const T* x = rows.x();
       const float mean = mean_of(x, call.width);
       const float variance = variance_of(x, call.width, mean);
-      const auto next = next_rows(
-          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)),
-          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.out), 0)));
       const Vec means = splat(mean);
       const Vec scale = splat(1.0f / __builtin_sqrtf(variance + call.epsilon));
       const auto value = [=](int64_t i, auto part) {
@@ -33,7 +28,8 @@ struct LayerNormRows {
         const Vec shift = bias != nullptr ? Lanes<W>::load(bias + i, part) : splat(0);
         return fma(normalised, factor, shift);
       };
-      store_row<W, 1>(out, call.width, fetching_if<kIsFetched<T>>(value, next));
+      const auto next = next_rows(rows.next_x(), rows.next_out());
+      store_row<W, 1>(rows.out(), call.width, fetching_if<kIsFetched<T>>(value, next));
     }
   }
 };

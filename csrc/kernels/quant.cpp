@@ -6,6 +6,7 @@
 
 #include "kernels/quant_row.h"
 #include "kernels/row_cursor.h"
+#include "kernels/rows.h"
 #include "kernels/table.h"
 
 namespace {
@@ -13,13 +14,11 @@ namespace {
 struct StaticQuantRows {
   template <class T, class Q>
   static void run(int64_t begin, int64_t end, const OpweaveStaticQuant& call) {
-    RowCursor row(call.rows, begin);
-    RowCursor next_row(call.rows, begin + 1);
-    for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
-      auto* out = reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
-      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
-      const auto next = next_rows(
-          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)));
+    Rows<T, typename Q::Storage> rows(call.rows, call.out, call.x, begin);
+    for (int64_t r = begin; r < end; ++r, rows.advance()) {
+      auto* out = rows.out();
+      const T* x = rows.x();
+      const auto next = next_rows(rows.next_x());
       const float* scales = call.scales + r / call.block_rows * call.row_blocks;
       if (call.block_columns == 1) {
         quantise_columns<Q>(out, call.width, scales, fetching(Loaded<T>{x}, next));
@@ -45,13 +44,11 @@ struct StaticQuantRows {
 struct PerTokenQuantRows {
   template <class T, class Q>
   static void run(int64_t begin, int64_t end, const OpweavePerTokenQuant& call) {
-    RowCursor row(call.rows, begin);
-    RowCursor next_row(call.rows, begin + 1);
-    for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
-      auto* out = reinterpret_cast<typename Q::Storage*>(row.in(static_cast<char*>(call.out), 0));
-      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
-      const auto next = next_rows(
-          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)));
+    Rows<T, typename Q::Storage> rows(call.rows, call.out, call.x, begin);
+    for (int64_t r = begin; r < end; ++r, rows.advance()) {
+      auto* out = rows.out();
+      const T* x = rows.x();
+      const auto next = next_rows(rows.next_x());
       const float largest = bounded(largest_of_row(x, call.width), call.upper_bound);
       call.scales[r] = scale_for<Q>(largest);
       quantise<Q>(out, call.width, call.scales[r], fetching(Loaded<T>{x}, next));
@@ -63,13 +60,11 @@ struct GroupQuantRows {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveGroupQuant& call) {
     const int64_t groups = (call.width + call.group_size - 1) / call.group_size;
-    RowCursor row(call.rows, begin);
-    RowCursor next_row(call.rows, begin + 1);
-    for (int64_t r = begin; r < end; ++r, row.advance(), next_row.advance()) {
-      auto* out = reinterpret_cast<uint8_t*>(row.in(static_cast<char*>(call.out), 0));
-      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
-      const auto next = next_rows(
-          reinterpret_cast<const T*>(next_row.in(static_cast<const char*>(call.x), 1)));
+    Rows<T, uint8_t> rows(call.rows, call.out, call.x, begin);
+    for (int64_t r = begin; r < end; ++r, rows.advance()) {
+      auto* out = rows.out();
+      const T* x = rows.x();
+      const auto next = next_rows(rows.next_x());
       quantise_stored_groups(out, call.scales + r * groups, call.width, call.group_size,
                              call.power_of_two != 0, x, fetching(Loaded<T>{x}, next));
     }

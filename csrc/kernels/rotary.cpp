@@ -10,6 +10,7 @@
 #include "kernels/prefetch.h"
 #include "kernels/rms.h"
 #include "kernels/row_cursor.h"
+#include "kernels/rows.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
 #include "kernels/vec_group.h"
@@ -143,41 +144,36 @@ template <class T>
 class Heads {
  public:
   Heads(const OpweaveHeads& heads, int64_t token)
-      : heads_(heads), token_(heads.tokens, token), next_(heads.tokens, token + 1) {}
+      : heads_(heads), tokens_(heads.tokens, heads.out, heads.x, token) {}
 
   // Calls visit(out, x, x of the next token) for every head, and goes on to that token.
   template <class Visit>
   void for_each(Visit visit) {
-    char* out = token_.in(static_cast<char*>(heads_.out), 0);
-    const char* x = token_.in(static_cast<const char*>(heads_.x), 1);
-    const char* next = next_.in(static_cast<const char*>(heads_.x), 1);
+    T* out = tokens_.out();
+    const T* x = first();
+    const T* next = tokens_.next_x();
     for (int64_t h = 0; h < heads_.count; ++h) {
-      visit(reinterpret_cast<T*>(out), reinterpret_cast<const T*>(x),
-            next_rows(reinterpret_cast<const T*>(next)));
-      out += heads_.out_stride;
-      x += heads_.x_stride;
-      next += heads_.x_stride;
+      visit(out, x, next_rows(next));
+      out = moved(out, heads_.out_stride);
+      x = after(x);
+      next = after(next);
     }
-    token_.advance();
-    next_.advance();
+    tokens_.advance();
   }
 
   bool is_empty() const { return heads_.count == 0; }
-  const T* first() const { return head_of(token_, 0); }
-  const T* last() const { return head_of(token_, heads_.count - 1); }
-  const T* after(const T* x) const {
-    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(x) + heads_.x_stride);
-  }
+  const T* first() const { return tokens_.x(); }
+  const T* last() const { return moved(first(), (heads_.count - 1) * heads_.x_stride); }
+  const T* after(const T* x) const { return moved(x, heads_.x_stride); }
 
  private:
-  const T* head_of(const RowCursor& token, int64_t h) const {
-    const char* x = token.in(static_cast<const char*>(heads_.x), 1);
-    return reinterpret_cast<const T*>(x + h * heads_.x_stride);
+  template <class P>
+  static P* moved(P* p, int64_t bytes) {
+    return reinterpret_cast<P*>(reinterpret_cast<intptr_t>(p) + bytes);
   }
 
   const OpweaveHeads& heads_;
-  RowCursor token_;
-  RowCursor next_;
+  Rows<T> tokens_;
 };
 
 template <class T>

@@ -1,0 +1,35 @@
+// The rows of a call, read and written in order.
+#pragma once
+
+#include "kernels/row_cursor.h"
+
+namespace {
+
+// Rows of T that are read, rows of Out that are written, operands 1 and 0, and those that come next.
+template <class T, class Out = T>
+class Rows {
+ public:
+  Rows(const OpweaveRows& rows, void* out, const void* x, int64_t begin)
+      : out_(static_cast<char*>(out)),
+        x_(static_cast<const char*>(x)),
+        row_(rows, begin),
+        next_(rows, begin + 1) {}
+
+  Out* out() const { return reinterpret_cast<Out*>(row_.in(out_, 0)); }
+  const T* x() const { return reinterpret_cast<const T*>(row_.in(x_, 1)); }
+  const Out* next_out() const { return reinterpret_cast<const Out*>(next_.in(out_, 0)); }
+  const T* next_x() const { return reinterpret_cast<const T*>(next_.in(x_, 1)); }
+
+  void advance() {
+    row_.advance();
+    next_.advance();
+  }
+
+ private:
+  char* out_;
+  const char* x_;
+  RowCursor row_;
+  RowCursor next_;
+};
+
+}  // namespace
