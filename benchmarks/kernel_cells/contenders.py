@@ -79,7 +79,8 @@ def door_call(cell: Cell, arguments: Arguments) -> tuple[str, Arguments]:
 def _real(value: Tensor, known: dict[int, Any]) -> Any:
     if id(value) in known:
         return known[id(value)]
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    output = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return output.zero_()  # an output that is reused has its pages already
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
