@@ -27,17 +27,6 @@ struct Int8 {
   static auto codes(const Vec (&v)[kAtOnce]) { return int8_of(v); }
 };
 
-// A row that lies in memory.
-template <class T>
-struct Loaded {
-  template <class Part>
-  Vec operator()(int64_t i, Part part) const {
-    return Lanes<T>::load(values + i, part);
-  }
-
-  const T* values;
-};
-
 // Half of what comes next, from element `first` on, for work that walks along a row twice.
 template <class Ahead>
 struct Half {

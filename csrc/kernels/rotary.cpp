@@ -45,7 +45,7 @@ class Angles {
     } else {
       load_row(static_cast<const T*>(call_.cache) + row);
     }
-    if (!call_.is_neox) interleave();
+    if (!call_.is_neox && !kHoldsPairs<T>) interleave();
     order_groups<T>(cos_, grouped_);
     order_groups<T>(sin_, grouped_);
   }
@@ -66,18 +66,29 @@ class Angles {
   }
 
   // out may be x; next is fetched.
-  template <class... Rows>
-  void rotate(T* out, const T* x, Next<Rows...> next) const {
-    const auto value = [=](int64_t i, auto part) { return Lanes<T>::load(x + i, part); };
+  template <class Ahead>
+  void rotate(T* out, const T* x, Ahead next) const {
     if (call_.is_neox) {
-      write_halves(out, fetching(value, next));
+      rotate_halves(out, x, next);
     } else {
-      write_pairs(out, fetching(value, next));
+      rotate_neighbours(out, x, next);
     }
-    if (out != x) {
-      const int64_t rest = call_.head_size - call_.rotary_size;
-      memcpy(out + call_.rotary_size, x + call_.rotary_size, static_cast<size_t>(rest) * sizeof(T));
+  }
+
+  template <class Ahead>
+  void rotate_halves(T* out, const T* x, Ahead next) const {
+    write_halves(out, fetching(Loaded<T>{x}, next));
+    copy_rest(out, x);
+  }
+
+  template <class Ahead>
+  void rotate_neighbours(T* out, const T* x, Ahead next) const {
+    if constexpr (kHoldsPairs<T>) {
+      write_groups_of_pairs(out, x, next);
+    } else {
+      write_pairs(out, fetching(Loaded<T>{x}, next));
     }
+    copy_rest(out, x);
   }
 
  private:
@@ -123,6 +134,30 @@ class Angles {
     second.template store<T>(out + half_);
   }
 
+  // A group has what turns together in the same lane of its two vectors.
+  template <class Ahead>
+  void write_groups_of_pairs(T* out, const T* x, Ahead next) const {
+    const int64_t grouped = 2 * half_ / kGroup<T> * kGroup<T>;
+    for (int64_t i = 0; i < grouped; i += kGroup<T>) {
+      next.fetch(i);
+      write_group_of_pairs(out + i, x + i, i / 2);
+    }
+    if (grouped == 2 * half_) return;
+    T rest[kGroup<T>] = {};
+    const size_t bytes = static_cast<size_t>(2 * half_ - grouped) * sizeof(T);
+    memcpy(rest, x + grouped, bytes);
+    write_group_of_pairs(rest, rest, grouped / 2);
+    memcpy(out + grouped, rest, bytes);
+  }
+
+  void write_group_of_pairs(T* out, const T* x, int64_t angle) const {
+    Group<T> group = group_of<T>(0, Loaded<T>{x});
+    const Rotated both = rotated(group.v[0], group.v[1], angle);
+    group.v[0] = both.first;
+    group.v[1] = both.second;
+    group.template store<T>(out);
+  }
+
   template <class Value>
   void write_pairs(T* out, Value value) const {
     for_each_vec(2 * half_, [=](int64_t i, auto part) {
@@ -130,6 +165,12 @@ class Angles {
       const Vec sums = add(by_cosine(values, i), by_sine(swap_pairs(values), i));
       Lanes<T>::store(out + i, sums, part);
     });
+  }
+
+  void copy_rest(T* out, const T* x) const {
+    if (out == x) return;
+    const int64_t rest = call_.head_size - call_.rotary_size;
+    memcpy(out + call_.rotary_size, x + call_.rotary_size, static_cast<size_t>(rest) * sizeof(T));
   }
 
   const OpweaveRotary& call_;
@@ -179,15 +220,21 @@ class Heads {
 template <class T>
 class RotatedHeads {
  public:
-  RotatedHeads(const OpweaveRotary&, const OpweaveHeads& heads, int64_t token)
-      : heads_(heads, token) {}
+  RotatedHeads(const OpweaveRotary& call, const OpweaveHeads& heads, int64_t token)
+      : heads_(heads, token), is_neox_(call.is_neox != 0) {}
 
   void run(const Angles<T>& angles) {
-    heads_.for_each([&](T* out, const T* x, auto next) { angles.rotate(out, x, next); });
+    if (is_neox_) {
+      heads_.for_each([&](T* out, const T* x, auto next) { angles.rotate_halves(out, x, next); });
+    } else {
+      heads_.for_each(
+          [&](T* out, const T* x, auto next) { angles.rotate_neighbours(out, x, next); });
+    }
   }
 
  private:
   Heads<T> heads_;
+  bool is_neox_;
 };
 
 // Heads are normalised, then rotated.

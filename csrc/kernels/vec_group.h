@@ -9,6 +9,17 @@
 
 namespace {
 
+// A row that lies in memory.
+template <class T>
+struct Loaded {
+  template <class Part>
+  Vec operator()(int64_t i, Part part) const {
+    return Lanes<T>::load(values + i, part);
+  }
+
+  const T* values;
+};
+
 template <class T, int kCount>
 struct PlainGroup {
   static constexpr int kVecs = kCount;
@@ -35,6 +46,11 @@ struct PlainGroup {
 
 template <class T>
 struct Group : PlainGroup<T, 1> {};
+
+// Whether a group's first vector holds the first one of every two neighbours, and its second vector
+// the second one.
+template <class T>
+constexpr bool kHoldsPairs = false;
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
@@ -73,6 +89,9 @@ struct Group<BFloat16> {
 
   Vec v[kVecs];
 };
+
+template <>
+constexpr bool kHoldsPairs<BFloat16> = true;
 
 #endif
 
