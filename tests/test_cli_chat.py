@@ -24,6 +24,13 @@ from opweave.engine import LLM, SamplingParams
 CHECKPOINT = Path(__file__).parent.parent / "examples" / "models" / "tiny-pydoc"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '\n' }}{% endfor %}"
 DEFAULTS = {"--chat-template": TEMPLATE, "--temperature": "0"}
+# A shell's background job ignores Ctrl-C, and so would what it starts.
+_IN_A_TERMINAL = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from opweave.cli import main
+main()
+"""
 Chat = Callable[..., tuple[int, str, str]]
 
 
@@ -133,7 +140,7 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self._ours, theirs = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from opweave.cli import main; main()", *command(*arguments)],
+            [sys.executable, "-c", _IN_A_TERMINAL, *command(*arguments)],
             stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
             env={**os.environ, "COLUMNS": "200", "TERM": "dumb"},
         )  # fmt: skip

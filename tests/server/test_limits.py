@@ -100,6 +100,17 @@ def test_bodies_that_are_too_large(start: Start, chunked: bool) -> None:
     assert server.engine.calls[-1].params.max_tokens == 1
 
 
+def test_who_writes_on_gets_the_answer(start: Start) -> None:
+    server = start(config=ServerConfig(max_body_bytes=1000))
+    size = 20_000_000
+    with socket.create_connection(address(server)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+        connection.sendall(head.encode() + b"a" * size)
+        with connection.makefile("rb") as answer:
+            assert answer.readline().startswith(b"HTTP/1.1 413 ")
+            assert b"1000 bytes" in answer.read()
+
+
 def test_a_body_that_never_ends_is_not_kept(start: Start) -> None:
     server = start(config=ServerConfig(max_body_bytes=1000))
     with socket.create_connection(address(server)) as connection:

@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,6 +22,7 @@ from opweave.server.errors import ApiError, api_error
 _access = logging.getLogger("opweave.server.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_LINGERS_SECONDS = 1.0
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})  # for probes, which have no key
 
 Observe = Callable[[Scope, int, float], None]  # of a response: its request, status and seconds
@@ -135,9 +137,9 @@ class WholeBody:
                 code="timeout",
                 headers={"Connection": "close"},
             )
-            await error_response(late)(scope, receive, send)
+            await _refuse(late, receive, send)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await _refuse(error, receive, send)
         else:
             await self._app(scope, _replaying(body, receive), send)
 
@@ -166,6 +168,23 @@ class WholeBody:
             code="request_too_large",
             headers={"Connection": "close"},
         )
+
+
+async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
+    """Answer with *error*, and go on reading for a while.
+
+    A connection that is closed with something unread is reset, and a client that is still writing
+    loses the answer (RFC 9112, section 9.6).
+    """
+    answer = error_response(error)
+    start = {"type": "http.response.start", "status": answer.status_code}
+    await send({**start, "headers": answer.raw_headers})
+    await send({"type": "http.response.body", "body": answer.body, "more_body": True})
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LINGERS_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass
+    await send({"type": "http.response.body"})
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
