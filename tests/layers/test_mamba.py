@@ -63,16 +63,24 @@ def test_mixers_are_those_of_transformers(kind: str) -> None:
     near(layer(hidden), wanted)
 
 
-@pytest.mark.parametrize("kind", ["jamba", "mamba2", "short_conv"])
-def test_bfloat16(kind: str) -> None:
+def bfloat16_errors(kind: str) -> Tensor:
+    """How far our mixer is from float32 with the same weights, and how far transformers' is."""
     pair = PAIRS[kind]()
     theirs = randomised(pair.theirs).to(torch.bfloat16)
     layer = load(pair.make(params_dtype=torch.bfloat16), theirs.state_dict())
     hidden = torch.randn(11, HIDDEN).to(torch.bfloat16)
-    wanted, found = theirs(hidden[None])[0], layer(hidden)
-    assert found.dtype == torch.bfloat16
-    # Ours rounds less often; roundings of a few steps, of values about as large as the largest.
-    near(found.float(), wanted.float(), 0.03 * float(wanted.abs().max()))
+    results = [layer(hidden), theirs(hidden[None])[0]]
+    assert all(result.dtype == torch.bfloat16 for result in results)
+    exact = theirs.float()(hidden[None].float())[0]
+    return torch.stack([(result.float() - exact).norm() for result in results]) / exact.norm()
+
+
+@pytest.mark.parametrize("kind", ["jamba", "mamba2", "short_conv"])
+def test_bfloat16(kind: str) -> None:
+    # Medians: weights drawn at random lose much to rounding now and then, in either mixer.
+    ours, others = torch.stack([bfloat16_errors(kind) for _ in range(32)]).median(0).values
+    assert ours < 0.02
+    assert ours < 1.25 * others  # ours rounds less often
 
 
 def steps(layer: StatefulLayer, hidden: Tensor, sizes: list[int], cache: StateCache) -> Tensor:
