@@ -19,7 +19,7 @@ namespace {
 // Rows (queries times heads) of a part: their state of float32 fits the second-level cache, and six
 // and sixteen, as many as kernels multiply at once, divide it.
 constexpr int64_t kPartRows = 96;
-// With fewer parts for each of several threads, heads are spread over more of them.
+// So many parts for each thread balance the work of threads.
 constexpr int64_t kEnoughParts = 4;
 
 void check_cache(const View& cache, const View& query) {
@@ -124,9 +124,11 @@ Plan plan_of(const OpweavePagedAttention& call, int64_t sequences) {
   }
   const int64_t fitting = std::max<int64_t>(1, kPartRows / (plan.tokens * call.group));
   const int64_t threads = thread_count();
-  const int64_t enough = threads == 1 ? 1 : threads * kEnoughParts;
-  const int64_t spread = std::max<int64_t>(1, call.kv_heads * cuts / enough);
-  plan.heads = std::min({fitting, spread, call.kv_heads});
+  // Heads of a part share its work, but threads share the heads: those of every sequence, or those of
+  // all sequences if they are many.
+  const int64_t of_each = (call.kv_heads + threads - 1) / threads;
+  const int64_t of_all = call.kv_heads * cuts / (threads * kEnoughParts);
+  plan.heads = std::min({fitting, std::max(of_each, of_all), call.kv_heads});
   plan.parts.reserve(static_cast<size_t>(cuts * ((call.kv_heads - 1) / plan.heads + 1)));
   for (int64_t i = 0; i < sequences; ++i) {
     const int64_t queries = call.cu_seqlens_q[i + 1] - call.cu_seqlens_q[i];

@@ -153,6 +153,17 @@ def test_threads_share_long_batches(module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_share_the_heads_of_a_sequence(
+    module: ModuleType, isa: str, dtype: torch.dtype
+) -> None:
+    c = case([(1, 200)], heads=(16, 8), block_size=64, dtype=dtype)
+    alone = check(module.paged_attention, c)
+    for threads in (2, 3, 5, 16):
+        with using_threads(threads):
+            assert torch.equal(check(module.paged_attention, c), alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_unseen_key_reaches_no_query(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
     for heads in ((4, 4), (4, 2), (4, 1)):
         c = case([(12, 40)], heads=heads, window=20, dtype=dtype)
