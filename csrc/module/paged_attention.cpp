@@ -19,7 +19,7 @@ namespace {
 // Rows (queries times heads) of a part: their state of float32 fits the second-level cache, and six
 // and sixteen, as many as kernels multiply at once, divide it.
 constexpr int64_t kPartRows = 96;
-// So many parts for each thread balance the work of threads.
+// So many parts for each thread balance the work of all.
 constexpr int64_t kEnoughParts = 4;
 
 void check_cache(const View& cache, const View& query) {
@@ -124,8 +124,8 @@ Plan plan_of(const OpweavePagedAttention& call, int64_t sequences) {
   }
   const int64_t fitting = std::max<int64_t>(1, kPartRows / (plan.tokens * call.group));
   const int64_t threads = thread_count();
-  // Heads of a part share its work, but threads share the heads: those of every sequence, or those of
-  // all sequences if they are many.
+  // Heads of a part share its lanes, so they are spread no further than threads need: those of each
+  // sequence over all threads, or those of many sequences over enough parts.
   const int64_t of_each = (call.kv_heads + threads - 1) / threads;
   const int64_t of_all = call.kv_heads * cuts / (threads * kEnoughParts);
   plan.heads = std::min({fitting, std::max(of_each, of_all), call.kv_heads});
