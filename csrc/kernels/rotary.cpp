@@ -69,26 +69,16 @@ class Angles {
   template <class Ahead>
   void rotate(T* out, const T* x, Ahead next) const {
     if (call_.is_neox) {
-      rotate_halves(out, x, next);
-    } else {
-      rotate_neighbours(out, x, next);
-    }
-  }
-
-  template <class Ahead>
-  void rotate_halves(T* out, const T* x, Ahead next) const {
-    write_halves(out, fetching(Loaded<T>{x}, next));
-    copy_rest(out, x);
-  }
-
-  template <class Ahead>
-  void rotate_neighbours(T* out, const T* x, Ahead next) const {
-    if constexpr (kHoldsPairs<T>) {
+      write_halves(out, fetching(Loaded<T>{x}, next));
+    } else if constexpr (kHoldsPairs<T>) {
       write_groups_of_pairs(out, x, next);
     } else {
       write_pairs(out, fetching(Loaded<T>{x}, next));
     }
-    copy_rest(out, x);
+    if (out != x) {
+      const int64_t rest = call_.head_size - call_.rotary_size;
+      memcpy(out + call_.rotary_size, x + call_.rotary_size, static_cast<size_t>(rest) * sizeof(T));
+    }
   }
 
  private:
@@ -167,12 +157,6 @@ class Angles {
     });
   }
 
-  void copy_rest(T* out, const T* x) const {
-    if (out == x) return;
-    const int64_t rest = call_.head_size - call_.rotary_size;
-    memcpy(out + call_.rotary_size, x + call_.rotary_size, static_cast<size_t>(rest) * sizeof(T));
-  }
-
   const OpweaveRotary& call_;
   int64_t half_;
   int64_t grouped_;  // how much of a half falls into groups
@@ -220,21 +204,15 @@ class Heads {
 template <class T>
 class RotatedHeads {
  public:
-  RotatedHeads(const OpweaveRotary& call, const OpweaveHeads& heads, int64_t token)
-      : heads_(heads, token), is_neox_(call.is_neox != 0) {}
+  RotatedHeads(const OpweaveRotary&, const OpweaveHeads& heads, int64_t token)
+      : heads_(heads, token) {}
 
   void run(const Angles<T>& angles) {
-    if (is_neox_) {
-      heads_.for_each([&](T* out, const T* x, auto next) { angles.rotate_halves(out, x, next); });
-    } else {
-      heads_.for_each(
-          [&](T* out, const T* x, auto next) { angles.rotate_neighbours(out, x, next); });
-    }
+    heads_.for_each([&](T* out, const T* x, auto next) { angles.rotate(out, x, next); });
   }
 
  private:
   Heads<T> heads_;
-  bool is_neox_;
 };
 
 // Heads are normalised, then rotated.
