@@ -252,7 +252,7 @@ struct Swigluoai {
       for_each_row<T>(begin, end, call, [&](Row<T> row, Row<const T> next) {
         const auto value = [=](int64_t i, auto part) {
           const T* pairs = row.x + 2 * i;
-          const Vec up = max(lower, min(limit, load_pairs(pairs, part).second));
+          const Vec up = min(limit, max(lower, load_pairs(pairs, part).second));
           return mul(Lanes<T>::round(add(up, splat(1))), glu.load_first(pairs, part));
         };
         const auto* next_pairs = reinterpret_cast<const T(*)[2]>(next.x);

@@ -368,8 +368,10 @@ class Part : PagedPart<T> {
   // Turns a row's scores into weights, and rescales what it has summed up to their maximum.
   void weigh(int64_t row, Span steps, float* scores, float maximum) {
     Vec total = splat(0);
+    // Scores that are all minus infinity have no distance from it: their weights are zero.
+    const Vec origin = splat(maximum == -__builtin_inff() ? 0 : maximum);
     for (int64_t t = steps.begin; t < steps.end; t += kLanes) {
-      const Vec distance = sub(Lanes<float>::load(scores + t, Full{}), splat(maximum));
+      const Vec distance = sub(Lanes<float>::load(scores + t, Full{}), origin);
       const Vec weight = exp_of_negative(distance);
       Lanes<float>::store(scores + t, weight, Full{});
       total = add(total, weight);

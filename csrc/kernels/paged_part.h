@@ -64,11 +64,15 @@ class PagedPart {
            head * call_.query_head_stride;
   }
 
+  bool sees_keys(int64_t token) const {
+    return first_visible(token) < least(end_visible(token), length_);
+  }
+
   // Writes a row: what was summed up over the sum of its weights.
   void store_output(int64_t token, int64_t head, const float* output, float total) const {
     const int64_t first = (token * call_.kv_heads * call_.group + head) * call_.value_size;
-    // A query without keys gives zeros.
-    const Vec factor = splat(total == 0 ? 0.0f : 1.0f / total);
+    // A query without keys gives zeros; one whose scores are all minus infinity gives NaN.
+    const Vec factor = splat(sees_keys(token - first_query_) ? 1.0f / total : 0.0f);
     const auto value = [=](int64_t d, auto) {
       return mul(Lanes<float>::load(output + d, Full{}), factor);
     };

@@ -386,7 +386,9 @@ class TiledPart : PagedPart<BFloat16> {
   Vec limited(Vec scores) const {
     constexpr float kLog2OfE = 1.44269504f;
     if (call_.soft_cap == 0) return mul(scores, splat(call_.scale * kLog2OfE));
-    const Vec scaled = mul(scores, splat(call_.scale / call_.soft_cap));
+    constexpr float kMost = 0x1.fffffep127f;  // or scores of zero would become NaN
+    const Vec factor = min(splat(kMost), splat(call_.scale / call_.soft_cap));
+    const Vec scaled = mul(scores, max(splat(-kMost), factor));
     return mul(splat(call_.soft_cap * kLog2OfE), tanh(scaled));
   }
 

@@ -1,6 +1,8 @@
 // Activations: argument checks, then the kernels.
 #include "kernels/activation.h"
 
+#include <cmath>
+
 #include "module/module.h"
 #include "module/row_checks.h"
 
@@ -69,7 +71,8 @@ void fatrelu_and_mul(const View& out, const View& x, double threshold) {
 }
 
 void swigluoai_and_mul(const View& out, const View& x, double alpha, double limit) {
-  run_gated(out, x, &OpweaveActivationKernels::swigluoai_and_mul, alpha, limit);
+  const double factor = std::isnan(limit) ? limit : alpha;  // what is clamped by NaN is NaN
+  run_gated(out, x, &OpweaveActivationKernels::swigluoai_and_mul, factor, limit);
 }
 
 void gelu_new(const View& out, const View& x) {

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
 #include <vector>
 
 #include "module/module.h"
@@ -152,11 +153,13 @@ void run_parts(const OpweavePagedAttention& call, const Plan& plan) {
   // Parts differ in size: a thread takes the next one when it is done with its last.
   std::atomic<int64_t> next{0};
   for_rows(count, elements + 1, [&](int64_t, int64_t) {
-    float* scratch = scratch_of(floats);
+    float* scratch = scratch_or_null(floats);
+    if (scratch == nullptr) return;  // the parts are left to threads that have memory
     for (int64_t i = next++; i < count; i = next++) {
       kernels.run(&call, &plan.parts[static_cast<size_t>(i)], scratch);
     }
   });
+  if (next < count) fail_without_scratch(floats);
 }
 
 // The byte that every zero is stored as: zero, or of a zero that a scale has been applied to.
@@ -215,10 +218,15 @@ void attend(const View& out, const float* out_scale, const View& query, const Vi
   call.head_size = query.sizes[2];
   call.value_size = value_cache.sizes[3];
   call.block_size = key_cache.sizes[2];
-  call.window = window.value_or(0);
+  // Lengths are of 32 bits.
+  call.window = std::min<int64_t>(window.value_or(0), std::numeric_limits<int32_t>::max());
   call.is_causal = options.causal ? 1 : 0;
   call.scale = static_cast<float>(options.scale);
-  call.soft_cap = static_cast<float>(soft_cap.value_or(0));
+  // Zero is none. With a cap as small as this one all scores are as good as zero.
+  call.soft_cap =
+      soft_cap.has_value()
+          ? std::max(static_cast<float>(*soft_cap), std::numeric_limits<float>::min())
+          : 0.0f;
   call.dtype = query.dtype;
   check_sequences(block_tables, call, key_cache.sizes[0], query.sizes[0]);
   const int64_t row_bytes = query.sizes[1] * call.value_size * out.element_size();

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
+from opweave.ir.ops.activation import swigluoai_and_mul
 from opweave.kernels.opweave_c import activation, pointwise
 
 from .activation_cases import CASES, GATED, IDS, POINTWISE, Case, native_share
@@ -71,6 +72,14 @@ def test_values(module: ModuleType, isa: str, case: Case, dtype: torch.dtype) ->
         assert torch.equal(got, call(module, "torch_ops", case, x))
         assert_op_close(case.op, got, case.wanted(x))
         assert_op_close(case.op, got, native(case, x), share=native_share(case))
+
+
+@pytest.mark.parametrize("limit", [-0.5, 0.0, float("inf"), float("nan")])
+def test_limits_of_swigluoai(module: ModuleType, isa: str, limit: float) -> None:
+    for dtype in DTYPES:
+        x, op = random(5, 86, dtype=dtype), swigluoai_and_mul
+        got = op.impls["opweave_c"].impl_fn(x, 1.702, limit)
+        assert_op_close(op, got, op.native(x, 1.702, limit), share=0.9)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -212,6 +215,70 @@ def test_extreme_scores(module: ModuleType, isa: str) -> None:
     assert out[1:].isfinite().all()
     zero = case([(1, 60)], scale=0.0)
     check(module.paged_attention, zero)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 20])
+def test_scores_of_minus_infinity(
+    module: ModuleType, isa: str, dtype: torch.dtype, window: int | None
+) -> None:
+    c = case([(1, 80), (3, 150)], dtype=dtype, window=window)
+    c.query[..., 0] = 1
+    for tables in c.tables:
+        c.key_cache[tables[:4].tolist(), :, :, 0] = -math.inf  # a whole tile of keys
+    check(module.paged_attention, c)  # later keys take all of the weight
+    for tables in c.tables:
+        used = tables[(tables >= 0) & (tables < len(c.key_cache))]
+        c.key_cache[used.tolist(), :, :, 0] = -math.inf
+    out = c.out()
+    module.paged_attention(out, *c.arguments())
+    assert out.isnan().all()  # as a softmax of them is
+
+
+def test_a_window_of_any_size(module: ModuleType, isa: str) -> None:
+    for dtype in DTYPES:
+        endless = check(module.paged_attention, case([(5, 2), (1, 70)], dtype=dtype))
+        for window in (2**31, 2**63 - 1):
+            c = case([(5, 2), (1, 70)], dtype=dtype, window=window)
+            assert torch.equal(check(module.paged_attention, c), endless)
+
+
+@pytest.mark.parametrize("soft_cap", [1e-60, 1e-39, 1e-30, 1e30])
+def test_soft_caps_of_any_size(module: ModuleType, isa: str, soft_cap: float) -> None:
+    for dtype in DTYPES:
+        c = case([(1, 70), (5, 20)], dtype=dtype, soft_cap=soft_cap)
+        check(module.paged_attention, c)
+        c.query.zero_()
+        check(module.paged_attention, c)
+
+
+OUT_OF_MEMORY = """
+import resource, torch
+from opweave import native
+module, heads, size = native.module(), 2**20, 16
+torch.set_num_threads(2)
+query, out = (torch.zeros(1, heads, size) for _ in range(2))
+cache = torch.zeros(1, 1, 16, size)
+ints = [torch.tensor(values, dtype=torch.int32) for values in ([[0]], [16], [0, 1])]
+arguments = out, query, cache, cache.clone(), *ints, 1.0, True, None, None
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (80 << 20), resource.RLIM_INFINITY))
+try:
+    module.paged_attention(*arguments)
+except RuntimeError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+module.paged_attention(*arguments)
+print("done")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_without_memory_to_compute_in(module: ModuleType) -> None:
+    command = [sys.executable, "-c", OUT_OF_MEMORY]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert found[0].startswith("paged_attention: there is no memory for ")
+    assert found[1:] == ["done"]
 
 
 def changed(**changes: Any) -> Callable[[], tuple[Any, ...]]:
