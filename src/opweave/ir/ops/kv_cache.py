@@ -27,7 +27,7 @@ def reshape_and_cache(
     """Write the keys and values of new tokens into their slots of a paged cache.
 
     ``cache[slot // block_size, :, slot % block_size] = key[token]`` for every token whose slot is
-    not -1. Which of several tokens with one slot is kept is undefined.
+    not -1. What a slot of several tokens holds is undefined: one of them, or parts of each.
 
     Args:
         key: ``(tokens, kv_heads, head_size)``.
