@@ -21,17 +21,19 @@ bool same_layout(const View& a, const View& b) {
 // projection: their address ranges overlap, their elements do not.
 bool interleaves(const View& a, const View& b) {
   if (!same_layout(a, b) || a.rank == 0) return false;
+  const int last = a.rank - 1;
+  const bool has_rows = a.sizes[last] > 1 && a.strides[last] == 1;
+  const int outer = has_rows ? last : a.rank;  // dimensions; of columns the elements are rows of one
   int64_t pitch = 0;
-  for (int d = 0; d + 1 < a.rank; ++d) {
+  for (int d = 0; d < outer; ++d) {
     if (a.sizes[d] > 1 && (pitch == 0 || a.strides[d] < pitch)) pitch = a.strides[d];
   }
   if (pitch == 0) return false;
-  for (int d = 0; d + 1 < a.rank; ++d) {
+  for (int d = 0; d < outer; ++d) {
     if (a.sizes[d] > 1 && a.strides[d] % pitch != 0) return false;
   }
-  const int last = a.rank - 1;
   const int64_t size = a.element_size();
-  const int64_t width = ((a.sizes[last] - 1) * a.strides[last] + 1) * size;
+  const int64_t width = has_rows ? a.sizes[last] * size : size;
   int64_t shift = (b.data - a.data) % (pitch * size);
   if (shift < 0) shift += pitch * size;
   return shift >= width && shift + width <= pitch * size;
@@ -85,7 +87,7 @@ void check_same_sizes(const View& view, const View& other) {
 void check_unit_stride(const View& view) {
   if (view.rank == 0) fail(view, "have at least one dimension", "the last one is normalised");
   const int last = view.rank - 1;
-  if (view.sizes[last] <= 1 || view.strides[last] == 1) return;
+  if (view.sizes[last] <= 1 || view.strides[last] == 1 || view.element_count() == 0) return;
   fail(view, "be contiguous in its last dimension", "call contiguous() on it");
 }
 

@@ -1,6 +1,5 @@
 #include "dispatcher_door.h"
 
-#include <cstdio>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -9,6 +8,7 @@
 #include "slots.h"
 #include "torch_shim.h"
 #include "torch_tensor.h"
+#include "utf8.h"
 
 namespace opweave {
 namespace {
@@ -66,6 +66,10 @@ class OwnedArgument {
 };
 
 View view_of(TorchTensor tensor, const Argument& argument) {
+  const auto is_defined = torch_shim().is_defined;
+  bool is_tensor = true;
+  if (is_defined != nullptr) is_defined(tensor, &is_tensor);
+  if (!is_tensor) throw std::runtime_error(argument.name + " must be a tensor, found None");
   View view;
   view.name = argument.name.c_str();
   if (!read_torch_tensor(tensor, argument.written, &view)) {
@@ -118,8 +122,12 @@ void call_boxed(const Op& op, StackValue* stack) {
   for (size_t i = 0; i < arguments.size(); ++i) owned[i].take(stack[i], arguments[i].type);
   Value values[kMaxArguments];
   IntStorage storage;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    read_argument(owned[i], arguments[i], &storage, &values[i]);
+  try {
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      read_argument(owned[i], arguments[i], &storage, &values[i]);
+    }
+  } catch (const std::exception& e) {
+    throw std::runtime_error(op.schema.name + ": " + e.what());
   }
   Scalar results[kMaxResults];
   run(op, values, results);
@@ -135,7 +143,8 @@ bool succeeds(const Op& op, StackValue* stack) noexcept {
     call_boxed(op, stack);
     return true;
   } catch (const std::exception& e) {
-    std::snprintf(message, sizeof(message), "%s", e.what());
+    const std::string cut = valid_utf8(std::string(e.what()).substr(0, sizeof(message) - 1));
+    std::memcpy(message, cut.c_str(), cut.size() + 1);
     return false;
   }
 }

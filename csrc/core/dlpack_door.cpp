@@ -12,7 +12,8 @@
 namespace opweave {
 namespace {
 
-// Above this many elements a call lets other Python threads run meanwhile.
+// A call with a tensor of more elements than this lets other Python threads run meanwhile. Those
+// that are read count as well: one token meets all of a weight.
 constexpr int64_t kReleaseGilElements = int64_t{1} << 16;
 
 const dlpack::ExchangeApi* exchange = nullptr;
@@ -105,6 +106,7 @@ bool read_tensor(const Op& op, const Argument& argument, PyObject* object, View*
   PyTypeObject* type = Py_TYPE(object);
   if (type != tensor_type && type != parameter_type) return raise_type(op, argument, object);
   const TorchTensor dense = dense_tensor(object);
+  if (is_negated(object, dense)) return raise_not_plain(op, argument);
   const bool is_read = dense != nullptr ? read_torch_tensor(dense, argument.written, view)
                                         : read_by_exchange(object, view);
   if (!is_read || !op.runs_on(view->device)) return raise_not_plain(op, argument);
@@ -116,16 +118,24 @@ bool read_tensor(const Op& op, const Argument& argument, PyObject* object, View*
 
 bool is_integer(PyObject* object) { return PyLong_Check(object) && !PyBool_Check(object); }
 
+// Python's own error names neither the op nor the argument.
+bool raise_too_large(const Op& op, const Argument& argument, const char* limit) {
+  PyErr_Clear();
+  return raise(PyExc_TypeError, op, argument.name + " must be " + limit);
+}
+
 bool read_integer(const Op& op, const Argument& argument, PyObject* object, int64_t* value) {
   if (!is_integer(object)) return raise_type(op, argument, object);
   *value = PyLong_AsLongLong(object);
-  return *value != -1 || PyErr_Occurred() == nullptr;
+  if (*value != -1 || PyErr_Occurred() == nullptr) return true;
+  return raise_too_large(op, argument, "an int of 64 bits");
 }
 
 bool read_number(const Op& op, const Argument& argument, PyObject* object, double* value) {
   if (!PyFloat_Check(object) && !is_integer(object)) return raise_type(op, argument, object);
   *value = PyFloat_AsDouble(object);
-  return *value != -1.0 || PyErr_Occurred() == nullptr;
+  if (*value != -1.0 || PyErr_Occurred() == nullptr) return true;
+  return raise_too_large(op, argument, "a float, or an int that a float can hold");
 }
 
 bool read_flag(const Op& op, const Argument& argument, PyObject* object, bool* value) {
@@ -209,8 +219,8 @@ class WithoutGil {
 bool is_large(const Op& op, const Value* values) {
   const std::vector<Argument>& arguments = op.schema.arguments;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const bool is_written = arguments[i].written && values[i].present;
-    if (is_written && values[i].view.element_count() > kReleaseGilElements) return true;
+    const bool is_tensor = arguments[i].type.kind == Kind::kTensor && values[i].present;
+    if (is_tensor && values[i].view.element_count() > kReleaseGilElements) return true;
   }
   return false;
 }

@@ -5,19 +5,19 @@
 #include <cstdint>
 #include <vector>
 
+#include "torch_shim.h"
+
 namespace opweave {
 namespace {
 
 #if defined(__APPLE__)
 constexpr const char* kCoreLibrary = "libc10.dylib";
-constexpr const char* kTensorLibrary = "libtorch_cpu.dylib";
 #else
 constexpr const char* kCoreLibrary = "libc10.so";
-constexpr const char* kTensorLibrary = "libtorch_cpu.so";
 #endif
 
-// bool c10::GradMode::is_enabled()
-bool (*grad_mode_enabled)() = nullptr;
+// bool c10::GradMode::is_enabled(). Before anything is bound no call is plain.
+bool (*grad_mode_enabled)() = [] { return true; };
 // bool at::impl::torch_function_mode_enabled()
 bool (*function_mode_enabled)() = nullptr;
 // bool c10::impl::tls_is_dispatch_key_included(c10::DispatchKey), an enum of uint16_t
@@ -31,8 +31,10 @@ template <class Function>
 bool bind(const char* library_name, const char* symbol, Function* target) {
   void* library = dlopen(library_name, RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) return false;
-  *target = reinterpret_cast<Function>(dlsym(library, symbol));
-  return *target != nullptr;
+  auto* found = reinterpret_cast<Function>(dlsym(library, symbol));
+  if (found == nullptr) return false;
+  *target = found;
+  return true;
 }
 
 bool is_plain_object(PyObject* object, bool may_be_none) {
@@ -56,7 +58,9 @@ PyObject* open_plain_check(PyObject*, PyObject* args) {
   PyObject* keys = nullptr;
   if (!PyArg_ParseTuple(args, "OOO", &tensor, &parameter, &keys)) return nullptr;
   std::vector<uint16_t> codes;
-  for (Py_ssize_t i = 0, count = PySequence_Size(keys); i < count; ++i) {
+  const Py_ssize_t count = PySequence_Size(keys);
+  if (count < 0) return nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* item = PySequence_GetItem(keys, i);
     const long code = item == nullptr ? -1 : PyLong_AsLong(item);
     Py_XDECREF(item);
@@ -65,7 +69,7 @@ PyObject* open_plain_check(PyObject*, PyObject* args) {
   }
   const bool found =
       bind(kCoreLibrary, "_ZN3c108GradMode10is_enabledEv", &grad_mode_enabled) &&
-      bind(kTensorLibrary, "_ZN2at4impl27torch_function_mode_enabledEv", &function_mode_enabled) &&
+      bind(kTorchLibrary, "_ZN2at4impl27torch_function_mode_enabledEv", &function_mode_enabled) &&
       bind(kCoreLibrary, "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE",
            &key_included);
   // Kept for the whole process, as the types themselves are.

@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "cuda.h"
+#include "utf8.h"
 
 namespace opweave {
 namespace {
@@ -120,7 +121,7 @@ void run(const Op& op, const Value* values, Scalar* results) {
     const CurrentDevice device(first);
     implementation.invoke(implementation.function, values, results);
   } catch (const std::exception& e) {
-    throw std::runtime_error(op.schema.name + ": " + e.what());
+    throw std::runtime_error(op.schema.name + ": " + valid_utf8(e.what()));
   } catch (...) {
     throw std::runtime_error(op.schema.name + ": its function threw something other than a "
                                               "std::exception");

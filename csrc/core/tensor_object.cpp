@@ -1,5 +1,7 @@
 #include "tensor_object.h"
 
+#include <dlfcn.h>
+
 namespace opweave {
 
 TensorObjectLayout tensor_object_layout;
@@ -61,12 +63,42 @@ TensorObjectLayout find_layout(PyObject* tensor_type, PyObject* parameter_type) 
   return agree && first.dense_class != third.dense_class ? first : TensorObjectLayout{};
 }
 
+bool asks_python(PyObject* object) {
+  const Owned answer(PyObject_CallMethod(object, "is_neg", nullptr));
+  PyErr_Clear();
+  return answer.get() != Py_False;
+}
+
+// Null if torch has no such function, or if it is wrong about one of two tensors.
+void find_is_negated(PyObject* tensor_type, TensorObjectLayout* layout) {
+  void* library = dlopen(kTorchLibrary, RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr || layout->offset == 0) return;
+  // bool at::native::is_neg(const at::Tensor&)
+  auto* found = reinterpret_cast<bool (*)(TorchTensor)>(
+      dlsym(library, "_ZN2at6native6is_negERKNS_6TensorE"));
+  const Owned torch(PyImport_ImportModule("torch"));
+  const Owned tensor(PyObject_CallNoArgs(tensor_type));
+  if (found == nullptr || torch.get() == nullptr || tensor.get() == nullptr) return;
+  const Owned opposite(PyObject_CallMethod(torch.get(), "_neg_view", "O", tensor.get()));
+  if (opposite.get() == nullptr) return;
+  const TorchTensor plain = dense_tensor(tensor.get());
+  const TorchTensor negated = dense_tensor(opposite.get());
+  if (plain == nullptr || negated == nullptr || found(plain) || !found(negated)) return;
+  layout->is_negated = found;
+}
+
 }  // namespace
 
 void find_tensor_object_layout(PyObject* tensor_type, PyObject* parameter_type) {
   if (torch_shim().get_dim == nullptr) return;
   tensor_object_layout = find_layout(tensor_type, parameter_type);
+  find_is_negated(tensor_type, &tensor_object_layout);
   PyErr_Clear();
+}
+
+bool is_negated(PyObject* object, TorchTensor dense) {
+  const auto is_negated = tensor_object_layout.is_negated;
+  return dense != nullptr && is_negated != nullptr ? is_negated(dense) : asks_python(object);
 }
 
 }  // namespace opweave

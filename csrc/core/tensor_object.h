@@ -15,6 +15,7 @@ namespace opweave {
 struct TensorObjectLayout {
   size_t offset = 0;            // of the tensor in the object; 0: not known
   void* dense_class = nullptr;  // the first word of a tensor that is nothing but dense memory
+  bool (*is_negated)(TorchTensor) = nullptr;  // quicker than Tensor.is_neg; null: not known
 };
 
 extern TensorObjectLayout tensor_object_layout;
@@ -32,5 +33,9 @@ inline TorchTensor dense_tensor(PyObject* object) {
   const bool is_dense = tensor != nullptr && *tensor == layout.dense_class;
   return is_dense ? static_cast<TorchTensor>(place) : nullptr;
 }
+
+// Whether memory holds the opposite of a tensor's values, as that of x.conj().imag does. `dense` is
+// dense_tensor(object).
+bool is_negated(PyObject* object, TorchTensor dense);
 
 }  // namespace opweave

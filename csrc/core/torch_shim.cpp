@@ -5,12 +5,6 @@
 namespace opweave {
 namespace {
 
-#if defined(__APPLE__)
-constexpr const char* kLibrary = "libtorch_cpu.dylib";
-#else
-constexpr const char* kLibrary = "libtorch_cpu.so";
-#endif
-
 TorchShim shim = {};
 
 struct DtypeCode {
@@ -76,6 +70,7 @@ void bind_functions(Binder& binder, TorchShim* bound) {
   binder.require("aoti_torch_check", &bound->check);
   binder.require("torch_parallel_for", &bound->parallel_for);
   binder.find("torch_get_num_threads", &bound->get_num_threads);
+  binder.find("aoti_torch_is_defined", &bound->is_defined);
   binder.find("torch_exception_get_what_without_backtrace", &bound->last_error);
   binder.find("torch_delete_stable_ivalue", &bound->delete_stack_value);
 }
@@ -97,8 +92,8 @@ void bind_codes(Binder& binder, TorchShim* bound) {
 const TorchShim& torch_shim() { return shim; }
 
 std::string bind_torch_shim() {
-  void* library = dlopen(kLibrary, RTLD_LAZY | RTLD_NOLOAD);
-  if (library == nullptr) return std::string(kLibrary) + " is not loaded; import torch first";
+  void* library = dlopen(kTorchLibrary, RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr) return std::string(kTorchLibrary) + " is not loaded; import torch first";
   Binder binder(library);
   TorchShim bound = {};
   bind_functions(binder, &bound);

@@ -13,6 +13,12 @@
 
 namespace opweave {
 
+#if defined(__APPLE__)
+constexpr const char* kTorchLibrary = "libtorch_cpu.dylib";
+#else
+constexpr const char* kTorchLibrary = "libtorch_cpu.so";
+#endif
+
 using TorchError = int32_t;  // 0 is success
 using TorchTensor = struct TorchTensorOpaque*;
 using TorchList = struct TorchListOpaque*;
@@ -52,7 +58,8 @@ struct TorchShim {
   int32_t cpu;  // codes of device types
   int32_t cuda;
 
-  TorchError (*get_num_threads)(uint32_t* result);  // null where torch has none
+  TorchError (*get_num_threads)(uint32_t* result);             // null where torch has none
+  TorchError (*is_defined)(TorchTensor tensor, bool* result);  // likewise
 
   // Since torch 2.13; null before.
   const char* (*last_error)();

@@ -86,7 +86,9 @@ def test_wrong_types(kit: NativeModule, op: str, arguments: tuple[Any, ...], mes
 
 
 def test_too_big_for_an_int(kit: NativeModule) -> None:
-    for name in DOORS:
+    with pytest.raises(TypeError, match=r"^give_int: i must be an int of 64 bits$"):
+        door(kit, "direct", "give_int")(torch.ones(3), BIG + 1)
+    for name in ("torch_ops", "module"):
         with pytest.raises((OverflowError, RuntimeError)):
             door(kit, name, "give_int")(torch.ones(3), BIG + 1)
 
@@ -101,6 +103,21 @@ def test_what_a_function_throws(kit: NativeModule, name: str) -> None:
         fail(x, [0], 1)
     with pytest.raises(RuntimeError, match="fail: its function threw something other than a std"):
         fail(x, [0], 2)
+    with pytest.raises(RuntimeError, match=r"fail: d\?j\? vu"):
+        fail(x, [0], 3)
+    with pytest.raises(RuntimeError, match=r"fail: .é{1000}"):
+        fail(x, [0], 4)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_tensors_side_by_side(kit: NativeModule, name: str) -> None:
+    check_disjoint, both = door(kit, name, "check_disjoint"), torch.ones(5, 6)
+    for left, right in ((both[:, :3], both[:, 3:]), (both[:, 0], both[:, 1]), (both[0], both[1])):
+        check_disjoint(left, right)
+        check_disjoint(right, left)
+    for left, right in ((both[:, :3], both[:, 2:5]), (both[:3, 0], both[2:, 0])):
+        with pytest.raises(RuntimeError, match="left is written and must not share memory with r"):
+            check_disjoint(left, right)
 
 
 SCHEMAS = SOURCE.read_text(encoding="utf-8").partition("kBadSchemas[] = {")[2].partition("};")[0]

@@ -2,6 +2,8 @@
 #include <opweave/extension.h>
 
 #include <new>
+#include <stdexcept>
+#include <string>
 
 using namespace opweave;
 
@@ -43,11 +45,21 @@ std::tuple<int64_t, double, bool> give_several(const View& x, IntList list,
   return {x.element_count(), sum(list) + f.value_or(0.5), list.empty()};
 }
 
+std::string repeated(const char* text, int times) {
+  std::string all;
+  while (times-- > 0) all += text;
+  return all;
+}
+
 void fail(const View&, IntList list, std::optional<int64_t> kind) {
   check(!list.empty(), "list must not be empty");
   if (kind == 1) throw std::bad_alloc();
   if (kind == 2) throw 2;
+  if (kind == 3) throw std::runtime_error("d\xe9j\xe0 vu");  // not UTF-8
+  if (kind == 4) throw std::runtime_error("!" + repeated("\xc3\xa9", 3000));
 }
+
+void check_apart(const View& left, const View& right) { check_disjoint(left, right); }
 
 // Reports what parse_schema says about one of these.
 const char* const kBadSchemas[] = {
@@ -99,5 +111,6 @@ OPWEAVE_EXTENSION_MODULE(m) {
   m.def("give_several(Tensor x, int[] list, float? f) -> (int count, float sum, bool is_empty)",
         give_several);
   m.def("fail(Tensor x, int[] list, int? kind) -> ()", fail);
+  m.def("check_disjoint(Tensor(a!) left, Tensor right) -> ()", check_apart);
   m.def("try_schema(Tensor x, int i) -> ()", try_schema);
 }
