@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from opweave import native
+from opweave.native.autograd import autograd_watches, call_watched
+from opweave.native.doors import sees_every_call
 
 __all__ = ["advance_step_flashattn", "fused_add_rms_norm", "rms_norm"]
 
@@ -67,7 +69,7 @@ def advance_step_flashattn(
                 return
             except TypeError:
                 pass
-    torch.ops.opweave_c.advance_step_flashattn(*arguments)
+    _through_torch("advance_step_flashattn", *arguments)
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, epsilon: float) -> None:
@@ -90,7 +92,7 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, epsilon: float) -> N
                 return
             except TypeError:
                 pass  # not plain tensors: torch's dispatcher knows what they are
-    torch.ops.opweave_c.rms_norm(out, x, weight, epsilon)
+    _through_torch("rms_norm", out, x, weight, epsilon)
 
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
@@ -112,15 +114,23 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsil
                 return
             except TypeError:
                 pass
-    torch.ops.opweave_c.fused_add_rms_norm(x, residual, weight, epsilon)
+    _through_torch("fused_add_rms_norm", x, residual, weight, epsilon)
 
 
 def _takes_door_a() -> bool:
     if torch.compiler.is_dynamo_compiling():
         return _ensure_loaded()
-    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
+    if autograd_watches() or sees_every_call():
         return _ensure_loaded()
     return False
+
+
+def _through_torch(op: str, *arguments: object) -> None:
+    dispatched = getattr(torch.ops.opweave_c, op).default
+    if torch.compiler.is_dynamo_compiling() or not autograd_watches():
+        dispatched(*arguments)
+    else:
+        call_watched(dispatched, *arguments)
 
 
 def _ensure_loaded() -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from opweave import _custom_ops, native
+from opweave.ir.ops.activation import silu_and_mul
 
 from .oracle import DOORS, door
 
@@ -199,6 +202,68 @@ def test_only_dense_memory_is_read(
     assert capfd.readouterr() == ("", "")
 
 
+def negated() -> Tensor:
+    """Minus one, twice, in memory that holds one."""
+    return torch.full((2, 1), 1 + 1j).conj().imag
+
+
+def test_a_negated_view_is_not_read_as_it_lies_in_memory(module: ModuleType) -> None:
+    for x in (negated(), torch._neg_view(ones(2, 1))):
+        assert x.is_neg()
+        for arguments in ((ones(2, 1), x), (x, ones(2, 1))):
+            with pytest.raises(TypeError, match="must be a plain strided tensor"):
+                module.rms_norm(*arguments, None, 0.0)
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                out = torch.empty(2, 1)
+                _custom_ops.rms_norm(out, x, None, 0.0)
+                assert torch.equal(out, -ones(2, 1))
+
+
+def test_other_threads_run_while_a_large_weight_is_read(module: ModuleType) -> None:
+    x, weight, out = ones(1, 4096), ones(8192, 4096), torch.empty(1, 8192)
+    turns, is_over = 0, False
+
+    def count() -> None:
+        nonlocal turns
+        while not is_over:
+            turns += 1
+            time.sleep(0)
+
+    interval, thread = sys.getswitchinterval(), threading.Thread(target=count)
+    thread.start()
+    try:
+        time.sleep(0.01)
+        sys.setswitchinterval(1000)  # this thread keeps the lock of Python until it releases it
+        before = turns
+        module.linear(out, x, weight, None)
+        after = turns
+    finally:
+        sys.setswitchinterval(interval)
+        is_over = True
+        thread.join()
+    assert after > before
+
+
+def test_no_tensor_at_all(module: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match=r"^rms_norm: x must be a tensor, found None"):
+        torch.ops.opweave_c.rms_norm(ones(8), None, None, 1e-6)
+
+
+def test_numbers_that_are_too_large(module: ModuleType) -> None:
+    with pytest.raises(TypeError, match=r"^rms_norm: epsilon must be a float, or an int that a fl"):
+        module.rms_norm(ones(8), ones(8), None, 10**400)
+
+
+def test_no_elements_have_no_order(module: ModuleType) -> None:
+    x = ones(6, 8).t()[:0]
+    assert x.stride() == (1, 8)
+    for name in DOORS:
+        door(module, name, "rms_norm")(x, x, None, 1e-6)
+    with torch.no_grad():
+        assert silu_and_mul(x).shape == (0, 3)
+
+
 @pytest.mark.parametrize("name", DOORS)
 def test_a_lazy_copy_does_not_change_its_source(module: ModuleType, name: str) -> None:
     source = 2 * ones(2, 8)
@@ -267,6 +332,64 @@ def test_wrappers_take_every_kind_of_tensor(module: ModuleType) -> None:
     _custom_ops.fused_add_rms_norm(meta, meta.clone(), None, 1e-6)
     with pytest.raises(RuntimeError, match="out must have the shape"):
         _custom_ops.rms_norm(ones(3), ones(4), None, 1e-6)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("there", range(3))
+def test_tensors_on_meta_among_others(module: ModuleType, grad: bool, there: int) -> None:
+    tensors = [torch.full((4,), 7.0), ones(4), ones(4)]
+    tensors[there] = tensors[there].to("meta")
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=r"^rms_norm: the tensors"):
+        _custom_ops.rms_norm(*tensors, 1e-6)
+
+
+@torch.enable_grad()
+def test_autograd_loses_nothing_unseen(module: ModuleType) -> None:
+    leaf = ones(1, 4).requires_grad_()
+    for written in (leaf, leaf * 1):
+        with pytest.raises(RuntimeError, match=r"^fused_add_rms_norm: x is written and requires g"):
+            _custom_ops.fused_add_rms_norm(written, ones(1, 4), None, 1e-6)
+    with torch.no_grad():
+        _custom_ops.fused_add_rms_norm(leaf, ones(1, 4), None, 1e-6)
+
+    factor = ones(1, 4)
+    product = (leaf * factor).sum()
+    _custom_ops.rms_norm(factor, ones(1, 4), None, 1e-6)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def normalised(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    _custom_ops.rms_norm(out, x, None, 0.0)
+    return out + 1
+
+
+def test_transforms_of_derivatives_are_refused(module: ModuleType) -> None:
+    def in_place(x: Tensor) -> Tensor:
+        y = x * 1
+        _custom_ops.rms_norm(y, y, None, 0.0)
+        return y.sum()
+
+    with (
+        torch.enable_grad(),
+        pytest.raises(RuntimeError, match=r"^rms_norm: out is written and requires grad"),
+    ):
+        torch.func.grad(in_place)(ones(3))
+    for grad in (False, True):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(RuntimeError, match=r"^rms_norm: x has a tangent"),
+        ):
+            torch.func.jvp(normalised, (ones(3),), (ones(3),))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_trace_has_the_op(module: ModuleType, grad: bool) -> None:
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(normalised, 2 * ones(3))
+        assert torch.equal(traced(-ones(3)), torch.zeros(3))
 
 
 def test_status(module: ModuleType) -> None:

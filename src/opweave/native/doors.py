@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.compiler import is_dynamo_compiling
 
 from opweave.ir.errors import did_you_mean
+from opweave.native.autograd import autograd_watches, call_watched
 from opweave.native.errors import NativeImportError
 
 Function = Callable[..., Any]
@@ -99,52 +102,61 @@ def op_names(raw: ModuleType) -> list[str]:
     return [name for name in dir(raw) if not name.startswith("_")]
 
 
+def sees_every_call() -> bool:
+    """Whether a dispatch mode or a tracer in this thread has to see the ops that are called."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+
+
 def _fake(raw: ModuleType, op: str, namespace: str) -> Function:
     schema: str = getattr(raw, op).__doc__
-    if schema.rpartition("->")[2].strip() == "()":
-        return _returns_nothing
+    returns_nothing = schema.rpartition("->")[2].strip() == "()"
 
-    def returns_numbers(*arguments: object) -> None:
-        # Known only when the op has run, which breaks the graph, as Tensor.item() does.
-        raise DataDependentOutputException(getattr(getattr(torch.ops, namespace), op).default)
+    def fake(*arguments: object) -> None:
+        _check_devices(op, arguments)
+        if not returns_nothing:
+            # Known only when the op has run, which breaks the graph, as Tensor.item() does.
+            raise DataDependentOutputException(getattr(getattr(torch.ops, namespace), op).default)
 
-    return returns_numbers
+    return fake
 
 
-def _returns_nothing(*arguments: object) -> None:
-    """The op writes into its arguments, so shapes follow from them."""
+def _check_devices(op: str, arguments: tuple[object, ...]) -> None:
+    """Check what the op itself would: among tensors on ``meta``, torch calls the fake alone."""
+    devices = {str(a.device): None for a in arguments if isinstance(a, Tensor)}
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"{op}: the tensors must be on one device, found {' and '.join(devices)}; move one of "
+            "them"
+        )
 
 
 def _function(op: str, raw: ModuleType, namespace: str, doors: Doors) -> Function:
-    direct: Function = getattr(raw, op)
-    dispatched = _dispatched(op, namespace, doors)
-    if not doors.direct:
-        return dispatched
+    dispatched, watched = _dispatched(op, namespace, doors)
+    direct: Function = getattr(raw, op) if doors.direct else dispatched
 
     def call(*arguments: Any) -> Any:
-        if (
-            is_dynamo_compiling()
-            or torch.is_grad_enabled()
-            or torch._C._len_torch_dispatch_stack() > 0
-        ):
+        if is_dynamo_compiling() or sees_every_call():
             return dispatched(*arguments)
+        if autograd_watches():
+            return watched(*arguments)
         try:
             return direct(*arguments)
         except TypeError:  # not plain tensors: torch's dispatcher knows what they are
             return dispatched(*arguments)
 
     call.__name__ = call.__qualname__ = op
-    call.__doc__ = direct.__doc__
+    call.__doc__ = getattr(raw, op).__doc__
     call.direct = direct  # type: ignore[attr-defined]
     return call
 
 
-def _dispatched(op: str, namespace: str, doors: Doors) -> Function:
+def _dispatched(op: str, namespace: str, doors: Doors) -> tuple[Function, Function]:
+    """Return the op through torch's dispatcher: as it is, and where autograd watches."""
     if doors.problem is None:
-        found: Function = getattr(getattr(torch.ops, namespace), op).default
-        return found
+        found = getattr(getattr(torch.ops, namespace), op).default
+        return found, partial(call_watched, found)
 
     def unavailable(*arguments: object) -> None:
         raise RuntimeError(f"torch.ops.{namespace}.{op} is not available: {doors.problem}.")
 
-    return unavailable
+    return unavailable, unavailable
