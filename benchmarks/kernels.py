@@ -16,7 +16,8 @@ over ours. The allocator keeps what is freed, so that none of them pays for page
 From 2048 tokens on, and always for weights and cached keys, calls go round a ring of inputs and
 outputs four times the size of the last cache, so that no data is in it. `limit_share` is the time
 that the machine's stream takes for the same bytes over ours, where the stream (a copy, an update
-in place, a read) is measured in the same rounds.
+in place, a read) is measured in the same rounds. An op that has to see every input before its first
+result, `dynamic_per_tensor_quant_fp8`, moves its inputs twice.
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ class Case:
     weights, or the keys of a sequence. *states* are what is measured: a ``fresh`` output that the
     call allocates, and one that is ``reused``: given by the caller, or the input itself. In place,
     most ops write what they have read; *moves* says that this one writes elsewhere. More tokens
-    than *most_in_one_call* take many native calls, so that no output can be given to one.
+    than *most_in_one_call* take many native calls, so that no output can be given to one. *passes*
+    is how often what exceeds every cache has to be read: twice, where the first result depends on
+    the last input.
     """
 
     inputs: Callable[[Shape], Arguments]
@@ -69,6 +71,7 @@ class Case:
     attends: bool = False
     is_floating: bool = True
     moves: bool = False
+    passes: int = 1
     states: tuple[str, ...] = ("fresh", "reused")
     most_in_one_call: float = math.inf
     least_share: float = 0.8
@@ -186,7 +189,7 @@ CASES: dict[str, list[Case]] = {
     "qk_norm_rope": [Case(_norm_rope, traffic=rows_of_table)],
     "static_quant_fp8": [Case(lambda s: (s.rows(), s.scale()))],
     "static_quant_int8": [Case(lambda s: (s.rows(), s.scale()))],
-    "dynamic_per_tensor_quant_fp8": [Case(_single())],
+    "dynamic_per_tensor_quant_fp8": [Case(_single(), passes=2)],
     "dynamic_per_token_quant_fp8": [Case(_single())],
     "dynamic_per_token_quant_int8": [Case(_single())],
     "per_token_group_quant_fp8": [Case(_single(128))],

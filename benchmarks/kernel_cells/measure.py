@@ -74,7 +74,8 @@ def _measure(
             row["page_faults"] = _page_faults(contenders[state])
         if cell.is_bound_by_memory:
             in_place = state == "reused" and cell.updates
-            least = least_microseconds(read, written, medians, in_place=in_place)
+            moved = read * cell.case.passes, written
+            least = least_microseconds(*moved, medians, in_place=in_place)
             row["limit_share"] = significant(least / row["value"], 3)
             if state == cell.states[-1]:
                 row["least_share"] = cell.case.least_share
