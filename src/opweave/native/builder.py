@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,12 +31,15 @@ class Job:
     command: tuple[str, ...]
 
 
-def flags(extension: Extension) -> list[str]:
-    """Return every flag that *extension* is built with, paths of this machine aside."""
-    found = [*_KIT_FLAGS, *_USER_FLAGS, *extension.cflags, *_link_flags(), *extension.ldflags]
-    if extension.has_cuda:
-        found += [*_CUDA_FLAGS, *_architecture(), *extension.cuda_cflags]
-    return found
+def flags(extension: Extension) -> list[list[str]]:
+    """Return every flag that *extension* is built with: the order counts, and who gets which."""
+    return [
+        [*_KIT_FLAGS, *_USER_FLAGS, *_link_flags()],
+        [str(folder) for folder in extension.include_dirs],
+        list(extension.cflags),
+        list(extension.ldflags),
+        [*_CUDA_FLAGS, *_architecture(), *extension.cuda_cflags] if extension.has_cuda else [],
+    ]
 
 
 def kit_flags() -> list[str]:
@@ -52,6 +54,8 @@ def compile_kit(folder: Path, *, verbose: bool = False) -> None:
 
 def build(extension: Extension, kit_objects: Path, folder: Path, *, verbose: bool = False) -> Path:
     """Build *extension* in *folder* and return the module's file.
+
+    Beside it are the compilers' lists of what they read, for `inputs.listed`.
 
     Raises:
         NativeBuildError: a compiler is missing, or refuses.
@@ -86,7 +90,8 @@ def _user_job(number: int, source: Path, extension: Extension, folder: Path) -> 
         command = (*command, *extension.cuda_cflags)
     else:
         command = (*toolchain.cxx().command, *_USER_FLAGS, *includes, *extension.cflags)
-    return Job(source, output, (*command, "-c", str(source), "-o", str(output)))
+    lists = ("-MD", "-MF", str(output.with_suffix(".d")))
+    return Job(source, output, (*command, *lists, "-c", str(source), "-o", str(output)))
 
 
 def _architecture() -> tuple[str, ...]:
@@ -98,13 +103,22 @@ def _architecture() -> tuple[str, ...]:
 
 
 def _link(extension: Extension, objects: Iterable[Path], output: Path) -> tuple[str, ...]:
-    files = (*map(str, objects), "-o", str(output))
+    files = (*map(str, objects), *_linker_list(extension, output), "-o", str(output))
     if not extension.has_cuda:
         return (*toolchain.cxx().command, *_link_flags(), *files, *extension.ldflags, "-ldl")
     # nvcc knows where CUDA's run-time library is.
     host = ("-ccbin", toolchain.cxx().command[0])
     passed_on = _through_nvcc((*_link_flags(), *extension.ldflags))
     return (*toolchain.nvcc().command, *host, *files, *passed_on, "-ldl")
+
+
+def _linker_list(extension: Extension, output: Path) -> tuple[str, ...]:
+    """Return flags that make the linker list what it reads, if it can (binutils 2.35, LLVM 13)."""
+    chosen = (flag for flag in extension.ldflags if flag.startswith(("-fuse-ld", "-B")))
+    command = (*toolchain.cxx().command, *chosen, "-Wl,--help")
+    if "--dependency-file" not in toolchain.run(command).stdout:
+        return ()
+    return ("-Xlinker", f"--dependency-file={output.with_suffix('.link')}")
 
 
 def _through_nvcc(link_flags: Iterable[str]) -> Iterator[str]:
@@ -149,8 +163,13 @@ def _processors() -> int:
 
 def _run(job: Job, *, verbose: bool) -> str | None:
     """Return what the compiler said if it failed."""
-    done = subprocess.run(job.command, capture_output=True, text=True, check=False)
+    done = toolchain.run(job.command)
     log = done.stdout + done.stderr
     if verbose:
         print(shlex.join(job.command), log, sep="\n", end="", file=sys.stderr)
+    if done.returncode == 0 and not job.output.is_file():
+        raise NativeBuildError(
+            f"{job.command[0]} reports success and makes no file of {job.source.name}: it is no "
+            "compiler; name one in CXX (or CUDACXX)."
+        )
     return log if done.returncode != 0 else None

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import platform
-import re
+import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from opweave.native import builder, kit, toolchain
+from opweave.native import builder, inputs, kit, toolchain
 from opweave.native.errors import NativeBuildError
 from opweave.native.extension import Extension
 
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
+_MANIFEST = "files.json"
+_SCRATCH = "tmp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +34,36 @@ class Built:
 
 
 def cache_dir() -> Path:
-    """Return where built modules are kept: ``OPWEAVE_CACHE_DIR``, or ``~/.cache/opweave``."""
+    """Return where built modules are kept: ``OPWEAVE_CACHE_DIR``, or ``~/.cache/opweave``.
+
+    Raises:
+        NativeBuildError: there is no home, and somebody else has the folder that would replace it.
+    """
     chosen = os.environ.get("OPWEAVE_CACHE_DIR")
-    return Path(chosen).absolute() if chosen else Path.home() / ".cache" / "opweave"
+    if chosen:
+        return Path(chosen).absolute()
+    try:
+        return Path.home() / ".cache" / "opweave"
+    except RuntimeError:  # a container's user without a name
+        return _own_folder(Path(tempfile.gettempdir()) / f"opweave-{os.getuid()}")
+
+
+def _own_folder(folder: Path) -> Path:
+    """Return *folder*, where all may write: what is in it will be run, so it has to be ours."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise NativeBuildError(
+            f"There is no home folder to keep builds in, and no {folder}: {error.strerror}; set "
+            "OPWEAVE_CACHE_DIR to a folder that you can write."
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise NativeBuildError(
+            f"There is no home folder to keep builds in, and others can write {folder}; set "
+            "OPWEAVE_CACHE_DIR to a folder of your own."
+        )
+    return folder
 
 
 def build(extension: Extension, *, verbose: bool = False) -> Built:
@@ -44,46 +74,87 @@ def build(extension: Extension, *, verbose: bool = False) -> Built:
     """
     key = content_key(extension)
     folder = _folder(f"{extension.namespace}-{key}")
-    target = folder / extension.filename
-    if target.is_file():
-        return Built(target, key, cached=True)
-    with _locked(folder):
-        if target.is_file():  # another process built it meanwhile
-            return Built(target, key, cached=True)
-        objects = _kit_objects(verbose=verbose)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            os.replace(builder.build(extension, objects, Path(scratch), verbose=verbose), target)
-    return Built(target, key, cached=False)
+    found = _find(folder, extension.filename)
+    cached = found is not None
+    if found is None:
+        with _locked(folder):
+            found = _find(folder, extension.filename)  # another process built it meanwhile?
+            cached = found is not None
+            found = found or _build_in(folder, extension, verbose=verbose)
+    return Built(found, f"{key}-{found.parent.name}", cached=cached)
 
 
 def content_key(extension: Extension) -> str:
-    """Return a hash of the sources, their headers, the flags, the compilers and the kit."""
+    """Return a hash of what is known before a build: sources, flags, compilers, the kit.
+
+    What the compilers turn out to read is compared afterwards, file by file.
+    """
     compilers = [toolchain.cxx()] + ([toolchain.nvcc()] if extension.has_cuda else [])
-    files = [*extension.sources, *headers(extension)]
     return _hash(
         [extension.module, extension.namespace],
-        [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files],
+        [[str(path), _source_digest(path)] for path in extension.sources],
+        [[str(path), inputs.digest(path)] for path in inputs.named(extension)],
         builder.flags(extension),
+        inputs.environment(),
         [[*compiler.command, compiler.version] for compiler in compilers],
         [platform.machine(), _processor(extension), kit.fingerprint()],
     )
 
 
-def headers(extension: Extension) -> list[Path]:
-    """Return every file that the sources include, directly or not, from the user's folders."""
-    given = [flag[2:] for flag in extension.cflags + extension.cuda_cflags if flag[:2] == "-I"]
-    folders = [*extension.include_dirs, *(Path(path) for path in given if path)]
-    found: dict[Path, None] = {}
-    waiting = list(extension.sources)
-    while waiting:
-        source = waiting.pop()
-        for match in _INCLUDE.finditer(source.read_bytes()):
-            name = os.fsdecode(match.group(1))
-            for path in {(f / name).resolve() for f in (source.parent, *folders)}:
-                if path not in found and path.is_file():
-                    found[path] = None
-                    waiting.append(path)
-    return sorted(found)
+def _source_digest(path: Path) -> str:
+    found = inputs.digest(path)
+    if not found:
+        raise NativeBuildError(f"Cannot read the source {path}; check its permissions.")
+    return found
+
+
+def _find(folder: Path, filename: str) -> Path | None:
+    """Return the module in *folder* whose build read what is there now."""
+    digest = functools.cache(inputs.digest)
+    for manifest in folder.glob(f"*/{_MANIFEST}"):
+        try:
+            files: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        target = manifest.with_name(filename)
+        if target.is_file() and all(digest(path) == known for path, known in files.items()):
+            return target
+    return None
+
+
+def _build_in(folder: Path, extension: Extension, *, verbose: bool) -> Path:
+    """Build *extension* into a new folder in *folder*, which appears there when it is complete."""
+    objects = _kit_objects(verbose=verbose)
+    with _scratch(folder) as scratch:
+        began = scratch.stat().st_ctime_ns
+        built = builder.build(extension, objects, scratch, verbose=verbose)
+        files = {path: _read_digest(path, began) for path in _outside_the_cache(scratch)}
+        ready = scratch / "ready"
+        ready.mkdir()
+        (ready / _MANIFEST).write_text(json.dumps(files), encoding="utf-8")
+        built.rename(ready / built.name)
+        target = folder / _hash(files.items())
+        shutil.rmtree(target, ignore_errors=True)  # one that somebody took the module from
+        ready.rename(target)
+    return target / built.name
+
+
+def _outside_the_cache(scratch: Path) -> list[str]:
+    cache = f"{cache_dir()}{os.sep}"
+    return [path for path in inputs.listed(scratch) if not path.startswith(cache)]
+
+
+def _read_digest(path: str, began: int) -> str:
+    """Return the digest of a file that a build read.
+
+    Nobody knows what the compiler saw of a file that was written since the build *began*, so no
+    file is equal to such a one.
+    """
+    try:
+        was_there = os.stat(path).st_ctime_ns <= began
+    except OSError:
+        was_there = False
+    return inputs.digest(path) if was_there else f"written since {began}"
 
 
 def _processor(extension: Extension) -> str:
@@ -100,37 +171,64 @@ def _processor(extension: Extension) -> str:
 def _kit_objects(*, verbose: bool) -> Path:
     """Return the folder with the compiled kit, compiling it if it is not there."""
     compiler = toolchain.cxx()
-    key = _hash([*compiler.command, compiler.version], builder.kit_flags(), [kit.fingerprint()])
+    key = _hash(
+        [*compiler.command, compiler.version],
+        builder.kit_flags(),
+        inputs.environment(),
+        [kit.fingerprint()],
+    )
     folder = _folder(f"kit-{key}")
     objects = folder / "objects"
     if not objects.is_dir():
         with _locked(folder):
             if not objects.is_dir():
-                with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                    fresh = Path(scratch) / "objects"
+                with _scratch(folder) as scratch:
+                    fresh = scratch / "objects"
                     fresh.mkdir()
                     builder.compile_kit(fresh, verbose=verbose)
-                    os.replace(fresh, objects)
+                    fresh.rename(objects)
     return objects
 
 
 def _folder(name: str) -> Path:
     folder = cache_dir() / "native" / name
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    with _writing(folder), tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH) as name:
+        yield Path(name)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with _writing(folder), open(folder / "lock", "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, even by a crash
+        _sweep(folder)
+        yield
+
+
+def _sweep(locked: Path) -> None:
+    """Remove what killed builds left: scratch folders in *locked*, and where nobody has the lock."""
+    for scratch in locked.parent.glob(f"*/{_SCRATCH}*"):
+        with suppress(OSError), open(scratch.parent / "lock", "w", encoding="utf-8") as file:
+            if scratch.parent != locked:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise NativeBuildError(
             f"Cannot write the cache folder {folder}: {error.strerror}; set OPWEAVE_CACHE_DIR to "
             "one that you can write."
         ) from error
-    return folder
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with open(folder / "lock", "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, even by a crash
-        yield
 
 
 def _hash(*parts: Iterable[object]) -> str:

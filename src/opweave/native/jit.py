@@ -34,7 +34,7 @@ def load(
     compiled by nvcc. *verbose* prints the compiler's commands and messages.
 
     The cache is a folder (``OPWEAVE_CACHE_DIR``, by default ``~/.cache/opweave``); what is in it
-    was built from the same sources, headers, flags, compiler and opweave.
+    was built from the same sources, headers, libraries, flags, compiler and opweave.
 
     Raises:
         NativeBuildError: the compiler is missing or refuses, a source is missing, a schema is

@@ -55,8 +55,26 @@ def python_include() -> Path:
     return folder
 
 
+def run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Run *command* and return what it says.
+
+    Raises:
+        NativeBuildError: it cannot be started.
+    """
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False
+        )
+    except OSError as error:
+        raise NativeBuildError(f"Cannot run {command[0]}: {error.strerror}.") from error
+
+
 def _command(variable: str, names: tuple[str, ...], what: str) -> tuple[str, ...]:
-    chosen = shlex.split(os.environ.get(variable, ""))
+    value = os.environ.get(variable, "")
+    try:
+        chosen = shlex.split(value)
+    except ValueError as error:
+        raise NativeBuildError(f"{variable}={value} is not a command: {error}.") from error
     for name in chosen[:1] or names:
         path = shutil.which(name)
         if path:
@@ -71,7 +89,7 @@ def _command(variable: str, names: tuple[str, ...], what: str) -> tuple[str, ...
 
 @functools.cache
 def _compiler(command: tuple[str, ...]) -> Compiler:
-    asked = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    asked = run((*command, "--version"))
     if asked.returncode != 0:
         raise NativeBuildError(f"{shlex.join(command)} --version fails.", asked.stderr)
     return Compiler(command, asked.stdout.strip())
