@@ -55,6 +55,22 @@ def add_source(folder: Path, value: str, *, schema: str = "add(Tensor(a!) x) -> 
     return path
 
 
+def empty_source(folder: Path, schema: str, parameters: str) -> Path:
+    """Write a source with an op that has *parameters* and does nothing."""
+    path = folder / "empty.cpp"
+    result = "" if schema.endswith("()") else "return 0;"
+    path.write_text(
+        f"""
+        #include <opweave/extension.h>
+        using namespace opweave;
+        static {"int64_t" if result else "void"} empty({parameters}) {{ {result} }}
+        OPWEAVE_EXTENSION_MODULE(m) {{ m.def("{schema}", empty); }}
+        """,
+        encoding="utf-8",
+    )
+    return path
+
+
 def logging_compiler(folder: Path) -> str:
     """Return a compiler that writes its arguments into a file, for `compiler_calls`."""
     path, real = folder / "compiler", os.environ.get("CXX", shutil.which("c++") or "g++")

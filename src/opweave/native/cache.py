@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from opweave.native import builder, inputs, kit, toolchain
+from opweave.native import builder, inputs, kit, toolchain, trial
 from opweave.native.errors import NativeBuildError
 from opweave.native.extension import Extension
 
@@ -128,6 +128,7 @@ def _build_in(folder: Path, extension: Extension, *, verbose: bool) -> Path:
     with _scratch(folder) as scratch:
         began = scratch.stat().st_ctime_ns
         built = builder.build(extension, objects, scratch, verbose=verbose)
+        trial.check(extension, built)
         files = {path: _read_digest(path, began) for path in _outside_the_cache(scratch)}
         ready = scratch / "ready"
         ready.mkdir()
@@ -212,7 +213,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _sweep(locked: Path) -> None:
-    """Remove what killed builds left: scratch folders in *locked*, and where nobody has the lock."""
+    """Remove scratch folders of killed builds, in *locked* and wherever nobody has the lock."""
     for scratch in locked.parent.glob(f"*/{_SCRATCH}*"):
         with suppress(OSError), open(scratch.parent / "lock", "w", encoding="utf-8") as file:
             if scratch.parent != locked:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.compiler import is_dynamo_compiling
 
 from opweave.ir.errors import did_you_mean
+from opweave.native import registration
 from opweave.native.autograd import autograd_watches, call_watched
 from opweave.native.errors import NativeImportError
 
@@ -45,8 +46,12 @@ class NativeModule(ModuleType):
     def __init__(self, name: str, namespace: str, raw: ModuleType) -> None:
         super().__init__(name, f"Native ops, also torch.ops.{namespace}.")
         self.__file__ = raw.__file__
+        _check_registration(raw, namespace)
         doors = open_doors(raw, namespace)
-        for op in op_names(raw):
+        problem = registration.failure(doors.problem)
+        if problem is not None:
+            raise NativeImportError(problem)
+        for op in registration.schemas(raw):
             setattr(self, op, _function(op, raw, namespace, doors))
 
     def __getattr__(self, name: str) -> Any:
@@ -62,7 +67,8 @@ def import_module(name: str) -> NativeModule:
     Its torch ops are ``torch.ops.<namespace>``, the namespace being the package's name.
 
     Raises:
-        NativeImportError: it is not built, or does not load.
+        NativeImportError: it is not built, does not load, is no native module, or torch does not
+            take its ops.
     """
     namespace, _, last = name.rpartition(".")
     namespace = namespace.replace(".", "_") or last
@@ -76,30 +82,40 @@ def import_module(name: str) -> NativeModule:
         ) from error
     except ImportError as error:
         raise NativeImportError(f"{name} does not load: {error}") from error
-    return NativeModule(name, namespace, raw)
+    if not hasattr(raw, "_open"):
+        raise NativeImportError(f"{name} is a Python module, but none that opweave has built.")
+    try:
+        return NativeModule(name, namespace, raw)
+    except NativeImportError as error:
+        raise NativeImportError(f"{name} does not load: {error}.") from error
 
 
-_opened: dict[str, str] = {}
+_opened: dict[str, str] = {}  # namespaces by file
 
 
 def opened_modules() -> dict[str, str]:
     """Return the files of the native modules in this process, by the namespace of their ops."""
-    return dict(_opened)
+    return {namespace: file for file, namespace in _opened.items()}
 
 
 def open_doors(raw: ModuleType, namespace: str) -> Doors:
     """Open both doors of *raw*, and teach torch what its ops return for fake tensors."""
-    _opened[namespace] = raw.__file__ or ""
+    _opened[raw.__file__ or ""] = namespace
     direct, problem = cast(_Interface, raw)._open(torch.Tensor, torch.nn.Parameter)
     if problem is None:
-        for op in op_names(raw):
+        for op in registration.schemas(raw):
             torch.library.register_fake(f"{namespace}::{op}", _fake(raw, op, namespace))
     return Doors(direct, problem)
 
 
-def op_names(raw: ModuleType) -> list[str]:
-    """Return the names of the ops of *raw*."""
-    return [name for name in dir(raw) if not name.startswith("_")]
+def _check_registration(raw: ModuleType, namespace: str) -> None:
+    """Check that torch takes the ops of *raw*, before it gets any: torch forgets none."""
+    found = registration.schemas(raw)
+    refusal = registration.refused_schema(found, namespace)
+    if refusal is None and raw.__file__ not in _opened:
+        refusal = registration.defined_before(found, namespace)
+    if refusal is not None:
+        raise NativeImportError(refusal)
 
 
 def sees_every_call() -> bool:

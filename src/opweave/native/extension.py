@@ -37,6 +37,12 @@ class Extension:
         return f"{self.module}.abi3.so"
 
     @property
+    def label(self) -> str:
+        """The module's name as its users know it."""
+        is_alone = self.module == self.namespace
+        return self.module if is_alone else f"{self.namespace}.{self.module}"
+
+    @property
     def has_cuda(self) -> bool:
         """Whether nvcc is needed."""
         return any(source.suffix == CUDA_SUFFIX for source in self.sources)

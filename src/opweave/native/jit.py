@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ExtensionFileLoader
@@ -66,9 +67,14 @@ def _load(name: str, path: Path) -> NativeModule:
     loader = ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None, path
+    before = sys.modules.get(name)
     try:
         raw = importlib.util.module_from_spec(spec)
         loader.exec_module(raw)
+        return NativeModule(name, name, raw)
     except ImportError as error:
         raise NativeBuildError(f"{name} is built but does not load: {error}.") from error
-    return NativeModule(name, name, raw)
+    finally:  # Python enters the module there, where another one may have been
+        sys.modules.pop(name, None)
+        if before is not None:
+            sys.modules[name] = before

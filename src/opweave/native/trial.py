@@ -1,0 +1,63 @@
+"""Loads a module that was just built in another process, where a failure harms nobody."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from opweave.native import registration, toolchain
+from opweave.native.errors import NativeBuildError
+from opweave.native.extension import Extension
+
+# Without torch, which takes seconds to import, unless the module is linked against it.
+_LOAD = """
+import importlib.util, json, sys
+from importlib.machinery import ExtensionFileLoader
+name, path, folders = sys.argv[1:]
+def load():
+    loader = ExtensionFileLoader(name, path)
+    return importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+try:
+    try:
+        raw = load()
+    except ImportError:
+        sys.path[:] = json.loads(folders)
+        import torch
+        raw = load()
+    found = {op: getattr(raw, op).__doc__ for op in dir(raw) if op[0] != "_"}
+    print("\\n" + json.dumps({"schemas": found}))
+except ImportError as error:
+    print("\\n" + json.dumps({"error": str(error)}))
+"""
+
+# Of the C++ library, which a C compiler does not link.
+_CXX_SYMBOLS = ("__cxxabiv1", "__cxa_", "__gxx_", "symbol: _ZSt", "symbol: _ZNSt", "symbol: _Zn")
+
+
+def check(extension: Extension, path: Path) -> None:
+    """Check that the module at *path* loads and that torch takes the schemas of its ops.
+
+    Raises:
+        NativeBuildError: it does not, or torch does not.
+    """
+    command = (sys.executable, "-I", "-S", "-c", _LOAD, extension.module, str(path))
+    answer = _answer(toolchain.run((*command, json.dumps(sys.path))))
+    why = answer.get("error", "").removeprefix(f"{path}: ")
+    if any(symbol in why for symbol in _CXX_SYMBOLS):
+        compiler = toolchain.cxx().command[0]
+        why += f"; {compiler} does not link the C++ library: name a C++ compiler, such as CXX=g++"
+    why = why or registration.refused_schema(answer.get("schemas", {}), extension.namespace)
+    if why:
+        raise NativeBuildError(f"{extension.label} is built but does not load: {why}.")
+
+
+def _answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):  # it did not get so far
+        last = done.stderr.strip().splitlines()[-1:]
+        return {"error": last[0] if last else f"Python ended with {done.returncode}"}
+    return answer

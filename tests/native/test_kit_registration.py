@@ -1,0 +1,155 @@
+"""What torch does not take as an op is found when a module is built or loaded, not at a call."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from opweave import native
+from opweave.native import NativeBuildError, NativeImportError, doors, opened_modules, registration
+
+from .kit_module import add_source, empty_source
+
+REFUSED = [
+    *(
+        (f"f(Tensor x, int {word}) -> ()", "const View&, int64_t", f"found '{word}'")
+        for word in ("in", "is", "class", "def", "None", "global", "return", "and")
+    ),
+    ("f(Tensor(!) x) -> ()", "const View&", "found '!'"),
+    ("f(Tensor x, Tensor?(a!) y) -> ()", "const View&, const View*", "found '('"),
+    ("f(Tensor x) -> int junk more", "const View&", "found 'ident'"),
+    ("is(Tensor x) -> ()", "const View&", "found 'is'"),
+    ("name(Tensor x) -> ()", "const View&", "torch.ops.kit_refused.name is no op"),
+]
+
+
+@pytest.mark.parametrize(("schema", "parameters", "why"), REFUSED, ids=[r[0] for r in REFUSED])
+def test_a_schema_that_torch_refuses(
+    native_cache: Path, tmp_path: Path, schema: str, parameters: str, why: str
+) -> None:
+    with pytest.raises(NativeBuildError) as error:
+        native.load("kit_refused", [empty_source(tmp_path, schema, parameters)])
+    summary = error.value.summary
+    assert summary.startswith("kit_refused is built but does not load: ")
+    assert f"'{schema}'" in summary
+    assert why in summary
+    assert "\n" not in str(error.value)
+    assert "kit_refused" not in opened_modules()
+
+
+def test_the_corrected_source_loads(native_cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    good = add_source(tmp_path, "1")
+    for _ in range(2):
+        wrong = empty_source(tmp_path / "more", "f(Tensor x, int in) -> ()", "const View&, int64_t")
+        with pytest.raises(NativeBuildError, match="found 'in'"):
+            native.load("kit_corrected", [good, wrong])
+    empty_source(tmp_path / "more", "f(Tensor x, int i) -> ()", "const View&, int64_t")
+    module = native.load("kit_corrected", [good, wrong])
+    x = torch.zeros(2)
+    with torch.enable_grad():
+        module.add(x)
+        module.f(x, 3)
+    assert x.tolist() == [1, 1]
+
+
+def test_an_op_that_exists(native_cache: Path, tmp_path: Path) -> None:
+    library = torch.library.Library("kit_exists", "FRAGMENT")
+    library.define("add(Tensor x) -> ()")
+    source = add_source(tmp_path, "1")
+    with pytest.raises(NativeBuildError, match=r"torch\.ops\.kit_exists\.add exists already"):
+        native.load("kit_exists", [source])
+    source = add_source(tmp_path, "2", schema="two(Tensor(a!) x) -> ()")
+    module = native.load("kit_exists", [source])
+    x = torch.zeros(1)
+    with torch.enable_grad():
+        module.two(x)
+    assert x.tolist() == [2]
+
+
+class Raw(ModuleType):
+    """A module of the kit whose registration ends with *problem*."""
+
+    def __init__(self, problem: str | None, *schemas: str) -> None:
+        super().__init__("kit_raw")
+        self.__file__ = f"{schemas}"
+        self._problem = problem
+        for schema in schemas:
+            function: Any = lambda *_: None  # noqa: E731
+            function.__doc__ = schema
+            setattr(self, schema.partition("(")[0], function)
+
+    def _open(self, *_: type) -> tuple[bool, str | None]:
+        return False, self._problem
+
+
+def test_import_module_refuses_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = Raw(None, "f(Tensor x, int in) -> ()")
+    monkeypatch.setitem(sys.modules, "kit_raw", refused)
+    with pytest.raises(
+        NativeImportError, match=r"^kit_raw does not load: .*'f\(Tensor x, int in\) "
+    ):
+        native.import_module("kit_raw")
+    late = Raw("torch could not define f(Tensor x) -> ()", "f(Tensor x) -> ()")
+    monkeypatch.setitem(sys.modules, "kit_raw", late)
+    with pytest.raises(NativeImportError, match=r"^kit_raw does not load: torch could not define"):
+        native.import_module("kit_raw")
+
+
+def test_a_torch_that_lacks_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is imported, and its ops say what is missing."""
+    raw = Raw(
+        "this torch has no torch_list_size; torch 2.11 or newer is needed", "g(Tensor x) -> ()"
+    )
+    monkeypatch.setitem(sys.modules, "kit_raw", raw)
+    module = native.import_module("kit_raw")
+    with pytest.raises(
+        RuntimeError, match=r"torch\.ops\.kit_raw\.g is not available: this torch has"
+    ):
+        module.g(torch.ones(1))
+
+
+def test_opweaves_own_module_degrades(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = "torch could not define h(Tensor x) -> ()"
+    monkeypatch.setattr(doors, "_opened", {})
+    assert doors.open_doors(Raw(problem, "h(Tensor x) -> ()"), "kit_own").problem == problem
+    assert registration.failure(problem) == problem
+    assert registration.failure("this torch has no x; torch 2.11 or newer is needed") is None
+
+
+@pytest.mark.parametrize("name", ["json", "opweave.native"])
+def test_a_module_that_is_not_native(name: str) -> None:
+    with pytest.raises(
+        NativeImportError, match=f"^{name} is a Python module, but none that opweave"
+    ):
+        native.import_module(name)
+    assert name.replace(".", "_") not in opened_modules()
+
+
+def test_a_c_compiler(native_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "gcc")
+    with pytest.raises(NativeBuildError) as error:
+        native.load("kit_gcc", [add_source(tmp_path, "1")])
+    assert "does not load: undefined symbol: " in error.value.summary
+    assert error.value.summary.endswith("name a C++ compiler, such as CXX=g++.")
+
+
+def test_a_module_that_ends_the_process(native_cache: Path, tmp_path: Path) -> None:
+    source = add_source(tmp_path, "1")
+    with open(source, "a", encoding="utf-8") as file:
+        file.write("#include <cstdlib>\nstatic const int ended = (std::abort(), 0);\n")
+    with pytest.raises(NativeBuildError, match="does not load: Python ended with -6"):
+        native.load("kit_abort", [source])
+
+
+def test_other_modules_of_that_name_stay(native_cache: Path, tmp_path: Path) -> None:
+    import json
+
+    module = native.load("json", [add_source(tmp_path, "1")])
+    assert sys.modules["json"] is json
+    assert module is not json
