@@ -166,7 +166,8 @@ def test_bad_input(native_cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
     source = add_source(tmp_path, "1")
     for name in ("Bad", "a-b", "class", "", "_x", "é"):
         assert "is not a name for a native module" in refusal(name, source).summary
-    assert "'aten' is taken" in refusal("aten", source).summary
+    for name in ("aten", "load_library", "higher_order"):
+        assert f"'{name}' is taken" in refusal(name, source).summary
     assert "no sources" in refusal("kit_none").summary
     assert "Did you mean 'add.cpp'?" in refusal("kit_gone", tmp_path / "ad.cpp").summary
     assert "is not a source file (.cpp," in refusal("kit_header", tmp_path / "a.h").summary
@@ -174,6 +175,13 @@ def test_bad_input(native_cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
     blocked.touch()
     monkeypatch.setenv("OPWEAVE_CACHE_DIR", str(blocked))
     assert "set OPWEAVE_CACHE_DIR" in refusal("kit_cache", source).summary
+
+
+def no_program(folder: Path) -> Path:
+    path = folder / "no-program"
+    path.write_bytes(b"\0")
+    path.chmod(0o755)
+    return path
 
 
 def test_missing_compilers(
@@ -184,6 +192,13 @@ def test_missing_compilers(
     cuda.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setenv("CUDACXX", "no-such-nvcc")
     assert "CUDACXX=no-such-nvcc: there is no" in refusal("kit_no_nvcc", cuda).summary
+    for value, why in (
+        ('"x', 'CXX="x is not a command: No closing quotation.'),
+        ("/bin/true", "/bin/true reports success and makes no file of "),
+        (str(no_program(tmp_path)), "Cannot run "),
+    ):
+        monkeypatch.setenv("CXX", value)
+        assert refusal("kit_no_compiler", source).summary.startswith(why)
     monkeypatch.setenv("CXX", "no-such-compiler -m64")
     assert "CXX=no-such-compiler -m64: there is no" in refusal("kit_no_cxx", source).summary
     monkeypatch.delenv("CXX")
@@ -191,3 +206,28 @@ def test_missing_compilers(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert "needs a C++17 compiler, and found none" in refusal("kit_no_path", source).summary
+
+
+def test_a_string_is_no_list(native_cache: Path, tmp_path: Path) -> None:
+    source = add_source(tmp_path, "1")
+    for sources in (str(source), source, source.name.encode(), 3):
+        with pytest.raises(TypeError, match=r"^sources must be a list of paths, found .*; wri"):
+            native.load("kit_list", sources)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^sources must be a list of paths, found 3 in it\.$"):
+        native.load("kit_list", [3])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"^include_dirs must be a list of paths, found 'a'"):
+        native.load("kit_list", [source], include_dirs="a")
+    for option in ("extra_cflags", "extra_cuda_cflags", "extra_ldflags"):
+        with pytest.raises(TypeError, match=f"^{option} must be a list of strings, found '-O2'"):
+            native.load("kit_list", [source], **{option: "-O2"})  # type: ignore[arg-type]
+    native.load("kit_list", iter([source]), extra_cflags=("-O1",), include_dirs=iter([tmp_path]))
+
+
+@pytest.mark.parametrize("name", ["errno", "assert_perror"])
+def test_a_name_of_a_macro(native_cache: Path, tmp_path: Path, name: str) -> None:
+    module = native.load(name, [add_source(tmp_path, "1")])
+    x = torch.zeros(1)
+    with torch.enable_grad():
+        module.add(x)
+    assert x.tolist() == [1]
+    assert hasattr(getattr(torch.ops, name), "add")

@@ -121,6 +121,19 @@ sources = ["csrc/*.cpp"]
         ),
         (PYPROJECT.replace("demo", "aten"), "The package 'aten' is in none of"),
         (PYPROJECT, "The package 'demo' is in none of {folder}/src, {folder}"),
+        *(
+            (PYPROJECT.replace("demo", "csrc").replace("csrc/*.cpp", pattern), f"ource {pattern!r}")
+            for pattern in ("/abs/*.cpp", "", "**.cpp")
+        ),
+        ("tool = 1", "{folder}/pyproject.toml: tool must be a table, found 1."),
+        ("[tool]\nopweave-native = 5", "[tool.opweave-native] must be one table, found 5."),
+        ("[tool]\nopweave-native = 'abc'", "[tool.opweave-native] must be one table, found 'abc'."),
+        ("[[tool.opweave-native]]", "[tool.opweave-native] must be one table, found [{{}}]."),
+        *(
+            (PYPROJECT.replace("_C_ops", name), f"found 'demo.{name}'; names are ASCII ")
+            for name in ("опс", "class", "a-b")
+        ),
+        (PYPROJECT.replace("demo", "csrc.lambda"), "found 'csrc.lambda._C_ops'; names are ASCII"),
         (PYPROJECT.replace("demo", "csrc"), "No file in {folder} matches the source 'csrc/*.cpp'"),
     ],
 )
@@ -150,7 +163,9 @@ def test_a_folder_that_exists(
     assert capfd.readouterr().err == expected
 
 
-@pytest.mark.parametrize("name", ["Demo", "my-ops", "1st", "lambda", "torch", "json", "../x", ""])
+@pytest.mark.parametrize(
+    "name", ["Demo", "my-ops", "1st", "lambda", "torch", "json", "../x", "", 300 * "a"]
+)
 def test_bad_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

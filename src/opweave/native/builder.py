@@ -21,6 +21,15 @@ _KIT_FLAGS = (*_COMMON, "-O2", "-DPy_LIMITED_API=0x030a0000")
 _USER_FLAGS = (*_COMMON, "-O3", "-Wall")
 _CUDA_FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 
+# Written out, because the module's name may be that of a macro, such as errno.
+_ENTRY = """\
+#include <opweave/python_module.h>
+
+PyMODINIT_FUNC PyInit_{module}() {{
+  return opweave::create_python_module("{module}", "{namespace}", nullptr);
+}}
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -61,12 +70,7 @@ def build(extension: Extension, kit_objects: Path, folder: Path, *, verbose: boo
         NativeBuildError: a compiler is missing, or refuses.
     """
     jobs = [_user_job(i, source, extension, folder) for i, source in enumerate(extension.sources)]
-    init = kit.include_dir() / "opweave" / kit.MODULE_INIT
-    names = (
-        f"-DOPWEAVE_MODULE_NAME={extension.module}",
-        f"-DOPWEAVE_NAMESPACE={extension.namespace}",
-    )
-    jobs.append(_kit_job(init, folder, names))
+    jobs.append(_kit_job(_write_entry(extension, folder), folder))
     _run_all(jobs, verbose=verbose)
     objects = [*(job.output for job in jobs), *sorted(kit_objects.glob("*.o"))]
     output = folder / extension.filename
@@ -74,10 +78,18 @@ def build(extension: Extension, kit_objects: Path, folder: Path, *, verbose: boo
     return output
 
 
-def _kit_job(source: Path, folder: Path, extra: Sequence[str] = ()) -> Job:
+def _write_entry(extension: Extension, folder: Path) -> Path:
+    path = folder / "entry.cpp"
+    path.write_text(
+        _ENTRY.format(module=extension.module, namespace=extension.namespace), encoding="utf-8"
+    )
+    return path
+
+
+def _kit_job(source: Path, folder: Path) -> Job:
     output = folder / f"kit_{source.stem}.o"
-    include = f"-I{toolchain.python_include()}"
-    command = (*toolchain.cxx().command, *_KIT_FLAGS, *extra, include)
+    includes = (f"-I{kit.include_dir()}", f"-I{toolchain.python_include()}")
+    command = (*toolchain.cxx().command, *_KIT_FLAGS, *includes)
     return Job(source, output, (*command, "-c", str(source), "-o", str(output)))
 
 

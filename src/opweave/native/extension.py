@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import keyword
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from opweave.ir.errors import did_you_mean
 from opweave.native.errors import NativeBuildError
@@ -54,14 +58,33 @@ def check_name(name: str) -> str:
     Raises:
         NativeBuildError: it cannot.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+    fits = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name)
+    if not fits or keyword.iskeyword(name):
         raise NativeBuildError(
             f"{name!r} is not a name for a native module; use lowercase letters, digits and "
             "underscores, starting with a letter, and no Python keyword."
         )
-    if name in _TAKEN:
+    # Beside namespaces, torch.ops has attributes of its own, such as load_library.
+    is_namespace = isinstance(getattr(torch.ops, name), torch._ops._OpNamespace)
+    if name in _TAKEN or not is_namespace:
         raise NativeBuildError(f"The name {name!r} is taken; choose another one.")
     return name
+
+
+def check_list(value: object, what: str, item: str) -> tuple[Any, ...]:
+    """Return *value* as a tuple: a list of strings or, for *item* "path", of paths.
+
+    Raises:
+        TypeError: it is no such list; a string would be one of letters.
+    """
+    kinds = (str, os.PathLike) if item == "path" else (str,)
+    if isinstance(value, (*kinds, bytes)) or not isinstance(value, Iterable):
+        raise TypeError(f"{what} must be a list of {item}s, found {value!r}; write [{value!r}].")
+    found = tuple(value)
+    for element in found:
+        if not isinstance(element, kinds):
+            raise TypeError(f"{what} must be a list of {item}s, found {element!r} in it.")
+    return found
 
 
 def check_sources(sources: Iterable[str | Path]) -> tuple[Path, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from opweave.native import cache
 from opweave.native.doors import NativeModule
 from opweave.native.errors import NativeBuildError
-from opweave.native.extension import Extension, check_name, check_sources
+from opweave.native.extension import Extension, check_list, check_name, check_sources
 
 _lock = threading.Lock()
 _loaded: dict[str, tuple[str, NativeModule]] = {}
@@ -40,15 +40,17 @@ def load(
     Raises:
         NativeBuildError: the compiler is missing or refuses, a source is missing, a schema is
             wrong, or *name* was loaded from other sources already in this process.
+        TypeError: *sources*, *include_dirs* or flags are no list.
     """
+    folders = check_list(include_dirs, "include_dirs", "path")
     extension = Extension(
         module=check_name(name),
         namespace=name,
-        sources=check_sources(sources),
-        include_dirs=tuple(Path(folder).absolute() for folder in include_dirs),
-        cflags=tuple(extra_cflags),
-        cuda_cflags=tuple(extra_cuda_cflags),
-        ldflags=tuple(extra_ldflags),
+        sources=check_sources(check_list(sources, "sources", "path")),
+        include_dirs=tuple(Path(folder).absolute() for folder in folders),
+        cflags=check_list(extra_cflags, "extra_cflags", "string"),
+        cuda_cflags=check_list(extra_cuda_cflags, "extra_cuda_cflags", "string"),
+        ldflags=check_list(extra_ldflags, "extra_ldflags", "string"),
     )
     built = cache.build(extension, verbose=verbose)
     with _lock:

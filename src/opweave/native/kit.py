@@ -9,10 +9,8 @@ from pathlib import Path
 import opweave
 from opweave.native.errors import NativeBuildError
 
-MODULE_INIT = "module_init.cpp"
-"""Compiled once for each module, because it holds the module's name."""
-
-_UNUSED = "plain_call.cpp"  # opweave's own
+# For those who build without these commands, and opweave's own.
+_UNUSED = ("module_init.cpp", "plain_call.cpp")
 
 
 def include_dir() -> Path:
@@ -33,7 +31,7 @@ def include_dir() -> Path:
 def core_sources() -> list[Path]:
     """Return the kit's sources that are the same for every module."""
     found = sorted((include_dir() / "opweave").glob("*.cpp"))
-    return [path for path in found if path.name not in (MODULE_INIT, _UNUSED)]
+    return [path for path in found if path.name not in _UNUSED]
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import os
 import shutil
 import tempfile
@@ -56,9 +57,14 @@ def _read(path: Path) -> Mapping[str, Any]:
         ) from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise NativeBuildError(f"Cannot read {path}: {error}.") from error
-    table = content.get("tool", {}).get("opweave-native")
+    tool = content.get("tool", {})
+    if not isinstance(tool, dict):
+        raise NativeBuildError(f"{path}: tool must be a table, found {tool!r}.")
+    table = tool.get("opweave-native")
     if table is None:
         raise NativeBuildError(f"{path} has no table {_TABLE}, which says what to build.")
+    if not isinstance(table, dict):
+        raise NativeBuildError(f"{path}: {_TABLE} must be one table, found {table!r}.")
     return _checked(table, path)
 
 
@@ -70,9 +76,10 @@ def _checked(table: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
                 f"{did_you_mean(key, ('module', *_LISTS))}"
             )
     module = table.get("module")
-    if not isinstance(module, str) or not all(map(str.isidentifier, module.split("."))):
+    if not isinstance(module, str) or not all(map(_is_name, module.split("."))):
         raise NativeBuildError(
-            f"{path}: {_TABLE} needs module = 'package._C_ops', found {module!r}."
+            f"{path}: {_TABLE} needs module = 'package._C_ops', found {module!r}; names are ASCII "
+            "letters, digits and underscores, and no keywords of Python."
         )
     if "." not in module:
         raise NativeBuildError(
@@ -85,10 +92,20 @@ def _checked(table: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     return {"module": module, **lists}
 
 
+def _is_name(name: str) -> bool:
+    return name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
+
+
 def _expand(folder: Path, patterns: list[str]) -> list[Path]:
     sources: dict[Path, None] = {}
     for pattern in patterns:
-        found = sorted(folder.glob(pattern))
+        try:
+            found = sorted(folder.glob(pattern))
+        except (ValueError, NotImplementedError, OSError) as error:
+            raise NativeBuildError(
+                f"The source {pattern!r} is no pattern of files in {folder}, such as "
+                f"'csrc/*.cpp': {error}."
+            ) from error
         if not found:
             raise NativeBuildError(f"No file in {folder} matches the source {pattern!r}.")
         sources.update(dict.fromkeys(found))

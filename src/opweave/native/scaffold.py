@@ -40,13 +40,13 @@ def write_package(
         error: a package of that name is installed, or the folder exists or cannot be written.
     """
     folder = parent / name
-    if not folder.exists() and importlib.util.find_spec(name) is not None:
-        raise error(
-            f"A Python package {name!r} is installed already and would be in the way; choose "
-            "another name."
-        )
     filled = {"name": name, **(values or {})}
     try:
+        if not folder.exists() and importlib.util.find_spec(name) is not None:
+            raise error(
+                f"A Python package {name!r} is installed already and would be in the way; choose "
+                "another name."
+            )
         folder.mkdir()
         return [
             _write(template, template.relative_to(root), folder, filled)
