@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -131,6 +132,13 @@ def test_a_module_that_is_not_native(name: str) -> None:
     assert name.replace(".", "_") not in opened_modules()
 
 
+@pytest.mark.parametrize("name", ["", ".demo", "demo/_C_ops", "demo."])
+def test_what_is_not_the_name_of_a_module(name: str) -> None:
+    with pytest.raises(NativeImportError, match=f"^{name!r} is not the name of a module, such as"):
+        native.import_module(name)
+
+
+@pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="a C++ library is there")
 def test_a_c_compiler(native_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "gcc")
     with pytest.raises(NativeBuildError) as error:

@@ -70,6 +70,8 @@ def import_module(name: str) -> NativeModule:
         NativeImportError: it is not built, does not load, is no native module, or torch does not
             take its ops.
     """
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise NativeImportError(f"{name!r} is not the name of a module, such as demo._C_ops.")
     namespace, _, last = name.rpartition(".")
     namespace = namespace.replace(".", "_") or last
     try:

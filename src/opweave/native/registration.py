@@ -16,8 +16,9 @@ def schemas(raw: ModuleType) -> dict[str, str]:
 
 def refused_schema(found: Mapping[str, str], namespace: str) -> str | None:
     """Return which schema torch does not take, and why."""
+    attributes = dir(torch._ops._OpNamespace(namespace))  # such as name
     for op, schema in found.items():
-        if op in dir(torch._ops._OpNamespace(namespace)):
+        if op in attributes:
             return (
                 f"torch.ops.{namespace}.{op} is no op in any namespace, so '{schema}' needs "
                 "another name"
