@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from opweave.native import NativeBuildError, builder, cache, inputs
+from opweave.native import NativeBuildError, builder, cache, folders, inputs
 from opweave.native.extension import Extension
 
 from .kit_module import compiler_calls
@@ -199,8 +199,8 @@ def test_lists_of_compilers(tmp_path: Path) -> None:
 
 def test_what_killed_builds_left(folder: Path) -> None:
     path = source('#define MARK "mark-one"')
-    stale = cache.cache_dir() / "native" / "kit_gone-0" / "tmpkilled"
-    busy = cache.cache_dir() / "native" / "kit_busy-0" / "tmpbusy"
+    stale = folders.cache_dir() / "native" / "kit_gone-0" / "tmpkilled"
+    busy = folders.cache_dir() / "native" / "kit_busy-0" / "tmpbusy"
     stale.mkdir(parents=True)
     busy.mkdir(parents=True)
     with open(busy.parent / "lock", "w", encoding="utf-8") as lock:
@@ -214,7 +214,7 @@ def test_what_killed_builds_left(folder: Path) -> None:
 def test_a_cache_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = source('#define MARK "mark-one"')
     key = cache.content_key(Extension("kit_input", "kit_input", (path,)))
-    lock = cache.cache_dir() / "native" / f"kit_input-{key}" / "lock"
+    lock = folders.cache_dir() / "native" / f"kit_input-{key}" / "lock"
     lock.mkdir(parents=True)  # also root cannot open it
     with pytest.raises(NativeBuildError, match=r"Cannot write the cache folder .*OPWEAVE_CACHE_D"):
         build(path)
@@ -241,15 +241,15 @@ def test_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = tmp_path / f"opweave-{os.getuid()}"
-    assert cache.cache_dir() == own
+    assert folders.cache_dir() == own
     assert own.stat().st_mode & 0o777 == 0o700
     own.chmod(0o777)
     with pytest.raises(NativeBuildError, match=r"others can write .*; set OPWEAVE_CACHE_DIR"):
-        cache.cache_dir()
+        folders.cache_dir()
     own.rmdir()
     own.symlink_to(tmp_path)
     with pytest.raises(NativeBuildError, match=r"set OPWEAVE_CACHE_DIR"):
-        cache.cache_dir()
+        folders.cache_dir()
 
 
 def test_a_warm_load_starts_no_compiler(folder: Path) -> None:

@@ -122,7 +122,10 @@ sources = ["csrc/*.cpp"]
         (PYPROJECT.replace("demo", "aten"), "The package 'aten' is in none of"),
         (PYPROJECT, "The package 'demo' is in none of {folder}/src, {folder}"),
         *(
-            (PYPROJECT.replace("demo", "csrc").replace("csrc/*.cpp", pattern), f"source {pattern!r}")
+            (
+                PYPROJECT.replace("demo", "csrc").replace("csrc/*.cpp", pattern),
+                f"source {pattern!r}",
+            )
             for pattern in ("/abs/*.cpp", "", "**.cpp")
         ),
         ("tool = 1", "{folder}/pyproject.toml: tool must be a table, found 1."),

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import json
 import os
 import platform
 import shutil
-import stat
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from opweave.native import builder, inputs, kit, toolchain, trial
+from opweave.native import builder, folders, inputs, kit, toolchain, trial
 from opweave.native.errors import NativeBuildError
 from opweave.native.extension import Extension
 
 _MANIFEST = "files.json"
-_SCRATCH = "tmp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,39 +28,6 @@ class Built:
     cached: bool
 
 
-def cache_dir() -> Path:
-    """Return where built modules are kept: ``OPWEAVE_CACHE_DIR``, or ``~/.cache/opweave``.
-
-    Raises:
-        NativeBuildError: there is no home, and somebody else has the folder that would replace it.
-    """
-    chosen = os.environ.get("OPWEAVE_CACHE_DIR")
-    if chosen:
-        return Path(chosen).absolute()
-    try:
-        return Path.home() / ".cache" / "opweave"
-    except RuntimeError:  # a container's user without a name
-        return _own_folder(Path(tempfile.gettempdir()) / f"opweave-{os.getuid()}")
-
-
-def _own_folder(folder: Path) -> Path:
-    """Return *folder*, where all may write: what is in it will be run, so it has to be ours."""
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        raise NativeBuildError(
-            f"There is no home folder to keep builds in, and no {folder}: {error.strerror}; set "
-            "OPWEAVE_CACHE_DIR to a folder that you can write."
-        ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise NativeBuildError(
-            f"There is no home folder to keep builds in, and others can write {folder}; set "
-            "OPWEAVE_CACHE_DIR to a folder of your own."
-        )
-    return folder
-
-
 def build(extension: Extension, *, verbose: bool = False) -> Built:
     """Build *extension*, unless the cache has it. Processes that want the same one wait for it.
 
@@ -73,11 +35,11 @@ def build(extension: Extension, *, verbose: bool = False) -> Built:
         NativeBuildError: it cannot be built.
     """
     key = content_key(extension)
-    folder = _folder(f"{extension.namespace}-{key}")
+    folder = folders.folder(f"{extension.namespace}-{key}")
     found = _find(folder, extension.filename)
     cached = found is not None
     if found is None:
-        with _locked(folder):
+        with folders.locked(folder):
             found = _find(folder, extension.filename)  # another process built it meanwhile?
             cached = found is not None
             found = found or _build_in(folder, extension, verbose=verbose)
@@ -125,11 +87,13 @@ def _find(folder: Path, filename: str) -> Path | None:
 def _build_in(folder: Path, extension: Extension, *, verbose: bool) -> Path:
     """Build *extension* into a new folder in *folder*, which appears there when it is complete."""
     objects = _kit_objects(verbose=verbose)
-    with _scratch(folder) as scratch:
+    with folders.scratch(folder) as scratch:
         began = scratch.stat().st_ctime_ns
         built = builder.build(extension, objects, scratch, verbose=verbose)
         trial.check(extension, built)
-        files = {path: _read_digest(path, began) for path in _outside_the_cache(scratch)}
+        own = (f"{scratch}{os.sep}", f"{objects}{os.sep}")
+        read = (path for path in inputs.listed(scratch) if not path.startswith(own))
+        files = {path: _read_digest(path, began) for path in read}
         ready = scratch / "ready"
         ready.mkdir()
         (ready / _MANIFEST).write_text(json.dumps(files), encoding="utf-8")
@@ -138,11 +102,6 @@ def _build_in(folder: Path, extension: Extension, *, verbose: bool) -> Path:
         shutil.rmtree(target, ignore_errors=True)  # one that somebody took the module from
         ready.rename(target)
     return target / built.name
-
-
-def _outside_the_cache(scratch: Path) -> list[str]:
-    cache = f"{cache_dir()}{os.sep}"
-    return [path for path in inputs.listed(scratch) if not path.startswith(cache)]
 
 
 def _read_digest(path: str, began: int) -> str:
@@ -178,58 +137,17 @@ def _kit_objects(*, verbose: bool) -> Path:
         inputs.environment(),
         [kit.fingerprint()],
     )
-    folder = _folder(f"kit-{key}")
+    folder = folders.folder(f"kit-{key}")
     objects = folder / "objects"
     if not objects.is_dir():
-        with _locked(folder):
+        with folders.locked(folder):
             if not objects.is_dir():
-                with _scratch(folder) as scratch:
+                with folders.scratch(folder) as scratch:
                     fresh = scratch / "objects"
                     fresh.mkdir()
                     builder.compile_kit(fresh, verbose=verbose)
                     fresh.rename(objects)
     return objects
-
-
-def _folder(name: str) -> Path:
-    folder = cache_dir() / "native" / name
-    with _writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    with _writing(folder), tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH) as name:
-        yield Path(name)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with _writing(folder), open(folder / "lock", "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, even by a crash
-        _sweep(folder)
-        yield
-
-
-def _sweep(locked: Path) -> None:
-    """Remove scratch folders of killed builds, in *locked* and wherever nobody has the lock."""
-    for scratch in locked.parent.glob(f"*/{_SCRATCH}*"):
-        with suppress(OSError), open(scratch.parent / "lock", "w", encoding="utf-8") as file:
-            if scratch.parent != locked:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise NativeBuildError(
-            f"Cannot write the cache folder {folder}: {error.strerror}; set OPWEAVE_CACHE_DIR to "
-            "one that you can write."
-        ) from error
 
 
 def _hash(*parts: Iterable[object]) -> str:
