@@ -13,6 +13,7 @@ from torch import Tensor
 import opweave.compile
 from opweave import ir
 from opweave.compile import OptionError
+from opweave.compile.compiled import CompiledGraph
 from opweave.ir.testing import restored
 
 from .test_donation import compiled
@@ -130,6 +131,69 @@ def test_threads_with_different_scopes(double: ir.IrOp) -> None:
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(work, ["native", "three", "five"]))
     assert found == [[2.0] * 20, [3.0] * 20, [5.0] * 20]
+
+
+def test_threads_in_different_ranges(double: ir.IrOp, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    run = torch.compile(
+        calling(double),
+        backend=opweave.compile.backend,
+        dynamic=True,
+        options={
+            "codegen": False,
+            "compile_ranges": {"2-8": {"double": "three"}, "9-99": {"double": "five"}},
+        },
+    )
+
+    small, large = torch.ones(4, 1), torch.ones(20, 1)
+    assert (factor(run, small), factor(run, large), factor(run, small)) == (3, 5, 3)
+    holds, others = CompiledGraph._holds, [large]
+
+    def interrupted(graph: CompiledGraph, *arguments: Any) -> bool:
+        """Another thread's call comes between a call's question and what follows from it."""
+        answer = holds(graph, *arguments)
+        if others:
+            run(others.pop())
+        return answer
+
+    monkeypatch.setattr(CompiledGraph, "_holds", interrupted)
+    assert factor(run, small) == 3
+    assert not others
+
+
+def test_a_call_that_compiles_runs_the_graph_once() -> None:
+    with ir.isolated_registry():
+
+        @ir.register_op
+        def noisy(x: Tensor) -> Tensor:
+            return x + torch.rand_like(x)
+
+        @noisy.register_impl("other")
+        def _(x: Tensor) -> Tensor:
+            return x + torch.rand_like(x) + 1
+
+        run = compiled(calling(noisy))
+        run(X)
+        found = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            with ir.priority(noisy="other"):
+                found.append((run(X), torch.rand(1)))
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_zeros_of_both_signs() -> None:
+    with ir.isolated_registry():
+
+        @ir.register_op
+        def over(x: Tensor, zero: float) -> Tensor:
+            return x / torch.full_like(x, zero)
+
+        def function(x: Tensor) -> Any:
+            return over(x, 0.0), over(x, -0.0)
+
+        inf = float("inf")
+        assert [float(y[0, 0]) for y in compiled(function)(X)] == [inf, -inf]
 
 
 def test_threads_compiling_at_the_same_time(double: ir.IrOp) -> None:

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from opweave.compile import compat
 from opweave.compile.nodes import tensors_of
-from opweave.ir.donation import apart
+from opweave.ir.donation import apart, covers
 
 
 class Aliases:
@@ -24,7 +24,8 @@ class Aliases:
         self.order = {node: position for position, node in enumerate(graph.nodes)}
         self._by_storage: dict[int, dict[Node, None]] = {}
         self._storages: dict[Node, set[int]] = {}
-        self._owned: dict[int, Tensor] = {}  # as long as they live, no other has their keys
+        # By storage; as long as they live, no other storage has their keys.
+        self._owned: dict[int, list[Tensor]] = {}
         for node in graph.nodes:
             self._enter(node)
 
@@ -47,11 +48,15 @@ class Aliases:
 
     def own(self, node: Node) -> None:
         """Note that the memory of *node* is the graph's own, even if it came from the caller."""
-        self._owned.update((_key(tensor), tensor) for tensor in tensors_of(node))
+        for tensor in tensors_of(node):
+            self._owned.setdefault(_key(tensor), []).append(tensor)
 
     def owns(self, node: Node) -> bool:
-        """Whether :meth:`own` was told so."""
-        return self._owned.keys() >= set(map(_key, tensors_of(node)))
+        """Whether :meth:`own` was told so of all elements of *node*."""
+        return all(
+            any(covers(owned, tensor) for owned in self._owned.get(_key(tensor), ()))
+            for tensor in tensors_of(node)
+        )
 
     def sharing(self, node: Node) -> list[Node]:
         """Return the nodes that may share elements with *node*, itself included."""
@@ -67,7 +72,14 @@ class Aliases:
         limit = self.order[position]
         readers = [user for alias in self.sharing(node) for user in alias.users]
         late = {u: None for u in readers if u is not position and self.order.get(u, -1) > limit}
-        return sorted(late, key=self.order.__getitem__)
+        reading = [u for u in late if not self._views_elsewhere(u, node)]
+        return sorted(reading, key=self.order.__getitem__)
+
+    def _views_elsewhere(self, reader: Node, node: Node) -> bool:
+        """Whether *reader* makes nothing but views, of memory beside that of *node*."""
+        made = tensors_of(reader)
+        is_view = bool(made) and all(_key(tensor) in self._storages[node] for tensor in made)
+        return is_view and not overlap(reader, node)
 
     def _enter(self, node: Node) -> None:
         self._storages[node] = set(map(_key, tensors_of(node)))

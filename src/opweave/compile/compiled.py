@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as with_changes
 from typing import Any
 
 import torch
@@ -64,19 +65,20 @@ class CompiledGraph:
         self._plans: dict[Any, str] = {}  # digests, by what holds
         plan = Plan.capture(self._registries, options, self._size(example_inputs))
         self._variants[plan.digest] = self._first(graph_module, example_inputs, plan)
-        self._run, self.log.last = self._variants[plan.digest]
-        self._now = self._moment(example_inputs)
+        run, self.log.last = self._variants[plan.digest]
+        # In one piece: threads must not see one half of it with the other half of another.
+        self._current = self._moment(example_inputs), run
         _remember(self.log)
 
     def __call__(self, *inputs: Any) -> Any:
-        if self._donated:
-            inputs = self._separated(inputs)
-        if not self._is_now(inputs):
-            return self._variant_for(inputs)(*inputs)
-        return self._run(*inputs)
+        moment, run = self._current
+        overlap = bool(self._donated) and self._donated_overlap(inputs)
+        if overlap or not self._holds(moment, inputs):
+            return self._call_variant(inputs, overlap=overlap)
+        return run(*inputs)
 
-    def _is_now(self, inputs: Sequence[Any]) -> bool:
-        scope, versions, size = self._now
+    def _holds(self, moment: Moment, inputs: Sequence[Any]) -> bool:
+        scope, versions, size = moment
         return (
             current_scope() is scope
             and self._registries[0].version == versions[0]
@@ -88,21 +90,22 @@ class CompiledGraph:
         versions = tuple(registry.version for registry in self._registries)
         return current_scope(), versions, self._size(inputs)
 
-    def _variant_for(self, inputs: Sequence[Any]) -> Runner:
+    def _call_variant(self, inputs: Sequence[Any], *, overlap: bool) -> Any:
+        """Call the graph compiled for what holds now; without reuse where inputs *overlap*."""
         moment = self._moment(inputs)
         with self._lock:
-            key = (_content(moment[0]), moment[1], self._range(moment[2]))
-            digest = self._plans.get(key)
-            if digest is None:
-                plan = Plan.capture(self._registries, self.options, moment[2])
-                digest = self._plans[key] = plan.digest
-                if digest not in self._variants:
-                    logger.debug("recompiling: priorities, traits or sizes have changed")
-                    self._variants[digest] = self._another(plan, inputs)
-            run, self.log.last = self._variants[digest]
-            if moment[0] is None:  # scopes come and go
-                self._run, self._now = run, moment
-            return run
+            key = (_content(moment[0]), moment[1], self._range(moment[2]), overlap)
+            if key not in self._plans:
+                options = with_changes(self.options, inplace=False) if overlap else self.options
+                plan = Plan.capture(self._registries, options, moment[2])
+                if plan.digest not in self._variants:
+                    logger.debug("recompiling: priorities, traits, sizes or aliases have changed")
+                    return self._call_another(plan, inputs)
+                self._plans[key] = plan.digest
+            run, self.log.last = self._variants[self._plans[key]]
+            if moment[0] is None and not overlap:  # scopes come and go
+                self._current = moment, run
+        return run(*inputs)
 
     def _first(
         self, graph_module: GraphModule, inputs: Sequence[Any], plan: Plan
@@ -115,8 +118,11 @@ class CompiledGraph:
         self.log.reports.append(context.report)
         return context
 
-    def _another(self, plan: Plan, inputs: Sequence[Any]) -> tuple[Runner, Report]:
-        """Compile the same graph for another plan: through Dynamo, which guards its shapes."""
+    def _call_another(self, plan: Plan, inputs: Sequence[Any]) -> Any:
+        """Call the same graph compiled for another plan: through Dynamo, which guards its shapes.
+
+        The call itself compiles it, so that the graph runs once.
+        """
         first = len(self.log.reports)
 
         def inner(graph_module: GraphModule, examples: Sequence[Any]) -> Runner:
@@ -124,18 +130,19 @@ class CompiledGraph:
             return compile_with(graph_module, examples, context, self._compile)
 
         again = torch.compile(copy_module(self._pristine), backend=inner)
-        again(*[i.clone() if isinstance(i, Tensor) else i for i in inputs])
-        return again, self.log.reports[first]
+        result = again(*inputs)
+        self._variants[plan.digest] = again, self.log.reports[first]
+        self.log.last = self.log.reports[first]
+        return result
 
-    def _separated(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Copy donated inputs that overlap others: an in-place kernel would change those too."""
-        found = list(inputs)
-        for position in self._donated:
-            given = inputs[position]
-            for other, value in enumerate(inputs):
-                if other != position and isinstance(value, Tensor) and share_elements(given, value):
-                    found[position] = given.clone()
-        return tuple(found)
+    def _donated_overlap(self, inputs: Sequence[Any]) -> bool:
+        """Whether a donated input overlaps another: an in-place kernel would change that too."""
+        return any(
+            other != position and isinstance(value, Tensor) and share_elements(given, value)
+            for position in self._donated
+            for given in (inputs[position],)
+            for other, value in enumerate(inputs)
+        )
 
     def _size(self, inputs: Sequence[Any]) -> int | None:
         if self._size_at is None:

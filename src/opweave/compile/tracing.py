@@ -108,6 +108,8 @@ def signature(value: Any) -> Signature:
         return (type(value), value.node.expr)
     if isinstance(value, (list, tuple)):
         return (type(value), *map(signature, value))
+    if isinstance(value, float):
+        return (float, repr(value))  # 0.0 equals -0.0, and NaN not itself
     return (type(value), value)
 
 

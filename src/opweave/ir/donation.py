@@ -56,9 +56,11 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 def apart(a: Tensor, b: Tensor) -> bool:
     """Whether two views of one storage are rows that do not touch each other."""
-    (a_rows, a_width), (b_rows, b_width) = _rows(a), _rows(b)
     if a.numel() == 0 or b.numel() == 0:
         return True
+    if a.element_size() != b.element_size():
+        return False  # offsets count elements
+    (a_rows, a_width), (b_rows, b_width) = _rows(a), _rows(b)
     start_a, start_b = a.storage_offset(), b.storage_offset()
     if a_rows or b_rows:
         if len(a_rows) != 1 or a_rows != b_rows:
@@ -70,6 +72,18 @@ def apart(a: Tensor, b: Tensor) -> bool:
         if start_a + a_width > distance or start_b + b_width > distance:
             return False  # a row reaches into where the next begins
     return start_a + a_width <= start_b or start_b + b_width <= start_a
+
+
+def covers(a: Tensor, b: Tensor) -> bool:
+    """Whether every element of *b* is known to be one of *a*, a view of the same storage."""
+    if a.element_size() != b.element_size():
+        return False
+    (a_rows, a_width), (b_rows, b_width) = _rows(a), _rows(b)
+    if a_rows and a_rows != b_rows:
+        return False
+    reach = sum((size - 1) * stride for size, stride in b_rows) if not a_rows else 0
+    start_a, start_b = a.storage_offset(), b.storage_offset()
+    return start_a <= start_b and start_b + reach + b_width <= start_a + a_width
 
 
 def _rows(tensor: Tensor) -> tuple[list[tuple[int, int]], int]:

@@ -105,7 +105,7 @@ def refusal(call: IrCall, position: int, aliases: Aliases) -> str:
     for alias in aliases.sharing(node):
         if alias.op == "get_attr":
             return f"is a constant of the graph, {alias.target}"
-        if alias.op == "placeholder" and position not in call.donate and not aliases.owns(alias):
+        if alias.op == "placeholder" and position not in call.donate and not aliases.owns(node):
             return f"is an input of the graph, {alias.name}, that the caller did not donate"
     late = aliases.readers_after(node, call.node)
     if late:
