@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,43 @@ def test_wrong_requests(engine: AsyncEngine) -> None:
 
     asyncio.run(run())
     assert engine.is_running
+
+
+def test_names_of_requests_are_free(engine: AsyncEngine) -> None:
+    two = replace(GREEDY, n=2)
+
+    async def run() -> list[RequestOutput]:
+        names = ["a", "a#1", "a#0", "0", "#"]
+        return await asyncio.gather(*(answer(engine, n, PROMPTS[1], two) for n in names))
+
+    texts = {a.text for output in asyncio.run(run()) for a in output.outputs}
+    assert len(texts) == 1
+    assert engine.is_running
+
+
+def test_a_request_that_the_scheduler_refuses_fails_alone(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = engine._core.scheduler.add
+
+    def refuse(request: Any) -> None:
+        if request.num_prompt_tokens == 3:
+            raise RuntimeError("no room for three")
+        add(request)
+
+    monkeypatch.setattr(engine._core.scheduler, "add", refuse)
+
+    async def run() -> None:
+        other = asyncio.create_task(answer(engine, "other", PROMPTS[1]))
+        for _ in range(2):  # its name is free again
+            with pytest.raises(RuntimeError, match="no room for three"):
+                await answer(engine, "a", [5, 6, 7])
+        await other
+        await settled(engine)
+        await engine.drain(5)
+
+    asyncio.run(run())
+    assert engine.dead_with is None
 
 
 def test_drain_finishes_what_was_accepted(engine: AsyncEngine) -> None:

@@ -54,6 +54,8 @@ def test_what_is_allowed(valid: dict[str, Any]) -> None:
         {"logit_bias": [1]}, {"logit_bias": {-1: 0}}, {"logit_bias": {"1": 0}},
         {"logit_bias": {1: 101}}, {"logit_bias": {1: math.nan}}, {"stop_token_ids": 3},
         {"stop_token_ids": [-1]}, {"stop_token_ids": ["a"]}, {"skip_special_tokens": 0},
+        {"temperature": 10**400}, {"repetition_penalty": 10**400}, {"temperature": 10**5000},
+        {"max_tokens": -(10**5000)},
     ],
 )  # fmt: skip
 def test_what_is_refused_is_named(wrong: dict[str, Any]) -> None:

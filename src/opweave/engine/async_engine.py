@@ -14,6 +14,7 @@ import torch
 from opweave.config import EngineConfig
 from opweave.engine.arguments import make_core
 from opweave.engine.errors import InvalidArgumentError
+from opweave.engine.generation import Generation
 from opweave.engine.loader import Progress
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput
 from opweave.engine.priorities import PriorityLists, private_context
@@ -87,7 +88,7 @@ class AsyncEngine(StreamingClient):
     ) -> AsyncIterator[RequestOutput]:
         def prepare() -> Callable[[], None]:
             generation = self._core.prepare(request_id, prompt, params, priority=priority)
-            return partial(self._commands.put, partial(self._core.add_request, generation))
+            return partial(self._commands.put, partial(self._add, generation))
 
         return self._outputs(request_id, prepare)
 
@@ -130,6 +131,12 @@ class AsyncEngine(StreamingClient):
                     return
                 command()
             self._tell(partial(self._receive, self._core.step()))
+
+    def _add(self, generation: Generation) -> None:
+        try:
+            self._core.add_request(generation)
+        except Exception as error:  # it is this request's alone
+            self._tell(partial(self._fail, [generation.request_id], error))
 
     def _abort(self, *request_ids: str) -> None:
         self._tell(partial(self._receive, self._core.abort(request_ids)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 
 from opweave import platforms
@@ -104,6 +105,7 @@ class EngineCore:
         self._seeds = RequestSeeds(config.seed)
         self._generations: dict[str, Generation] = {}
         self._answers: dict[str, tuple[Generation, Answer]] = {}  # as the scheduler names them
+        self._numbers = count()
         self._counter, self._loggers = StatCounter(), stat_loggers(config)
 
     @property
@@ -156,7 +158,7 @@ class EngineCore:
         answers = [
             Answer(
                 index,
-                Request(_sequence_id(request_id, index), tokens, priority=priority),
+                Request(self._sequence_id(request_id), tokens, priority=priority),
                 params,
                 derived_seed(seed, index),
                 self._completion(tokens, params),
@@ -176,15 +178,14 @@ class EngineCore:
         Raises:
             InvalidArgumentError: an unfinished one has its name.
         """
-        names = {answer.request.request_id for answer in generation.answers}
-        if generation.request_id in self._generations or names & self._answers.keys():
+        if generation.request_id in self._generations:
             raise InvalidArgumentError(
                 f"request_id={generation.request_id!r} is in use by a request that is not finished."
             )
+        self.scheduler.add(generation.answers[0].request)  # a request that it refuses is not kept
         self._generations[generation.request_id] = generation
         for answer in generation.answers:
             self._answers[answer.request.request_id] = generation, answer
-        self.scheduler.add(generation.answers[0].request)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Give up requests; return the last output of each that was there."""
@@ -334,6 +335,6 @@ class EngineCore:
         )
         return Completion(decoder, params.stop, min_tokens=params.min_tokens)
 
-
-def _sequence_id(request_id: str, index: int) -> str:
-    return request_id if index == 0 else f"{request_id}#{index}"
+    def _sequence_id(self, request_id: str) -> str:
+        """Return a name that no other sequence has, whatever requests are called."""
+        return f"{request_id}#{next(self._numbers)}"

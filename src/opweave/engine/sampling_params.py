@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,8 +23,9 @@ class SamplingParams:
         top_p: sample among the most likely tokens that together reach this probability.
         top_k: sample among this many most likely tokens; 0 or -1: all.
         min_p: sample among the tokens at least this probable, relative to the most likely one.
-        seed: makes the request's tokens reproducible, whatever else runs; None: the engine draws
-            one.
+        seed: makes the draws of the request reproducible; None: the engine draws one. The model's
+            scores, and so the tokens, may still depend a little on what else runs, unless
+            OPWEAVE_BATCH_INVARIANT is set: see ``how-to/batch-invariance.md``.
         stop: one or more texts that end the request; none of them is part of its text.
         ignore_eos: go on after an end-of-text token.
         stop_token_ids: tokens that end the request, beside the end-of-text token; none of them is
@@ -161,16 +163,23 @@ def _check_int(name: str, value: object, least: int, note: str, *, what: str = "
     if is_int and value >= 2**63:  # type: ignore[operator]
         raise SamplingParamsError(f"{what}{name}={value:#x} must be below 2**63.", name)
     if not is_int or value < least:  # type: ignore[operator]
-        message = f"{what}{name}={value!r} must be an integer of at least {least}, {note}."
+        message = f"{what}{name}={_shown(value)} must be an integer of at least {least}, {note}."
         raise SamplingParamsError(message, name)
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, place: str = "") -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high or value == math.inf:  # type: ignore[operator]
+    most = min(high, sys.float_info.max)  # integers above it become no float
+    if not is_number or not low <= value <= most:  # type: ignore[operator]
         limit = "finite" if high == math.inf else f"at most {high:g}"
-        message = f"{name}{place}={value!r} must be a number of at least {low:g}, {limit}."
+        message = f"{name}{place}={_shown(value)} must be a number of at least {low:g}, {limit}."
         raise SamplingParamsError(message, name)
+
+
+def _shown(value: object) -> str:
+    """Python writes out no integer of thousands of digits, and nobody reads one of hundreds."""
+    is_long = isinstance(value, int) and value.bit_length() > 128
+    return f"<an integer of {value.bit_length()} bits>" if is_long else repr(value)  # type: ignore[attr-defined]
 
 
 def _stop_texts(stop: object) -> tuple[str, ...]:
