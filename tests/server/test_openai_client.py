@@ -116,9 +116,43 @@ def test_completion_logprobs_and_echo(client: OpenAI, server: Running, stream: b
     )[1:]:
         assert value < 0
         assert top[token] == value
-        assert 1 <= len(top) <= 3
+        assert 1 <= len(top) <= 4
     lengths = [len(token) for token in found["tokens"]]
     assert found["text_offset"] == [0, *itertools.accumulate(lengths)][:-1]
+
+
+def test_the_token_that_was_taken_is_among_the_likely_ones(client: OpenAI) -> None:
+    # The engine takes the second most likely one.
+    answer = client.completions.create(model=MODEL, prompt="Return", max_tokens=5, logprobs=1)
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert found.top_logprobs is not None
+    rows = zip(found.tokens or [], found.token_logprobs or [], found.top_logprobs, strict=True)
+    for token, value, top in rows:
+        assert top[token] == value
+        assert len(top) == 2
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_each_answer_of_a_stream_ends_once(client: OpenAI, server: Running, kind: str) -> None:
+    chat: Any = {"messages": [{"role": "user", "content": "Hello"}]}
+    create: Any = client.completions.create
+    options: Any = {"prompt": [5, 6]}
+    if kind == "chat":
+        create, options = client.chat.completions.create, chat
+        create(model=MODEL, max_tokens=1, **chat)
+    prompt = options.get("prompt") or list(server.engine.calls[-1].prompt)
+    stop = expected(server, prompt, 3, index=1)[-1]
+    chunks = list(
+        create(
+            model=MODEL, n=2, max_tokens=9, stream=True, extra_body={"stop_token_ids": [stop]},
+            **options,
+        )
+    )  # fmt: skip
+    choices = [chunk.choices[0] for chunk in chunks]
+    ends = [(c.index, c.finish_reason) for c in choices if c.finish_reason is not None]
+    assert ends == [(1, "stop"), (0, "length")]
+    assert choices[-1].index == 0
 
 
 def test_rating_a_text_generates_nothing(client: OpenAI, server: Running) -> None:
@@ -133,6 +167,17 @@ def test_rating_a_text_generates_nothing(client: OpenAI, server: Running) -> Non
     assert len(choice.logprobs.token_logprobs) == len(ids)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_token_that_nobody_asked_for_ends_nothing(server: Running, stream: bool) -> None:
+    (token,) = expected(server, "Return the list", 1)
+    answers: Any = server.openai().completions.create(
+        model=MODEL, prompt="Return the list", max_tokens=0, stream=stream,
+        extra_body={"stop_token_ids": [token]},
+    )  # fmt: skip
+    (choice,) = [answer.choices[0] for answer in (answers if stream else [answers])]
+    assert (choice.finish_reason, choice.stop_reason) == ("length", None)
 
 
 def test_chat(client: OpenAI, server: Running) -> None:

@@ -42,7 +42,6 @@ def test_pieces_add_up_to_the_text_before_the_stop(
             break
         completion.push(0)
         piece = growth.piece(CompletionOutput(0, completion.text, list(range(length)), None))
-        assert piece.start == len(sent)
         sent += piece.text
         assert final.startswith(sent)
         # Nothing is held back without need: it is the beginning of a stop string.
@@ -84,6 +83,15 @@ def test_tokens_and_their_logprobs_come_once() -> None:
     rest = growth.piece(CompletionOutput(0, "abc", [7, 8, 9], "length", known))
     assert (first.token_ids, rest.token_ids) == ([7], [8, 9])
     assert (first.logprobs, rest.logprobs) == (known[:1], known[1:])
+
+
+def test_the_end_of_an_answer_comes_once() -> None:
+    growth, answer = Growth(), CompletionOutput(0, "a", [7], "stop", None, "b")
+    piece = growth.piece(answer)
+    assert (piece.finish_reason, piece.stop_reason) == ("stop", "b")
+    again = growth.piece(answer)  # while another answer goes on
+    assert not again
+    assert (again.finish_reason, again.stop_reason) == (None, None)
 
 
 def test_a_token_without_text_is_no_piece() -> None:

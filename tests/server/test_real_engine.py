@@ -94,9 +94,36 @@ def test_logprobs_of_a_prompt_and_its_answer(real: Running, llm: LLM, stream: bo
     places = [*output.prompt_logprobs, *answer.logprobs]
     wanted = [place and place[token].logprob for token, place in zip(ids, places, strict=True)]
     assert found["token_logprobs"] == pytest.approx(wanted, abs=1e-4)
-    assert [top and len(top) for top in found["top_logprobs"]] == [None] + [3] * (len(ids) - 1)
+    wanted = [
+        place and 3 + (place[token].rank > 3) for token, place in zip(ids, places, strict=True)
+    ]
+    assert [top and len(top) for top in found["top_logprobs"]] == wanted
     text = "".join(choice.text for choice in choices)
     assert text == "Return the" + answer.text
+
+
+@pytest.mark.parametrize("prompt", ["é—x", "<s>é</s>x", [0, 5, 1, 6], ""])
+def test_places_of_tokens_are_those_in_the_text(real: Running, prompt: Any) -> None:
+    body = {
+        "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 24, "temperature": 0.9,
+        "seed": 4, "stop": ["e not", "~"], "n": 2, "ignore_eos": True,
+    }  # fmt: skip
+    plain = real.post(PATH, body).json()["choices"]
+    lines = real.post(PATH, {**body, "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    for choice in plain:
+        found, text = choice["logprobs"], choice["text"]
+        pieces = [
+            each["choices"][0]["logprobs"]
+            for each in events
+            if each["choices"][0]["index"] == choice["index"] and each["choices"][0]["logprobs"]
+        ]
+        for name in ("tokens", "text_offset"):
+            assert [value for piece in pieces for value in piece[name]] == found[name]
+        assert found["text_offset"] == sorted(found["text_offset"])
+        for token, place in zip(found["tokens"], found["text_offset"], strict=True):
+            if "\ufffd" not in token and token not in ("<s>", "</s>") and place < len(text):
+                assert token.startswith(text[place : place + len(token)])
 
 
 def test_errors_of_the_engine_are_errors_of_the_request(real: Running) -> None:

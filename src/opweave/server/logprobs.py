@@ -32,8 +32,8 @@ def completion_logprobs(
     token_ids: Sequence[int],
     logprobs: Sequence[Mapping[int, Logprob] | None] | None,
     count: int,
+    offsets: list[int],
     *,
-    offset: int,
     first: str = "",
 ) -> CompletionLogprobs | None:
     """Return them for a completion.
@@ -42,24 +42,16 @@ def completion_logprobs(
         token_ids: the tokens.
         logprobs: theirs; None where there is nothing before the token.
         count: how many of the most likely tokens to name.
-        offset: where the first token begins in the text.
+        offsets: where each token begins in the text.
         first: the text of a token without any.
     """
     if logprobs is None:
         return None
     pairs = list(zip(token_ids, logprobs, strict=True))
-    tokens = [first if at is None else at[token].decoded_token for token, at in pairs]
-    offsets = []
-    for text in tokens:
-        offsets.append(offset)
-        offset += len(text)
     return CompletionLogprobs(
-        tokens=tokens,
+        tokens=[first if at is None else at[token].decoded_token for token, at in pairs],
         token_logprobs=[None if at is None else at[token].logprob for token, at in pairs],
-        top_logprobs=[
-            None if at is None else {t.decoded_token: t.logprob for t in _most_likely(at, count)}
-            for _, at in pairs
-        ]
+        top_logprobs=[None if at is None else _top(at, token, count) for token, at in pairs]
         if count
         else None,
         text_offset=offsets,
@@ -76,6 +68,15 @@ def joined(one: CompletionLogprobs | None, two: CompletionLogprobs | None) -> Co
         top_logprobs=[top for part in tops for top in part] if tops else None,
         text_offset=[offset for part in parts for offset in part.text_offset],
     )
+
+
+def _top(at: Mapping[int, Logprob], token: int, count: int) -> dict[str, float]:
+    """Return the most likely tokens by their texts, and *token*, which is always there."""
+    top: dict[str, float] = {}
+    for likely in _most_likely(at, count):
+        top.setdefault(likely.decoded_token, likely.logprob)
+    top[at[token].decoded_token] = at[token].logprob
+    return top
 
 
 def _most_likely(at: Mapping[int, Logprob], count: int) -> list[Logprob]:

@@ -16,15 +16,13 @@ class Piece:
         text: the new text.
         token_ids: the new tokens.
         logprobs: theirs, if they were asked for.
-        start: where the text begins in the answer.
-        finish_reason: why the answer is complete, or None if it is not.
-        stop_reason: what stopped it.
+        finish_reason: why the answer is complete; None if it is not, or if a piece before said so.
+        stop_reason: what stopped it, with the reason.
     """
 
     text: str
     token_ids: list[int]
     logprobs: list[Mapping[int, Logprob]] | None
-    start: int
     finish_reason: FinishReason | None
     stop_reason: int | str | None
 
@@ -37,16 +35,18 @@ class Growth:
 
     def __init__(self) -> None:
         self._characters = self._tokens = 0
+        self._has_ended = False
 
     def piece(self, answer: CompletionOutput) -> Piece:
         """Return what is new."""
         start, first = self._characters, self._tokens
         self._characters, self._tokens = len(answer.text), len(answer.token_ids)
+        ends = answer.finish_reason is not None and not self._has_ended
+        self._has_ended = self._has_ended or ends
         return Piece(
             answer.text[start:],
             answer.token_ids[first:],
             None if answer.logprobs is None else answer.logprobs[first:],
-            start,
-            answer.finish_reason,
-            answer.stop_reason,
+            answer.finish_reason if ends else None,
+            answer.stop_reason if ends else None,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import APIRouter, Request, Response
 
@@ -11,6 +11,7 @@ from opweave.engine import CompletionOutput, RequestOutput
 from opweave.server.disconnect import unless_gone
 from opweave.server.generation import Generation, Outputs
 from opweave.server.logprobs import completion_logprobs, joined
+from opweave.server.offsets import Offsets, prompt_offsets
 from opweave.server.pieces import Growth, Piece
 from opweave.server.prompts import check_context, read_prompts
 from opweave.server.protocol.completions import (
@@ -42,68 +43,96 @@ async def completions(body: CompletionRequest, request: Request, server: Server)
     return json_response(writer.response(outputs))
 
 
+class _Growing:
+    """One answer while it is written: what is new in it, and where its tokens begin.
+
+    Args:
+        prompt: the text that it echoes.
+        offsets: finds the places of its tokens.
+    """
+
+    def __init__(self, prompt: str, offsets: Offsets) -> None:
+        self.prompt, self.offsets = prompt, offsets
+        self.growth, self.is_new = Growth(), True
+
+
 @dataclass(frozen=True)
 class _Writer:
     """Writes the answers of one request."""
 
     generation: Generation
     body: CompletionRequest
+    growing: dict[int, _Growing] = field(default_factory=dict)  # by its place
 
     def response(self, outputs: list[RequestOutput]) -> CompletionResponse:
         choices = [
-            self._choice(number, output, answer, Growth().piece(answer), is_first=True)
+            choice
             for number, output in enumerate(outputs)
             for answer in output.outputs
+            if (choice := self._choice(number, output, answer)) is not None
         ]
         return self._body(choices, self._usage(outputs))
 
     async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
-        growing: dict[int, Growth] = {}
         newest: dict[int, RequestOutput] = {}
         async for number, output in outputs:
             newest[number] = output
             for answer in output.outputs:
-                place = self._place(number, answer)
-                is_first = place not in growing
-                growth = growing.setdefault(place, Growth())
-                if (piece := growth.piece(answer)) or (is_first and self.body.echo):
-                    choice = self._choice(number, output, answer, piece, is_first=is_first)
+                if (choice := self._choice(number, output, answer)) is not None:
                     yield self._body([choice], None).event()
         if self.body.includes_usage:
             yield self._body([], self._usage(newest.values())).event()
 
     def _choice(
-        self,
-        number: int,
-        output: RequestOutput,
-        answer: CompletionOutput,
-        piece: Piece,
-        *,
-        is_first: bool,
-    ) -> CompletionChoice:
-        prompt = self._prompt_text(number) if self.body.echo else ""
+        self, number: int, output: RequestOutput, answer: CompletionOutput
+    ) -> CompletionChoice | None:
+        """Return what is new in an answer, or None if nothing is."""
+        place = self._place(number, answer)
+        if place not in self.growing:
+            prompt = self._prompt_text(number) if self.body.echo else ""
+            self.growing[place] = _Growing(prompt, self._offsets(output, len(prompt)))
+        growing = self.growing[place]
+        piece = growing.growth.piece(answer)
+        if not piece and not (growing.is_new and self.body.echo):
+            return None
+        reason, stop_reason, text = piece.finish_reason, piece.stop_reason, piece.text
+        if self.body.writes_nothing:  # whatever the token is that the engine had to write
+            reason, stop_reason, text = "length" if reason == "stop" else reason, None, ""
+        logprobs = self._logprobs(output, piece, growing)
+        if growing.is_new:
+            text, growing.is_new = growing.prompt + text, False
         return CompletionChoice(
-            index=self._place(number, answer),
-            text=(prompt if is_first else "") + ("" if self.body.writes_nothing else piece.text),
-            logprobs=self._logprobs(number, output, piece, len(prompt), is_first=is_first),
-            finish_reason=piece.finish_reason,
-            stop_reason=piece.stop_reason,
+            index=place,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=reason,
+            stop_reason=stop_reason,
         )
 
     def _logprobs(
-        self, number: int, output: RequestOutput, piece: Piece, offset: int, *, is_first: bool
+        self, output: RequestOutput, piece: Piece, growing: _Growing
     ) -> CompletionLogprobs | None:
-        count = self.body.logprobs
-        if count is None:
+        if (count := self.body.logprobs) is None:
             return None
         known = None if self.body.writes_nothing else piece.logprobs
-        answer = completion_logprobs(piece.token_ids, known, count, offset=offset + piece.start)
-        if not (self.body.echo and is_first):
+        places = growing.offsets.add(piece.token_ids)
+        answer = completion_logprobs(piece.token_ids, known, count, places)
+        if not (self.body.echo and growing.is_new):
             return answer
-        ids = self.generation.prompts[number].ids
-        first = self.generation.server.engine.tokenizer.decode(ids[:1])
-        prompt = completion_logprobs(ids, output.prompt_logprobs, count, offset=0, first=first)
-        return joined(prompt, answer)
+        tokenizer, ids = self.generation.server.engine.tokenizer, output.prompt_token_ids
+        places = prompt_offsets(tokenizer, ids, growing.prompt)
+        first = tokenizer.decode(ids[:1])
+        return joined(
+            completion_logprobs(ids, output.prompt_logprobs, count, places, first=first), answer
+        )
+
+    def _offsets(self, output: RequestOutput, start: int) -> Offsets:
+        return Offsets(
+            self.generation.server.engine.tokenizer,
+            output.prompt_token_ids,
+            start=start,
+            skip_special_tokens=self.generation.params.skip_special_tokens,
+        )
 
     def _prompt_text(self, number: int) -> str:
         prompt = self.generation.prompts[number]
