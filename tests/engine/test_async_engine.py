@@ -24,6 +24,7 @@ from opweave.engine import (
     PromptError,
     RequestOutput,
     SamplingParams,
+    SamplingParamsError,
 )
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
@@ -154,6 +155,10 @@ def test_wrong_requests(engine: AsyncEngine) -> None:
     async def run() -> None:
         with pytest.raises(PromptError, match="context is 96"):
             await answer(engine, "a", [5] * 200)
+        with pytest.raises(PromptError, match="surrogate"):
+            await answer(engine, "a", "\ud800")
+        with pytest.raises(SamplingParamsError, match="None, no SamplingParams"):
+            await answer(engine, "a", "a", None)
         stream = engine.generate(PROMPTS[1], LONG, request_id="b")
         await anext(stream)
         with pytest.raises(InvalidArgumentError, match="'b' is in use"):

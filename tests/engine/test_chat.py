@@ -111,6 +111,19 @@ def test_what_is_no_jinja() -> None:
         ChatTemplate("{{ 1 }}\n{% nothing %}", "a test", {})
 
 
+@pytest.mark.parametrize(
+    "source", ["{{ 10**100000 }}", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"]
+)
+def test_what_cannot_be_compiled(source: str) -> None:
+    with pytest.raises(ChatTemplateError, match=r"\(a test\) cannot be compiled"):
+        ChatTemplate(source, "a test", {})
+
+
+def test_variables_of_any_name() -> None:
+    template = ChatTemplate("{{ messages | length }}{{ name }}{{ context }}", "a test", {})
+    assert template.render(MESSAGES, self=1, name=2, context=3) == f"{len(MESSAGES)}23"
+
+
 def test_a_developer_is_the_system_where_nobody_knows_developers() -> None:
     said = [{"role": "developer", "content": "x"}]
     assert ChatTemplate("{{ messages[0].role }}", "", {}).render(said) == "system"
@@ -164,3 +177,7 @@ def test_a_template_that_is_given(checkpoint: Path, tmp_path: Path) -> None:
         assert ChatTemplate.given(given, Checkpoint(checkpoint)).render(MESSAGES) == "mine<s>"
     with pytest.raises(ChatTemplateError, match=r"nothing\.jinja' cannot be read"):
         ChatTemplate.given("nothing.jinja", Checkpoint(checkpoint))
+    wrong: list[Any] = ["x\0y", "~nobody-here/x", "", 5]
+    for given in wrong:
+        with pytest.raises(ChatTemplateError, match=r"cannot be read|must be the name of a file"):
+            ChatTemplate.given(given, Checkpoint(checkpoint))

@@ -20,6 +20,8 @@ TEMPLATE = (
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the dog"}]
 
+CLASHING: dict[str, Any] = {"self": 1, "context": 2, "template": 3}
+
 
 @pytest.fixture(scope="module")
 def llm(
@@ -53,6 +55,8 @@ def test_what_the_template_is_given(llm: LLM) -> None:
         HELLO[1:], GREEDY, tools=[{"type": "function"}], mood="!", add_generation_prompt=False
     )
     assert output.prompt == "<s><user>the dog</s>1!"
+    (output,) = llm.chat(HELLO, GREEDY, chat_template="{{ context }}", **CLASHING)
+    assert output.prompt == "2"
     (output,) = llm.chat(HELLO, GREEDY, chat_template="{{ messages | length }}{{ eos_token }}")
     assert output.prompt == "2</s>"
 

@@ -15,12 +15,14 @@ from opweave import ir
 from opweave.config import EngineConfig, KernelConfig
 from opweave.engine import (
     LLM,
+    AsyncEngine,
     CheckpointError,
     EngineStats,
     InvalidArgumentError,
     NonFiniteLogitsError,
     PromptError,
     SamplingParams,
+    SamplingParamsError,
     TokenizerError,
 )
 from opweave.engine import core as core_module
@@ -157,11 +159,27 @@ def test_an_empty_prompt_without_such_a_token(checkpoint: Checkpoints, tmp_path:
         ([True], "A prompt is True"),
         ([1.0], "A prompt is 1.0"),
         (["a", 3], "A prompt is 3"),
+        ("a\ud800", r"surrogate pair, '\\ud800' at 1"),
     ],
 )
 def test_wrong_prompts(prompts: Any, message: str, llm: LLM) -> None:
     with pytest.raises(PromptError, match=message):
         llm.generate(prompts)
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [True, "a"], [True], None, 5, [[5, 6]]])
+def test_a_stream_of_what_is_no_prompt(prompt: Any, llm: LLM) -> None:
+    with pytest.raises(PromptError, match="must be a string or a list of token ids"):
+        next(llm.stream(prompt))
+    with pytest.raises(SamplingParamsError, match="5, no SamplingParams"):
+        next(llm.stream("a", 5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", [None, 5, b"model", ["model"]])
+def test_a_model_that_is_no_path(model: Any) -> None:
+    for kind in (LLM, AsyncEngine):
+        with pytest.raises(CheckpointError, match="must be the name of the directory"):
+            kind(model)
 
 
 @pytest.mark.parametrize("params", [[SamplingParams()], "greedy", [1, 2], {"max_tokens": 2}])

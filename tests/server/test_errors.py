@@ -108,7 +108,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
             CHAT,
             {"messages": USER, "chat_template_kwargs": {"messages": []}},
             "chat_template_kwargs",
-            "messages",
+            "cannot hold messages, which the request itself has",
         ),
         (
             CHAT,
@@ -226,6 +226,13 @@ def test_nesting_that_json_allows_is_no_harm(server: Running) -> None:
     body = {"messages": messages, "tools": [nested], "max_tokens": 1}
     error = error_of(server.post(CHAT, body), 400)  # it reaches the template, and is too long
     assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_variables_of_a_template_may_have_any_name(server: Running, path: str) -> None:
+    names = ["self", "context", "func", "conversation", "a b", "environment"]
+    body = {"messages": USER, "chat_template_kwargs": dict.fromkeys(names, 1)}
+    assert server.post(path, body).status_code == 200
 
 
 def test_another_content_type(server: Running) -> None:

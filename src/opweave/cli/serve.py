@@ -203,7 +203,7 @@ def serve(
     checkpoint = Checkpoint(model)
     template = (
         ChatTemplate.given(chat_template, checkpoint)
-        if chat_template
+        if chat_template is not None
         else ChatTemplate.of(checkpoint)
     )
     processor = IOProcessors(checkpoint, engine_config).find(io_processor)

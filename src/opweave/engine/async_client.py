@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from opweave.engine.checkpoint import checkpoint_path
 from opweave.engine.errors import EngineDeadError
 
 
@@ -16,7 +17,7 @@ class AsyncClient:
     """
 
     def __init__(self, model: str | Path, model_name: str | None) -> None:
-        self._model_name = model_name or Path(model).resolve().name
+        self._model_name = model_name or checkpoint_path(model).resolve().name
         self._dead_with: BaseException | None = None
         self._is_closed = False
 

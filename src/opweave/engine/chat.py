@@ -66,14 +66,19 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: there is no such file, or the template is no valid Jinja.
         """
+        if not isinstance(template, str) or not template:
+            raise ChatTemplateError(
+                f"chat_template={template!r} must be the name of a file, or the template itself."
+            )
         tokens = _special_tokens(checkpoint.json("tokenizer_config.json") or {})
         if "{" in template or "\n" in template:
             return cls(template, "the template given", tokens)
-        return cls(_read(Path(template).expanduser()), template, tokens)
+        return cls(_read(Path(template)), template, tokens)
 
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -92,14 +97,16 @@ class ChatTemplate:
             ChatTemplateError: the template refuses the messages, or fails.
         """
         jinja2 = require("jinja2")
-        known = {**self.special_tokens, **variables}
+        known = {
+            **self.special_tokens,
+            **variables,
+            "messages": [self._as_known(message) for message in messages],
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            text: str = self._template.render(  # type: ignore[attr-defined]
-                **known,
-                messages=[self._as_known(message) for message in messages],
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-            )
+            # In one object: a variable may have any name, such as self.
+            text: str = self._template.render(known)  # type: ignore[attr-defined]
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"The chat template refuses the messages: {error}") from error
         # What a template does with messages of any kind can fail in any way.
@@ -132,6 +139,11 @@ def _compile(source: str, origin: str) -> Any:
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(
             f"The chat template ({origin}) is no valid Jinja: line {error.lineno}: {error}."
+        ) from error
+    # Compiling computes what is constant, and nests as deeply as the template does.
+    except Exception as error:
+        raise ChatTemplateError(
+            f"The chat template ({origin}) cannot be compiled ({type(error).__name__}: {error})."
         ) from error
 
 
@@ -199,14 +211,15 @@ def _tojson(
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ChatTemplateError(
-            f"The chat template {str(file)!r} cannot be read: {error.strerror}. Give a file, or "
-            "the template itself."
-        ) from error
+        return file.expanduser().read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ChatTemplateError(f"The chat template {str(file)!r} is not UTF-8.") from error
+    except (OSError, ValueError, RuntimeError) as error:  # or no name that a file can have
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ChatTemplateError(
+            f"The chat template {str(file)!r} cannot be read: {why}. Give a file, or the template "
+            "itself."
+        ) from error
 
 
 def _default(given: object) -> str | None:

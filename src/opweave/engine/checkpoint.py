@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,19 @@ from opweave.engine.errors import CheckpointError
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+def checkpoint_path(path: object) -> Path:
+    """Return *path*.
+
+    Raises:
+        CheckpointError: it is no name of a directory.
+    """
+    if not isinstance(path, str | PathLike):
+        raise CheckpointError(
+            f"The model is {path!r}; it must be the name of the directory of a checkpoint."
+        )
+    return Path(path)
+
+
 class Checkpoint:
     """The directory *path*.
 
@@ -22,7 +36,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+        self.path = checkpoint_path(path).expanduser()
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{str(path)!r} is not a directory. Give the directory of a checkpoint, with "

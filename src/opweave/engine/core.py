@@ -26,7 +26,7 @@ from opweave.engine.randomness import derived_seed
 from opweave.engine.request import Request
 from opweave.engine.request_seeds import RequestSeeds
 from opweave.engine.sampler import Sampled
-from opweave.engine.sampling_params import SamplingParams
+from opweave.engine.sampling_params import SamplingParams, check_params
 from opweave.engine.scheduler import Scheduled, Scheduler
 from opweave.engine.stat_logger import stat_loggers
 from opweave.engine.stats import EngineStats, StatCounter
@@ -146,9 +146,10 @@ class EngineCore:
 
         Raises:
             PromptError: the prompt is empty, too long, or not made of the model's tokens.
-            SamplingParamsError: *params* name tokens that the model does not have.
+            SamplingParamsError: *params* are none, or name tokens that the model does not have.
             OpweaveError: the platform does not serve such a request.
         """
+        check_params(params)
         tokens = self.tokens(prompt)
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         params.check_vocabulary(self._prompts.vocab_size, eos)

@@ -121,6 +121,7 @@ class LLM:
 
     def chat(
         self,
+        /,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Progress | bool | None = None,
@@ -194,7 +195,7 @@ class LLM:
             PromptError: the prompt is too long or not made of the model's tokens.
             NonFiniteLogitsError: the model's scores are not numbers.
         """
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         generation = self._core.prepare(str(next(self._names)), prompt, params)
         try:
             self._core.add_request(generation)

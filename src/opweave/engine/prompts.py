@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from opweave.engine.errors import PromptError
@@ -33,10 +33,10 @@ class PromptReader:
         """Return the tokens of one prompt.
 
         Raises:
-            PromptError: it has no token, an id is not in the vocabulary, or no room is left for an
-                answer.
+            PromptError: it is neither text nor token ids, has no token, an id is not in the
+                vocabulary, or no room is left for an answer.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
         if not ids and self.tokenizer.bos_token_id is not None:
             ids = [self.tokenizer.bos_token_id]
         if not ids:
@@ -57,6 +57,17 @@ class PromptReader:
                 f"{self.max_positions} tokens{answer}. Shorten it by {too_many}."
             )
         return ids
+
+
+def as_ids(prompt: object) -> list[int]:
+    """Return the token ids that *prompt* is.
+
+    Raises:
+        PromptError: it is something else.
+    """
+    if not isinstance(prompt, Iterable) or not _are_ids(ids := list(prompt)):
+        raise PromptError(f"The prompt is {prompt!r}; it must be a string or a list of token ids.")
+    return ids
 
 
 def as_list(prompts: object) -> list[Prompt]:

@@ -158,6 +158,12 @@ class SamplingParams:
             )
 
 
+def check_params(params: object) -> None:
+    """Raise SamplingParamsError unless *params* are SamplingParams."""
+    if not isinstance(params, SamplingParams):
+        raise SamplingParamsError(f"The sampling parameters are {params!r}, no SamplingParams.")
+
+
 def _check_int(name: str, value: object, least: int, note: str, *, what: str = "") -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if is_int and value >= 2**63:  # type: ignore[operator]

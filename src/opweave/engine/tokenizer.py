@@ -9,7 +9,7 @@ from typing import Any
 from opweave.config import EngineConfig
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.dependencies import require
-from opweave.engine.errors import TokenizerError
+from opweave.engine.errors import PromptError, TokenizerError
 from opweave.engine.token_length import longest_token
 
 _REPLACEMENT = "\ufffd"
@@ -41,9 +41,22 @@ class Tokenizer:
         self.bos_token_id = next(iter(self._special_ids(checkpoint, "bos")), None)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of *text*, with the special tokens that the tokenizer adds unless not."""
-        # A batch, since the library lets other threads run only while it works on one.
-        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        """Return the ids of *text*, with the special tokens that the tokenizer adds unless not.
+
+        Raises:
+            PromptError: it holds half of a surrogate pair, which is no character.
+        """
+        try:
+            # A batch, since the library lets other threads run only while it works on one.
+            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            half = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
+            if half is None:
+                raise
+            raise PromptError(
+                f"The prompt holds half of a surrogate pair, {text[half]!a} at {half}, which is no "
+                "character."
+            ) from error
         return list(batch[0].ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

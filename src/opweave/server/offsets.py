@@ -11,8 +11,8 @@ from opweave.engine.tokenizer import IncrementalDecoder
 class Offsets:
     """Finds the places of an answer's tokens, piece by piece.
 
-    A token without a text of its own begins where the next one does: the first bytes of a character,
-    and a special token that is left out.
+    A token without a text of its own begins where the next one does: the first bytes of a
+    character, and a special token that is left out.
 
     Args:
         tokenizer: of the tokens.

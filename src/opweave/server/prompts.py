@@ -69,13 +69,12 @@ async def tokenize(text: str, server: ServerState, *, special: bool = True) -> l
     """Return the tokens of *text*, with those that the tokenizer adds unless not *special*.
 
     Raises:
-        ApiError: the text holds half of a surrogate pair; or there is no tokenizer.
+        PromptError: the text holds half of a surrogate pair, as what a template makes may do.
+        ApiError: there is no tokenizer.
     """
     encode = partial(server.engine.tokenizer.encode, text, add_special_tokens=special)
     try:
         return encode() if len(text) < _QUICK else await asyncio.to_thread(encode)
-    except TypeError as error:  # what a template makes of a message need not be text
-        raise ApiError("The prompt holds half of a surrogate pair.") from error
     except TokenizerError as error:
         raise ApiError(
             "The server has no tokenizer, since its weights are dummies: send token ids instead of "

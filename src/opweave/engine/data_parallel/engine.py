@@ -26,8 +26,9 @@ from opweave.engine.executor.agreement import Agreement
 from opweave.engine.loader import Progress
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput
 from opweave.engine.priorities import engine_priorities
+from opweave.engine.prompts import as_ids
 from opweave.engine.request_seeds import RequestSeeds
-from opweave.engine.sampling_params import SamplingParams
+from opweave.engine.sampling_params import SamplingParams, check_params
 from opweave.engine.stats import EngineStats
 from opweave.engine.streaming_client import StreamingClient
 from opweave.engine.tokenizer import Tokenizer, tokenizer_of
@@ -129,6 +130,7 @@ class DataParallelEngine(StreamingClient):
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         def prepare() -> Callable[[], None]:
+            check_params(params)
             seeded = replace(params, seed=self._seeds.of(params))
             ask = Ask(request_id, prompt, seeded, priority)
             return partial(self._send, ask, self._tokens(prompt), params.n)
@@ -161,7 +163,7 @@ class DataParallelEngine(StreamingClient):
     # In the event loop
 
     def _tokens(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
 
     def _send(self, ask: Ask, tokens: Sequence[int], answers: int) -> None:
         if not (able := self._replicas.able):  # the last one has died just now

@@ -66,7 +66,7 @@ class Conversation(RequestBody):
     @classmethod
     def _no_clash(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
         if clash := sorted(_RESERVED & (variables or {}).keys()):
-            raise ValueError(f"{', '.join(clash)} are fields of the request itself")
+            raise ValueError(f"cannot hold {', '.join(clash)}, which the request itself has")
         return variables
 
 
