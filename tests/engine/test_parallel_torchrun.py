@@ -165,7 +165,7 @@ def test_sigterm_ends_all_ranks(torchrun: Callable[..., Torchrun]) -> None:
         answer = pool.submit(complete, client, 24)
         run.wait_until(lambda: running(client))
         run.process.send_signal(signal.SIGTERM)
-        run.wait_until(lambda: "SIGTERM: finishing 1 requests" in run.log.read_text())
+        run.wait_until(lambda: "SIGTERM: finishing 1 answers" in run.log.read_text())
         os.kill(pids[1], signal.SIGCONT)
         assert answer.result(SOON)
     run.process.wait(SOON)

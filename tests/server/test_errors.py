@@ -47,18 +47,25 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         (COMPLETIONS, {}, "prompt", "required"),
         (COMPLETIONS, {"prompt": 3}, "prompt", "valid string"),
         (COMPLETIONS, {"prompt": []}, "prompt", "empty"),
-        (COMPLETIONS, {"prompt": [[]]}, None, "prompt is empty"),
+        (COMPLETIONS, {"prompt": [[]]}, "prompt", "prompt is empty"),
         (COMPLETIONS, {"prompt": ["a", 3]}, "prompt", "valid string"),
         (COMPLETIONS, {"prompt": [1, 2.5]}, "prompt", "valid integer"),
-        (COMPLETIONS, {"prompt": [5, 99999]}, None, "model has not"),
-        (COMPLETIONS, {"prompt": [-1]}, None, "model has not"),
+        (COMPLETIONS, {"prompt": [5, 99999]}, "prompt", "model has not"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt", "model has not"),
         (COMPLETIONS, {"prompt": "\ud800"}, "prompt", "surrogate"),
         (COMPLETIONS, {"prompt": "x", "max_tokens": "many"}, "max_tokens", "integer"),
-        (COMPLETIONS, {"prompt": "x", "max_tokens": -1}, "max_tokens", "at least 1"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": -1}, "max_tokens", "at least 0"),
         (COMPLETIONS, {"prompt": "x", "temperature": -1}, "temperature", "at least 0"),
         (COMPLETIONS, {"prompt": "x", "temperature": math.inf}, "temperature", "finite"),
         (COMPLETIONS, {"prompt": "x", "temperature": math.nan}, "temperature", "finite"),
         (COMPLETIONS, {"prompt": "x", "top_p": 0}, "top_p", "above 0"),
+        (COMPLETIONS, {"prompt": [5] * 256, "max_tokens": 0}, "prompt", "always needs one"),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "response_format": {"type": "json_object"}},
+            "response_format",
+            "json_object",
+        ),
         (COMPLETIONS, {"prompt": "x", "n": 0}, "n", "at least 1"),
         (COMPLETIONS, {"prompt": "x", "n": 4096}, "n", "at most"),
         (COMPLETIONS, {"prompt": "x", "logprobs": 900}, "logprobs", "at most 20"),
@@ -92,6 +99,9 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, {"messages": USER, "tools": [{"a": "\ud800"}]}, None, "surrogate"),
         (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
         (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "function"),
+        (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions", "tools"),
+        (CHAT, {"messages": USER, "function_call": {"name": "f"}}, "function_call", "function"),
+        (CHAT, {"messages": USER, "modalities": ["text", "audio"]}, "modalities", "text"),
         (
             CHAT,
             {"messages": USER, "max_tokens": 1, "max_completion_tokens": 2},
@@ -115,6 +125,12 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages",
             "'image_url' is not supported",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages",
+            "messages.0.content.0: a part of type 'text' needs 'text'",
         ),
         ("/v1/embeddings", {"input": []}, "input", "empty"),
         ("/v1/embeddings", {"input": "x", "encoding_format": "hex"}, "encoding_format", "base64"),
@@ -187,7 +203,7 @@ def test_no_tokenizer(start: Start, path: str) -> None:
 
 DEEP = b"[" * 100_000
 HOSTILE = {
-    "empty": (b"", "required"),
+    "empty": (b"", "The body is empty; a JSON object is required."),
     "no JSON": (b"{", "no JSON: Expecting property name"),
     "not UTF-8": (b'{"prompt": "caf\xe9"}', "not UTF-8, at byte 15 (0xe9)"),
     "a byte order mark": (b'\xff\xfe{"prompt": "x"}', "no JSON"),
@@ -247,8 +263,19 @@ def test_paths_and_methods(server: Running) -> None:
     answer = server.get(COMPLETIONS)
     error_of(answer, 405)
     assert answer.headers["allow"] == "POST"
+    answer = server.post(f"{COMPLETIONS}/", {"prompt": "x"}, follow_redirects=False)
+    assert error_of(answer, 404)["code"] == "not_found"
     error = error_of(server.post(COMPLETIONS, {"prompt": "x", "model": "gpt"}), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+def test_fields_that_ask_for_what_there_is(server: Running) -> None:
+    form = {"response_format": {"type": "text"}}
+    assert server.post(COMPLETIONS, {"prompt": "x", **form}).status_code == 200
+    body = {"messages": USER, "modalities": ["text"], "functions": [], "function_call": "none"}
+    answer = server.post(CHAT, {**body, **form})
+    assert answer.status_code == 200
+    assert "x-opweave-ignored" not in answer.headers
 
 
 def test_fields_that_nobody_knows_are_ignored_and_named(server: Running) -> None:

@@ -78,7 +78,9 @@ def test_the_queue_is_bounded(start: Start) -> None:
     until(lambda: server.state.admission.active == 0)
     assert server.post(COMPLETIONS, {**BODY, "prompt": ["a", "b"]}).status_code == 200
     error = error_of(server.post(COMPLETIONS, {"prompt": ["a"] * 5}), 400)
-    assert error["code"] == "too_many_answers"
+    assert (error["code"], error["param"]) == ("too_many_answers", "prompt")
+    error = error_of(server.post(COMPLETIONS, {"prompt": "a", "n": 5}), 400)
+    assert (error["code"], error["param"]) == ("too_many_answers", "n")
     error = error_of(server.post(COMPLETIONS, {"prompt": ["a", "b"], "n": 3}), 400)
     assert "6 answers" in error["message"]
     assert not server.engine.running

@@ -53,20 +53,22 @@ class Histogram:
 class EngineStats:
     """The state of an engine, and what it has done since it was made.
 
+    A request with several answers counts as often as it has answers.
+
     Attributes:
-        running: requests that have memory in the cache.
-        waiting: requests that do not.
+        running: answers that have memory in the cache.
+        waiting: answers that do not.
         kv_usage: the share of the cache that requests hold, from 0 to 1.
         prefix_queries: tokens of requests that were looked up in the prefix cache.
         prefix_hits: those of them that were found.
-        preemptions: how often a request lost its memory, to be computed again later.
+        preemptions: how often an answer lost its memory, to be computed again later.
         prompt_tokens: tokens of prompts that were computed, or found in the prefix cache.
         generation_tokens: tokens that were generated.
         steps: forwards.
-        finished: requests that ended, by their reason; ``"error"`` for those that failed.
+        finished: answers that ended, by their reason; ``"error"`` for those that failed.
         histograms: distributions, by name: in seconds ``time_to_first_token``,
             ``inter_token_latency``, ``queue_time``, ``prefill_time``, ``decode_time``,
-            ``inference_time``, ``e2e_latency`` (of finished requests) and ``step_time``; in tokens
+            ``inference_time``, ``e2e_latency`` (of finished answers) and ``step_time``; in tokens
             ``iteration_tokens``, of one step.
         replicas: engines whose numbers these are, without those that have died; 1 where there is
             but one, whatever has happened to it.
@@ -115,7 +117,7 @@ class StatCounter:
         self._histograms[name].add(seconds)
 
     def finish(self, reason: str, timings: RequestTimings) -> None:
-        """Count a request that ended; of one that never had a token, nothing but that."""
+        """Count an answer that ended; of one that never had a token, nothing but that."""
         self.finished[reason] += 1
         if not timings.first_token:
             return

@@ -22,13 +22,13 @@ class Admission:
         self._idle.set()
 
     @contextmanager
-    def places(self, count: int) -> Iterator[None]:
-        """Hold places for *count* answers.
+    def places(self, count: int, *, param: str) -> Iterator[None]:
+        """Hold places for *count* answers, as many as the field *param* of the request asks for.
 
         Raises:
             ApiError: there are not that many; or the server is about to stop.
         """
-        self._check(count)
+        self._check(count, param)
         self.active += count
         self._idle.clear()
         try:
@@ -46,7 +46,7 @@ class Admission:
         """Wait until no place is held."""
         await self._idle.wait()
 
-    def _check(self, count: int) -> None:
+    def _check(self, count: int, param: str) -> None:
         if self.is_closed:
             raise ApiError(
                 "The server is shutting down and takes no more requests.",
@@ -58,6 +58,7 @@ class Admission:
             raise ApiError(
                 f"The request asks for {count} answers, more than the {self._limit} that the "
                 "server works on at one time. Send several requests.",
+                param=param,
                 code="too_many_answers",
             )
         if self.active + count > self._limit:

@@ -54,6 +54,7 @@ def create_app(
     app = FastAPI(
         title="opweave",
         version=__version__,
+        redirect_slashes=False,  # of a POST, clients would lose the body, or not follow at all
         middleware=_middleware(config, metrics),
     )
     app.state.server, app.state.metrics = server, metrics

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import uuid
 
-from opweave.engine import EmbeddingOutput
-from opweave.server.errors import too_late
+from opweave.engine import EmbeddingOutput, PromptError
+from opweave.server.errors import ApiError, too_late
 from opweave.server.merge import cancelled
 from opweave.server.prompts import Prompt
 from opweave.server.state import ServerState
 
 
-async def embed(prompts: list[Prompt], server: ServerState) -> list[EmbeddingOutput]:
+async def embed(prompts: list[Prompt], server: ServerState, *, param: str) -> list[EmbeddingOutput]:
     """Return the vector of each prompt, in their order; being cancelled aborts.
+
+    They come from the field *param* of the request.
 
     Raises:
         ApiError: too many requests are running, it takes too long, or the server stops.
         EngineError: what the engine raises.
     """
     name = f"embd-{uuid.uuid4().hex}"
-    with server.admission.places(len(prompts)):
+    with server.admission.places(len(prompts), param=param):
         tasks = [
             asyncio.create_task(server.engine.embed(prompt.ids, request_id=f"{name}-{index}"))
             for index, prompt in enumerate(prompts)
@@ -28,6 +30,8 @@ async def embed(prompts: list[Prompt], server: ServerState) -> list[EmbeddingOut
         try:
             async with asyncio.timeout(server.config.request_timeout):
                 return await asyncio.gather(*tasks)
+        except PromptError as error:
+            raise ApiError(str(error), param=param) from error
         except TimeoutError as error:
             raise too_late(server.config.request_timeout) from error
         finally:

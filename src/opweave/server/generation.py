@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from opweave.engine import RequestOutput, SamplingParams
+from opweave.engine import PromptError, RequestOutput, SamplingParams
 from opweave.server.errors import ApiError, too_late
 from opweave.server.merge import merged
 from opweave.server.prompts import Prompt
@@ -31,6 +31,7 @@ class Generation:
         prompts: at least one.
         params: how to choose tokens.
         priority: a lower number goes first.
+        param: the field of the request that the prompts come from.
         id: its id in responses; the engine knows each prompt by it and a number.
         created: in seconds since 1970.
     """
@@ -40,6 +41,7 @@ class Generation:
     prompts: list[Prompt]
     params: SamplingParams
     priority: int = 0
+    param: str = "prompt"
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -61,7 +63,8 @@ class Generation:
         deadline = asyncio.get_running_loop().time() + self.server.config.request_timeout
         if self.server.config.log_prompts:
             _log.info("%s prompts %r", self.id, [p.text or p.ids for p in self.prompts])
-        with self.server.admission.places(len(self.prompts) * self.params.n):
+        several = self.param if self.params.n == 1 else "n"
+        with self.server.admission.places(len(self.prompts) * self.params.n, param=several):
             async with aclosing(self._merged()) as outputs:
                 while True:
                     try:
@@ -69,6 +72,8 @@ class Generation:
                             index, output = await anext(outputs)
                     except StopAsyncIteration:
                         return
+                    except PromptError as error:
+                        raise ApiError(str(error), param=self.param) from error
                     except TimeoutError as error:
                         raise too_late(self.server.config.request_timeout) from error
                     self._check_not_aborted(output)

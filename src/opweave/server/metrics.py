@@ -22,8 +22,8 @@ from opweave.server.plugin_list import plugins
 
 # The engine's names, the names that dashboards know, and what they are.
 _GAUGES = {
-    "running": ("num_requests_running", "Requests that are computed."),
-    "waiting": ("num_requests_waiting", "Requests that wait."),
+    "running": ("num_requests_running", "Answers that are computed."),
+    "waiting": ("num_requests_waiting", "Answers that wait."),
     "kv_usage": ("kv_cache_usage_perc", "Share of the cache in use; 1 is all of it."),
     "compile_seconds": ("compile_seconds", "That compiling took when the engine started."),
     "replicas": ("num_replicas", "Engines that share the requests, without those that died."),
@@ -31,19 +31,22 @@ _GAUGES = {
 _COUNTERS = {
     "prefix_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
     "prefix_hits": ("prefix_cache_hits", "Tokens found in the prefix cache."),
-    "preemptions": ("num_preemptions", "Requests that lost their cache and began again."),
+    "preemptions": ("num_preemptions", "Answers that lost their cache and began again."),
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
     "generation_tokens": ("generation_tokens", "Tokens that were generated."),
     "steps": ("engine_steps", "Forwards of the model."),
 }
 _HISTOGRAMS = {
-    "time_to_first_token": ("time_to_first_token_seconds", "Until a request's first token."),
+    "time_to_first_token": ("time_to_first_token_seconds", "Until an answer's first token."),
     "inter_token_latency": ("inter_token_latency_seconds", "From one token to the next."),
-    "queue_time": ("request_queue_time_seconds", "Until a request is computed."),
+    "queue_time": ("request_queue_time_seconds", "Until an answer is computed."),
     "prefill_time": ("request_prefill_time_seconds", "From then on until its first token."),
     "decode_time": ("request_decode_time_seconds", "From its first token to its last."),
     "inference_time": ("request_inference_time_seconds", "Prefill and decode together."),
-    "e2e_latency": ("e2e_request_latency_seconds", "From a request's arrival to its last token."),
+    "e2e_latency": (
+        "e2e_request_latency_seconds",
+        "From a request's arrival to an answer's last token.",
+    ),
     "step_time": ("engine_step_seconds", "One forward, and what belongs to it."),
     "iteration_tokens": ("iteration_tokens", "Tokens of one forward."),
 }
@@ -109,7 +112,7 @@ class _EngineCollector(Collector):
     def _finished(self, stats: EngineStats) -> Metric:
         finished = CounterMetricFamily(
             f"{PREFIX}request_success",
-            "Requests that ended, by their reason.",
+            "Answers that ended, by their reason.",
             labels=["model_name", "finished_reason"],
         )
         for reason, count in stats.finished.items():

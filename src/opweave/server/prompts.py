@@ -105,11 +105,13 @@ def check_context(prompts: list[Prompt], params: SamplingParams, server: ServerS
     """Raise ApiError if a prompt and the answer to it do not fit into the context together."""
     room = server.engine.max_model_len
     for prompt in prompts:
-        asked = len(prompt.ids) + (1 if params.max_tokens is None else params.max_tokens)
+        answer = 1 if params.max_tokens is None else params.max_tokens
+        asked = len(prompt.ids) + answer
         if asked > room:
+            least = ", which always needs one" if answer == 1 else ""
             raise ApiError(
                 f"The context of the model has {room} tokens, but the request asks for {asked}: "
-                f"{len(prompt.ids)} in the prompt and {asked - len(prompt.ids)} for the answer. "
+                f"{len(prompt.ids)} in the prompt and {answer} for the answer{least}. "
                 "Shorten one of them.",
                 param="max_tokens" if len(prompt.ids) < room else "prompt",
                 code="context_length_exceeded",

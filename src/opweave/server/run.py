@@ -161,7 +161,7 @@ class _Stop:
         if self._draining is not None:
             return
         count = self._server.admission.active
-        _log.warning("%s: finishing %d requests, taking no more", reason, count)
+        _log.warning("%s: finishing %d answers, taking no more requests", reason, count)
         self._server.admission.close()
         self._draining = self._loop.create_task(self._drain())
 
@@ -172,6 +172,6 @@ class _Stop:
                 await self._server.admission.wait_idle()
         except TimeoutError:
             left = self._server.admission.active
-            _log.warning("%d requests have not finished within %g s", left, timeout)
+            _log.warning("%d answers have not finished within %g s", left, timeout)
         await self._server.engine.drain(0.0)
         self._http.should_exit = True

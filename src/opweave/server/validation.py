@@ -20,6 +20,8 @@ def validation_error(error: RequestValidationError, content_type: str) -> ApiErr
             return ApiError(f"The body is no JSON: {each['ctx']['error']}.", code="invalid_json")
         if message not in problems.setdefault(path, []):
             problems[path].append(message)
+    if all(each["loc"] == ("body",) and each["type"] == "missing" for each in error.errors()):
+        return ApiError("The body is empty; a JSON object is required.", code="invalid_request")
     if list(problems) == [""] and "json" not in content_type:
         return ApiError(
             f"The body is not taken for JSON, since Content-Type is {content_type!a}. Send "

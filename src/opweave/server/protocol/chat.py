@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from opweave.engine import FinishReason, SamplingParams
 from opweave.server.errors import ApiError
@@ -21,6 +21,12 @@ class ContentPart(Fields):
 
     type: Text
     text: Text | None = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> ContentPart:
+        if self.text is None:
+            raise ValueError(f"a part of type {self.type!r} needs 'text'")
+        return self
 
     @field_validator("type")
     @classmethod
@@ -48,12 +54,6 @@ class ChatMessage(Fields):
         return message
 
 
-class ResponseFormat(Fields):
-    """The form of an answer; free text is the only one."""
-
-    type: Text
-
-
 class Conversation(RequestBody):
     """What becomes a prompt by the chat template."""
 
@@ -76,8 +76,10 @@ class ChatRequest(SamplingFields, Conversation):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
 
     def params(self) -> SamplingParams:
         """Return the parameters.
@@ -88,16 +90,18 @@ class ChatRequest(SamplingFields, Conversation):
         """
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs=true.", param="top_logprobs")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise refuse(
-                "response_format",
-                f"response_format of type {self.response_format.type!r} is not supported; answers "
-                "are free text.",
-            )
-        if self.tool_choice not in (None, "none", "auto"):
-            raise refuse("tool_choice", "The model cannot be made to call a function.")
+        self._refuse_what_there_is_not()
         count = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling_params(self._limit(), logprobs=count)
+
+    def _refuse_what_there_is_not(self) -> None:
+        for name in ("tool_choice", "function_call"):
+            if getattr(self, name) not in (None, "none", "auto"):
+                raise refuse(name, "The model cannot be made to call a function.")
+        if self.functions:
+            raise refuse("functions", "functions are not supported; describe them in tools.")
+        if self.modalities not in (None, [], ["text"]):
+            raise refuse("modalities", 'modalities may hold "text" alone; answers are text.')
 
     def _limit(self) -> int | None:
         limits = {self.max_tokens, self.max_completion_tokens} - {None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from opweave.engine import FinishReason, SamplingParams
+from opweave.engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave.server.protocol.base import Input, ResponseBody, Text
 from opweave.server.protocol.sampling import SamplingFields, refuse
 from opweave.server.protocol.usage import Usage
@@ -37,6 +37,9 @@ class CompletionRequest(SamplingFields):
             raise refuse("suffix", "suffix is not supported: models continue prompts only.")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise refuse("best_of", f"best_of={self.best_of} is not supported; use n.")
+        if self.max_tokens is not None and self.max_tokens < 0:
+            message = f"max_tokens={self.max_tokens} must be an integer of at least 0."
+            raise SamplingParamsError(message, "max_tokens")
         limit = _MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self.sampling_params(
             1 if self.writes_nothing else limit,

@@ -29,6 +29,12 @@ class StreamOptions(Fields):
     include_usage: bool | None = None
 
 
+class ResponseFormat(Fields):
+    """The form of an answer; free text is the only one."""
+
+    type: Text
+
+
 class SamplingFields(RequestBody):
     """Everything that :class:`opweave.engine.SamplingParams` knows; None is its default."""
 
@@ -52,6 +58,7 @@ class SamplingFields(RequestBody):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Priority = 0
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> SamplingFields:
@@ -69,7 +76,14 @@ class SamplingFields(RequestBody):
 
         Raises:
             SamplingParamsError: a value is out of range.
+            ApiError: the answer shall be something else than free text.
         """
+        form = self.response_format
+        if form is not None and form.type != "text":
+            raise refuse(
+                "response_format",
+                f"response_format of type {form.type!r} is not supported; answers are free text.",
+            )
         values = {**{name: getattr(self, name) for name in _SAME}, **others}
         given = {name: value for name, value in values.items() if value is not None}
         return SamplingParams(max_tokens=max_tokens, **given)

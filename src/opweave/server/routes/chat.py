@@ -38,7 +38,7 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
     check_length(text, server, param="messages")
     prompts = [Prompt(text, await tokenize(text, server, special=False))]
     check_context(prompts, params, server)
-    generation = Generation(server, "chatcmpl", prompts, params, body.priority)
+    generation = Generation(server, "chatcmpl", prompts, params, body.priority, param="messages")
     writer = _Writer(generation, body)
     if body.stream:
         return await stream(generation, writer.events, request)

@@ -29,7 +29,7 @@ async def embeddings(body: EmbeddingRequest, request: Request, server: Server) -
     """Turn texts into vectors."""
     server.accept(body, request)
     prompts = await read_prompts(body.input, server, param="input")
-    outputs = await unless_gone(request, embed(prompts, server))
+    outputs = await unless_gone(request, embed(prompts, server, param="input"))
     _check_dimensions(body.dimensions, outputs)
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     data = [

@@ -65,9 +65,10 @@ async def _answered(
 ) -> _Outputs:
     prompts = await read_prompts(cast(Input, given), server, param="data")
     if processor.embeds:
-        return await embed(prompts, server)
+        return await embed(prompts, server, param="data")
     check_context(prompts, params, server)
-    return await Generation(server, "proc", prompts, params, body.priority).answers()
+    generation = Generation(server, "proc", prompts, params, body.priority, param="data")
+    return await generation.answers()
 
 
 def _response(result: Any, processor: IOProcessor, server: ServerState) -> Response:
