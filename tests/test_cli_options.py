@@ -114,6 +114,7 @@ def test_the_model(run: Run, command: str) -> None:
         ("--min-p=2", "min_p=2"),
         ("--stop-token-id=-1", "stop_token_ids=-1"),
         ("--topk=3", "--top-k"),
+        ("--load-format=foo", 'Choose from: "auto", "dummy"'),
     ],
 )
 def test_options_that_are_wrong(

@@ -225,6 +225,15 @@ def test_the_context_ends_the_answer(checkpoint: Checkpoints, llm: LLM) -> None:
     assert len(tokens(llm, random_ids(3, 95), SamplingParams())[0]) == 1
 
 
+def test_an_end_of_text_token_that_the_model_has_not_is_told(
+    checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = Path(shutil.copytree(checkpoint("llama")[0], tmp_path / "llama"))
+    (copy / "generation_config.json").write_text(f'{{"eos_token_id": [{EOS}, {VOCABULARY}]}}')
+    LLM(copy)
+    assert f"end-of-text tokens [{VOCABULARY}] are ignored" in caplog.text
+
+
 def test_the_end_of_text_token_ends_the_answer(checkpoint: Checkpoints, tmp_path: Path) -> None:
     path, model = checkpoint("llama")
     free = reference(model, PROMPTS[1], 14, eos_token_id=None)

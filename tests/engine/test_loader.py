@@ -18,7 +18,7 @@ from opweave.conformance.ranks import Rank, on_ranks
 from opweave.engine import CheckpointError, EngineError, InvalidArgumentError, load_model
 from opweave.engine.loader import as_language_model
 from opweave.layers import TensorParallel, tensor_parallel
-from opweave.models import BertModel, CheckpointModel, UnsupportedModelError
+from opweave.models import BertModel, CheckpointModel, ModelError, UnsupportedModelError
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 Copy = Callable[[str], Path]
@@ -279,6 +279,34 @@ def test_damaged_index(content: str, copy: Copy) -> None:
     (path / FILE).unlink()
     (path / f"{FILE}.index.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"index.json"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("null", r"config.json must hold a JSON object, not null"),
+        ("[" * 100_000, r"config.json is not readable JSON: it is nested too deeply"),
+        ("{}", r"lacks 'architectures'.*LlamaForCausalLM"),
+        ('{"architectures": []}', r"lacks 'architectures'"),
+    ],
+)
+def test_a_config_that_says_nothing(content: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises((CheckpointError, ModelError), match=named):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", FILE])
+def test_names_of_files_that_are_none(name: str, copy: Copy) -> None:
+    path = copy("llama")
+    (path / name).unlink()
+    (path / name).mkdir()
+    with pytest.raises(CheckpointError, match=f"{name} must be a file, but is a directory"):
+        load_model(path)
+    (path / name).rmdir()
+    (path / name).symlink_to("nothing")
+    with pytest.raises(CheckpointError, match=f"{name} is a link to 'nothing'"):
         load_model(path)
 
 

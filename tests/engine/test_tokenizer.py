@@ -111,6 +111,8 @@ def test_a_continuation_is_decoded_behind_its_prompt(tmp_path: Path) -> None:
         (None, None, {"eos_token": {"content": "</s>", "lstrip": False}}, {EOS}),
         (None, None, {"eos_token": "<nothing>"}, set()),
         ({}, {}, None, set()),
+        ({"eos_token_id": True}, {"eos_token_id": 8}, None, {8}),
+        ({"eos_token_id": "7"}, {"eos_token_id": [8, "9"]}, {"eos_token": "</s>"}, {EOS}),
     ],
 )
 def test_end_of_text(
@@ -126,6 +128,22 @@ def test_end_of_text(
         if content is not None:
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
     assert Tokenizer(Checkpoint(tmp_path)).eos_token_ids == expected
+
+
+def test_end_of_text_that_is_no_token_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_tokenizer(tmp_path)
+    file = tmp_path / "generation_config.json"
+    for value in ("7", True, [True], 1.0):
+        file.write_text(json.dumps({"eos_token_id": value}))
+        caplog.clear()
+        Tokenizer(Checkpoint(tmp_path))
+        assert f"{file}: eos_token_id={value!r} is ignored" in caplog.text
+    file.write_text('{"eos_token_id": null}')
+    caplog.clear()
+    Tokenizer(Checkpoint(tmp_path))
+    assert not caplog.text
 
 
 def test_beginning_of_text(tokenizer: Tokenizer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from cyclopts import Parameter
 
@@ -96,7 +96,7 @@ class ModelOptions:
     """
 
     dtype: str = "auto"
-    load_format: str = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
     tensor_parallel_size: int | None = None
     cpu_threads: int | None = None
 
@@ -108,7 +108,7 @@ class ModelOptions:
         """
         return EngineConfig(
             dtype=self.dtype,
-            load_format=self.load_format,  # type: ignore[arg-type]
+            load_format=self.load_format,
             cpu_threads=self.cpu_threads,
             parallel=given(ParallelConfig, tensor_parallel_size=self.tensor_parallel_size),
         )

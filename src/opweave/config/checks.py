@@ -36,7 +36,7 @@ def check_share(owner: str, name: str, value: object) -> None:
 def check_choice(owner: str, name: str, value: object, choices: Sequence[str]) -> None:
     """Raise :class:`SettingError` unless *value* is one of *choices*."""
     if value not in choices:
-        hint = did_you_mean(str(value), choices)
+        hint = did_you_mean(str(value), choices).partition("Known:")[0]  # the choices are said
         raise SettingError(
             f"{owner}: {name}={value!r} must be one of {', '.join(choices)}. {hint}".rstrip()
         )

@@ -49,11 +49,12 @@ class Checkpoint:
         Raises:
             CheckpointError: the file does not hold a JSON object.
         """
+        if not self._has(name):
+            return None
         value = self._json(name)
-        if value is not None and not isinstance(value, dict):
-            raise CheckpointError(
-                f"{self.path / name} must hold a JSON object, not {type(value).__name__}."
-            )
+        if not isinstance(value, dict):
+            kind = "null" if value is None else type(value).__name__
+            raise CheckpointError(f"{self.path / name} must hold a JSON object, not {kind}.")
         return value
 
     def json_list(self, name: str) -> list[dict[str, Any]] | None:
@@ -62,9 +63,10 @@ class Checkpoint:
         Raises:
             CheckpointError: the file does not hold a JSON list of objects.
         """
-        value: list[dict[str, Any]] | None = self._json(name)
-        is_list = isinstance(value, list) and all(isinstance(item, dict) for item in value)
-        if value is not None and not is_list:
+        if not self._has(name):
+            return None
+        value = self._json(name)
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise CheckpointError(f"{self.path / name} must hold a JSON list of objects.")
         return value
 
@@ -85,7 +87,7 @@ class Checkpoint:
         Raises:
             CheckpointError: there are none, or the index is damaged or names one that is missing.
         """
-        if (self.path / _SINGLE).is_file():
+        if self._has(_SINGLE):
             return [self.path / _SINGLE]
         index = self.json(_INDEX)
         if index is None:
@@ -105,12 +107,28 @@ class Checkpoint:
             )
         return [self.path / name for name in names]
 
+    def _has(self, name: str) -> bool:
+        """Return whether there is a file *name*; what has its name but is no file is an error."""
+        file = self.path / name
+        if file.is_file():
+            return True
+        if file.exists():
+            kind = "a directory" if file.is_dir() else "something else"
+            raise CheckpointError(f"{file} must be a file, but is {kind}.")
+        if file.is_symlink():
+            raise CheckpointError(
+                f"{file} is a link to {str(file.readlink())!r}, which does not exist."
+            )
+        return False
+
     def _json(self, name: str) -> Any:
         file = self.path / name
-        if not file.is_file():
-            return None
         try:
             return json.loads(file.read_text(encoding="utf-8"))
+        except RecursionError as error:
+            raise CheckpointError(
+                f"{file} is not readable JSON: it is nested too deeply."
+            ) from error
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file} is not readable JSON: {error}.") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from itertools import count
@@ -35,6 +36,8 @@ from opweave.engine.tokenizer import IncrementalDecoder, tokenizer_of
 from opweave.engine.usage import Usage
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
+
+_log = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -100,8 +103,7 @@ class EngineCore:
         )
         self.scheduler = scheduler(config.scheduler, cache)
         self._prompts = PromptReader(self.tokenizer, facts.vocab_size, self.max_model_len)
-        eos = self.tokenizer.eos_token_ids
-        self._eos_token_ids = frozenset(token for token in eos if token < facts.vocab_size)
+        self._eos_token_ids = self._known_eos(facts.vocab_size)
         self._seeds = RequestSeeds(config.seed)
         self._generations: dict[str, Generation] = {}
         self._answers: dict[str, tuple[Generation, Answer]] = {}  # as the scheduler names them
@@ -270,6 +272,16 @@ class EngineCore:
         self.executor.shutdown()
         for logger in self._loggers:
             logger.shutdown()
+
+    def _known_eos(self, vocab_size: int) -> frozenset[int]:
+        given = self.tokenizer.eos_token_ids
+        known = frozenset(token for token in given if 0 <= token < vocab_size)
+        if unknown := sorted(given - known):
+            _log.warning(
+                "the end-of-text tokens %s are ignored: the model has the ids from 0 to %d",
+                unknown, vocab_size - 1,
+            )  # fmt: skip
+        return known
 
     def _warm_up(self, plan: CachePlan) -> Usage:
         usage, began = Usage(), time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,8 @@ from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.dependencies import require
 from opweave.engine.errors import PromptError, TokenizerError
 from opweave.engine.token_length import longest_token
+
+_log = logging.getLogger(__name__)
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 8  # tokens of the prompt that decide how its continuation is decoded
@@ -87,10 +90,15 @@ class Tokenizer:
 
     def _special_ids(self, checkpoint: Checkpoint, kind: str) -> list[int]:
         for file in ("generation_config.json", "config.json"):
-            ids = (checkpoint.json(file) or {}).get(f"{kind}_token_id")
-            ids = ids if isinstance(ids, list) else [ids]
-            if ids and all(isinstance(i, int) for i in ids):
+            given = (checkpoint.json(file) or {}).get(f"{kind}_token_id")
+            ids = given if isinstance(given, list) else [given]
+            if ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
                 return ids
+            if ids not in ([], [None]):
+                _log.warning(
+                    "%s: %s_token_id=%r is ignored: it is neither a token id nor a list of them",
+                    checkpoint.path / file, kind, given,
+                )  # fmt: skip
         token = (checkpoint.json("tokenizer_config.json") or {}).get(f"{kind}_token")
         text = token.get("content") if isinstance(token, dict) else token
         known = self._backend.token_to_id(text) if isinstance(text, str) else None

@@ -14,7 +14,7 @@ import torch
 
 from opweave.ir import journal
 from opweave.ir.owner import Owner, current_owner
-from opweave.models.errors import DuplicateModelError, InvalidModelError
+from opweave.models.errors import DuplicateModelError, InvalidConfigError, InvalidModelError
 from opweave.models.fields import Fields
 from opweave.models.weights import CheckpointModel
 from opweave.plugins import load_general_plugins, resolve_obj_by_qualname
@@ -111,13 +111,19 @@ def model_class(config: Mapping[str, Any]) -> Model:
 
     Raises:
         UnsupportedModelError: there is none for its architecture; the message lists all.
+        InvalidConfigError: it names none.
         InvalidModelError: what is registered cannot be imported, or is no model.
         PluginError: a plugin, which might bring the model, failed to load.
     """
     load_general_plugins()
     fields = Fields(config)
-    named = ", ".join(fields.texts("architectures"))
-    architecture = fields.require("architectures", named, *supported_architectures())
+    named = fields.texts("architectures")
+    if not named:
+        raise InvalidConfigError(
+            f"{fields.name} lacks 'architectures', a list with the model's name. Supported: "
+            f"{', '.join(supported_architectures())}."
+        )
+    architecture = fields.require("architectures", ", ".join(named), *supported_architectures())
     return _models[architecture].resolve()
 
 

@@ -45,7 +45,7 @@ _HISTOGRAMS = {
     "inference_time": ("request_inference_time_seconds", "Prefill and decode together."),
     "e2e_latency": (
         "e2e_request_latency_seconds",
-        "From a request's arrival to an answer's last token.",
+        "From its request's arrival to its last token.",
     ),
     "step_time": ("engine_step_seconds", "One forward, and what belongs to it."),
     "iteration_tokens": ("iteration_tokens", "Tokens of one forward."),
