@@ -91,7 +91,7 @@ class Tokenizer:
     def _special_ids(self, checkpoint: Checkpoint, kind: str) -> list[int]:
         for file in ("generation_config.json", "config.json"):
             given = (checkpoint.json(file) or {}).get(f"{kind}_token_id")
-            ids = given if isinstance(given, list) else [given]
+            ids: list[Any] = given if isinstance(given, list) else [given]
             if ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
                 return ids
             if ids not in ([], [None]):
