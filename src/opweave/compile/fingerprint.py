@@ -7,14 +7,15 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
-from os.path import dirname
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from opweave import native
+from opweave.compile.footprint import Footprint
+from opweave.compile.sources import files_of
 from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.impl import custom_functions
 from opweave.ir.rule import Rule
@@ -23,7 +24,13 @@ _providers: list[Callable[[], str]] = []
 
 
 def contribute(digest: Callable[[], str]) -> None:
-    """Make ``digest()`` a part of every key: for data outside of Python that kernels depend on."""
+    """Make ``digest()`` a part of every key: for what kernels depend on and no code shows.
+
+    Constants, code and its source are in the keys already. What is not: files and environment
+    variables that a kernel reads when it runs, the contents of lists, dictionaries, tensors and
+    objects, functions of other packages that it calls by a global name, and names that are computed
+    (``getattr``, ``importlib``).
+    """
     _providers.append(digest)
 
 
@@ -36,41 +43,24 @@ def of_op(op: IrOp) -> str:
 
 
 def of_impl(impl: IrOpImpl) -> str:
-    """Return a digest of an implementation: its source, that of its helpers, and its promises."""
-    functions: list[Any] = [impl.impl_fn]
+    """Return a digest of an implementation: its source, that of its helpers, and its promises.
+
+    Code without a source file, as in a notebook, may depend on more than what can be seen of it: it
+    is another implementation each time that it is registered.
+    """
     predicate = impl.supports_args
-    if isinstance(predicate, Rule):
-        functions += custom_functions(predicate)
-    elif predicate is not None:
-        functions.append(predicate)
+    rule = predicate if isinstance(predicate, Rule) else None
+    functions = custom_functions(rule) if rule else [predicate]
+    footprint = _footprint([impl.impl_fn, impl.functional_fn, *functions])
     facts = [impl.provider, str(impl.supported), str(impl.inplace), *sorted(impl.traits)]
-    rule = _rule_text(predicate) if isinstance(predicate, Rule) else ""
-    return digest_of([*facts, rule, *map(of_function, functions)])
+    facts += [_rule_text(rule)] if rule else []
+    facts += [] if footprint.has_source else [f"registration {impl.edition}"]
+    return digest_of([*facts, _of_footprint(footprint)])
 
 
 def of_function(function: Any) -> str:
-    """Return a digest of the source files that a function's behaviour depends on.
-
-    Those are its own and, transitively, those of the modules that it refers to in the same
-    top-level package, or in the same folder if it is a script. A function without a source file
-    counts by its bytecode and what it closes over.
-    """
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    sources = of_modules(module) if module else ""
-    return digest_of([_code_text(function), sources])
-
-
-@cache
-def of_modules(module: ModuleType) -> str:
-    """Return a digest of a module's file and of those it uses in its own top-level package."""
-    found: dict[str, ModuleType] = {}
-    waiting = [module]
-    while waiting:
-        current = waiting.pop()
-        if current.__name__ not in found:
-            found[current.__name__] = current
-            waiting += _used_by(current)
-    return digest_of(of_file(getattr(m, "__file__", None)) for _, m in sorted(found.items()))
+    """Return a digest of what a function's behaviour depends on, see :class:`Footprint`."""
+    return _of_footprint(_footprint([function]))
 
 
 @cache
@@ -89,7 +79,7 @@ def of_libraries() -> str:
     folder = Path(passes.__file__ or "").parent
     files = sorted(folder.rglob("*.py")) + sorted((folder.parent / "ir").rglob("*.py"))
     version = importlib.metadata.version("opweave")
-    return digest_of([torch.__version__, version, *(of_file(str(f)) for f in files)])
+    return digest_of([torch.__version__, sys.version, version, *(of_file(str(f)) for f in files)])
 
 
 def of_binaries() -> str:
@@ -111,42 +101,21 @@ def digest_of(parts: Iterable[str]) -> str:
     return whole.hexdigest()
 
 
-def _used_by(module: ModuleType) -> list[ModuleType]:
-    used = []
-    for value in vars(module).values():
-        other = value
-        if not isinstance(value, ModuleType):
-            other = sys.modules.get(str(getattr(value, "__module__", "")))
-        # (torch.ops.x is of a subclass)
-        if type(other) is ModuleType and _belong_together(module, other):
-            used.append(other)
-    return used
+def _footprint(functions: Iterable[Any]) -> Footprint:
+    footprint = Footprint()
+    for function in functions:
+        footprint.hold(function)
+    return footprint
 
 
-def _belong_together(module: ModuleType, other: ModuleType) -> bool:
-    """Whether two modules are of one package, or two scripts in one folder."""
-    names = [m.__name__.partition(".")[0] for m in (module, other)]
-    if names[0] == names[1]:
-        return True
-    scripts = all(not m.__package__ for m in (module, other))
-    folders = [dirname(getattr(m, "__file__", None) or m.__name__) for m in (module, other)]
-    return scripts and folders[0] == folders[1]
+def _of_footprint(footprint: Footprint) -> str:
+    modules = [_of_module(module) for _, module in sorted(footprint.modules.items())]
+    return digest_of([*footprint.facts, *modules])
 
 
-def _code_text(function: Any) -> str:
-    if not isinstance(function, FunctionType):
-        inner = getattr(function, "__func__", None) or getattr(function, "fn", None)
-        return _code_text(inner) if inner is not None else str(type(function))
-    code = function.__code__
-    cells = [_cell_text(cell.cell_contents) for cell in function.__closure__ or ()]
-    consts = [c for c in code.co_consts if isinstance(c, (int, float, str, bytes, type(None)))]
-    return repr((function.__qualname__, code.co_code, consts, code.co_names, cells))
-
-
-def _cell_text(value: Any) -> str:
-    if isinstance(value, FunctionType):
-        return _code_text(value)
-    return repr(value) if isinstance(value, (int, float, str, bool, type(None))) else ""
+@cache
+def _of_module(module: ModuleType) -> str:
+    return digest_of(map(of_file, files_of(module)))
 
 
 def _rule_text(rule: Rule) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 Predicate = Rule | Callable[..., bool]
 
+_editions: Counter[tuple[str, str, str]] = Counter()
+
 
 @dataclass(frozen=True, eq=False)
 class IrOpImpl:
@@ -41,6 +44,7 @@ class IrOpImpl:
         traits: what it promises, see :mod:`opweave.ir.traits`.
         site: where it was registered.
         owner: the plugin that registered it, if one did.
+        edition: how many there were before of the same provider, in this process.
     """
 
     op: IrOp
@@ -55,6 +59,7 @@ class IrOpImpl:
     supports_args: Predicate | None = None
     inplace: bool = False
     functional_fn: Callable[..., Any] | None = None
+    edition: int = field(init=False)
 
     def __post_init__(self) -> None:
         native, what = self.op.native, f"{self.op.name!r}: implementation {self.provider!r}"
@@ -63,6 +68,9 @@ class IrOpImpl:
             check_same(native, self.functional_fn, f"{what}, functional= ({self.site})")
         if self.supports_args is not None:
             check_predicate(self.supports_args, self.op, what)
+        name = (self.op.registry.namespace, self.op.name, self.provider)
+        object.__setattr__(self, "edition", _editions[name])
+        _editions[name] += 1
 
     def __repr__(self) -> str:
         return f"<IrOpImpl {self.op.name}:{self.provider} from {self.site}>"

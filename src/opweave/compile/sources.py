@@ -1,0 +1,131 @@
+"""The source files that a module depends on: its own, and those it uses in its own package."""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import resolve_name
+from inspect import CO_OPTIMIZED
+from os.path import dirname
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+_IMPORT = dis.opmap["IMPORT_NAME"]
+_NOTHING = compile("", "", "exec")
+
+
+@cache
+def files_of(module: ModuleType) -> tuple[str, ...]:
+    """Return the files of a module and, transitively, of those it uses in its own package.
+
+    Used is what its names refer to, and what its functions import when they run, whether that has
+    happened yet or not. A package is a top-level one, or the scripts in one folder.
+    """
+    found: dict[str, str] = {}
+    waiting = [module.__name__]
+    while waiting:
+        name = waiting.pop()
+        if name not in found and (file := _file_of(name, module)) is not None:
+            found[name] = file
+            waiting += _used_by(name, file, name in sys.modules)
+    return tuple(file for _, file in sorted(found.items()) if file)
+
+
+def together(module: ModuleType, other: ModuleType) -> bool:
+    """Whether two modules are of one package, or two scripts in one folder."""
+    if top_of(module.__name__) == top_of(other.__name__):
+        return True
+    scripts = all(not m.__package__ for m in (module, other))
+    return scripts and folder_of(module) == folder_of(other)
+
+
+def top_of(name: str) -> str:
+    """Return the name of the top-level package that a module is in."""
+    return name.partition(".")[0]
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and those of the functions, lambdas and classes inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
+
+
+def imported_by(code: CodeType, package: str) -> Iterator[str]:
+    """Yield the names of modules that *code* imports, and of others that may be none."""
+    if _IMPORT not in code.co_code[::2]:
+        return
+    steps = list(dis.get_instructions(code))
+    for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
+        if step.opcode == _IMPORT:
+            dots = "." * (level.argval or 0)
+            try:
+                base = resolve_name(dots + step.argval, package)
+            except ImportError:  # more dots than packages
+                continue
+            yield base
+            yield from (f"{base}.{name}" for name in names.argval or ())
+
+
+def _file_of(name: str, root: ModuleType) -> str | None:
+    """Return the file of a module of *root*'s package, empty if it has none; None if it is none."""
+    module = sys.modules.get(name)
+    if module is not None:
+        return getattr(module, "__file__", None) or "" if together(root, module) else None
+    same = top_of(name) == top_of(root.__name__)
+    if not same and (root.__package__ or "." in name):
+        return None
+    file = getattr(_spec_of(name), "origin", None)
+    return file if file and (same or dirname(file) == folder_of(root)) else None
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    """Find a module that nobody has imported, and import nothing, as importlib's would."""
+    parent = name.rpartition(".")[0]
+    path = None
+    if parent:
+        package: Any = sys.modules.get(parent)
+        known = getattr(package, "__spec__", None) if package else _spec_of(parent)
+        path = getattr(known, "submodule_search_locations", None)
+        if path is None:
+            return None
+    return PathFinder.find_spec(name, path) if name else None
+
+
+@cache
+def _used_by(name: str, file: str, is_loaded: bool) -> tuple[str, ...]:
+    module = sys.modules[name] if is_loaded else None
+    found = [_origin(value) for value in list(vars(module).values())] if module else []
+    spec = getattr(module, "__spec__", None) if module else _spec_of(name)
+    package = getattr(module, "__package__", None) or getattr(spec, "parent", None) or ""
+    for code in codes_in(_code_of(name, file, spec)):
+        # What a module has imported at its top is among its names.
+        if module is None or code.co_flags & CO_OPTIMIZED:
+            found += imported_by(code, package)
+    return tuple(dict.fromkeys(found))
+
+
+def _origin(value: object) -> str:
+    """Return the module that a value is, or is from (torch.ops.x is of a subclass)."""
+    return value.__name__ if type(value) is ModuleType else str(getattr(value, "__module__", ""))
+
+
+def _code_of(name: str, file: str, spec: ModuleSpec | None) -> CodeType:
+    try:
+        loader: Any = getattr(spec, "loader", None)
+        code = loader.get_code(name) if loader else compile(Path(file).read_bytes(), file, "exec")
+    except Exception:  # a loader of another kind, or a file with errors
+        return _NOTHING
+    return code or _NOTHING  # (a binary has none)
+
+
+def folder_of(module: ModuleType) -> str:
+    """Return the folder of a script; that of a notebook is where its process runs."""
+    file = getattr(module, "__file__", None)
+    return dirname(os.path.abspath(file)) if file else os.getcwd()
