@@ -22,6 +22,7 @@ from ir.helpers import (
     tuple_of,
 )
 from opweave import ir
+from opweave.ir.errors import UnknownOpError
 
 # Modes and subclasses
 
@@ -172,6 +173,40 @@ def test_modules_that_hold_ops_can_be_copied(
         assert other.op is ir.ops.rms_norm
     if way_of_copying == "deepcopy" and kind is Norm:
         assert other.weight is not module.weight
+
+
+def declare_rms_norm(namespace: str | None = None) -> ir.IrOp:
+    with ir.isolated_registry(namespace):
+
+        @ir.register_op(allow_inplace=True)
+        def rms_norm(x: Tensor) -> Tensor:
+            return x * 7
+
+    return rms_norm
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda op: pickle.loads(pickle.dumps(op))]
+)
+def test_a_copy_of_an_op_is_that_op_in_whatever_registry(again: Any) -> None:
+    op = declare_rms_norm()
+    assert again(op) is op
+    assert again(op.maybe_inplace) is op.maybe_inplace
+    assert again(op.using("native")) is op.using("native")
+
+
+def test_an_op_that_is_not_there_cannot_be_unpickled() -> None:
+    text = pickle.dumps(declare_rms_norm("pickled_here"), protocol=0)
+    with pytest.raises(UnknownOpError, match="registry 'pickled_away', which does not exist here"):
+        pickle.loads(text.replace(b"pickled_here", b"pickled_away"))
+
+
+def test_an_op_whose_place_another_took_cannot_be_pickled() -> None:
+    op, other = declare_rms_norm("was_taken"), declare_rms_norm()
+    op.registry._remove(op)
+    with pytest.raises(UnknownOpError, match="cannot be pickled: the registry 'was_taken'"):
+        pickle.dumps(op)
+    assert pickle.loads(pickle.dumps(other)) is other
 
 
 def test_a_module_with_ops_compiles_and_exports() -> None:

@@ -43,6 +43,12 @@ class Callee:
         own: Self = object.__new__(type(cls.__name__, (cls,), {}))
         return own
 
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # what holds an op means that one, in whatever registry it is
+
 
 class Path:
     """One way to call an op, and the function generated for it.

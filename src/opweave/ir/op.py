@@ -96,10 +96,10 @@ class IrOp(Callee):
         lines = (inspect.getdoc(self.native) or "").splitlines()
         return f"{self.name}: {lines[0]}" if lines else self.name
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        from opweave.ir.registry import find_op
+    def __reduce__(self) -> tuple[Any, ...]:
+        from opweave.ir.registry import unpickled
 
-        return find_op, (self.name,)
+        return unpickled, self.registry.reference_to(self)
 
     # Implementations
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, overload
+from weakref import WeakValueDictionary
 
 from torch.library import Library
 
@@ -28,6 +29,9 @@ from opweave.ir.settings import Settings
 NativeFunction = Callable[..., Any]
 
 
+_registries: WeakValueDictionary[str, Registry] = WeakValueDictionary()
+
+
 class Registry:
     """A table of ops.
 
@@ -38,6 +42,7 @@ class Registry:
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
+        _registries[namespace] = self
         self.library: Library = compat.new_library(namespace)
         self.lock = threading.RLock()
         self.settings = Settings(self._reset_ops)
@@ -65,6 +70,19 @@ class Registry:
             return self._ops[str(name)]
         except KeyError:
             raise UnknownOpError(f"unknown op {name!r}. {did_you_mean(name, self._ops)}") from None
+
+    def reference_to(self, op: IrOp) -> tuple[str, str]:
+        """Return what :func:`unpickled` finds *op* with.
+
+        Raises:
+            UnknownOpError: it would find none, or another one.
+        """
+        if self._ops.get(op.name) is not op or _registries.get(self.namespace) is not self:
+            raise UnknownOpError(
+                f"{op!r} cannot be pickled: the registry {self.namespace!r} has another op of that "
+                "name now, or none. Pickle the op that is registered, or leave it out."
+            )
+        return op.name, self.namespace
 
     def add(self, op: IrOp) -> IrOp:
         """Enter *op* and define its torch ops.
@@ -167,6 +185,22 @@ def current_registry() -> Registry:
 def find_op(name: str) -> IrOp:
     """Return the op called *name* in the current registry (UnknownOpError if there is none)."""
     return _current.op(name)
+
+
+def unpickled(name: str, namespace: str) -> IrOp:
+    """Return the op that a pickle refers to.
+
+    Raises:
+        UnknownOpError: nobody has declared it in this process.
+    """
+    registry = _registries.get(namespace)
+    if registry is None:
+        raise UnknownOpError(
+            f"unknown op {name!r} of the registry {namespace!r}, which does not exist here. "
+            f"{did_you_mean(namespace, _registries)} Declare the op in a registry of that "
+            "namespace (ir.isolated_registry(namespace)) before it is loaded."
+        )
+    return registry.op(name)
 
 
 _fresh = itertools.count()
