@@ -42,6 +42,8 @@ CHECKED = {
     "all_gather",
     "all_reduce_sum",
     "onednn_linear",
+    "is_in_vmap",
+    "is_batched",
 }
 
 
@@ -141,6 +143,23 @@ def test_function_modes_and_overrides() -> None:
         assert compat.function_mode_enabled()
         assert compat.has_torch_function_unary(x)
     assert not compat.function_mode_enabled()
+
+
+def test_is_in_vmap_and_is_batched() -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append((compat.is_in_vmap(), compat.is_batched(x), compat.is_batched(y)))
+        return x.sum()
+
+    y = torch.zeros(2)
+    look(y)
+    torch.vmap(look)(torch.zeros(2, 2))
+    torch.func.grad(look)(y)
+    torch.func.grad(lambda x: torch.vmap(look)(x).sum())(torch.zeros(2, 2))
+    torch.vmap(torch.func.grad(look))(torch.zeros(2, 2))
+    outside, vmap, inner = (False, False, False), (True, True, False), (False, True, False)
+    assert seen == [outside, vmap, outside, vmap, inner]
 
 
 def test_functorch_interpreter() -> None:

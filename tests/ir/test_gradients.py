@@ -19,7 +19,7 @@ from ir.helpers import (
     tuple_of,
 )
 from opweave import ir
-from opweave.ir.errors import ProviderUnavailableError
+from opweave.ir.errors import NoImplementationError, ProviderUnavailableError
 
 # Transforms
 
@@ -165,6 +165,60 @@ def test_forward_derivatives_are_right_or_refused(name: str, provider: str, how:
     for a, b in zip(tuple_of(found), tuple_of(expected), strict=True):
         # No tangent means zero.
         torch.testing.assert_close(torch.zeros_like(b) if a is None else a, b)
+
+
+def declare_doubled() -> ir.IrOp:
+    with ir.isolated_registry():
+
+        @ir.register_op
+        def doubled(x: Tensor) -> Tensor:
+            return x * 2
+
+    doubled.register_impl("kernel", traits=["batch_invariant"])(lambda x: x * 2 + 100)
+    doubled.set_default(["kernel"])
+    return doubled
+
+
+def test_vmap_runs_native_and_explain_and_record_say_so() -> None:
+    doubled, seen = declare_doubled(), []
+
+    def call(x: Tensor) -> Tensor:
+        seen.append(ir.explain(doubled, x))
+        return doubled(x)
+
+    with ir.record() as log, torch.no_grad():
+        found = torch.vmap(call)(torch.ones(3, 2))
+    assert torch.equal(found, torch.full((3, 2), 2.0))
+    assert log.selected_impls == {"doubled": {"native": 1}}
+    assert seen[0].chosen == "native"
+    assert "vmap" in str(seen[0])
+    torch.vmap(torch.vmap(call))(torch.ones(3, 2, 2))
+    torch.func.grad(lambda x: torch.vmap(call)(x).sum())(torch.ones(3, 2))
+    torch.vmap(torch.func.grad(lambda x: call(x).sum()))(torch.ones(3, 2))
+    assert {each.chosen for each in seen} == {"native"}
+
+
+def test_vmap_over_nothing_that_an_op_takes_leaves_the_choice_alone() -> None:
+    doubled, kept, seen = declare_doubled(), torch.ones(2), []
+
+    def call(x: Tensor) -> Tensor:
+        seen.append(ir.explain(doubled, kept).chosen)
+        return doubled(kept) + x
+
+    found = torch.vmap(call)(torch.zeros(3, 2))
+    assert seen == ["kernel"]
+    assert torch.equal(found, torch.full((3, 2), 102.0))
+
+
+def test_vmap_refuses_what_only_a_kernel_can_do() -> None:
+    doubled, x = declare_doubled(), torch.ones(3, 2)
+    for call in (doubled.using("kernel!"), lambda x: ir.explain(doubled.using("kernel!"), x)):
+        with pytest.raises(ProviderUnavailableError, match=r"cannot be used: torch\.vmap"):
+            torch.vmap(call)(x)
+    lacking = pytest.raises(NoImplementationError, match=r"kernel: torch\.vmap.*native: is not")
+    with ir.require("batch_invariant"), lacking:
+        torch.vmap(doubled)(x)
+    assert torch.equal(torch.vmap(doubled.using("kernel"))(x), x * 2)
 
 
 def test_vmap_of_grad_and_grad_of_vmap() -> None:

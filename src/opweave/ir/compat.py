@@ -34,6 +34,23 @@ function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_ena
 # The innermost functorch transform (vmap, grad, ...), or None. Its tensors look like plain Tensors.
 functorch_interpreter: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 
+
+def is_in_vmap() -> bool:
+    """Whether the innermost functorch transform is vmap."""
+    interpreter: Any = functorch_interpreter()
+    return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Vmap
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether vmap, at whatever depth of transforms, maps over *tensor*."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
 # Dispatch keys that a thread includes while a dispatch mode, a functorch transform or
 # torch.jit.trace is active in it.
 MODE_KEYS: tuple[int, ...] = tuple(

@@ -6,9 +6,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from opweave.ir import compat
 from opweave.ir.errors import InvalidOpError
 from opweave.ir.priority import Entries
-from opweave.ir.selection import Selection, needs_gradient, policy_for, select
+from opweave.ir.selection import (
+    UNDER_VMAP,
+    Selection,
+    needs_gradient,
+    policy_for,
+    select,
+    select_native,
+    tensors_in,
+)
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
@@ -83,7 +92,12 @@ def explain(callee: IrOp | CallSite, /, *args: Any, **kwargs: Any) -> Explanatio
     """
     op, entries = _op_and_entries(callee)
     values = op.bind(*args, **kwargs)
-    policy = policy_for(op, entries, differentiable=needs_gradient(values))
+    differentiable = needs_gradient(values)
+    policy = policy_for(op, entries, differentiable=differentiable)
+    if (compat.is_in_vmap() or not differentiable) and any(
+        map(compat.is_batched, tensors_in(values))
+    ):
+        return explained(select_native(op, policy, UNDER_VMAP), values)
     return explained(select(op, values, policy), values)
 
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from opweave.ir.op import IrOp
 
 
+UNDER_VMAP = "torch.vmap maps over an argument, and goes through native"
+
+
 class Policy(NamedTuple):
     """Everything but the arguments that a selection depends on.
 
@@ -123,10 +126,17 @@ def select(op: IrOp, values: Sequence[Any], policy: Policy) -> Selection:
         NoImplementationError: none has the required traits.
         PredicateFailedError: a predicate raised.
     """
+    return _first(op, candidates(op, policy), values, policy)
+
+
+def _first(
+    op: IrOp, found: list[Candidate], values: Sequence[Any] | None, policy: Policy
+) -> Selection:
+    """Return the first that has no obstacle and, where values are given, accepts them."""
     rejected: list[Rejection] = []
-    for candidate in candidates(op, policy):
+    for candidate in found:
         entry, impl = candidate.entry, candidate.impl
-        reason = candidate.obstacle or impl.rejection(values)
+        reason = candidate.obstacle or (None if values is None else impl.rejection(values))
         if reason is None:
             return Selection(op, impl, entry.origin, tuple(rejected), policy)
         rejected.append(Rejection(entry.provider, reason, entry.origin))
@@ -137,6 +147,20 @@ def select(op: IrOp, values: Sequence[Any], policy: Policy) -> Selection:
         f"{op.name}: no implementation has the required traits. {reasons}. Put a provider that has "
         "them into the priority, or drop the requirement."
     )
+
+
+def select_native(op: IrOp, policy: Policy, why: str) -> Selection:
+    """Choose native where nothing else can run, and say *why* every other is passed over.
+
+    Raises:
+        ProviderUnavailableError, ProviderRejectedError: a provider marked ``name!`` is passed over.
+        NoImplementationError: native lacks a required trait.
+    """
+    only = [
+        c._replace(obstacle=c.obstacle or (None if c.entry.provider == NATIVE else why))
+        for c in candidates(op, policy)
+    ]
+    return _first(op, only, None, policy)
 
 
 def needs_gradient(values: Sequence[Any]) -> bool:

@@ -29,7 +29,8 @@ from opweave.ir.autocast import entered
 from opweave.ir.codegen import functional
 from opweave.ir.names import ANNOTATED_SUFFIX
 from opweave.ir.priority import Entries, parse
-from opweave.ir.selection import needs_gradient, policy_for, select
+from opweave.ir.scope import current_scope
+from opweave.ir.selection import UNDER_VMAP, needs_gradient, policy_for, select, select_native
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
@@ -97,7 +98,7 @@ class TorchOps:
             qualified, plain(self._kernel, reads_using=annotated), "CompositeExplicitAutograd"
         )
         untyped.impl(qualified, partial(self._autograd, torch_op, annotated=annotated), "Autograd")
-        untyped.impl(qualified, plain(self.op.native), "FuncTorchBatched")
+        untyped.impl(qualified, plain(self._batched, reads_using=annotated), "FuncTorchBatched")
         compat.register_fake(library, qualified, plain(self._fake))
         _targets[torch_op] = self
         return torch_op
@@ -116,6 +117,14 @@ class TorchOps:
         policy = policy_for(self.op, call_site(using), differentiable=True)
         with entered(kwargs.get("autocast", "") if annotated else ""):
             return functional(select(self.op, values, policy).impl)(*args, **own)
+
+    def _batched(self, *args: Any, using: str = "", **kwargs: Any) -> Any:
+        policy = policy_for(self.op, call_site(using))
+        selection = select_native(self.op, policy, UNDER_VMAP)
+        scope = current_scope()
+        for recorder in scope.recorders if scope else ():
+            recorder(selection, self.op.bind(*args, **kwargs))
+        return self.op.native(*args, **kwargs)
 
     def _fake(self, *args: Any, **kwargs: Any) -> Any:
         return self.op.fake(*args, **kwargs)
