@@ -187,12 +187,17 @@ class Program:
         for name, strict in [*order, ("native", False)]:
             impl = impls[name]
             usable = impl.supported and required <= impl.traits
-            if usable:
+            if usable and impl.predicate is None:
+                return name
+            if usable and impl.predicate is not None:
                 try:
-                    if impl.predicate is None or impl.predicate.accepts(values):
-                        return name
+                    answer = impl.predicate.accepts(values)
                 except ZeroDivisionError:
                     return PredicateFailedError
+                if impl.predicate.rule is None and not isinstance(answer, bool):
+                    return PredicateFailedError
+                if answer:
+                    return name
             if strict:
                 return ProviderRejectedError if usable else ProviderUnavailableError
         return NoImplementationError

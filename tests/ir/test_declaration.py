@@ -52,6 +52,40 @@ def lambda_op(x: Tensor) -> Tensor:
     return x * 2
 
 
+def declare(parameters: str) -> ir.IrOp:
+    names: dict[str, Any] = {"Tensor": Tensor, "torch": torch}
+    exec(f"def made({parameters}) -> Tensor:\n    return x", names)
+    return ir.register_op(names["made"])
+
+
+@pytest.mark.parametrize("star", ["", "*, "])
+@pytest.mark.parametrize(
+    "name", ["using", "donate", "autocast", "annotated", "torch_op", "entries"]
+)
+def test_names_that_calls_of_torch_ops_carry_are_refused(name: str, star: str) -> None:
+    taken = "names: annotated, autocast, donate, entries, torch_op, using"
+    with pytest.raises(InvalidOpError, match=f"'made': .* called '{name}'.*{taken}"):
+        declare(f"x: Tensor, {star}{name}: float = 1.0")
+
+
+@pytest.mark.parametrize(
+    "default",
+    ["float = float('inf')", "float = float('nan')", "int = 2**70", "str = 'a\"b\\'c'"],
+)
+def test_defaults_that_torch_cannot_write_are_refused(default: str) -> None:
+    with pytest.raises(
+        InvalidOpError, match=r"cannot say the default .* of 'y' .* default be None"
+    ):
+        declare(f"x: Tensor, y: {default}")
+
+
+def test_a_type_that_torch_has_not_is_refused_in_few_words() -> None:
+    with pytest.raises(InvalidOpError, match="An op takes Tensor, int, float") as caught:
+        declare("x: Tensor, y: dict = None")
+    assert "dict_keys" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
 def test_the_native_function_stays_itself(op: ir.IrOp) -> None:
     assert op.native is scaled
     assert list(op.impls) == ["native"]

@@ -20,6 +20,10 @@ from opweave.ir.errors import SettingError
 HERE = __file__
 
 
+def forgetful(x: Tensor, weight: Tensor | None = None, *, epsilon: float = 1e-6):  # type: ignore
+    norm(x, weight, epsilon=epsilon)
+
+
 def norm(x: Tensor, weight: Tensor | None = None, *, epsilon: float = 1e-6) -> Tensor:
     return x + epsilon
 
@@ -124,6 +128,10 @@ RAISED: dict[str, tuple[Callable[[ir.IrOp], Any], list[str]]] = {
         ],
     ),
     "InvalidArgumentError": (lambda op: op("x"), ["my_norm", "x must be a Tensor", "str"]),
+    "InvalidResultError": (
+        lambda op: [op.register_impl("gamma")(forgetful), op.using("gamma")(X)],
+        ["my_norm", "'gamma'", HERE, "must return one Tensor, found NoneType"],
+    ),
     "DonationError": (
         lambda op: op.maybe_inplace,
         ["my_norm", HERE, "allow_inplace=True", "Call the op itself"],

@@ -38,7 +38,7 @@ from opweave.ir import compat
 from opweave.ir.donation import overlapping
 from opweave.ir.impl import IrOpImpl
 from opweave.ir.rule import Rule
-from opweave.ir.schema import Schema
+from opweave.ir.schema import Param, Schema
 from opweave.ir.scope import current_scope
 from opweave.ir.selection import Candidate
 from opweave.ir.traits import ALIAS_SAFE
@@ -85,6 +85,8 @@ class Generator:
             "_Parameter": Parameter,
             "_plain_types": PLAIN_TYPES,
             "_type": type,
+            "_list": list,
+            "_tuple": tuple,
             "_all": all,
             "_any": any,
             "_Exception": Exception,
@@ -156,6 +158,8 @@ class Generator:
             if candidate.obstacle is None:
                 condition = self._condition(candidate.impl)
                 branches.append((condition, f"_run = {self._runner(candidate.impl)}"))
+                if condition is not None and condition.startswith("(_answer"):
+                    branches.append(("_answer is not False", slow))  # which raises
                 if condition is None:
                     break
             if candidate.entry.strict:
@@ -179,7 +183,8 @@ class Generator:
             return None
         if isinstance(predicate, Rule):
             return predicate.expression(self.schema, self.bind)
-        return f"{self.bind(predicate, f'_accepts_{impl.provider}')}({self.call})"
+        accepts = self.bind(predicate, f"_accepts_{impl.provider}")
+        return f"(_answer := {accepts}({self.call})) is True"
 
     def _runner(self, impl: IrOpImpl) -> str:
         direct = self.bind(impl.impl_fn, f"_impl_{impl.provider}")
@@ -226,10 +231,7 @@ class Generator:
     def _plain_tests(self, indent: str) -> list[str]:
         """What that condition is made of, asked of torch fact by fact; a line for each test."""
         tests = [self._exact_type(p.name, p.is_optional) for p in self.schema.tensors]
-        tests += [
-            f"_all(t is None or _type(t) in _plain_types for t in {p.name} or ())"
-            for p in self.schema.tensor_lists
-        ]
+        tests += [self._exact_list(p) for p in self.schema.tensor_lists]
         required = [p.name for p in self.schema.tensors if not p.is_optional]
         first = required[0] if required else None
         tests.append(
@@ -246,6 +248,12 @@ class Generator:
             likely, other = other, likely  # weights are optional more often than activations
         test = f"_type({name}) is {likely} or _type({name}) is {other}"
         return f"({test} or {name} is None)" if optional else f"({test})"
+
+    def _exact_list(self, p: Param) -> str:
+        """No other iterable: looking at the tensors of a generator would use them up."""
+        items = "t is None or " if p.has_optional_items else ""
+        plain = f"_all({items}_type(t) in _plain_types for t in {p.name})"
+        return f"(_type({p.name}) is _list or _type({p.name}) is _tuple) and {plain}"
 
     def _any_requires_grad(self) -> str:
         tests = [

@@ -7,6 +7,7 @@ that calls :func:`opweave.ir.selection.select`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -15,7 +16,7 @@ from opweave.ir import compat
 from opweave.ir.codegen import PLAIN_TYPES, Function, Generator, Kind, functional
 from opweave.ir.donation import overlapping, poison_unused
 from opweave.ir.priority import Entries
-from opweave.ir.schema import check_types
+from opweave.ir.schema import check_result, check_types
 from opweave.ir.scope import Scope, current_scope, entered
 from opweave.ir.selection import (
     Candidate,
@@ -102,6 +103,7 @@ class Path:
         found = scope.compiled.get(key)
         if found is None:
             found = scope.compiled[key] = self._recorded if scope.recorders else self._in_scope()
+            return partial(self._checked, found)
         return found
 
     def _in_scope(self) -> Function:
@@ -119,12 +121,19 @@ class Path:
     def slow(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call that the fast path does not cover, or cover yet."""
         if self.op.ensure_prepared(self):
-            return self.function(self.op, *args, **kwargs)
+            return self._checked(self.function, self.op, *args, **kwargs)
         values = self.op.bind(*args, **kwargs)
         if self.kind is not Kind.KERNEL and _needs_dispatcher(values):
             return self.torch_op(*args, **kwargs)
         check_types(self.op, values)
         return self._execute(values)
+
+    def _checked(self, function: Function, callee: object, *args: Any, **kwargs: Any) -> Any:
+        """Call the generated function, and look at the result; only once, for it takes time."""
+        result = function(callee, *args, **kwargs)
+        find = partial(self.op.dispatch_at, self.call_site, *args, **kwargs)
+        check_result(self.op, result, lambda: find().provider)
+        return result
 
     @property
     def torch_op(self) -> Function:
@@ -145,6 +154,7 @@ class Path:
         reuse = self.donates and not differentiable and not overlapping(self.op, *args, **kwargs)
         run = selection.impl.impl_fn if reuse else functional(selection.impl)
         result = run(*args, **kwargs)
+        check_result(self.op, result, lambda: selection.provider)
         if self.donates and self.op.registry.settings.check_donation and not differentiable:
             poison_unused(self.op, values, result)
         return result

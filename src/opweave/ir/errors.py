@@ -45,6 +45,10 @@ class InvalidArgumentError(IrError, TypeError):
     """An op is called with something that is not a tensor where it takes one."""
 
 
+class InvalidResultError(IrError, TypeError):
+    """An implementation returned something else than its op's outputs."""
+
+
 class DuplicateOpError(IrError, ValueError):
     """An op of that name is declared already in this registry."""
 

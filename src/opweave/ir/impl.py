@@ -95,7 +95,10 @@ class IrOpImpl:
         """
         args, kwargs = self.op.schema.split(values)
         try:
-            if self._accepts(*args, **kwargs):
+            answer: object = self._accepts(*args, **kwargs)
+            if not isinstance(answer, (bool, torch.SymBool)):
+                raise TypeError(f"it answered {answer!r}")
+            if answer:
                 return None
         except Exception as error:
             odd = [t for t in values if isinstance(t, Tensor) and t.layout is not torch.strided]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -12,12 +13,18 @@ import torch
 from torch import Tensor
 
 from opweave.ir import compat
-from opweave.ir.errors import InvalidArgumentError, InvalidOpError, SchemaMismatchError
+from opweave.ir.errors import (
+    InvalidArgumentError,
+    InvalidOpError,
+    InvalidResultError,
+    SchemaMismatchError,
+)
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
 
 _EMPTY = inspect.Parameter.empty
+_TAKEN = ("annotated", "autocast", "donate", "entries", "torch_op", "using")
 _KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -44,6 +51,13 @@ class Param(NamedTuple):
         members = _union_members(self.annotation) or (self.annotation,)
         items = [item for member in members for item in typing.get_args(member)]
         return any(item is Tensor or Tensor in _union_members(item) for item in items)
+
+    @property
+    def has_optional_items(self) -> bool:
+        """Whether the list of Tensors that the parameter takes may have None in it."""
+        members = _union_members(self.annotation) or (self.annotation,)
+        items = [item for member in members for item in typing.get_args(member)]
+        return any(type(None) in _union_members(item) for item in items)
 
     @property
     def is_optional(self) -> bool:
@@ -75,8 +89,8 @@ class Schema(NamedTuple):
         try:
             torch_schema = torch.library.infer_schema(function, mutates_args=())
             compat.parse_schema(op_name + torch_schema)
-        except (RuntimeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            reason = _default_problem(params) or _plain_reason(error)
             raise InvalidOpError(f"op {op_name!r} has no torch schema: {reason}") from error
         return cls(params, count, returns_tuple, torch_schema)
 
@@ -174,6 +188,38 @@ def check_types(op: IrOp, values: Sequence[Any]) -> None:
             raise InvalidArgumentError(
                 f"{op.name}: {param.name} must be {wanted}, found {type(value).__name__}."
             )
+        if param.is_tensor_list and (found := _list_problem(param, value)):
+            items = "Tensors and None" if param.has_optional_items else "Tensors"
+            raise InvalidArgumentError(
+                f"{op.name}: {param.name} must be a list or tuple of {items}, found {found}."
+            )
+
+
+def _list_problem(param: Param, value: Any) -> str | None:
+    """Return what is wrong with the value of a parameter that takes a list of Tensors, if any."""
+    if not isinstance(value, (list, tuple)):
+        return type(value).__name__
+    for i, item in enumerate(value):
+        if not isinstance(item, Tensor) and not (item is None and param.has_optional_items):
+            return f"{type(item).__name__} at [{i}]"
+    return None
+
+
+def check_result(op: IrOp, result: Any, find_provider: Callable[[], str]) -> None:
+    """Raise InvalidResultError unless an implementation returned as many outputs as *op* has."""
+    count, is_tuple = op.schema.num_outputs, op.schema.returns_tuple
+    found = len(result) if isinstance(result, (tuple, list)) else None
+    if found == count if is_tuple else found is None and result is not None:
+        return
+    if is_tuple and not isinstance(result, (Tensor, tuple, list, type(None))):
+        return  # what a tracer makes of several outputs
+    provider = find_provider()
+    wanted = f"a tuple of {count} Tensors" if is_tuple else "one Tensor"
+    size = "" if found is None else f" of {found}"
+    raise InvalidResultError(
+        f"{op.name}: the implementation {provider!r} ({op.impls[provider].site}) must return "
+        f"{wanted}, found {type(result).__name__}{size}."
+    )
 
 
 def _difference(expected: inspect.Signature, found: inspect.Signature) -> str | None:
@@ -216,6 +262,11 @@ def _params(function: Callable[..., Any], op_name: str, hints: Mapping[str, Any]
                 f"op {op_name!r}: a parameter may not be called {name!r}; names that start with an "
                 "underscore, and 'self', are taken by generated code, and torch knows ASCII only."
             )
+        if name in _TAKEN:
+            raise InvalidOpError(
+                f"op {op_name!r}: a parameter may not be called {name!r}; calls of torch ops carry "
+                f"arguments of these names: {', '.join(_TAKEN)}. Choose another name."
+            )
         if name not in hints:
             raise InvalidOpError(
                 f"op {op_name!r}: parameter {name!r} needs a type annotation, such as Tensor, "
@@ -224,6 +275,33 @@ def _params(function: Callable[..., Any], op_name: str, hints: Mapping[str, Any]
         keyword_only = p.kind is inspect.Parameter.KEYWORD_ONLY
         result.append(Param(name, hints[name], p.default, keyword_only))
     return result
+
+
+def _default_problem(params: Iterable[Param]) -> str | None:
+    """Return which default torch cannot write into a schema, if one is such."""
+    for name, _, value, _ in params:
+        is_odd = (
+            (isinstance(value, float) and not math.isfinite(value))
+            or (isinstance(value, int) and not -(2**63) <= value < 2**63)
+            or (isinstance(value, str) and not (value.isprintable() and not {*value} & {*"\"\\'"}))
+        )
+        if is_odd:
+            return (
+                f"it cannot say the default {value!r} of {name!r} (numbers are finite and of 64 "
+                "bits, strings have no quotes, backslashes or control characters). Let the default "
+                "be None, and the function put the value in its place."
+            )
+    return None
+
+
+def _plain_reason(error: Exception) -> str:
+    """Return torch's reason without the long list of types that it knows."""
+    reason, listed, _ = " ".join(str(error).split()).partition("The valid types are")
+    known = (
+        "An op takes Tensor, int, float, bool, str, torch.dtype and torch.device, list[...] of "
+        "numbers, each of these | None, and list[Tensor] and list[Tensor | None]."
+    )
+    return reason + known if listed else reason
 
 
 def _outputs(returned: Any, op_name: str) -> tuple[int, bool]:

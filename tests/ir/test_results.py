@@ -1,0 +1,114 @@
+"""What goes into an op and what comes out: lists of tensors, and an implementation's results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opweave import ir
+from opweave.ir.errors import InvalidArgumentError, InvalidResultError, PredicateFailedError
+
+X = torch.ones(2, 3)
+
+
+@pytest.fixture
+def total(registry: ir.Registry) -> ir.IrOp:
+    @ir.register_op
+    def total(
+        x: Tensor,
+        ys: list[Tensor],
+        zs: list[Tensor | None],
+    ) -> Tensor:
+        return x + sum(ys) + sum(z for z in zs if z is not None)
+
+    return total
+
+
+@pytest.mark.parametrize("in_scope", [False, True])
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (((t for t in (X, X)), []), "ys must be a list or tuple of Tensors, found generator"),
+        ((X, []), "ys must be a list or tuple of Tensors, found Tensor"),
+        ((X[0], []), "ys must be a list or tuple of Tensors, found Tensor"),
+        (([1.0, X], []), r"ys must be a list or tuple of Tensors, found float at \[0\]"),
+        (([X, None], []), r"ys must be a list or tuple of Tensors, found NoneType at \[1\]"),
+        ((None, []), "ys must be a list or tuple of Tensors, found NoneType"),
+        (([], [X, "a"]), r"zs must be a list or tuple of Tensors and None, found str at \[1\]"),
+    ],
+)
+def test_lists_of_something_else_are_refused(
+    total: ir.IrOp, lists: Any, message: str, in_scope: bool
+) -> None:
+    total(X, [X], [X])
+    scope = ir.priority({"total": ["native"]} if in_scope else {})
+    with scope, pytest.raises(InvalidArgumentError, match=message):
+        total(X, *lists)
+
+
+def test_lists_that_are_accepted(total: ir.IrOp) -> None:
+    assert torch.equal(total(X, [], []), X)
+    assert torch.equal(total(X, (X, X), ()), X * 3)
+    assert torch.equal(total(X, [X], [None, X]), X * 3)
+
+
+def pair(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x * 2
+
+
+def one(x: Tensor) -> Tensor:
+    return x * 2
+
+
+WRONG = [
+    (pair, lambda x: x * 2, "a tuple of 2 Tensors, found Tensor"),
+    (pair, lambda x: None, "a tuple of 2 Tensors, found NoneType"),
+    (pair, lambda x: (x, x, x), "a tuple of 2 Tensors, found tuple of 3"),
+    (one, lambda x: None, "one Tensor, found NoneType"),
+    (one, lambda x: (x, x), "one Tensor, found tuple of 2"),
+]
+
+
+@pytest.mark.parametrize(("native", "kernel", "found"), WRONG)
+@pytest.mark.parametrize("way", ["call", "scope", "call site", "torch op", "record", "gradient"])
+def test_results_of_another_number_are_refused(
+    registry: ir.Registry, native: Any, kernel: Any, found: str, way: str
+) -> None:
+    op = ir.register_op(native)
+    op.register_impl("kernel", traits=["differentiable"])(kernel)
+    if way not in ("scope", "call site"):
+        op.set_default(["kernel"])
+    else:
+        op(X)
+    x = X.clone().requires_grad_(way == "gradient")
+    call = {"call site": op.using("kernel"), "torch op": op.torch_op}.get(way, op)
+    scope: Any = ir.record() if way == "record" else ir.priority({op.name: ["kernel"]})
+    wrong = pytest.raises(InvalidResultError, match=rf"{op.name}: .*'kernel' .* return {found}")
+    with scope if way in ("scope", "record") else ir.priority({}), wrong:
+        call(x)
+
+
+def test_a_list_of_results_will_do(registry: ir.Registry) -> None:
+    op = ir.register_op(pair)
+    op.register_impl("kernel")(lambda x: [x, x * 2])
+    assert len(op.using("kernel")(X)) == 2
+
+
+@pytest.mark.parametrize("answer", ["no", 1, None, torch.tensor(True)])
+def test_a_predicate_answers_true_or_false(registry: ir.Registry, answer: Any) -> None:
+    op = ir.register_op(one)
+    answers = [True]
+    op.register_impl("kernel", supports_args=lambda x: answers[0])(one)
+    op.set_default(["kernel"])
+    assert op.dispatch(X).provider == "kernel"
+    op(X)
+    answers[0] = answer
+    for call in (op, op.dispatch, op.torch_op):
+        with pytest.raises(PredicateFailedError, match=r"it answered .* must answer True or False"):
+            call(X)
+    answers[0] = False
+    assert op.dispatch(X).provider == "native"
+    op(X)
