@@ -65,16 +65,23 @@ class OwnedArgument {
   StackValue slot_;
 };
 
+bool is_none(TorchTensor tensor) {
+  bool is_defined = true;
+  const auto ask = torch_shim().is_defined;
+  return ask != nullptr && ask(tensor, &is_defined) == 0 && !is_defined;
+}
+
 View view_of(TorchTensor tensor, const Argument& argument) {
-  const auto is_defined = torch_shim().is_defined;
-  bool is_tensor = true;
-  if (is_defined != nullptr) is_defined(tensor, &is_tensor);
-  if (!is_tensor) throw std::runtime_error(argument.name + " must be a tensor, found None");
   View view;
   view.name = argument.name.c_str();
-  if (!read_torch_tensor(tensor, argument.written, &view)) {
-    throw std::runtime_error(argument.name + " must be on the CPU or a CUDA device");
+  bool is_read = false;
+  try {
+    is_read = read_torch_tensor(tensor, argument.written, &view);
+  } catch (const std::exception&) {
+    if (!is_none(tensor)) throw;
+    throw std::runtime_error(argument.name + " must be a tensor, found None");
   }
+  if (!is_read) throw std::runtime_error(argument.name + " must be on the CPU or a CUDA device");
   return view;
 }
 

@@ -1,10 +1,9 @@
 #include "plain_call.h"
 
-#include <dlfcn.h>
-
 #include <cstdint>
 #include <vector>
 
+#include "symbols.h"
 #include "torch_shim.h"
 
 namespace opweave {
@@ -26,16 +25,6 @@ bool (*key_included)(uint16_t key) = nullptr;
 std::vector<uint16_t> watched_keys;
 PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
-
-template <class Function>
-bool bind(const char* library_name, const char* symbol, Function* target) {
-  void* library = dlopen(library_name, RTLD_LAZY | RTLD_NOLOAD);
-  if (library == nullptr) return false;
-  auto* found = reinterpret_cast<Function>(dlsym(library, symbol));
-  if (found == nullptr) return false;
-  *target = found;
-  return true;
-}
 
 bool is_plain_object(PyObject* object, bool may_be_none) {
   PyTypeObject* type = Py_TYPE(object);
@@ -68,10 +57,11 @@ PyObject* open_plain_check(PyObject*, PyObject* args) {
     codes.push_back(static_cast<uint16_t>(code));
   }
   const bool found =
-      bind(kCoreLibrary, "_ZN3c108GradMode10is_enabledEv", &grad_mode_enabled) &&
-      bind(kTorchLibrary, "_ZN2at4impl27torch_function_mode_enabledEv", &function_mode_enabled) &&
-      bind(kCoreLibrary, "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE",
-           &key_included);
+      bind_symbol(kCoreLibrary, "_ZN3c108GradMode10is_enabledEv", &grad_mode_enabled) &&
+      bind_symbol(kTorchLibrary, "_ZN2at4impl27torch_function_mode_enabledEv",
+                  &function_mode_enabled) &&
+      bind_symbol(kCoreLibrary, "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE",
+                  &key_included);
   // Kept for the whole process, as the types themselves are.
   Py_INCREF(tensor);
   Py_INCREF(parameter);

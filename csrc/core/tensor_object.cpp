@@ -1,6 +1,6 @@
 #include "tensor_object.h"
 
-#include <dlfcn.h>
+#include "symbols.h"
 
 namespace opweave {
 
@@ -71,14 +71,12 @@ bool asks_python(PyObject* object) {
 
 // Null if torch has no such function, or if it is wrong about one of two tensors.
 void find_is_negated(PyObject* tensor_type, TensorObjectLayout* layout) {
-  void* library = dlopen(kTorchLibrary, RTLD_LAZY | RTLD_NOLOAD);
-  if (library == nullptr || layout->offset == 0) return;
   // bool at::native::is_neg(const at::Tensor&)
-  auto* found = reinterpret_cast<bool (*)(TorchTensor)>(
-      dlsym(library, "_ZN2at6native6is_negERKNS_6TensorE"));
+  bool (*found)(TorchTensor) = nullptr;
+  if (!bind_symbol(kTorchLibrary, "_ZN2at6native6is_negERKNS_6TensorE", &found)) return;
   const Owned torch(PyImport_ImportModule("torch"));
   const Owned tensor(PyObject_CallNoArgs(tensor_type));
-  if (found == nullptr || torch.get() == nullptr || tensor.get() == nullptr) return;
+  if (torch.get() == nullptr || tensor.get() == nullptr) return;
   const Owned opposite(PyObject_CallMethod(torch.get(), "_neg_view", "O", tensor.get()));
   if (opposite.get() == nullptr) return;
   const TorchTensor plain = dense_tensor(tensor.get());

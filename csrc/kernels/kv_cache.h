@@ -27,7 +27,8 @@ struct OpweaveReshapeAndCache {
   int past_caches;  // whether to write past the caches
 };
 
-// call: OpweaveReshapeAndCache*; rows are tokens. A slot of two tokens that run at once has parts of both.
+// call: OpweaveReshapeAndCache*; rows are tokens. A slot of two tokens that run at once has parts
+// of both.
 void opweave_reshape_and_cache(int64_t begin, int64_t end, void* call);
 
 #ifdef __cplusplus

@@ -53,7 +53,8 @@ struct OpweaveRotaryToCache {
 struct OpweaveRotaryKernels {
   OpweaveRangeKernel rotary_embedding;  // call: OpweaveRotary*; rows are tokens
   OpweaveRangeKernel qk_norm_rope;      // call: OpweaveRotary*; rows are tokens
-  // call: OpweaveRotaryToCache*; rows are tokens. A slot of two tokens that run at once has parts of both.
+  // call: OpweaveRotaryToCache*; rows are tokens. A slot of two tokens that run at once has parts
+  // of both.
   OpweaveRangeKernel rope_reshape_and_cache;
 };
 
