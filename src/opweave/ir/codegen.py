@@ -158,10 +158,10 @@ class Generator:
             if candidate.obstacle is None:
                 condition = self._condition(candidate.impl)
                 branches.append((condition, f"_run = {self._runner(candidate.impl)}"))
-                if condition is not None and condition.startswith("(_answer"):
-                    branches.append(("_answer is not False", slow))  # which raises
                 if condition is None:
                     break
+                if not isinstance(candidate.impl.supports_args, Rule):  # it may answer anything
+                    branches.append(("_answer is not False", slow))  # which raises
             if candidate.entry.strict:
                 branches.append((None, slow))  # which raises
                 break

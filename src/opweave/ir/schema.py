@@ -48,21 +48,22 @@ class Param(NamedTuple):
     @property
     def is_tensor_list(self) -> bool:
         """Whether the parameter takes a sequence of Tensors (some of them None), or None."""
-        members = _union_members(self.annotation) or (self.annotation,)
-        items = [item for member in members for item in typing.get_args(member)]
-        return any(item is Tensor or Tensor in _union_members(item) for item in items)
+        return any(item is Tensor or Tensor in _union_members(item) for item in self._items())
 
     @property
     def has_optional_items(self) -> bool:
         """Whether the list of Tensors that the parameter takes may have None in it."""
-        members = _union_members(self.annotation) or (self.annotation,)
-        items = [item for member in members for item in typing.get_args(member)]
-        return any(type(None) in _union_members(item) for item in items)
+        return any(type(None) in _union_members(item) for item in self._items())
 
     @property
     def is_optional(self) -> bool:
         """Whether the parameter takes None."""
         return type(None) in _union_members(self.annotation)
+
+    def _items(self) -> list[Any]:
+        """Return what the sequences that the parameter takes are of."""
+        members = _union_members(self.annotation) or (self.annotation,)
+        return [item for member in members for item in typing.get_args(member)]
 
 
 class Schema(NamedTuple):
