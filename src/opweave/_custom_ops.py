@@ -10,14 +10,16 @@ An op raises RuntimeError for arguments that it does not take, and for a missing
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from opweave import native
-from opweave.native.autograd import autograd_watches, call_watched
-from opweave.native.doors import sees_every_call
+from opweave.native.doors import Doors, function_of
+from opweave.native.loader import NAMESPACE
 
 __all__ = ["advance_step_flashattn", "fused_add_rms_norm", "rms_norm"]
 
@@ -61,15 +63,7 @@ def advance_step_flashattn(
         slot_mapping,
         block_tables,
     )
-    if not _takes_door_a():
-        fast = _module()
-        if fast is not None:
-            try:
-                fast.advance_step_flashattn(*arguments)
-                return
-            except TypeError:
-                pass
-    _through_torch("advance_step_flashattn", *arguments)
+    _call("advance_step_flashattn", *arguments)
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, epsilon: float) -> None:
@@ -84,15 +78,7 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, epsilon: float) -> N
         RuntimeError: An argument is not as described, or *out* overlaps another.
 
     """
-    if not _takes_door_a():
-        fast = _module()
-        if fast is not None:
-            try:
-                fast.rms_norm(out, x, weight, epsilon)
-                return
-            except TypeError:
-                pass  # not plain tensors: torch's dispatcher knows what they are
-    _through_torch("rms_norm", out, x, weight, epsilon)
+    _call("rms_norm", out, x, weight, epsilon)
 
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
@@ -106,51 +92,32 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsil
         RuntimeError: An argument is not as described, or one that is written overlaps another.
 
     """
-    if not _takes_door_a():
-        fast = _module()
-        if fast is not None:
-            try:
-                fast.fused_add_rms_norm(x, residual, weight, epsilon)
-                return
-            except TypeError:
-                pass
-    _through_torch("fused_add_rms_norm", x, residual, weight, epsilon)
+    _call("fused_add_rms_norm", x, residual, weight, epsilon)
 
 
-def _takes_door_a() -> bool:
-    if torch.compiler.is_dynamo_compiling():
-        return _ensure_loaded()
-    if autograd_watches() or sees_every_call():
-        return _ensure_loaded()
-    return False
-
-
-def _through_torch(op: str, *arguments: object) -> None:
-    dispatched = getattr(torch.ops.opweave_c, op).default
-    if torch.compiler.is_dynamo_compiling() or not autograd_watches():
-        dispatched(*arguments)
+def _call(op: str, *arguments: object) -> None:
+    if is_dynamo_compiling():
+        _load()
+        getattr(torch.ops.opweave_c, op).default(*arguments)
     else:
-        call_watched(dispatched, *arguments)
-
-
-def _ensure_loaded() -> bool:
-    """Load the module, so that torch.ops has the ops."""
-    _module()
-    return True
+        _function(op)(*arguments)
 
 
 @functools.cache
-def _module() -> ModuleType | None:
-    """Return the module if door B is open, None if only door A is; raise if neither."""
-    found = native.status()
-    if not found.available:
+def _function(op: str) -> Callable[..., None]:
+    return function_of(op, _load(), NAMESPACE, Doors(native.status().fast_door, None))
+
+
+def _load() -> ModuleType:
+    found, module = native.status(), native.module()
+    if module is None:
         raise RuntimeError(
             f"The native ops are not available: {found.reason_missing}. "
             "opweave.ir.ops run without them."
         )
-    return native.module() if found.fast_door else None
+    return module
 
 
 # Dynamo then runs the function while tracing instead of tracing it. This is what
 # torch.compiler.assume_constant_result sets; calling that would import all of Dynamo here.
-_ensure_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_load._dynamo_marked_constant = True  # type: ignore[attr-defined]

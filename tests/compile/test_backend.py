@@ -165,6 +165,20 @@ def test_aot_inductor(installed: None, tmp_path: Path) -> None:
     torch.testing.assert_close(tuple(found), model(*inputs))
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_aot_inductor_without_the_passes_runs_a_call_site(tmp_path: Path) -> None:
+    class Pinned(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return ir.ops.silu_and_mul.using("native")(x) + 1
+
+    model, x = Pinned(), torch.randn(4, 8)
+    package = torch._inductor.aoti_compile_and_package(
+        torch.export.export(model, (x,)), package_path=str(tmp_path / "pinned.pt2")
+    )
+    torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x), model(x))
+
+
 def test_an_op_that_would_reach_codegen_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = tuple(p for p in pipeline.PASSES if not p.name.startswith("lower"))
     monkeypatch.setattr(pipeline, "PASSES", passes)

@@ -64,7 +64,7 @@ def ir_call(node: Node) -> IrCall | None:
     autocast = ""
     if target.annotated:
         using, autocast = (str(kwargs.pop(name, "")) for name in ("using", "autocast"))
-        donate = _integers(kwargs.pop("donate", ()))
+        donate = _integers(kwargs.pop("donate", None) or ())
     values = target.op.bind(*node.args, **kwargs)
     return IrCall(node, target.op, values, call_site(using), donate, autocast)
 

@@ -79,7 +79,7 @@ class TracedCallSite:
         self._op, self._using = op, using
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._op.torch_ops.annotated(*args, using=self._using, donate=[], **kwargs)
+        return self._op.torch_ops.annotated(*args, using=self._using, **kwargs)
 
     def maybe_inplace(self, *args: Any, **kwargs: Any) -> Any:
         donate = self._op.activation_indices

@@ -6,7 +6,7 @@ Each IR op has, in the registry's namespace:
 - ``op.maybe_inplace``: the same, and says that the activations are donated (only with
   ``allow_inplace=True``). To torch it is functional too: a donating call may leave its
   inputs as they are, so every pass of torch stays right, and no copy is ever inserted for it;
-- ``op_annotated(..., *, str using, int[] donate, str autocast)``: the functional op with what a
+- ``op_annotated(..., *, str using, int[]? donate, str autocast)``: the functional op with what a
   call site says, and the state of ``torch.autocast`` that it is in, carried in the graph itself, so
   that it survives caches and serialisation.
 
@@ -80,7 +80,7 @@ class TorchOps:
     def for_call(self, using: Sequence[str], *, donates: bool) -> Function:
         """Return the torch op for a call that names providers, donates, or does neither."""
         if using:
-            donate = self.op.activation_indices if donates else []
+            donate = self.op.activation_indices if donates else None
             return partial(self.annotated, using=",".join(using), donate=donate)
         if donates and self.maybe_inplace is not None:
             return self.maybe_inplace
@@ -138,7 +138,8 @@ def call_site(using: str) -> Entries:
 def _with_annotations(schema: str) -> str:
     parameters, returns = schema.rsplit(" -> ", 1)
     separator = ", " if "*" in parameters else ", *, "
-    own = "str using='', int[] donate=[], str autocast=''"
+    # AOTInductor hands on None where an empty list is left out.
+    own = "str using='', int[]? donate=None, str autocast=''"
     return f"{parameters[:-1]}{separator}{own}) -> {returns}"
 
 
@@ -148,7 +149,11 @@ def _keep(function: Function, *, reads_using: bool = False) -> Function:
 
 def _drop_annotations(function: Function, *, reads_using: bool = False) -> Function:
     def without(
-        *args: Any, using: str = "", donate: Sequence[int] = (), autocast: str = "", **kw: Any
+        *args: Any,
+        using: str = "",
+        donate: Sequence[int] | None = None,
+        autocast: str = "",
+        **kw: Any,
     ) -> Any:
         named = {**kw, "using": using} if reads_using else kw
         with entered(autocast):

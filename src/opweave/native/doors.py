@@ -52,7 +52,7 @@ class NativeModule(ModuleType):
         if problem is not None:
             raise NativeImportError(problem)
         for op in registration.schemas(raw):
-            setattr(self, op, _function(op, raw, namespace, doors))
+            setattr(self, op, function_of(op, raw, namespace, doors))
 
     def __getattr__(self, name: str) -> Any:
         ops = [op for op in self.__dict__ if not op.startswith("_")]
@@ -148,7 +148,8 @@ def _check_devices(op: str, arguments: tuple[object, ...]) -> None:
         )
 
 
-def _function(op: str, raw: ModuleType, namespace: str, doors: Doors) -> Function:
+def function_of(op: str, raw: ModuleType, namespace: str, doors: Doors) -> Function:
+    """Return *op* as one function that takes the cheapest door for each call."""
     dispatched, watched = _dispatched(op, namespace, doors)
     direct: Function = getattr(raw, op) if doors.direct else dispatched
 
