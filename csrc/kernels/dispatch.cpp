@@ -50,8 +50,9 @@ bool may_use_tiles() {
 }
 
 bool cpu_has_amx() {
-  return cpu_has_avx512bf16() && __builtin_cpu_supports("amx-tile") != 0 &&
-         __builtin_cpu_supports("amx-bf16") != 0 && may_use_tiles();
+  return cpu_has_avx512bf16() && __builtin_cpu_supports("avx512fp16") != 0 &&
+         __builtin_cpu_supports("amx-tile") != 0 && __builtin_cpu_supports("amx-bf16") != 0 &&
+         may_use_tiles();
 }
 #endif
 

@@ -1,7 +1,7 @@
 // Fetching memory before it is needed.
 #pragma once
 
-#include "kernels/vec.h"
+#include "kernels/vec_halves.h"
 
 namespace {
 
@@ -52,7 +52,7 @@ constexpr bool kIsOdd<Odd> = true;
 template <class Value, class Ahead>
 struct Fetching {
   template <class Part>
-  Vec operator()(int64_t i, Part part) const {
+  auto operator()(int64_t i, Part part) const {
     if constexpr (!kIsOdd<Part>) next.fetch(i);
     return value(i, part);
   }
@@ -60,6 +60,9 @@ struct Fetching {
   Value value;
   Ahead next;
 };
+
+template <class Value, class Ahead>
+constexpr bool kGivesHalves<Fetching<Value, Ahead>> = kGivesHalves<Value>;
 
 template <class Value, class Ahead>
 inline Fetching<Value, Ahead> fetching(Value value, Ahead next) {

@@ -233,6 +233,21 @@ inline void quantise_stored_groups(uint8_t* out, float* scales, int64_t width, i
   }
 }
 
+// A row from an element on.
+template <class Value>
+struct From {
+  template <class Part>
+  auto operator()(int64_t i, Part part) const {
+    return value(first + i, part);
+  }
+
+  Value value;
+  int64_t first;
+};
+
+template <class Value>
+constexpr bool kGivesHalves<From<Value>> = kGivesHalves<Value>;
+
 // The same of a row that is computed.
 template <class T, class Value>
 inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
@@ -241,7 +256,7 @@ inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t 
   const int64_t step = group_size > kKept ? group_size : kKept / group_size * group_size;
   for (int64_t first = 0; first < width; first += step, scales += step / group_size) {
     const int64_t n = width - first < step ? width - first : step;
-    const auto part_of_row = [=](int64_t i, auto part) { return value(first + i, part); };
+    const From<Value> part_of_row{value, first};
     if (n <= kKept) {
       keep_row(kept, n, part_of_row);
       quantise_stored_groups(out + first, scales, n, group_size, power_of_two, kept,

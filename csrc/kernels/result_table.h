@@ -28,7 +28,7 @@ inline Eight with_word(Eight words, uint16_t word) {
 #endif
 }
 
-// The results of a function of one vector.
+// The results of a function of one vector, rounded to T.
 template <class T, class Function>
 struct Computed {
   static constexpr int kBegun = kAtOnce;  // vectors before the first is stored
@@ -36,12 +36,17 @@ struct Computed {
   // Of the numbers that Lanes<T>::load(x, part) loads.
   template <class Part>
   Vec load(const T* x, Part part) const {
-    return function(Lanes<T>::load(x, part));
+    return Lanes<T>::round(function(Lanes<T>::load(x, part)));
   }
   // Of the first of every pair of neighbours.
   template <class Part>
   Vec load_first(const T* x, Part part) const {
-    return function(load_pairs(x, part).first);
+    return Lanes<T>::round(function(load_pairs(x, part).first));
+  }
+  template <class Part>
+  Halves halves(const T* x, Part part) const {
+    const auto result = [=](int64_t i, auto p) { return function(Lanes<T>::load(x + i, p)); };
+    return halves_of(0, result, part);
   }
 
   Function function;
@@ -159,14 +164,13 @@ class ResultTable {
 // AVX-512 a result is computed in the time of a look-up.
 template <class T, bool kMayLookUp, class Activation, class Visit>
 inline void with_rounded(Activation activation, int64_t elements, Visit visit) {
-  const auto rounded = [=](Vec x) { return Lanes<T>::round(activation(x)); };
   if constexpr (kMayLookUp && sizeof(T) == sizeof(uint16_t) && kLanes <= 8) {
     if (ResultTable<T>::is_worth_it(elements)) {
-      const ResultTable<T> table(rounded);
+      const ResultTable<T> table([=](Vec x) { return Lanes<T>::round(activation(x)); });
       return visit(table.look_up());
     }
   }
-  visit(Computed<T, decltype(rounded)>{rounded});
+  visit(Computed<T, Activation>{activation});
 }
 
 // The rounded results at `gate` times the elements of `other`; the products are not rounded.
@@ -176,10 +180,21 @@ struct GatedProduct {
   Vec operator()(int64_t i, Part part) const {
     return mul(activated.load(gate + i, part), Lanes<T>::load(other + i, part));
   }
+  Halves operator()(int64_t i, FullHalves part) const { return halves(i, part); }
+  Halves operator()(int64_t i, TailHalves part) const { return halves(i, part); }
 
   Activated activated;
   const T* gate;
   const T* other;
+
+ private:
+  template <class Part>
+  Halves halves(int64_t i, Part part) const {
+    return mul(activated.halves(gate + i, part), load_halves(other + i, part));
+  }
 };
+
+template <class Activated>
+constexpr bool kGivesHalves<GatedProduct<Float16, Activated>> = kHasHalves;
 
 }  // namespace

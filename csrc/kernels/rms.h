@@ -72,8 +72,8 @@ struct NoWeight {
   template <class T>
   using Widest = T;
 
-  template <class Part>
-  Vec apply(Vec normalised, int64_t, Part) const {
+  template <class V, class Part>
+  V apply(V normalised, int64_t, Part) const {
     return normalised;
   }
 };
@@ -88,6 +88,10 @@ struct Weight {
   template <class Part>
   Vec apply(Vec normalised, int64_t i, Part part) const {
     return mul(Lanes<W>::round(normalised), Lanes<W>::load(values + i, part));
+  }
+  template <class Part>
+  Halves apply(Halves normalised, int64_t i, Part part) const {
+    return mul(normalised, load_halves(values + i, part));
   }
 
   const W* values;
@@ -106,13 +110,33 @@ template <class T, class W>
 struct Normalised {
   template <class Part>
   Vec operator()(int64_t i, Part part) const {
-    return weight.apply(mul(Lanes<T>::load(x + i, part), scale), i, part);
+    return weight.apply(scaled(i, part), i, part);
   }
+  Halves operator()(int64_t i, FullHalves part) const { return halves(i, part); }
+  Halves operator()(int64_t i, TailHalves part) const { return halves(i, part); }
 
   const T* x;
   W weight;
   Vec scale;
+
+ private:
+  template <class Part>
+  Vec scaled(int64_t i, Part part) const {
+    return mul(Lanes<T>::load(x + i, part), scale);
+  }
+  template <class Part>
+  Halves halves(int64_t i, Part part) const {
+    if constexpr (sizeof(typename W::template Widest<T>) == sizeof(float)) {
+      return halves_of(i, *this, part);
+    } else {
+      const auto normalised = [this](int64_t k, auto p) { return scaled(k, p); };
+      return weight.apply(halves_of(i, normalised, part), i, part);
+    }
+  }
 };
+
+template <class W>
+constexpr bool kGivesHalves<Normalised<Float16, W>> = kHasHalves;
 
 template <class T, class W>
 inline Normalised<T, W> normalised(const T* x, W weight, float scale) {

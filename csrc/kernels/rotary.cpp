@@ -3,7 +3,8 @@
 //
 // Angles are rounded to x's type, as in the op's definition. What they make of x is rounded once:
 // products of 16-bit numbers are exact in float32, and the sum of two is rounded there and to x's
-// type, with the same bits on every instruction set.
+// type, with the same bits on every instruction set that has no arithmetic in float16 itself. With
+// that, each step is rounded, as in the op's definition.
 #include "kernels/rotary.h"
 
 #include "kernels/cache_rows.h"
@@ -24,6 +25,29 @@ struct Rotated {
   Vec second;
 };
 
+// Call visit with the angles of one token: half of them cosines, then the sines.
+template <class T, class Visit>
+inline void with_angles(const OpweaveRotary& call, int64_t token, Visit visit) {
+  int64_t position = call.positions_dtype == OPWEAVE_INT64
+                         ? static_cast<const int64_t*>(call.positions)[token]
+                         : static_cast<const int32_t*>(call.positions)[token];
+  if (position < 0) position += call.cache_rows;
+  const int64_t row = position * call.cache_stride;
+  if (call.cache_dtype == OPWEAVE_FLOAT32) {
+    visit(Loaded<float>{static_cast<const float*>(call.cache) + row});
+  } else {
+    visit(Loaded<T>{static_cast<const T*>(call.cache) + row});
+  }
+}
+
+// Past the dimensions that rotate.
+template <class T>
+inline void copy_rest(const OpweaveRotary& call, T* out, const T* x) {
+  if (out == x) return;
+  const int64_t rest = call.head_size - call.rotary_size;
+  memcpy(out + call.rotary_size, x + call.rotary_size, static_cast<size_t>(rest) * sizeof(T));
+}
+
 // Cosines and sines of one token, rounded to T and laid out as the vectors of a head need them.
 // Past their end is room for one vector, so that they are always read in full.
 template <class T>
@@ -35,16 +59,7 @@ class Angles {
         grouped_(call.is_neox ? half_ / kGroup<T> * kGroup<T> : 0) {}
 
   void load(int64_t token) {
-    int64_t position = call_.positions_dtype == OPWEAVE_INT64
-                           ? static_cast<const int64_t*>(call_.positions)[token]
-                           : static_cast<const int32_t*>(call_.positions)[token];
-    if (position < 0) position += call_.cache_rows;
-    const int64_t row = position * call_.cache_stride;
-    if (call_.cache_dtype == OPWEAVE_FLOAT32) {
-      load_row(static_cast<const float*>(call_.cache) + row);
-    } else {
-      load_row(static_cast<const T*>(call_.cache) + row);
-    }
+    with_angles<T>(call_, token, [this](auto row) { load_row(row); });
     if (!call_.is_neox && !kHoldsPairs<T>) interleave();
     order_groups<T>(cos_, grouped_);
     order_groups<T>(sin_, grouped_);
@@ -75,23 +90,18 @@ class Angles {
     } else {
       write_pairs(out, fetching(Loaded<T>{x}, next));
     }
-    if (out != x) {
-      const int64_t rest = call_.head_size - call_.rotary_size;
-      memcpy(out + call_.rotary_size, x + call_.rotary_size, static_cast<size_t>(rest) * sizeof(T));
-    }
+    copy_rest(call_, out, x);
   }
 
  private:
   static constexpr int64_t kCapacity = OPWEAVE_MAX_ROTARY_SIZE + kLanes;
 
   // Zeros follow the last angle, up to a whole vector.
-  template <class C>
-  void load_row(const C* row) {
+  template <class Row>
+  void load_row(Row row) {
     for_each_vec(half_, [&](int64_t i, auto part) {
-      const Vec cosines = Lanes<T>::round_any(Lanes<C>::load(row + i, part));
-      const Vec sines = Lanes<T>::round_any(Lanes<C>::load(row + half_ + i, part));
-      Lanes<float>::store(cos_ + i, cosines, Full{});
-      Lanes<float>::store(sin_ + i, sines, Full{});
+      Lanes<float>::store(cos_ + i, Lanes<T>::round_any(row(i, part)), Full{});
+      Lanes<float>::store(sin_ + i, Lanes<T>::round_any(row(half_ + i, part)), Full{});
     });
   }
 
@@ -164,6 +174,87 @@ class Angles {
   alignas(64) float sin_[kCapacity];
 };
 
+#if defined(__AVX512FP16__)
+// In float16 itself.
+template <>
+class Angles<Float16> {
+ public:
+  explicit Angles(const OpweaveRotary& call) : call_(call), half_(call.rotary_size / 2) {}
+
+  void load(int64_t token) {
+    with_angles<Float16>(call_, token, [this](auto row) {
+      for_each_halves(half_, [&](int64_t i, auto part) {
+        store_halves(cos_ + i, rounded(row, i, part), part);
+        store_halves(sin_ + i, rounded(row, half_ + i, part), part);
+      });
+    });
+    if (!call_.is_neox) interleave();
+  }
+
+  template <class Value>
+  void write_halves(Float16* out, Value value) const {
+    for_each_halves(half_, [=](int64_t i, auto part) {
+      const Halves first = value(i, part);
+      const Halves second = value(half_ + i, part);
+      const Halves cosines = load_halves(cos_ + i, part);
+      const Halves sines = load_halves(sin_ + i, part);
+      store_halves(out + i, sub(mul(first, cosines), mul(second, sines)), part);
+      store_halves(out + half_ + i, add(mul(second, cosines), mul(first, sines)), part);
+    });
+  }
+
+  template <class Ahead>
+  void rotate(Float16* out, const Float16* x, Ahead next) const {
+    const auto value = fetching(Loaded<Float16>{x}, next);
+    if (call_.is_neox) {
+      write_halves(out, value);
+    } else {
+      write_pairs(out, value);
+    }
+    copy_rest(call_, out, x);
+  }
+
+ private:
+  template <class Part>
+  static Halves rounded(Loaded<Float16> row, int64_t i, Part part) {
+    return row(i, part);
+  }
+  template <class Part>
+  static Halves rounded(Loaded<float> row, int64_t i, Part part) {
+    return halves_of(i, row, part);
+  }
+
+  // As without float16.
+  void interleave() {
+    for (int64_t i = (half_ - 1) / kLanes * kLanes; i >= 0; i -= kLanes) {
+      const __m512i cosines = words_at(cos_ + i);
+      const __m512i sines = words_at(sin_ + i);
+      const __m512i negative = _mm512_xor_si512(sines, _mm512_set1_epi32(0x8000));
+      store_words(cos_ + 2 * i, _mm512_or_si512(cosines, _mm512_slli_epi32(cosines, 16)));
+      store_words(sin_ + 2 * i, _mm512_or_si512(negative, _mm512_slli_epi32(sines, 16)));
+    }
+  }
+  static __m512i words_at(const Float16* p) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+
+  template <class Value>
+  void write_pairs(Float16* out, Value value) const {
+    for_each_halves(2 * half_, [=](int64_t i, auto part) {
+      const Halves values = value(i, part);
+      const Halves by_cosine = mul(values, load_halves(cos_ + i, part));
+      const Halves by_sine = mul(swap_pairs(values), load_halves(sin_ + i, part));
+      store_halves(out + i, add(by_cosine, by_sine), part);
+    });
+  }
+
+  const OpweaveRotary& call_;
+  int64_t half_;
+  alignas(64) Float16 cos_[OPWEAVE_MAX_ROTARY_SIZE + kHalves];  // room for a vector at the end
+  alignas(64) Float16 sin_[OPWEAVE_MAX_ROTARY_SIZE + kHalves];
+};
+#endif
+
 // The heads of one token after the other.
 template <class T>
 class Heads {
@@ -186,9 +277,8 @@ class Heads {
     tokens_.advance();
   }
 
-  bool is_empty() const { return heads_.count == 0; }
+  int64_t count() const { return heads_.count; }
   const T* first() const { return tokens_.x(); }
-  const T* last() const { return moved(first(), (heads_.count - 1) * heads_.x_stride); }
   const T* after(const T* x) const { return moved(x, heads_.x_stride); }
 
  private:
@@ -243,20 +333,27 @@ class NormalisedHeads {
     return inverse_rms(sum_of_squares(head, size_), size_, call_.epsilon);
   }
 
-  // The scale of a head takes long to come, so it is begun before the head in front of it is
-  // rotated.
+  // A scale takes long to come, so it is begun before the two heads in front of it are rotated.
   template <class W>
   void run_usual(W weight, const Angles<T>& angles) {
-    if (heads_.is_empty()) return;
-    const T* last = heads_.last();
-    float next_scale = scale_of(heads_.first());
+    const T* ahead = heads_.first();
+    int64_t rest = heads_.count();
+    const auto scale_ahead = [&] {
+      if (rest-- <= 0) return 0.0f;
+      const float scale = scale_of(ahead);
+      ahead = heads_.after(ahead);
+      return scale;
+    };
+    float first = scale_ahead();
+    float second = scale_ahead();
     heads_.for_each([&](T* out, const T* x, auto next) {
-      const Vec scale = splat(next_scale);
-      if (x != last) next_scale = scale_of(heads_.after(x));
-      const auto normalised = [=](int64_t i, auto part) {
-        return stored(weight.apply(mul(Lanes<T>::load(x + i, part), scale), i, part), weight);
+      const Vec scale = splat(first);
+      first = second;
+      second = scale_ahead();
+      const auto rounded = [=](int64_t i, auto part) {
+        return stored(Normalised<T, W>{x, weight, scale}(i, part), weight);
       };
-      angles.write_halves(out, fetching(normalised, next));
+      angles.write_halves(out, fetching(rounded, next));
     });
   }
 
@@ -265,6 +362,10 @@ class NormalisedHeads {
   static Vec stored(Vec v, W) {
     constexpr bool is_of_t = sizeof(typename W::template Widest<T>) == sizeof(T);
     return is_of_t ? Lanes<T>::round(v) : Lanes<T>::round_any(v);
+  }
+  template <class W>
+  static Halves stored(Halves v, W) {
+    return v;
   }
 
   Heads<T> heads_;

@@ -5,7 +5,7 @@
 // groups of T often are brought into its order by order_groups<T>.
 #pragma once
 
-#include "kernels/vec.h"
+#include "kernels/vec_halves.h"
 
 namespace {
 
@@ -16,6 +16,8 @@ struct Loaded {
   Vec operator()(int64_t i, Part part) const {
     return Lanes<T>::load(values + i, part);
   }
+  Halves operator()(int64_t i, FullHalves part) const { return load_halves(values + i, part); }
+  Halves operator()(int64_t i, TailHalves part) const { return load_halves(values + i, part); }
 
   const T* values;
 };
@@ -116,6 +118,9 @@ inline void order_groups(float* values, int64_t n) {
 // of others. out may be what value reads.
 template <class W, int kBegun, class T, class Value>
 inline void store_row(T* out, int64_t n, Value value) {
+#if defined(__AVX512FP16__)
+  if constexpr (kGivesHalves<Value>) return store_row_of_halves<(kBegun + 1) / 2>(out, n, value);
+#endif
   constexpr int kGroups = kBegun <= Group<T>::kVecs ? 1 : kBegun / Group<T>::kVecs;
   constexpr int64_t kStep = kGroups * kGroup<T>;
   int64_t i = 0;

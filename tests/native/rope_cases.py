@@ -11,7 +11,7 @@ from torch import Tensor
 from opweave.ir.ops.kv_cache import reshape_and_cache
 
 from .oracle import random
-from .rotary_oracle import positions, rounded_once, table
+from .rotary_oracle import positions, rounded, table
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def written(x: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
 
 
 def composed(c: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated and rounded once, then written by native."""
-    query, key = rounded_once(c.query, c.key, c.positions, c.table, c.head_size, c.is_neox)
+    """Rotated and rounded, then written by native."""
+    query, key = rounded(c.query, c.key, c.positions, c.table, c.head_size, c.is_neox)
     key = key.view(*c.value.shape[:2], c.head_size)
     caches: tuple[Tensor, Tensor] = reshape_and_cache.native(
         key, c.value, c.key_cache, c.value_cache, c.slots

@@ -1,4 +1,4 @@
-"""Rotation as a product of complex numbers, rotation rounded once, tables, and comparisons."""
+"""Rotation as a product of complex numbers, rotation rounded, tables, and comparisons."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from opweave import native
 from opweave.ir.ops.rotary import rotary_embedding
 
 from .oracle import FLUSHING
@@ -42,18 +43,30 @@ def rotated(x: Tensor, where: Tensor, cache: Tensor, head_size: int, is_neox: bo
     return heads.reshape(x.shape)
 
 
-def rounded_once(
+def is_rounded_at_each_step(dtype: torch.dtype) -> bool:
+    """Whether the active instruction set computes in this dtype itself."""
+    module = native.module()
+    return module is not None and dtype == torch.float16 and module._isa() == "amx"
+
+
+def rounded(
     query: Tensor, key: Tensor, where: Tensor, cache: Tensor, head_size: int, is_neox: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The definition in float32, where products of 16-bit numbers are exact, then rounded."""
+    """The definition as it is, or in float32, where products of 16-bit numbers are exact."""
+    if is_rounded_at_each_step(query.dtype):
+        defined: tuple[Tensor, Tensor] = rotary_embedding.native(
+            query, key, where, cache, head_size, is_neox
+        )
+        return defined
     cache = cache.to(query.dtype).float()
     wide = rotary_embedding.native(query.float(), key.float(), where, cache, head_size, is_neox)
     return wide[0].to(query.dtype), wide[1].to(key.dtype)
 
 
 def assert_near(got: Tensor, exact: Tensor) -> None:
-    """Of values below 8, within three roundings of float32, or one to 16 bits."""
-    roundings = 3 if got.dtype == torch.float32 else 0.501
+    """Of values below 8, within three roundings if each step is rounded, or one to 16 bits."""
+    steps = got.dtype == torch.float32 or is_rounded_at_each_step(got.dtype)
+    roundings = 3 if steps else 0.501
     atol = 4 * roundings * torch.finfo(got.dtype).eps
     torch.testing.assert_close(got.double(), exact, atol=atol, rtol=0)
 

@@ -23,7 +23,7 @@ from .rotary_oracle import (
     assert_same,
     positions,
     rotated,
-    rounded_once,
+    rounded,
     table,
 )
 
@@ -45,7 +45,7 @@ def test_values(
                 key = random(tokens, k_heads, head_size, dtype=dtype, seed=1)
                 cache = table(size, torch.float32 if q_heads == 1 else dtype)
                 where = positions(tokens, dtype=torch.int32 if k_heads else torch.int64)
-                wanted = rounded_once(query, key, where, cache, head_size, is_neox)
+                wanted = rounded(query, key, where, cache, head_size, is_neox)
                 out_q, out_k = torch.full_like(query, 9), torch.full_like(key, 9)
                 run(out_q, out_k, query, key, where, cache, head_size, is_neox)
                 assert_same(out_q, wanted[0], isa)
@@ -126,7 +126,7 @@ def test_slices_of_one_projection(
         query, key = torch.unflatten(query, -1, (-1, 16)), torch.unflatten(key, -1, (-1, 16))
     value = qkv[:, 96:].clone()
     where, cache = positions(tokens), table(16, dtype)
-    wanted = rounded_once(query, key, where, cache, 16, True)
+    wanted = rounded(query, key, where, cache, 16, True)
     module.rotary_embedding(query, key, query, key, where, cache, 16, True)
     assert torch.equal(query, wanted[0])
     assert torch.equal(key, wanted[1])
@@ -138,7 +138,7 @@ def test_any_strides_and_leading_dims(module: ModuleType) -> None:
     where, cache = positions(3, 5), table(20, torch.float32)
     for query in (base[..., :32], base.transpose(1, 2)[:, :, :, :32].transpose(1, 2)):
         key = random(5, 3, 64, dtype=torch.float32).transpose(0, 1)
-        wanted = rounded_once(query, key, where, cache, 32, False)
+        wanted = rounded(query, key, where, cache, 32, False)
         out = torch.full((3, 5, 6, 50), 9.0)[:, :, 1:5, 3:35], torch.empty(3, 5, 64)
         module.rotary_embedding(*out, query, key, where, cache, 32, False)
         assert torch.equal(out[0], wanted[0])
@@ -154,7 +154,7 @@ def test_extreme_values(module: ModuleType, isa: str) -> None:
         cache = table(64, dtype)
         cache[0, :3] = torch.tensor([float("nan"), 0.0, float("inf")])
         where = torch.tensor([0, 5])
-        wanted = rounded_once(heads, heads, where, cache, 64, True)
+        wanted = rounded(heads, heads, where, cache, 64, True)
         out = torch.empty_like(heads), torch.empty_like(heads)
         module.rotary_embedding(*out, heads, heads, where, cache, 64, True)
         assert_same(out[0], wanted[0], isa)
@@ -166,7 +166,7 @@ def test_every_16_bit_value(module: ModuleType, isa: str, dtype: torch.dtype) ->
     query = codes.view(512, 128).clone()
     key = codes.flip(0).roll(31).view(512, 128).clone()
     where, cache = positions(512), table(128, dtype)
-    wanted = rounded_once(query, key, where, cache, 128, True)
+    wanted = rounded(query, key, where, cache, 128, True)
     module.rotary_embedding(query, key, query, key, where, cache, 128, True)
     assert_same(query, wanted[0], isa)
     assert_same(key, wanted[1], isa)
@@ -311,7 +311,7 @@ def test_provider_on_slices(module: ModuleType) -> None:
     qkv, query, key = slices(torch.bfloat16)
     query, key = torch.unflatten(query, -1, (-1, 16)), torch.unflatten(key, -1, (-1, 16))
     where, cache = positions(6), table(16, torch.bfloat16)
-    wanted = rounded_once(query, key, where, cache, 16)
+    wanted = rounded(query, key, where, cache, 16)
     with rotary_embedding.set_priority(["opweave_c!"]):
         functional = rotary_embedding(query, key, where, cache, 16)
         donated = rotary_embedding.maybe_inplace(query, key, where, cache, 16)
@@ -336,6 +336,12 @@ def test_selection(module: ModuleType) -> None:
     assert chosen(query=ones(3, 1, 8).expand(3, 2, 8)) == "native"
     assert chosen(query=ones(3, 4, 4)) == "native"
     assert chosen(positions=torch.zeros(3, dtype=torch.int8)) == "native"
+    for rank, provider in ((6, "opweave_c"), (7, "native")):
+        positions = torch.zeros([1] * (rank - 1) + [3], dtype=torch.int64)
+        heads = ones(*positions.shape, 2, 8)
+        assert chosen(query=heads, key=heads[..., :1, :], positions=positions) == provider
+        flat = {"query": heads.flatten(-2), "key": heads[..., 0, :], "positions": positions}
+        assert chosen(**flat) == "opweave_c"
     shared = ones(3, 16)
     assert chosen(query=shared, key=shared) == "native"
 
@@ -420,7 +426,7 @@ def fuzz(module: ModuleType, isas: tuple[str, ...], cases: int, seed: int) -> No
                 weights = (weight, weight)
                 run(*tensors, *tensors, where, cache, *weights, 1e-6, head_size, is_neox)
             else:
-                wanted = rounded_once(*tensors, where, cache, head_size, is_neox)
+                wanted = rounded(*tensors, where, cache, head_size, is_neox)
                 run = door(module, door_name, "rotary_embedding")
                 run(*tensors, *tensors, where, cache, head_size, is_neox)
             for got, expected in zip(tensors, wanted, strict=True):
