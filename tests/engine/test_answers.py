@@ -232,6 +232,33 @@ def test_one_failure_ends_all_answers(checkpoint: Checkpoints) -> None:
     assert core.stats().finished == {"error": 3}
 
 
+def test_what_a_failed_request_computed_is_not_found(checkpoint: Checkpoints) -> None:
+    core = EngineCore(checkpoint("llama")[0], SMALL)
+    model = core.executor.worker.runner.model  # type: ignore[attr-defined]
+    model.model.embed_tokens.weight.data[7] = float("nan")
+    shared = PROMPTS[4][:32]
+    # Nobody looks at the scores of the parts of its prompt but the last.
+    core.add_request(core.prepare("bad", [*shared, 7, *[9] * 30], greedy()))
+    assert isinstance(run(core)["bad"][-1].error, NonFiniteLogitsError)
+    core.add_request(core.prepare("good", [*shared, 9], greedy()))
+    good = run(core)["good"][-1]
+    assert good.error is None
+    assert good.num_cached_tokens == 0
+    core.check_idle()
+
+
+def test_the_error_of_a_stream_is_told_to_its_reader_only(checkpoint: Checkpoints) -> None:
+    llm = LLM(checkpoint("llama")[0])
+    model = llm._core.executor.worker.runner.model  # type: ignore[attr-defined]
+    model.model.embed_tokens.weight.data[7] = float("nan")
+    wanted = answers(llm, [60, 61], greedy())
+    stream = llm.stream([50, 51], greedy(logit_bias={7: 100.0}))
+    assert next(stream).outputs[0].token_ids == [7]
+    assert answers(llm, [60, 61], greedy()) == wanted
+    with pytest.raises(NonFiniteLogitsError):
+        next(stream)
+
+
 def test_log_probabilities(checkpoint: Checkpoints, llm: LLM, small: LLM) -> None:
     model = checkpoint("llama")[1]
     params = [

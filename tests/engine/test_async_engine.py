@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -173,6 +174,24 @@ def test_wrong_requests(engine: AsyncEngine) -> None:
     assert engine.is_running
 
 
+@pytest.mark.parametrize("priority", [None, "1", 1.0, True, float("nan")])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_priority_that_is_no_integer(priority: Any, policy: str, checkpoint: Checkpoints) -> None:
+    config = replace(SMALL, scheduler=SchedulerConfig(policy=policy))
+    engine = AsyncEngine(checkpoint("llama")[0], config=config)
+
+    async def run() -> None:
+        others = [asyncio.create_task(answer(engine, str(i), PROMPTS[i])) for i in range(3)]
+        with pytest.raises(InvalidArgumentError, match=r"^priority=.* must be an integer"):
+            await anext(engine.generate("a", LONG, request_id="a", priority=priority))
+        await asyncio.gather(*others)
+        await settled(engine)
+
+    asyncio.run(run())
+    assert engine.is_running
+    engine.shutdown()
+
+
 def test_names_of_requests_are_free(engine: AsyncEngine) -> None:
     two = replace(GREEDY, n=2)
 
@@ -235,6 +254,66 @@ def test_drain_aborts_what_takes_too_long(engine: AsyncEngine) -> None:
         return found
 
     assert asyncio.run(run()).outputs[0].finish_reason == "abort"
+
+
+def test_drain_comes_to_an_end_where_the_engine_hangs(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr("opweave.engine.streaming_client._ABORTED_WITHIN", 0.05)
+    monkeypatch.setattr(engine._core.executor, "execute", lambda steps: go_on.wait())
+
+    async def run() -> None:
+        job = asyncio.create_task(answer(engine, "a", PROMPTS[1], LONG))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(engine.drain(timeout=0), 30)
+        job.cancel()
+
+    asyncio.run(run())
+    go_on.set()
+
+
+def test_a_loop_that_ends_gives_up_what_it_asked(engine: AsyncEngine) -> None:
+    async def first() -> None:
+        await anext(engine.generate(PROMPTS[1], LONG, request_id="a"))
+
+    async def second() -> None:
+        await answer(engine, "a", PROMPTS[2])
+        await asyncio.wait_for(engine.drain(timeout=30), 60)
+        await settled(engine)
+
+    asyncio.run(first())
+    asyncio.run(settled(engine))
+    asyncio.run(second())
+
+
+def test_a_loop_that_is_closed_around_a_reader(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, go_on = engine._core.step, threading.Event()
+    go_on.set()
+    monkeypatch.setattr(engine._core, "step", lambda: (go_on.wait(), step())[1])
+    stream = engine.generate(PROMPTS[1], LONG, request_id="a")
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(anext(stream))
+    go_on.clear()
+    loop.close()
+
+    async def second() -> None:
+        with pytest.raises(InvalidArgumentError, match="in use"):  # until the engine has heard
+            await answer(engine, "a", PROMPTS[2])
+        go_on.set()
+        while engine._unfinished:
+            await asyncio.sleep(0.01)
+        again = asyncio.create_task(answer(engine, "a", PROMPTS[2], LONG))
+        await asyncio.sleep(0)
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert (await again).outputs[0].finish_reason == "length"
+        await engine.drain(timeout=30)
+        await settled(engine)
+
+    asyncio.run(asyncio.wait_for(second(), 60))
+    assert engine.stats().finished == {"abort": 1, "length": 1}
 
 
 def test_shutdown_aborts(engine: AsyncEngine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
@@ -45,6 +46,7 @@ from opweave.engine.data_parallel.member import Member
 from opweave.engine.data_parallel.pieces import joined, since
 from opweave.engine.data_parallel.ray_group import RayGroup
 from opweave.engine.data_parallel.replica import alone, portable
+from opweave.engine.data_parallel.replicas import Replicas
 from opweave.engine.data_parallel.room import resource_of, share_room
 from opweave.engine.data_parallel.router import Router
 from opweave.engine.data_parallel.statistics import NOTHING, after_death, merged
@@ -404,6 +406,54 @@ def test_a_dead_replica_fails_its_own_requests_and_is_replaced(
     with replicated(lambda _: FakeEngine(delay=0.005)) as (engine, group):
         run(work(engine, group))
     assert "replica 1 died: it was told to. Another one takes its place." in caplog.text
+
+
+def test_what_comes_to_a_replica_that_has_not_loaded_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its predecessor was chosen, and has died meanwhile."""
+    go_on = threading.Event()
+
+    def slow(number: int) -> FakeEngine:
+        if number in lives:
+            go_on.wait(60)
+        lives.add(number)
+        return FakeEngine()
+
+    async def work(engine: DataParallelEngine, group: ReplicasHere) -> None:
+        group.die(1)
+        await until(lambda: engine._replicas.members[1].place and not group_is_able(engine))
+        monkeypatch.setattr(Replicas, "able", property(lambda self: [1]))
+        for wanted in (answer(engine, "a"), engine.embed("x", request_id="v")):
+            with pytest.raises(EngineDeadError, match=r"died before the request came .*Ask again"):
+                await wanted
+        monkeypatch.undo()
+        go_on.set()
+        await until(lambda: group_is_able(engine))
+        await answer(engine, "a")
+        await engine.drain(60)
+
+    def group_is_able(engine: DataParallelEngine) -> bool:
+        return 1 in engine._replicas.able
+
+    lives: set[int] = set()
+    with replicated(slow) as (engine, group):
+        run(work(engine, group))
+
+
+def test_a_loop_that_ends_gives_up_what_it_asked() -> None:
+    async def first(engine: DataParallelEngine) -> None:
+        await anext(engine.generate("a", ENDLESS, request_id="a"))
+
+    async def second(engine: DataParallelEngine) -> None:
+        await answer(engine, "b")
+        await engine.drain(60)
+        assert engine._router.loads == (0, 0)
+
+    with replicated(lambda _: FakeEngine(delay=0.005)) as (engine, _):
+        run(first(engine))
+        run(until(lambda: sum(engine.stats().finished.values())))  # which nobody hears of
+        run(second(engine))
 
 
 def test_an_engine_that_dies_in_its_replica_is_replaced_too() -> None:

@@ -83,6 +83,11 @@ class Caches(RuleBasedStateMachine):
         if request in self.alive:
             self.alive.remove(request)
 
+    @rule(request=running)
+    def forget(self, request: Request) -> None:
+        self.cache.forget(request)
+        assert self.cache.find_prefix(Request("same", [*request.token_ids, 0])) == 0
+
     def compute(self, request: Request, count: int) -> None:
         start, tables = request.num_computed_tokens, self.cache.tables(request)
         for position in range(start, start + count):
@@ -173,6 +178,28 @@ def test_blocks_that_were_used_last_are_kept_longest() -> None:
     # The end of a prefix goes before its beginning.
     assert cache.allocate(Request("one", [4] * 4), 4)
     assert cache.find_prefix(Request("again", [2] * 9)) == 4
+
+
+def test_what_is_forgotten_is_found_no_more() -> None:
+    cache = KVCacheManager([CacheGroup(EveryToken(), 6), CacheGroup(Window(WINDOW), 6)], BLOCK)
+    kept, bad = Request("kept", [1] * 8), Request("bad", [1] * 4 + [2] * 8)
+    for one in (kept, bad):
+        prefix = cache.find_prefix(one)
+        assert cache.allocate(one, one.num_tokens - prefix, prefix)
+        one.num_computed_tokens = one.num_tokens
+        cache.commit(one)
+    blocks = cache.tables(bad)[0]
+    cache.free(bad)
+    cache.forget(bad)
+    # The block that both have is among them: nobody knows which one is wrong.
+    assert cache.find_prefix(Request("again", [*bad.token_ids, 0])) == 0
+    assert cache.find_prefix(Request("again", [1] * 9)) == 0
+    cache.check_integrity()
+    assert cache.tables(kept)[0][0] == blocks[0]
+    # What has no content goes first.
+    other = Request("other", [3] * 8)
+    assert cache.allocate(other, 8)
+    assert set(cache.tables(other)[0]) == set(blocks[1:])
 
 
 def test_prefix_caching_can_be_switched_off() -> None:

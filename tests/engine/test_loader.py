@@ -150,6 +150,46 @@ def test_missing_shard(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+INDEX = f"{FILE}.index.json"
+
+
+def edit_index(path: Path, change: Callable[[dict[str, str]], object]) -> None:
+    index = json.loads((path / INDEX).read_text())
+    change(index["weight_map"])
+    (path / INDEX).write_text(json.dumps(index))
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    hf_model("llama").save_pretrained(tmp_path, max_shard_size="60KB")
+    return tmp_path
+
+
+def test_a_tensor_in_two_shards(shards: Path) -> None:
+    first, second = sorted(shards.glob("*.safetensors"))[:2]
+    name, tensor = next(iter(load_file(first).items()))
+    tensors = {**load_file(second), name: torch.zeros_like(tensor)}
+    save_file(tensors, second, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"^{first} and {second} both hold .*{name};"):
+        load_model(shards)
+
+
+def test_an_index_of_tensors_that_are_not_there(shards: Path) -> None:
+    file = min(shards.glob("*.safetensors")).name
+    edit_index(shards, lambda files: files.update({"ghost": file, "\n": file}))
+    with pytest.raises(CheckpointError, match=r"names tensors that no file has: ghost, '\\n'\."):
+        load_model(shards)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [("x" * 5000, "x{100}…"), ("a\0b", r"'a\\x00b'"), ("a\nb", r"'a\\nb'")]
+)
+def test_an_index_of_files_that_cannot_be(name: str, shown: str, shards: Path) -> None:
+    edit_index(shards, lambda files: files.update({"model.norm.weight": name}))
+    with pytest.raises(CheckpointError, match=rf"names files that are missing: {shown}\.$"):
+        load_model(shards)
+
+
 def test_progress_counts_tensors(checkpoint: Checkpoints) -> None:
     path, reference = checkpoint("llama")
     calls: list[tuple[int, int]] = []
@@ -216,6 +256,14 @@ def test_absurd_sizes_are_refused_before_memory_is_allocated(copy: Copy) -> None
     path = copy("llama")
     edit_config(path, intermediate_size=2**45)
     with pytest.raises(CheckpointError, match=r"6 do not fit"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size"])
+def test_sizes_that_no_tensor_has(key: str, copy: Copy) -> None:
+    path = copy("llama")
+    edit_config(path, **{key: 2**62})
+    with pytest.raises(CheckpointError, match=r"^config.json names sizes that no tensor has: .+$"):
         load_model(path)
 
 

@@ -204,6 +204,15 @@ def test_priorities_go_first() -> None:
     assert [list(counts(run.step())) for _ in range(4)] == [["c"], ["b"], ["d"], ["a"]]
 
 
+def test_what_is_refused_is_not_kept() -> None:
+    run = Run(SchedulerConfig(policy="priority"))
+    run.add("a", [1, 2], 1)
+    with pytest.raises(TypeError):
+        run.scheduler.add(Request("b", [1, 2], priority=None))  # type: ignore[arg-type]
+    run.finish()
+    assert run.scheduler.num_waiting == 0
+
+
 def priority(
     max_num_seqs: int = 4, budget: int = 64, num_blocks: int = 64, chunks: bool = True
 ) -> Run:

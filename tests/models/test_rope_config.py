@@ -50,11 +50,27 @@ def test_or_else_it_is_the_context_of_the_model(parameters: dict[str, Any]) -> N
         ({"rope_type": "linear"}, InvalidConfigError, "'rope_parameters' in config.json: .*factor"),
         ({**LLAMA3_ROPE, "high_freq_factor": 1.0}, InvalidConfigError, "low_freq_factor=1.0"),
         ({"rope_type": "longrope", "short_factor": 3}, InvalidConfigError, "must be a list"),
+        ({"factor": float("inf")}, InvalidConfigError, "'factor': inf; it must be finite"),
+        ({"long_factor": [1.0, float("nan")]}, InvalidConfigError, r"\[1.0, nan\]; it must be fin"),
+        ({"rope_type": "linear", "factor": 1e9}, InvalidConfigError, "5.12e.11 positions; there"),
+        (
+            {**YARN, "factor": 1e300, "original_max_position_embeddings": 10**300},
+            InvalidConfigError,
+            "makes no table: cannot convert",
+        ),
+        ({**YARN, "original_max_position_embeddings": 0.5}, InvalidConfigError, "by zero"),
     ],
 )
 def test_errors(rope: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         read({"rope_parameters": rope})
+
+
+def test_a_table_has_as_many_positions_as_can_be_told_apart() -> None:
+    rope_parameters(Fields({}), 2**24)
+    message = r"^max_position_embeddings=1000000000, .* table of 1e.09 positions; .*16777216\."
+    with pytest.raises(InvalidConfigError, match=message):
+        rope_parameters(Fields({}), 10**9)
 
 
 def test_a_model_may_support_some_types_only() -> None:

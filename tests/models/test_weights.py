@@ -46,6 +46,20 @@ def test_missing_and_unexpected_tensors_are_listed(saved: Saved) -> None:
     assert "1 unexpected: model.layers.0.mlp.extra.weight" in message
 
 
+def test_a_tensor_that_comes_twice_is_named(saved: Saved) -> None:
+    model, tensors = saved
+    again = "model.norm.weight", torch.zeros_like(tensors["model.norm.weight"])
+    with pytest.raises(WeightsError, match=r"model\. 1 given twice: model\.norm\.weight\.$"):
+        model.load_weights([*tensors.items(), again])
+
+
+def test_names_are_shown_in_one_line(saved: Saved) -> None:
+    model, tensors = saved
+    tensors |= {"a\nb\x1b[31m": torch.zeros(1), "x" * 1000: torch.zeros(1)}
+    with pytest.raises(WeightsError, match=r"2 unexpected: 'a\\nb\\x1b\[31m', x{100}…\.$"):
+        model.load_weights(tensors.items())
+
+
 @pytest.mark.parametrize(
     "name",
     [

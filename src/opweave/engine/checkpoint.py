@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from opweave.engine.dependencies import require
 from opweave.engine.errors import CheckpointError
+from opweave.models.weights import shown_name
 
+_SHOWN = 8  # names in an error
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -89,6 +92,30 @@ class Checkpoint:
         """
         if self._has(_SINGLE):
             return [self.path / _SINGLE]
+        names = sorted(set(self._weight_map().values()))
+        missing = [name for name in names if not self._is_file(name)]
+        if missing:
+            raise CheckpointError(
+                f"{self.path / _INDEX} names files that are missing: {_some(missing)}."
+            )
+        return [self.path / name for name in names]
+
+    def check_index(self, tensors: Collection[str]) -> None:
+        """Check that the index, if it counts, names no other than *tensors*.
+
+        Raises:
+            CheckpointError: it does.
+        """
+        if self._has(_SINGLE):
+            return
+        if lost := [name for name in self._weight_map() if name not in tensors]:
+            raise CheckpointError(
+                f"{self.path / _INDEX} names tensors that no file has: {_some(lost)}. "
+                "Download or copy the checkpoint again."
+            )
+
+    def _weight_map(self) -> dict[str, str]:
+        """Return the file of each tensor, as the index says."""
         index = self.json(_INDEX)
         if index is None:
             raise CheckpointError(
@@ -99,13 +126,13 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path / _INDEX} has no 'weight_map' from tensors to files."
             )
-        names = sorted(set(files.values()))
-        missing = [name for name in names if not (self.path / name).is_file()]
-        if missing:
-            raise CheckpointError(
-                f"{self.path / _INDEX} names files that are missing: {', '.join(missing)}."
-            )
-        return [self.path / name for name in names]
+        return files
+
+    def _is_file(self, name: str) -> bool:
+        try:
+            return (self.path / name).is_file()
+        except (OSError, ValueError):  # no file can have that name: it is too long
+            return False
 
     def _has(self, name: str) -> bool:
         """Return whether there is a file *name*; what has its name but is no file is an error."""
@@ -133,8 +160,12 @@ class Checkpoint:
             raise CheckpointError(f"{file} is not readable JSON: {error}.") from error
 
     def _listing(self) -> str:
-        names = sorted(file.name for file in self.path.iterdir())
-        return ", ".join(names[:8] + ["…"] * (len(names) > 8)) or "nothing"
+        return _some(sorted(file.name for file in self.path.iterdir())) or "nothing"
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of *names* for an error."""
+    return ", ".join([*map(shown_name, names[:_SHOWN]), *["…"] * (len(names) > _SHOWN)])
 
 
 class TensorFile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from opweave.engine.logprobs import named
 from opweave.engine.outputs import RequestOutput
 from opweave.engine.prompts import Prompt, PromptReader
 from opweave.engine.randomness import derived_seed
-from opweave.engine.request import Request
+from opweave.engine.request import Request, check_priority
 from opweave.engine.request_seeds import RequestSeeds
 from opweave.engine.sampler import Sampled
 from opweave.engine.sampling_params import SamplingParams, check_params
@@ -143,15 +143,17 @@ class EngineCore:
             request_id: its name.
             prompt: a text, or token ids.
             params: how to choose tokens.
-            priority: a lower number goes first, where the scheduler's policy asks for it.
+            priority: an integer; a lower one goes first, where the scheduler's policy asks for it.
             streams: return an output after every token, and not only at the end.
 
         Raises:
             PromptError: the prompt is empty, too long, or not made of the model's tokens.
             SamplingParamsError: *params* are none, or name tokens that the model does not have.
+            InvalidArgumentError: *priority* is no integer.
             OpweaveError: the platform does not serve such a request.
         """
         check_params(params)
+        check_priority(priority)
         tokens = self.tokens(prompt)
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         params.check_vocabulary(self._prompts.vocab_size, eos)
@@ -223,7 +225,7 @@ class EngineCore:
         except Exception as error:
             self.scheduler.undo(scheduled)
             if isinstance(error, NonFiniteLogitsError) and error.rows:
-                return self._fail([asking[row] for row in error.rows], error)
+                return self._fail([asking[row].request for row in error.rows], error)
             raise  # also if nobody knows whose scores they are
         self.scheduler.update(scheduled)
         changed: dict[str, Generation] = {}
@@ -324,8 +326,10 @@ class EngineCore:
         if generation.is_finished:
             del self._generations[generation.request_id]
 
-    def _fail(self, items: Iterable[Scheduled], error: EngineError) -> list[RequestOutput]:
-        found = {id(g): g for g, _ in (self._answers[item.request.request_id] for item in items)}
+    def _fail(self, requests: Sequence[Request], error: EngineError) -> list[RequestOutput]:
+        found = {id(g): g for g, _ in (self._answers[each.request_id] for each in requests)}
+        for request in requests:  # its scores were not looked at before: any block may be wrong
+            self.scheduler.cache.forget(request)
         for generation in found.values():
             generation.fail(error)
             self._forget_all(generation)

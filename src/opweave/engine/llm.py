@@ -101,6 +101,7 @@ class LLM:
             self._core.prepare(str(next(self._names)), *item, streams=False)
             for item in zip(texts, params, strict=True)
         ]
+        names = {generation.request_id for generation in generations}
         most = sum(generation.max_tokens for generation in generations)
         try:
             for generation in generations:
@@ -111,12 +112,13 @@ class LLM:
             ):
                 while self._core.has_unfinished:
                     for output in context.run(self._core.step):
-                        if output.error is not None:
+                        # Those of an open stream are told to its reader.
+                        if output.error is not None and output.request_id in names:
                             raise output.error
                     if report is not None:
                         report(sum(g.num_done for g in generations), most)
         finally:
-            self._core.abort([generation.request_id for generation in generations])
+            self._core.abort(names)
         return [generation.output() for generation in generations]
 
     def chat(

@@ -22,6 +22,7 @@ from opweave.models import (
     model_class,
 )
 from opweave.models.fields import Fields
+from opweave.models.weights import shown_name
 
 Progress = Callable[[int, int], None]
 LoadFormat = Literal["auto", "dummy"]
@@ -74,7 +75,9 @@ def load_model(
         return model.eval()
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
-        _check_shapes(config, files)
+        shapes = _shapes(files)
+        checkpoint.check_index(shapes)
+        _check_shapes(config, shapes)
         model = build_model(config, dtype=named or _dtype_of(files))
         huge_pages.move_parameters(model)
         _fill(model, _tensors(files, progress or (lambda *_: None)))
@@ -138,9 +141,23 @@ def _dtype_of(files: Iterable[TensorFile]) -> torch.dtype:
     return torch.float32
 
 
-def _check_shapes(config: Mapping[str, Any], files: list[TensorFile]) -> None:
+def _shapes(files: Iterable[TensorFile]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor, by name, if each is in one file only."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    holders: dict[str, Path] = {}
+    for file in files:
+        for name, shape in file.shapes().items():
+            if name in shapes:
+                raise CheckpointError(
+                    f"{holders[name]} and {file.file} both hold the tensor {shown_name(name)}; "
+                    "which one counts is not known. Download or copy the checkpoint again."
+                )
+            shapes[name], holders[name] = shape, file.file
+    return shapes
+
+
+def _check_shapes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Load shapes alone, before memory is allocated: wrong sizes may ask for any amount of it."""
-    shapes = {name: shape for file in files for name, shape in file.shapes().items()}
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > len(shapes):  # they would be built one by one
         raise CheckpointError(
@@ -148,8 +165,18 @@ def _check_shapes(config: Mapping[str, Any], files: list[TensorFile]) -> None:
             "tensors."
         )
     with torch.device("meta"):
-        planned = build_model(config, dtype=torch.float32)
+        planned = _planned(config)
         _fill(planned, ((name, torch.empty(shape)) for name, shape in shapes.items()))
+
+
+def _planned(config: Mapping[str, Any]) -> CheckpointModel:
+    try:
+        return build_model(config, dtype=torch.float32)
+    except (RuntimeError, TypeError) as error:
+        if "verflow" not in str(error):  # torch has no class for it
+            raise
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"config.json names sizes that no tensor has: {reason}.") from error
 
 
 def _fill(model: CheckpointModel, tensors: Iterable[tuple[str, Tensor]]) -> None:

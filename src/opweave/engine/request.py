@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
+from opweave.engine.errors import InvalidArgumentError
+
 _arrivals = count()
+
+
+def check_priority(priority: object) -> None:
+    """Raise InvalidArgumentError unless *priority* is an integer."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidArgumentError(
+            f"priority={priority!r} must be an integer; a lower number goes first."
+        )
 
 
 class Request:

@@ -94,8 +94,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Let *request* wait for its turn. All of it must fit in the cache, alone."""
+        insort(self._waiting, request, key=self._order)  # first: what it refuses is not kept
         self._by_id[request.request_id] = request
-        insort(self._waiting, request, key=self._order)
 
     def remove(self, request_id: str) -> Request | None:
         """Forget a request that is finished or given up, and free its blocks.

@@ -8,10 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from opweave.engine.async_client import AsyncClient
 from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.outputs import RequestOutput
+
+_ABORTED_WITHIN = 30.0  # seconds; the step that is computed comes to its end first
 
 
 class _Stream:
@@ -61,6 +64,7 @@ class StreamingClient(AsyncClient, ABC):
         self._streams: dict[str, _Stream] = {}
         self._unfinished: set[str] = set()
         self._idle = asyncio.Event()
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     @property
     def is_running(self) -> bool:
@@ -71,13 +75,16 @@ class StreamingClient(AsyncClient, ABC):
 
     async def drain(self, timeout: float) -> None:
         self._is_closed = True
+        self._enter_loop()
         try:
             async with asyncio.timeout(timeout):
                 await self._wait_until_idle()
         except TimeoutError:
             for request_id in list(self._unfinished):
                 self._give_up(request_id)
-            await self._wait_until_idle()
+            with suppress(TimeoutError):  # it hangs
+                async with asyncio.timeout(_ABORTED_WITHIN):
+                    await self._wait_until_idle()
 
     @abstractmethod
     def _give_up(self, request_id: str) -> None:
@@ -89,6 +96,7 @@ class StreamingClient(AsyncClient, ABC):
         self, request_id: str, prepare: Callable[[], Callable[[], None]]
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of a request; what *prepare* returns hands it over."""
+        self._enter_loop()
         self._check_unused(request_id)
         hand_over = prepare()
         self._open(request_id)
@@ -103,9 +111,28 @@ class StreamingClient(AsyncClient, ABC):
                     raise output.error
                 yield output
         finally:
-            del self._streams[request_id]
-            if not is_finished:
-                self._give_up(request_id)
+            if self._streams.get(request_id) is stream:  # it is not of a loop that was closed
+                del self._streams[request_id]
+                if not is_finished:
+                    self._give_up(request_id)
+
+    def _enter_loop(self) -> None:
+        """Hear in the running loop from now on.
+
+        What was asked in one that is closed now has no reader any more, and is given up.
+        """
+        before, self._loop = self._loop, asyncio.get_running_loop()
+        if before is None or before is self._loop or not before.is_closed():
+            return
+        self._forget_readers()
+        self._idle = asyncio.Event()  # which belongs to the loop where somebody waits for it
+        self._hear()
+        for request_id in list(self._unfinished):
+            self._give_up(request_id)
+
+    def _forget_readers(self) -> None:
+        """Tell those who wait nothing more: their loop is closed."""
+        self._streams.clear()
 
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._streams or request_id in self._unfinished:
@@ -114,7 +141,6 @@ class StreamingClient(AsyncClient, ABC):
             )
 
     def _open(self, request_id: str) -> None:
-        self._loop = asyncio.get_running_loop()
         self._unfinished.add(request_id)
         self._idle.clear()
         # Looked at after the request is known: who dies later tells all of them.
@@ -144,10 +170,17 @@ class StreamingClient(AsyncClient, ABC):
         if self._unfinished and self._thread.is_alive():
             await self._idle.wait()
 
+    def _hear(self) -> None:
+        """Do what the thread has said since the last time."""
+        with suppress(Empty):
+            while True:
+                self._calls.get_nowait()()
+
     # In the thread
 
     def _tell(self, call: Callable[[], None]) -> None:
-        """Let the event loop call; one that is closed has nobody in it who listens."""
-        if self._loop is not None:
+        """Let the event loop call; where it is closed, or closes meanwhile, the next one does."""
+        if self._loop is not None:  # somebody has asked
+            self._calls.put(call)
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(call)
+                self._loop.call_soon_threadsafe(self._hear)

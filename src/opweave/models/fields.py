@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TypeVar
 
 from opweave.models.errors import InvalidConfigError, UnsupportedModelError
 
 T = TypeVar("T")
+
+_COUNT = "a positive integer below 2**63"  # which is what torch counts to
+_NATURAL = "an integer from 0, below 2**63"
+_NUMBER = "a finite positive number"
+_SHOWN = 100  # characters of a value in an error
 
 
 class Fields:
@@ -19,7 +25,7 @@ class Fields:
 
     def __init__(self, values: object, name: str = "config.json") -> None:
         if not isinstance(values, Mapping):
-            raise InvalidConfigError(f"{name} must hold a JSON object, not {values!r}.")
+            raise InvalidConfigError(f"{name} must hold a JSON object, not {_shown(values)}.")
         self.values, self.name = values, name
 
     def __contains__(self, key: str) -> bool:
@@ -27,23 +33,25 @@ class Fields:
 
     def count(self, key: str, default: int | None = None) -> int:
         """Return a positive integer."""
-        value = self._value(key, default, "a positive integer")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._wrong(key, value, "a positive integer")
+        value = self._value(key, default, _COUNT)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
+            raise self._wrong(key, value, _COUNT)
         return value
 
     def natural(self, key: str, default: int | None = None) -> int:
         """Return an integer from 0."""
-        value = self._value(key, default, "an integer from 0")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(key, value, "an integer from 0")
+        value = self._value(key, default, _NATURAL)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+            raise self._wrong(key, value, _NATURAL)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number."""
-        value = self._value(key, default, "a positive number")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self._wrong(key, value, "a positive number")
+        value = self._value(key, default, _NUMBER)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self._wrong(key, value, _NUMBER)
+        if not 0 < value <= sys.float_info.max:
+            raise self._wrong(key, value, _NUMBER)
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -81,7 +89,8 @@ class Fields:
         if value not in supported:
             known = ", ".join(map(str, supported))
             raise UnsupportedModelError(
-                f"{self.name} has {key!r}: {value!r}, which is not supported. Supported: {known}."
+                f"{self.name} has {key!r}: {_shown(value)}, which is not supported. "
+                f"Supported: {known}."
             )
         return value
 
@@ -91,6 +100,13 @@ class Fields:
             raise InvalidConfigError(
                 f"{self.name} has {key!r}: {value}, which is not a multiple of {of!r}: {divisor}."
             )
+
+    def require_finite(self) -> None:
+        """Raise InvalidConfigError if a number, in a list too, is not finite or no float's."""
+        for key, value in self.values.items():
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, int | float) and not abs(number) <= sys.float_info.max:
+                    raise self._wrong(key, value, "finite")
 
     def refuse_quantized(self) -> None:
         """Raise UnsupportedModelError if the checkpoint is quantized."""
@@ -103,4 +119,9 @@ class Fields:
         return default if value is None else value
 
     def _wrong(self, key: str, value: object, kind: str) -> InvalidConfigError:
-        return InvalidConfigError(f"{self.name} has {key!r}: {value!r}; it must be {kind}.")
+        return InvalidConfigError(f"{self.name} has {key!r}: {_shown(value)}; it must be {kind}.")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -13,6 +13,7 @@ from opweave.models.fields import Fields
 
 _TRAINED = "original_max_position_embeddings"
 _STRETCHED = ("llama3", "yarn", "longrope")
+_MOST = 2**24  # positions: float32, in which their angles are computed, tells no more apart
 
 
 def rope_parameters(
@@ -47,11 +48,19 @@ def read_rope(
     kind = rope.text("rope_type", rope.text("type", "default"))
     rope.require("rope_type", kind, *supported)
     theta = rope.number("rope_theta", theta)
+    rope.require_finite()
     parameters = {**rope.values, "rope_theta": theta, "rope_type": kind}
     if kind in _STRETCHED:
         parameters.setdefault(_TRAINED, positions)
     try:
-        read_scaling(parameters, Context(positions, positions))
+        rows = read_scaling(parameters, Context(positions, positions)).rows(positions)
     except LayerArgumentError as error:
         raise InvalidConfigError(f"{rope.name}: {error}") from error
+    except ArithmeticError as error:
+        raise InvalidConfigError(f"{rope.name} makes no table: {error}.") from error
+    if rows > _MOST:
+        raise InvalidConfigError(
+            f"max_position_embeddings={positions}, with rope_type {kind!r}, asks for a table of "
+            f"{rows:.9g} positions; there can be {_MOST}. Lower it, or the factor."
+        )
     return parameters

@@ -21,6 +21,7 @@ from opweave.models.errors import WeightsError
 Merged = Mapping[str, Mapping[str, object]]
 _DEVIATION = 0.02  # of weights that are made up
 _SHOWN = 10  # names of each kind in an error
+_LONGEST = 100  # characters of a name there that comes from a file
 
 
 class Place(NamedTuple):
@@ -123,19 +124,27 @@ def fill(where: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]]) -> N
     """Load each of *tensors*, by name, to its place.
 
     Raises:
-        WeightsError: tensors are missing, unexpected or do not fit; the message lists them.
+        WeightsError: tensors are missing, given twice, unexpected or do not fit; the message lists
+            them.
     """
-    missing, unexpected, unfit = set(where), [], []
+    missing, twice, unexpected, unfit = set(where), [], [], []
     for name, tensor in tensors:
         if name not in where:
-            unexpected.append(name)
+            unexpected.append(shown_name(name))
             continue
+        if name not in missing:
+            twice.append(name)
         missing.discard(name)
         try:
             where[name].fill(tensor)
         except ValueError as error:  # what loaders raise for a shape
             unfit.append(f"{name}: {str(error).removesuffix('.')}")
-    problems = {"missing": sorted(missing), "unexpected": unexpected, "do not fit": unfit}
+    problems = {
+        "missing": sorted(missing),
+        "given twice": twice,
+        "unexpected": unexpected,
+        "do not fit": unfit,
+    }
     lines = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
     if lines:
         raise WeightsError(f"The checkpoint's tensors do not fit the model. {'; '.join(lines)}.")
@@ -144,3 +153,9 @@ def fill(where: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]]) -> N
 def _some(names: list[str]) -> str:
     hidden = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
+
+
+def shown_name(name: str) -> str:
+    """Return *name*, which a file gives, for an error: in one line, whatever it holds."""
+    text = name if name.isprintable() else repr(name)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -96,7 +96,7 @@ class DataParallelEngine(StreamingClient):
             group or RayGroup(config.parallel),
             size,
             order,
-            lambda report: self._tell(partial(self._take, report)),
+            self._pass_on,
             lambda member: self._tell(partial(self._lose, member)),
             progress,
         )
@@ -138,6 +138,7 @@ class DataParallelEngine(StreamingClient):
         return self._outputs(request_id, prepare)
 
     async def embed(self, prompt: str | Sequence[int], *, request_id: str) -> EmbeddingOutput:
+        self._enter_loop()
         self._check_unused(request_id)
         tokens = self._tokens(prompt)
         self._open(request_id)
@@ -147,7 +148,7 @@ class DataParallelEngine(StreamingClient):
             self._send(Ask(request_id, prompt, None), tokens, 1)
             return await vector
         finally:
-            del self._vectors[request_id]
+            self._vectors.pop(request_id, None)
             self._give_up(request_id)
 
     def stats(self) -> EngineStats:
@@ -210,6 +211,10 @@ class DataParallelEngine(StreamingClient):
                 vector.set_exception(error)
         super()._fail(names, error)
 
+    def _forget_readers(self) -> None:
+        super()._forget_readers()
+        self._vectors.clear()
+
     def _close(self, request_id: str) -> None:
         super()._close(request_id)
         self._so_far.pop(request_id, None)
@@ -218,6 +223,10 @@ class DataParallelEngine(StreamingClient):
             self._router.release(member.number, answers)
 
     # In the thread
+
+    def _pass_on(self, report: Report) -> None:
+        if report.answers:
+            self._tell(partial(self._take, report))
 
     def _listen(self) -> None:
         try:

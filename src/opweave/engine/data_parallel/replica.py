@@ -18,7 +18,7 @@ from opweave.config import EngineConfig
 from opweave.engine.client import EngineClient
 from opweave.engine.data_parallel.messages import Ask, Order, Refusal, Report
 from opweave.engine.data_parallel.pieces import since
-from opweave.engine.errors import EngineError
+from opweave.engine.errors import EngineDeadError, EngineError
 from opweave.engine.executor.agreement import Agreement
 from opweave.engine.loader import Progress
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput
@@ -60,6 +60,10 @@ class Replica:
 
     async def ask(self, ask: Ask) -> None:
         """Take a request."""
+        if self._engine is None:  # it was meant for the one that was in its place before
+            gone = EngineDeadError("The replica died before the request came to it. Ask again.")
+            self._refuse(ask.request_id, gone)
+            return
         work = self._answer(ask) if ask.params is not None else self._embed(ask)
         self._tasks[ask.request_id] = asyncio.create_task(work)
 
@@ -122,7 +126,7 @@ class Replica:
     # In the event loop
 
     async def _answer(self, ask: Ask) -> None:
-        assert self._engine is not None, "nothing is asked before it is loaded"
+        assert self._engine is not None, "it is loaded"
         assert ask.params is not None, "it wants no vector"
         try:
             outputs = self._engine.generate(
@@ -137,7 +141,7 @@ class Replica:
             del self._tasks[ask.request_id]
 
     async def _embed(self, ask: Ask) -> None:
-        assert self._engine is not None, "nothing is asked before it is loaded"
+        assert self._engine is not None, "it is loaded"
         try:
             vector = await self._engine.embed(ask.prompt, request_id=ask.request_id)
             self._others.append(vector)

@@ -45,6 +45,14 @@ class BlockPool:
         """Return the block of that hash, if its content is still there."""
         return self._by_hash.get(block_hash)
 
+    def forget(self, block_hash: bytes) -> None:
+        """Find the block of that hash no more; those who hold it keep it."""
+        block = self._by_hash.pop(block_hash, None)
+        if block is not None:
+            del self._hash_of[block]
+            if block in self._free:  # nothing is lost with it
+                self._free.move_to_end(block, last=False)
+
     def is_free(self, block: int) -> bool:
         """Whether nobody holds *block*."""
         return not self._holders[block]

@@ -158,6 +158,16 @@ class KVCacheManager:
                 pool.name(table[index], request.block_hashes[index])
             holding.named[group] = full
 
+    def forget(self, request: Request) -> None:
+        """Let nobody find the blocks of a request's tokens any more, whoever computed them.
+
+        Those that it found in the cache are among them: what it has read may be as wrong as what
+        it has written. Who holds such a block keeps it.
+        """
+        for pool in self._pools:
+            for block_hash in request.block_hashes:
+                pool.forget(block_hash)
+
     def free(self, request: Request) -> None:
         """Take back all blocks of a request, which may hold none."""
         holding = self._holdings.pop(request.request_id, None)
