@@ -210,6 +210,8 @@ def test_no_experts_per_token_or_none_here(provider: str) -> None:
     nowhere = torch.full((5,), -1, dtype=torch.int32)
     assert not call(x, w13[:0], w2[:0], weights, ids, act, nowhere).any()
     assert not call(x, w13[:0], w2[:0], weights, ids, act).any()
+    transposed = x.t().contiguous().t()
+    assert call(transposed, w13[:0], w2[:0], weights, ids, act, nowhere).is_contiguous()
 
 
 @each_provider
@@ -390,6 +392,8 @@ INVALID: list[tuple[tuple[Any, ...], str]] = [
     (wrong(b13=torch.zeros(5, 10)), r"w13_bias must have shape \(5, 20\)"),
     (wrong(b2=torch.zeros(5)), r"w2_bias must have shape \(5, 24\)"),
     (wrong(w2=torch.randn(5, 24, 10).double()), "w2 must have the dtype of x.*float64"),
+    (wrong(ids=torch.zeros(7, 2)), "topk_ids must be integers; found torch.float32"),
+    (wrong(ids=torch.zeros(7, 2, dtype=torch.bool)), "topk_ids must be integers"),
     (wrong(on_input=True), "one expert per token; topk_ids has 2"),
     ((*wrong(), 1.0), "'silu' has no alpha.*swigluoai"),
     ((*wrong(activation="swiglustep"), None, 2.0), "'swiglustep' has no beta.*situ"),

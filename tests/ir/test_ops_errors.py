@@ -67,6 +67,39 @@ INVALID: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("varlen_attention", (Q[0], KV[0], KV[0], CU, CU, None, True, 0), ValueError, "window=0"),
     ("varlen_attention", (Q[0], KV[0], KV[0], CU, CU, None, False, 2), ValueError, "causal=True"),
     ("varlen_attention", (Q[0], KV[0, :, :1].expand(3, 3, 8), KV[0], CU, CU), ValueError, "heads"),
+    *(
+        ("fused_add_rms_norm", (X, residual, None, 1e-6), ValueError, "x_residual must be .*2, 6")
+        for residual in (X[0], X[:1], X[None], X.double(), X[:, :5])
+    ),
+    *(
+        ("rms_norm_gated", (X, weight, None, 1e-6), ValueError, "weight has shape.*2, 6")
+        for weight in (torch.randn(1), torch.randn(2, 6), torch.randn(3, 2, 6), torch.tensor(1.0))
+    ),
+]
+
+LONG = torch.randn(2, 7, 2, 8)
+DENSE = [
+    (Q, KV, LONG[:1]),  # a kernel that trusted the number of values would read beyond the keys
+    (Q, KV, KV[:, :2]),
+    (Q, LONG, LONG),
+    (Q, KV, LONG[:, :3]),
+    (Q, KV.repeat(1, 1, 1, 2), KV),
+    (Q[0], KV[0], KV[0]),
+    (Q, KV[0], KV[0]),
+]
+PACKED = [(q[0], k[0], v[0]) for q, k, v in (DENSE[0], DENSE[1], DENSE[4])]
+FOUND = r"query, key and value must be \(.*q, query_heads, head_size\), .*; found \("
+BOUNDS = [(CU, CU[:1]), (CU, CU.float()), (CU.bool(), CU), (CU[None], CU[None]), (CU[0], CU[0])]
+INVALID += [
+    *(("causal_attention", tensors, ValueError, FOUND) for tensors in DENSE),
+    *(("bidirectional_attention", tensors, ValueError, FOUND) for tensors in DENSE),
+    *(("varlen_attention", (*tensors, CU, CU), ValueError, FOUND) for tensors in PACKED),
+    ("varlen_attention", (Q, KV, KV, CU, CU), ValueError, FOUND),
+    *(
+        ("varlen_attention", (Q[0], KV[0], KV[0], *bounds), ValueError, "cu_seqlens_q.*; found")
+        for bounds in BOUNDS
+    ),
+    ("varlen_attention", (Q[0], KV[0], KV[0], CU[:0], CU[:0]), ValueError, "cu_seqlens_q is empty"),
 ]
 
 

@@ -297,7 +297,9 @@ LOGITS = torch.zeros(3, 8)
 INVALID: list[tuple[str, tuple[Any, ...], str]] = [
     ("topk_softmax", (LOGITS, 9), "topk=9.*number of experts, 8"),
     ("topk_softmax", (LOGITS, 0), "topk=0"),
-    ("topk_sigmoid", (LOGITS[0], 1), r"\(tokens, experts\)"),
+    ("topk_sigmoid", (LOGITS[0], 1), r"\(tokens, experts\); found \(8,\)"),
+    ("topk_softmax", (LOGITS[None].expand(2, 3, 8), 1), r"found \(2, 3, 8\)"),
+    ("grouped_topk", (LOGITS[None].expand(2, 3, 8), 1, 2, 1), r"found \(2, 3, 8\)"),
     ("topk_sqrtsoftplus", (LOGITS, 2, False, torch.zeros(7)), "bias.*8 experts.*7"),
     ("grouped_topk", (LOGITS, 2, 3, 1), "num_expert_group=3 does not divide the 8"),
     ("grouped_topk", (LOGITS, 2, 0, 0), "num_expert_group=0"),

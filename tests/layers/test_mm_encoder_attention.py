@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from layers.switch import both_ways, built
@@ -143,3 +144,41 @@ def test_mistakes() -> None:
         layer(x, x[..., :16], x)
     with pytest.raises(LayerArgumentError, match=r"query has shape \(3, 32\)"):
         layer(x[0], x, x)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "cu", "match"),
+    [
+        ((2, 6), (2, 7), None, r"\(2, 4\), \(2, 6\) and \(2, 7\).*key and value have the same"),
+        ((1, 4), (1, 4), None, r"\(2, 4\), \(1, 4\) and \(1, 4\).*one batch"),
+        ((2, 6), (2, 6), [0, 2, 4], "with cu_seqlens, all three have the same"),
+        ((2, 4), (2, 4), [0, 2, 3], r"cu_seqlens=\[0, 2, 3\] must go from 0 to 4"),
+        ((2, 4), (2, 4), [0, 2, 9], "from 0 to 4"),
+        ((2, 4), (2, 4), [1, 4], "from 0 to 4"),
+        ((2, 4), (2, 4), [0, 3, 2, 4], "never down"),
+        ((2, 4), (2, 4), [], "from 0 to 4"),
+        ((2, 4), (2, 4), [0.0, 4.0], "int32 or int64.*float32"),
+        ((2, 4), (2, 4), [[0, 4]], r"\(segments \+ 1,\)"),
+    ],
+)
+def test_tokens_that_do_not_fit(
+    key: tuple[int, int], value: tuple[int, int], cu: list[Any] | None, match: str
+) -> None:
+    layer, query = MMEncoderAttention(2, 8), torch.randn(2, 4, 16)
+    keys, values = torch.randn(*key, 16), torch.randn(*value, 16)
+    starts = None
+    if cu is not None:
+        starts = torch.tensor(cu, dtype=None if cu and isinstance(cu[0], float) else torch.int32)
+    for method in (layer, layer.forward_native):
+        with pytest.raises(LayerArgumentError, match=match):
+            method(query, keys, values, starts)
+
+
+def test_segments_in_a_graph_are_not_looked_at() -> None:
+    layer, x = MMEncoderAttention(2, 8), torch.randn(2, 4, 16)
+    starts = torch.tensor([0, 1, 4], dtype=torch.int32)
+    compiled = torch.compile(layer.forward_native, fullgraph=True, backend="eager", dynamic=True)
+    close(compiled(x, x, x, starts), layer(x, x, x, starts))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in (x, x, x, starts)]
+        assert layer.forward_native(*fakes).shape == x.shape

@@ -308,6 +308,13 @@ def test_errors(case: int) -> None:
         moe(**options)
 
 
+@pytest.mark.parametrize("shape", [(5, E - 1), (5, E + 1), (4, E), (E,), (1, 5, E)])
+def test_logits_of_other_experts_or_tokens(shape: tuple[int, ...]) -> None:
+    layer = moe()
+    with pytest.raises(LayerArgumentError, match=r"router_logits must have shape \(5, 6\).*found"):
+        layer(torch.randn(5, H), torch.randn(shape))
+
+
 def test_an_intermediate_size_that_ranks_cannot_share() -> None:
     with (
         tensor_parallel(rank_of(0, 5)),
@@ -460,6 +467,9 @@ def test_weights_that_do_not_fit() -> None:
         ((w2, torch.randn(H, SIZE), "w1", 0), LayerArgumentError, "of w2_weight is none of w2"),
         ((w2, torch.randn(H, SIZE), "w2", E), LayerArgumentError, "expert_id=6.*6 experts"),
         ((nn.Parameter(w2.data), w2, "w2"), LayerArgumentError, "none of this layer's: w13_weight"),
+        ((w2, torch.tensor(1.0), "w2"), WeightLoadError, r"w2_weight of all experts.*\(\).* 3 dim"),
+        ((w13, torch.tensor(1.0), "w13", 0), WeightLoadError, r"one expert.* 2 dimensions"),
+        ((w2, torch.randn(H), "w2", 0, True), WeightLoadError, r"one expert.*\(24,\)"),
     ]
     for arguments, error, match in cases:
         with pytest.raises(error, match=match):

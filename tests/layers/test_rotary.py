@@ -384,6 +384,45 @@ def test_a_replacement_is_built_in_place_of_the_layer() -> None:
         del RotaryEmbedding.op_registry_oot["RotaryEmbedding"]
 
 
+@pytest.mark.parametrize("kind", ["plain", "mrope", "dual"])
+@pytest.mark.parametrize("change", ["bfloat16", "there and back", "meta"])
+def test_what_a_model_has_cast_or_moved_is_its_own(kind: str, change: str) -> None:
+    config = {"chunk_size": 12, "local_size": 4} if kind == "dual" else None
+    parameters = {"mrope_section": [4, 2, 2]} if kind == "mrope" else None
+
+    def make() -> nn.Module:
+        return get_rope(16, 34, True, parameters, torch.float32, config)
+
+    first = make()
+    assert make() is first
+    wanted = [table.clone() for table in first.buffers()]
+    if change == "meta":
+        nn.ModuleList([first]).to("meta")
+    else:
+        model = nn.ModuleList([first]).bfloat16()
+        if change == "there and back":
+            model.float()
+    second = make()
+    assert second is not first
+    assert make() is second
+    for table, expected in zip(second.buffers(), wanted, strict=True):
+        assert torch.equal(table, expected)
+        assert table.dtype == expected.dtype
+
+
+def test_what_multimodal_rotation_is_made_of_is_asked_for() -> None:
+    parameters = {"mrope_section": [4, 2, 2]}
+
+    def method(custom_ops: list[str]) -> str:
+        with compilation_config(CompilationConfig(custom_ops=custom_ops)):
+            layer = get_rope(16, 35, rope_parameters=parameters, dtype=torch.float32)
+        assert isinstance(layer, MRotaryEmbedding)
+        return layer.apply_rotary_emb._forward_method.__name__
+
+    assert method(["all", "-apply_rotary_emb"]) == "forward_native"
+    assert method(["all"]) != "forward_native"
+
+
 @pytest.mark.parametrize("size", [7, 0, 18])
 def test_sizes_that_cannot_be_rotated(size: int) -> None:
     with pytest.raises(LayerArgumentError, match=f"rotary_dim={size}"):

@@ -71,6 +71,11 @@ def test_selection(module: ModuleType) -> None:
     assert chosen(x.double(), None, 1e-6) == "native"
     assert chosen(x.t(), None, 1e-6) == "native"
     assert chosen(x, None, 1e-6, 4) == "native"
+    assert chosen(x.view(*[1] * 6, 2, 8), None, 1e-6) == "opweave_c"
+    assert chosen(x.view(*[1] * 7, 2, 8), None, 1e-6) == "native"
+    rank_nine = x.view(*[1] * 7, 2, 8)
+    found = ir.ops.fused_add_rms_norm.using("opweave_c")(rank_nine, rank_nine.clone(), None, 1e-6)
+    assert found[0].shape == rank_nine.shape
 
 
 def test_fake_tensors_take_the_graph_door(module: ModuleType) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from native.packed import by_sequence, layout, pack, poisoned
 from opweave import ir
+from opweave.ir.ops.recurrence import linear_recurrence
 
 SCAN, SSD, UPDATE = ir.ops.selective_scan, ir.ops.ssd_chunk_scan, ir.ops.selective_state_update
 CONV, CONV_UPDATE = ir.ops.causal_conv1d, ir.ops.causal_conv1d_update
@@ -308,6 +309,44 @@ def test_a_sequence_has_the_same_bits_in_any_batch(op: ir.IrOp, dtype: torch.dty
             y, new = alone(**{**given, **part})
             assert torch.equal(y, whole[0][rows])
             assert torch.equal(new[0], whole[1][slot])
+
+
+@each_provider
+@pytest.mark.parametrize("name", ["x", "dt", "b", "c", "z"])
+@pytest.mark.parametrize("op", [SCAN, SSD], ids=lambda op: op.name)
+def test_what_is_not_finite_stays_in_its_sequence(provider: str, op: ir.IrOp, name: str) -> None:
+    """NaN in one token, with more tokens than a block has: in a sequence, and in padding."""
+    given = dict(zip(op.schema.names, op.generate_inputs(num_tokens=60), strict=True))
+    given |= {
+        "query_start_loc": torch.tensor([0, 20, 41, 43, 56], dtype=torch.int32),
+        "slot_idx": torch.tensor([2, 0, -1, 1]),
+        "has_initial_state": torch.tensor([True, False, True, True]),
+    }
+    attend = op.using(f"{provider}!")
+    clean = attend(**given)
+    for bad, spoilt, slots in ((30, range(30, 41), [0]), (42, (), []), (58, (), [])):
+        broken = given[name].clone()
+        broken[bad] = float("nan")
+        y, state = attend(**{**given, name: broken})
+        rows, others = [*spoilt], [i for i in range(60) if i not in spoilt]
+        torch.testing.assert_close(y[others], clean[0][others])
+        kept = [slot for slot in range(len(state)) if slot not in slots]
+        torch.testing.assert_close(state[kept], clean[1][kept])
+        if name in ("x", "dt", "b"):
+            assert y[rows].isnan().all()
+            assert state[slots].isnan().all()
+
+
+def test_blocks_of_the_recurrence_hold_back_what_is_not_finite() -> None:
+    """Longer than 16 * 16 steps, so that blocks of blocks have beginnings, too."""
+    gate, value = torch.rand(600, 2), torch.randn(600, 2)
+    begins = torch.zeros(600, 1, dtype=torch.bool)
+    begins[[40, 41, 304, 560]] = True
+    gate[300, 0], value[37, 0], value[556, 0] = float("nan"), float("inf"), float("nan")
+    found, h = linear_recurrence(gate, value, begins), torch.zeros(2)
+    for t in range(600):
+        h = value[t] if begins[t] else gate[t] * h + value[t]
+        torch.testing.assert_close(found[t], h, equal_nan=True)
 
 
 @each_op

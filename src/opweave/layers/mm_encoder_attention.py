@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
+from opweave.ir.ops.readable import is_readable
 from opweave.layers.custom_op import CustomOp
 from opweave.layers.errors import LayerArgumentError
 
@@ -69,15 +70,17 @@ class MMEncoderAttention(CustomOp):
             query: ``(batch, tokens, num_heads * head_size)`` or ``(batch, tokens, num_heads,
                 head_size)``.
             key, value: the same with *num_kv_heads*; without segments, any number of tokens.
-            cu_seqlens: ``(segments + 1,)``, integer, from 0 to the number of tokens: segment ``i``
-                of every batch element is ``cu_seqlens[i]:cu_seqlens[i + 1]``. None: one segment.
+            cu_seqlens: ``(segments + 1,)``, int32 or int64, non-decreasing, from 0 to the number of
+                tokens, which is looked at in eager mode and host memory: segment ``i`` of every
+                batch element is ``cu_seqlens[i]:cu_seqlens[i + 1]``. None: one segment.
             max_seqlen: the longest segment, for kernels that want to know; none here does.
 
         Returns:
             The shape and dtype of the query, contiguous.
 
         Raises:
-            LayerArgumentError: a tensor has neither shape.
+            LayerArgumentError: a tensor has neither shape, keys and values have other numbers of
+                tokens, or the segments are not those of all tokens.
         """
         dense, packed = ir.ops.bidirectional_attention, ir.ops.varlen_attention
         return self._run(query, key, value, cu_seqlens, dense.native, packed.native)
@@ -108,6 +111,7 @@ class MMEncoderAttention(CustomOp):
         k, v = (
             self._heads(x, self.num_kv_heads, name) for x, name in ((key, "key"), (value, "value"))
         )
+        _check_tokens(q, k, v, cu_seqlens)
         if cu_seqlens is None:
             return dense(q, k, v, self.scale).reshape(query.shape)
         ends = _ends_of_all(cu_seqlens, q.shape[0], q.shape[1])
@@ -130,6 +134,32 @@ class MMEncoderAttention(CustomOp):
             f"num_heads={self.num_heads}, head_size={self.head_size}, "
             f"num_kv_heads={self.num_kv_heads}, scale={self.scale}"
         )
+
+
+def _check_tokens(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Raise LayerArgumentError unless the three are of one batch, in the same segments."""
+    found = [tuple(x.shape[:2]) for x in (query, key, value)]
+    same = found[0] if cu_seqlens is not None else (found[0][0], found[1][1])
+    if found[1] != same or found[2] != same:
+        which = "key and value" if cu_seqlens is None else "with cu_seqlens, all three"
+        raise LayerArgumentError(
+            f"mm_encoder_attn: query, key and value have (batch, tokens) {found[0]}, {found[1]} "
+            f"and {found[2]}; they must be of one batch, and {which} have the same tokens."
+        )
+    if cu_seqlens is None:
+        return
+    if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise LayerArgumentError(
+            f"mm_encoder_attn: cu_seqlens must be int32 or int64, (segments + 1,); found "
+            f"{cu_seqlens.dtype}, {tuple(cu_seqlens.shape)}."
+        )
+    if is_readable(cu_seqlens):
+        ends, tokens = cu_seqlens.tolist(), query.shape[1]
+        if ends[:1] != [0] or ends[-1] != tokens or ends != sorted(ends):
+            raise LayerArgumentError(
+                f"mm_encoder_attn: cu_seqlens={ends} must go from 0 to {tokens}, the number of "
+                "tokens, and never down."
+            )
 
 
 def _ends_of_all(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:

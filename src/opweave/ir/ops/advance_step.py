@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from opweave.ir import compat
-from opweave.ir.codegen import PLAIN_TYPES
+from opweave.ir.ops.readable import is_readable
 from opweave.ir.registry import register_op
 from opweave.ir.traits import BATCH_INVARIANT
 
@@ -64,7 +63,7 @@ def advance_step_flashattn(
         block_tables,
         block_size,
     )
-    if _is_readable(seq_lens) and _is_readable(block_tables):
+    if is_readable(seq_lens) and is_readable(block_tables):
         _check_values(seq_lens[:queries], block_tables[:queries], block_size)
     positions = seq_lens[:queries].to(torch.int64)
     columns = torch.div(positions, block_size, rounding_mode="floor")
@@ -130,18 +129,6 @@ def _check_vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], co
 def _misfit(name: str, tensor: Tensor, wanted: str) -> ValueError:
     found = f"{str(tensor.dtype).removeprefix('torch.')}, {tuple(tensor.shape)}"
     return ValueError(f"advance_step_flashattn: {name} must be {wanted}; found {found}.")
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    """Whether the values are there to be read, at no cost: eager mode, in host memory."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(tensor) in PLAIN_TYPES
-        and tensor.is_cpu
-        and compat.dispatch_mode_count() == 0
-        and compat.functorch_interpreter() is None
-        and compat.jit_tracing_state() is None
-    )
 
 
 def _check_values(seq_lens: Tensor, block_tables: Tensor, block_size: int) -> None:

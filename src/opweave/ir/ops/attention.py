@@ -5,8 +5,11 @@ soft-capping: Gemma 2, arXiv:2408.00118. Scores and probabilities are computed i
 result is cast back.
 """
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from opweave.ir.registry import register_op
 
@@ -23,7 +26,8 @@ def causal_attention(
     """Causal attention over a dense batch.
 
     The last query sits at the last key, so ``q`` queries may follow ``k - q`` cached keys. A query
-    without a key to attend to gives zeros.
+    without a key to attend to gives zeros. What is not finite stays in its batch element; in
+    native, it also reaches no query that does not see it, where a kernel may multiply it by zero.
 
     Args:
         query: ``(batch, q, query_heads, head_size)``.
@@ -38,7 +42,7 @@ def causal_attention(
         ``(batch, q, query_heads, value_size)`` in the dtype of the query, contiguous.
 
     Raises:
-        ValueError: the numbers of heads do not fit, or ``window`` is not positive.
+        ValueError: shapes do not fit, or ``window`` is not positive.
     """
     check_attention(query, key, value, True, window, "causal_attention")
     q_len, k_len = query.shape[1], key.shape[1]
@@ -66,7 +70,7 @@ def bidirectional_attention(
         ``(batch, q, query_heads, value_size)`` in the dtype of the query, contiguous.
 
     Raises:
-        ValueError: the numbers of heads do not fit.
+        ValueError: shapes do not fit.
     """
     check_attention(query, key, value, False, None, "bidirectional_attention")
     visible = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)
@@ -88,14 +92,15 @@ def varlen_attention(
     """Attention over sequences of different lengths, packed one after the other.
 
     Sequence ``i`` has queries ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and keys
-    ``cu_seqlens_k[i]:cu_seqlens_k[i + 1]``; no token sees another sequence. Tokens after the last
-    sequence, and queries without a key, give zeros.
+    ``cu_seqlens_k[i]:cu_seqlens_k[i + 1]``; no token sees another sequence. What a query does not
+    see adds nothing to its result, though it be NaN. Tokens after the last sequence, and queries
+    without a key, give zeros.
 
     Args:
         query: ``(q_tokens, query_heads, head_size)``.
         key: ``(k_tokens, kv_heads, head_size)``; ``kv_heads`` divides ``query_heads``.
         value: ``(k_tokens, kv_heads, value_size)``.
-        cu_seqlens_q, cu_seqlens_k: ``(sequences + 1,)``, integer, non-decreasing, from 0.
+        cu_seqlens_q, cu_seqlens_k: ``(sequences + 1,)``, int32 or int64, non-decreasing, from 0.
         scale: factor on the scores; by default ``head_size ** -0.5``.
         causal: a query sees no later key; the last query of a sequence sits at its last key.
         window: attend to this many positions at most, the query's own included; needs ``causal``.
@@ -105,17 +110,16 @@ def varlen_attention(
         ``(q_tokens, query_heads, value_size)`` in the dtype of the query, contiguous.
 
     Raises:
-        ValueError: the numbers of heads do not fit, ``window`` is not positive, or comes without
+        ValueError: shapes or dtypes do not fit, ``window`` is not positive, or comes without
             ``causal``.
     """
-    check_attention(query, key, value, causal, window, "varlen_attention")
+    check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, causal, window)
     q_seq, q_pos = locate(query.shape[0], cu_seqlens_q)
     k_seq, k_pos = locate(key.shape[0], cu_seqlens_k)
     # Positions count from the first key: the last query of a sequence sits at its last key.
-    num_seqs = cu_seqlens_q.shape[0] - 1
-    cached = (cu_seqlens_k.diff() - cu_seqlens_q.diff())[q_seq.clamp(max=num_seqs - 1)]
+    cached = cached_keys(cu_seqlens_k.diff(), cu_seqlens_q)[q_seq]
     visible = _visible(q_pos + cached, k_pos, causal, window)
-    visible = visible & (q_seq[:, None] == k_seq) & (k_seq < num_seqs)
+    visible = visible & (q_seq[:, None] == k_seq) & (k_seq < cu_seqlens_q.shape[0] - 1)
     return _attend(query[None], key[None], value[None], visible, scale, soft_cap)[0]
 
 
@@ -124,6 +128,11 @@ def locate(num_tokens: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     token = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     return sequence, token - cu_seqlens[sequence]
+
+
+def cached_keys(seq_lens: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    """Return how many keys each sequence has before its queries; one more is for no sequence."""
+    return functional.pad(seq_lens - cu_seqlens_q.diff(), (0, 1))
 
 
 def _visible(q_pos: Tensor, k_pos: Tensor, causal: bool, window: int | None) -> Tensor:
@@ -151,19 +160,92 @@ def _attend(
     # A finite fill keeps a row without keys finite; its probabilities are zeroed below.
     scores = scores.masked_fill(~visible, torch.finfo(dtype).min)
     probabilities = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)
-    return (probabilities @ v).transpose(1, 2).to(query.dtype).contiguous()
+    return _weighed(probabilities, v, visible).transpose(1, 2).to(query.dtype).contiguous()
+
+
+def _weighed(probabilities: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    """Return ``probabilities @ value``, to which what is not visible adds nothing."""
+    # Zero times NaN is NaN: what is not finite is not weighed, but looked for.
+    rises, falls = ~(value < math.inf), ~(value > -math.inf)  # NaN does both
+    weighed = probabilities @ value.masked_fill(rises | falls, 0.0)
+    odd = torch.cat((rises, falls), -1).to(value.dtype)
+    rises, falls = (visible.to(value.dtype) @ odd > 0).chunk(2, -1)
+    weighed = weighed.masked_fill(rises, math.inf).masked_fill(falls, -math.inf)
+    return weighed.masked_fill(rises & falls, math.nan)
 
 
 def check_attention(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None, name: str
 ) -> None:
-    """Raise ValueError if the arguments of an attention op called *name* do not fit together."""
-    q_heads, k_heads, v_heads = query.shape[-2], key.shape[-2], value.shape[-2]
-    if k_heads != v_heads or k_heads == 0 or q_heads % k_heads:
+    """Raise ValueError if the arguments of a dense attention op called *name* do not fit."""
+    _check_shapes(query, key, value, ("batch",), name)
+    check_heads(query.shape[2], key.shape[2], value.shape[2], name)
+    check_window(causal, window, name)
+
+
+def check_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    causal: bool,
+    window: int | None,
+) -> None:
+    """Raise ValueError if the arguments of ``varlen_attention`` do not fit together."""
+    name = "varlen_attention"
+    _check_shapes(query, key, value, (), name)
+    check_heads(query.shape[1], key.shape[1], value.shape[1], name)
+    check_window(causal, window, name)
+    both = cu_seqlens_q, cu_seqlens_k
+    whole = all(t.dtype in (torch.int32, torch.int64) for t in both)
+    if not whole or cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape != cu_seqlens_k.shape:
+        found = " and ".join(f"{t.dtype}, {tuple(t.shape)}" for t in both).replace("torch.", "")
         raise ValueError(
-            f"{name}: {q_heads} query heads, {k_heads} key heads and {v_heads} value heads do not "
+            f"{name}: cu_seqlens_q and cu_seqlens_k must both be int32 or int64, (sequences + 1,); "
+            f"found {found}."
+        )
+    if cu_seqlens_q.shape[0] == 0:
+        raise ValueError(f"{name}: cu_seqlens_q is empty; without sequences it is [0].")
+
+
+def _check_shapes(
+    query: Tensor, key: Tensor, value: Tensor, batch: tuple[str, ...], name: str
+) -> None:
+    """Raise ValueError unless all but the numbers of heads fits: kernels trust it to be so."""
+    count = len(batch)
+    fits = (
+        query.ndim == key.ndim == value.ndim == count + 3
+        and query.shape[:count] == key.shape[:count] == value.shape[:count]
+        and key.shape[count] == value.shape[count]
+        and query.shape[-1] == key.shape[-1]
+    )
+    if not fits:
+        of_query, of_key, of_value = (
+            f"({', '.join((*batch, *sizes))})"
+            for sizes in (
+                ("q", "query_heads", "head_size"),
+                ("k", "kv_heads", "head_size"),
+                ("k", "kv_heads", "value_size"),
+            )
+        )
+        raise ValueError(
+            f"{name}: query, key and value must be {of_query}, {of_key} and {of_value}; found "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
+        )
+
+
+def check_heads(queries: int, keys: int, values: int, name: str) -> None:
+    """Raise ValueError unless each key head serves as many query heads and has its values."""
+    if keys != values or keys == 0 or queries % keys:
+        raise ValueError(
+            f"{name}: {queries} query heads, {keys} key heads and {values} value heads do not "
             "fit; keys and values need the same number, and it must divide that of the queries."
         )
+
+
+def check_window(causal: bool, window: int | None, name: str) -> None:
+    """Raise ValueError unless the window is positive, and that of a causal mask."""
     if window is not None and window < 1:
         raise ValueError(f"{name}: window={window} is not positive.")
     if window is not None and not causal:

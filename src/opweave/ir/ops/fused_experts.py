@@ -74,7 +74,7 @@ def fused_experts(
     check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
     if len(w13) == 0:
-        return torch.zeros_like(routed.x)
+        return x.new_zeros(x.shape)
     bias = None if w13_bias is None else w13_bias.flatten()
     hidden = functional.linear(routed.x, w13.flatten(0, 1), bias)
     hidden = act(torch.unflatten(hidden, -1, tuple(w13.shape[:2])))
@@ -163,6 +163,8 @@ def check_experts(
             raise ValueError(
                 f"fused_experts: {name} must have shape {shape}; found {tuple(tensor.shape)}."
             )
+    if topk_ids.is_floating_point() or topk_ids.is_complex() or topk_ids.dtype == torch.bool:
+        raise ValueError(f"fused_experts: topk_ids must be integers; found {topk_ids.dtype}.")
     experts, hidden, size = w2.shape
     rows = 2 * size if expert_activation(activation).gated else size
     _check_shape("w13", w13, (experts, rows, hidden), f"w2 of {tuple(w2.shape)} and {activation!r}")

@@ -44,13 +44,13 @@ def rms_norm_gated(
         Shape and dtype of ``x``.
 
     Raises:
-        ValueError: ``z`` has another shape than ``x``, ``group_size`` does not divide ``hidden``,
-            or ``activation`` is not known.
+        ValueError: ``z`` has another shape than ``x``, the weight's shape is not ``(hidden,)``,
+            ``group_size`` does not divide ``hidden``, or ``activation`` is not known.
 
     Source: Mamba-2, Dao and Gu, arXiv:2405.21060; with ``norm_before_gate``, Gated DeltaNet,
     arXiv:2412.06464.
     """
-    groups = _check(x, z, group_size, activation)
+    groups = _check(x, weight, z, group_size, activation)
     dtype = torch.promote_types(x.dtype, torch.float32)
     gate = None if z is None else _ACTIVATIONS[activation](z.to(dtype))
     y = x.to(dtype)
@@ -67,11 +67,18 @@ def rms_norm_gated(
     return y.to(x.dtype)
 
 
-def _check(x: Tensor, z: Tensor | None, group_size: int | None, activation: str) -> int:
+def _check(
+    x: Tensor, weight: Tensor | None, z: Tensor | None, group_size: int | None, activation: str
+) -> int:
     """Return the number of groups."""
     if z is not None and z.shape != x.shape:
         raise ValueError(
             f"rms_norm_gated: z must have the shape of x, {tuple(x.shape)}; found {tuple(z.shape)}."
+        )
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm_gated: weight has shape {tuple(weight.shape)}; it needs one element for "
+            f"each in the last dimension of x, {tuple(x.shape)}."
         )
     if activation not in _ACTIVATIONS:
         raise ValueError(

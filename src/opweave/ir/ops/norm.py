@@ -72,7 +72,15 @@ def fused_add_rms_norm(
 
     Returns:
         The normalised sum and the sum, both with the shape and dtype of ``x``.
+
+    Raises:
+        ValueError: ``x_residual`` has another shape or dtype than ``x``; and as ``rms_norm``.
     """
+    if x_residual.shape != x.shape or x_residual.dtype != x.dtype:
+        raise ValueError(
+            f"fused_add_rms_norm: x_residual must be {x.dtype}, {tuple(x.shape)}, as x is; found "
+            f"{x_residual.dtype}, {tuple(x_residual.shape)}."
+        )
     residual = x + x_residual
     return rms_norm(residual, weight, epsilon, variance_size), residual
 

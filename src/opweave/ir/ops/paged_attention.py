@@ -7,7 +7,14 @@ cache that of :mod:`opweave.ir.ops.kv_cache`.
 import torch
 from torch import Tensor
 
-from opweave.ir.ops.attention import _attend, _visible, check_attention, locate
+from opweave.ir.ops.attention import (
+    _attend,
+    _visible,
+    cached_keys,
+    check_heads,
+    check_window,
+    locate,
+)
 from opweave.ir.ops.quant import static_quant_fp8
 from opweave.ir.registry import register_op
 
@@ -29,8 +36,9 @@ def paged_attention(
 
     Sequence ``i`` has queries ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and ``seq_lens[i]`` keys, the
     last of which belong to its queries; position ``p`` is at ``p % block_size`` of block
-    ``block_tables[i, p // block_size]``. What else is in the cache or the tables is not used.
-    Queries after the last sequence, and queries without a key, give zeros.
+    ``block_tables[i, p // block_size]``. What else is in the cache or the tables is not used, and
+    what a query does not see adds nothing to its result, though it be NaN. Queries after the last
+    sequence, and queries without a key, give zeros.
 
     Args:
         query: ``(tokens, query_heads, head_size)``.
@@ -56,15 +64,17 @@ def paged_attention(
             which also check lengths).
     """
     _check_layout(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q)
-    keys_of_heads, values_of_heads = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
-    check_attention(query, keys_of_heads, values_of_heads, causal, window, "paged_attention")
+    check_heads(query.shape[1], key_cache.shape[1], value_cache.shape[1], "paged_attention")
+    check_window(causal, window, "paged_attention")
     num_seqs, block_size = seq_lens.shape[0], key_cache.shape[2]
     k_pos = torch.arange(block_tables.shape[1] * block_size, device=query.device)
     used = k_pos < seq_lens[:, None]  # (sequences, positions)
-    tables = torch.where(used[:, ::block_size], block_tables, 0)
+    # Negative numbers would count from the end: what is out of bounds stays so.
+    blocks = torch.where(block_tables < 0, key_cache.shape[0], block_tables)
+    tables = torch.where(used[:, ::block_size], blocks, 0)
     keys, values = (_gather(cache, tables, used) for cache in (key_cache, value_cache))
     q_seq, q_pos = locate(query.shape[0], cu_seqlens_q)
-    cached = (seq_lens - cu_seqlens_q.diff())[q_seq.clamp(max=num_seqs - 1)]
+    cached = cached_keys(seq_lens, cu_seqlens_q)[q_seq]
     visible = _visible(q_pos + cached, k_pos, causal, window)  # (queries, positions)
     own = q_seq[:, None] == torch.arange(num_seqs, device=query.device)  # (queries, sequences)
     visible = (visible[:, None] & own[..., None] & used).flatten(1)

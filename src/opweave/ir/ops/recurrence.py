@@ -7,8 +7,8 @@ from torch.nn import functional
 _BLOCK = 16
 
 
-def linear_recurrence(gate: Tensor, value: Tensor) -> Tensor:
-    """Return ``h`` with ``h[t] = gate[t] * h[t - 1] + value[t]`` and ``h[-1] = 0``.
+def linear_recurrence(gate: Tensor, value: Tensor, begins: Tensor) -> Tensor:
+    """Return ``h`` with ``h[t] = gate[t] * h[t - 1] + value[t]``, or ``value[t]`` if it *begins*.
 
     Steps go through all blocks of 16 at once; then the last steps of the blocks are a recurrence of
     their own. So the number of operations is that of ``log16`` of the length, and what is traced
@@ -17,19 +17,23 @@ def linear_recurrence(gate: Tensor, value: Tensor) -> Tensor:
     Args:
         gate: ``(length, ...)``; broadcasts to the shape of *value*.
         value: ``(length, ...)``.
+        begins: bool, ``(length, ...)``; broadcasts to the shape of *value*. A gate of zero would
+            not do: zero times NaN is NaN. The first step begins whatever it says.
     """
     length = value.shape[0]
     if length == 0:
         return value
-    gate, value = (_in_blocks(t) for t in (gate, value))
-    h, through = [value[:, 0]], [gate[:, 0]]
+    gate, value, begins = (_in_blocks(t) for t in (gate, value, begins))
+    h, through, cut = [value[:, 0]], [gate[:, 0]], [begins[:, 0]]
     for i in range(1, _BLOCK):
-        h.append(gate[:, i] * h[-1] + value[:, i])
+        h.append(torch.where(begins[:, i], value[:, i], gate[:, i] * h[-1] + value[:, i]))
         through.append(gate[:, i] * through[-1])
+        cut.append(begins[:, i] | cut[-1])
     inside = torch.stack(h, 1)
     if length > _BLOCK:
-        ends = linear_recurrence(through[-1], h[-1])
-        inside = inside + torch.stack(through, 1) * one_before(ends)[:, None]
+        ends = linear_recurrence(through[-1], h[-1], cut[-1])
+        before = torch.stack(through, 1) * one_before(ends)[:, None]
+        inside = torch.where(torch.stack(cut, 1), inside, inside + before)
     return inside.flatten(0, 1)[:length]
 
 

@@ -3,9 +3,10 @@
 Every step is one exactly rounded operation per element, so the native implementations are batch
 invariant.
 
-Source: Su et al., "RoFormer", arXiv:2104.09864. The *neox* layout pairs dimension ``i`` with ``i +
-    r/2``; the
-other, *interleaved* (GPT-J), pairs ``2i`` with ``2i + 1``.
+Source: Su et al., "RoFormer", arXiv:2104.09864.
+
+The *neox* layout pairs dimension ``i`` with ``i + r/2``; the other, *interleaved* (GPT-J), pairs
+``2i`` with ``2i + 1``.
 """
 
 import math
@@ -61,7 +62,8 @@ def rotary_embedding(
         x_query: ``(*positions.shape, query_heads * head_size)`` or ``(*positions.shape,
             query_heads, head_size)``.
         x_key: the same with the number of key heads.
-        positions: integer, any shape; an index into the cache.
+        positions: integer, any shape: rows of the table, of which negative ones count from its
+            end, so that -1, if it stands for padding, is rotated by the last row.
         cos_sin_cache: ``(max_position, r)`` with ``r <= head_size``: each row holds ``r / 2``
             cosines, then ``r / 2`` sines. Cast to the dtype of the queries.
         head_size: the size of a head; its first ``r`` dimensions are rotated, the rest pass
@@ -73,6 +75,7 @@ def rotary_embedding(
 
     Raises:
         ValueError: ``r`` exceeds the head size.
+        IndexError: a position is not in the table (RuntimeError from native kernels).
     """
     angles = cos_sin_cache[positions.flatten()].to(x_query.dtype).unsqueeze(-2)
     cos, sin = angles.chunk(2, dim=-1)
@@ -102,6 +105,7 @@ def rotary_embedding_single(
 
     Raises:
         ValueError: ``r`` exceeds the head size.
+        IndexError: a position is not in the table (RuntimeError from native kernels).
     """
     angles = cos_sin_cache[positions.flatten()].to(x.dtype).unsqueeze(-2)
     cos, sin = angles.chunk(2, dim=-1)
@@ -136,6 +140,7 @@ def qk_norm_rope(
 
     Raises:
         ValueError: ``r`` exceeds the head size.
+        IndexError: a position is not in the table (RuntimeError from native kernels).
 
     Source: Henry et al., "Query-Key Normalization for Transformers", arXiv:2010.04245, with the
         norm of ``rms_norm``, as in Qwen3.

@@ -45,7 +45,8 @@ def selective_scan(
     ``dt`` is ``softplus(dt + dt_bias)`` with *dt_softplus*. A sequence begins with the state in its
     slot if it *has_initial_state*, else with zeros. Everything is in float32 (float64 stays),
     rounded once. Tokens after the last sequence, and those of a sequence with slot -1, give zeros.
-    Two sequences must not have one slot.
+    Two sequences must not have one slot. What is not finite stays in its sequence, and reaches no
+    token before it.
 
     Args:
         x: ``(tokens, channels)``, floating point.
@@ -82,11 +83,11 @@ def selective_scan(
     gate, value = (functional.pad(t, (0, 0, 0, 0, 0, 1)) for t in (gate, value))
     starts, ends = query_start_loc[:-1], query_start_loc[1:]
     some = (ends > starts)[:, None, None]
-    # Nothing passes from one sequence to the next; each begins with what it knows.
+    # Each sequence begins with what it knows, and with nothing of the one before.
     first = torch.where(some[:, 0, 0], starts, tokens).long()
     value = value.index_add(0, first, torch.where(some, gate[first] * known, 0))
     begins = functional.pad((position == 0) & (sequence < count), (0, 1), value=True)
-    h = linear_recurrence(torch.where(begins[:, None, None], 0, gate), value)
+    h = linear_recurrence(gate, value, begins[:, None, None])
     y = (h[:tokens] * by_channel(c.to(dtype), x.shape[1])).sum(-1)
     y = torch.where(is_computed(sequence, slot_idx)[:, None], finish(y, x, d, z), 0)
     last = torch.where(some, h[(ends - 1).clamp(min=0).long()], known)

@@ -47,7 +47,8 @@ def ssd_chunk_scan(
     is ``y silu(z)``. A sequence begins with the state in its slot if it *has_initial_state*, else
     with zeros. Everything is in float32 (float64 stays), rounded once. Tokens after the last
     sequence, and those of a sequence with slot -1, give zeros. Two sequences must not have one
-    slot. The chunk size changes nothing but the order of sums.
+    slot. The chunk size changes nothing but the order of sums. What is not finite stays in its
+    sequence, and reaches no token before it.
 
     Args:
         x: ``(tokens, heads, head_size)``, floating point.
@@ -87,11 +88,12 @@ def ssd_chunk_scan(
     # What enters a chunk is what left the one before it, or what its sequence begins with.
     first, some = chunks.first[:-1].long(), (query_start_loc.diff() > 0)[:, None, None, None]
     begins = torch.zeros_like(total[:, 0], dtype=torch.bool).index_fill(0, first, True)
-    gate = one_before(torch.exp(total)).masked_fill(begins[:, None], 0)[..., None, None]
-    value = torch.where(begins[:, None, None, None], 0, one_before(ends))
+    begins = begins[:, None, None, None]
+    gate = one_before(torch.exp(total))[..., None, None]
+    value = torch.where(begins, 0, one_before(ends))
     # An empty sequence has the place of the next one's first chunk, to which it adds nothing.
     value = value.index_add(0, first, torch.where(some, known, 0))
-    enter = linear_recurrence(gate, value)
+    enter = linear_recurrence(gate, value, begins)
     y = y + read_out(enter, queries, decay)
     ended = torch.exp(total)[..., None, None] * enter + ends
     last = torch.where(some, ended[(chunks.first[1:] - 1).clamp(min=0).long()], known)
@@ -142,9 +144,11 @@ def scan_chunks(
     # Masked before the exponential: what is above the diagonal could overflow.
     kept = (passed[..., :, None] - passed[..., None, :]).masked_fill(later, float("-inf")).exp()
     scores = queries.transpose(1, 2) @ keys.permute(0, 2, 3, 1)  # (chunks, groups, size, size)
-    weights = kept * scores.repeat_interleave(share, dim=1)
+    weights = kept * scores.masked_fill(later, 0).repeat_interleave(share, dim=1)
     values = inputs.transpose(1, 2)  # (chunks, heads, size, head_size)
-    y = (weights @ values).transpose(1, 2)
+    # Zero times NaN is NaN: what is not finite is not weighed, but spoils what comes after it.
+    spoilt = (inputs - inputs).detach().cumsum(1)
+    y = (weights @ values.nan_to_num(0, 0, 0)).transpose(1, 2) + spoilt
     total = passed[..., -1]
     left = torch.exp(total[..., None] - passed)[..., None] * values
     keys_of_heads = keys.transpose(1, 2).repeat_interleave(share, dim=1)

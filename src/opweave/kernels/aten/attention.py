@@ -6,12 +6,15 @@ traced, so gradients go through native.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise, starmap
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir import ops, rules
-from opweave.ir.ops.attention import check_attention
+from opweave.ir.ops.attention import check_attention, check_varlen
 
 # torch takes one dtype only; native promotes.
 _ONE_DTYPE = rules.same_dtype("query", "key", "value")
@@ -53,14 +56,23 @@ def varlen_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    check_attention(query, key, value, causal, window, "varlen_attention")
+    check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, causal, window)
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for i in range(len(starts_q) - 1):
-        q = slice(starts_q[i], starts_q[i + 1])
-        k = slice(starts_k[i], starts_k[i + 1])
+    for q, k in _segments(cu_seqlens_q, cu_seqlens_k):
         out[q] = _attend(query[None, q], key[None, k], value[None, k], scale, causal, window)[0]
+    if causal and not out.isfinite().all():
+        # torch multiplies what the mask hides by zero, which NaN survives; native does not.
+        for q, k in _segments(cu_seqlens_q, cu_seqlens_k):
+            if not out[q].isfinite().all():
+                packed = query[None, q], key[None, k], value[None, k]
+                out[q] = ops.causal_attention.native(*packed, scale, window)[0]
     return out
+
+
+def _segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield where each sequence has its queries, and where its keys."""
+    bounds = (starmap(slice, pairwise(cu.tolist())) for cu in (cu_seqlens_q, cu_seqlens_k))
+    return zip(*bounds, strict=True)
 
 
 def _attend(
@@ -76,7 +88,7 @@ def _attend(
     blind = max(q_len - k_len, 0) if causal else (q_len if k_len == 0 else 0)
     if blind == q_len:
         return query.new_zeros(*query.shape[:3], value.shape[-1])
-    mask = _mask(q_len, k_len, window, query.device) if causal else None
+    mask = _mask(q_len, k_len, scale, window, query.device) if causal else None
     out = functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -89,10 +101,14 @@ def _attend(
     return torch.cat((torch.zeros_like(out[:, :blind]), out[:, blind:]), 1) if blind else out
 
 
-def _mask(q_len: int, k_len: int, window: int | None, device: torch.device) -> Tensor | None:
+def _mask(
+    q_len: int, k_len: int, scale: float | None, window: int | None, device: torch.device
+) -> Tensor | None:
     """Return the mask, or None where torch's own top-left causal mask, or no mask, will do."""
     narrow = window is not None and window < k_len
-    if not narrow and q_len in (1, k_len):
+    # torch scales the scores that its own mask has hidden: minus infinity must stay what it is.
+    own_will_do = q_len == k_len and (scale is None or scale > 0)
+    if not narrow and (q_len == 1 or own_will_do):
         return None
     q_pos = torch.arange(k_len - q_len, k_len, device=device)[:, None]
     distance = q_pos - torch.arange(k_len, device=device)

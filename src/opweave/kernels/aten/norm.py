@@ -30,6 +30,7 @@ def rms_norm(
     "aten",
     supports_args=_SUPPORTED
     & rules.contiguous("x_residual")
+    & rules.same_shape("x", "x_residual")
     & rules.same_dtype("x", "x_residual", "weight"),
     traits={DIFFERENTIABLE},
 )

@@ -11,7 +11,9 @@ from opweave.ir import rules
 from opweave.ir.rule import Rule, TensorRule
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-INPUT = rules.cpu("x") & rules.dtype("x", *FLOATS) & rules.ndim("x", *range(1, 9))
+MAX_DIMS = 8  # of a tensor that kernels take
+HAS_DIMS = rules.ndim("x", *range(1, MAX_DIMS + 1))
+INPUT = rules.cpu("x") & rules.dtype("x", *FLOATS) & HAS_DIMS
 ROWS = INPUT & rules.unit_stride("x")
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.ir import rules
-from opweave.kernels.opweave_c.arguments import FLOATS
+from opweave.kernels.opweave_c.arguments import FLOATS, HAS_DIMS
 from opweave.kernels.opweave_c.doors import implements, native_op
 
 _empty_like = torch.empty_like  # saves the lookup on every call
@@ -35,6 +35,7 @@ _COMMON = (
     rules.is_none("variance_size")
     & rules.per_last_dim("weight", "x")
     & rules.dtype("x", *FLOATS)
+    & HAS_DIMS
     & (rules.same_dtype("x", "weight") | rules.dtype("weight", torch.float32))
     & rules.unit_stride("x", "weight")
 )

@@ -1,7 +1,7 @@
 """Rotary position embedding and writing into the paged cache by the native module, in one pass.
 
-A slot outside of the cache, or a position outside of the table, is a RuntimeError, and nothing has
-been changed.
+A slot that is not in the cache, or a position that is not in the table, is a RuntimeError, and
+nothing has been changed.
 """
 
 from __future__ import annotations

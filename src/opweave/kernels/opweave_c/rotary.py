@@ -1,6 +1,7 @@
 """Rotary position embedding by the native module, in place where that is possible.
 
-A position outside of the table is a RuntimeError, and nothing has been changed.
+A position that is not in the table is a RuntimeError, and nothing has been changed; a negative one
+counts from the table's end, as in native.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from opweave.ir import rules
 from opweave.ir.ops.rotary import qk_norm_rope as qk_norm_rope_op
 from opweave.ir.ops.rotary import rotary_embedding as rotary_embedding_op
 from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
-from opweave.kernels.opweave_c.arguments import FLOATS, in_memory_order
+from opweave.kernels.opweave_c.arguments import FLOATS, MAX_DIMS, in_memory_order
 from opweave.kernels.opweave_c.doors import implements, native_op
 
 _MAX_ROTARY_SIZE = 1024
@@ -40,7 +41,7 @@ def rotary_fits(
             fits = shape[-1] % head_size == 0
         else:
             fits = len(shape) == rank + 2 and shape[-1] == head_size
-        if not fits or shape[:rank] != tokens:
+        if not fits or len(shape) > MAX_DIMS or shape[:rank] != tokens:
             return False
         # A copy has the strides of native's result only if the order of its dimensions is that of
         # memory.
@@ -79,7 +80,10 @@ def _norm_rope_fits(
 
 
 _TENSORS = ("x_query", "x_key", "positions", "cos_sin_cache")
-_WHY = "the heads, the table and the head size do not fit, or the heads are not in memory order"
+_WHY = (
+    "the heads, the table and the head size do not fit, the heads are not in memory order, "
+    f"or there are more than {MAX_DIMS} dimensions"
+)
 _COMMON = (
     rules.dtype("x_query", *FLOATS)
     & rules.same_dtype("x_query", "x_key")

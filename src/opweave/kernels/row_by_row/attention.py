@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from opweave.ir import ops
-from opweave.ir.ops.attention import check_attention
+from opweave.ir.ops.attention import check_attention, check_varlen
 from opweave.ir.traits import BATCH_INVARIANT
 from opweave.kernels.row_by_row.opaque import opaque
 
@@ -52,7 +52,7 @@ def varlen_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    check_attention(query, key, value, causal, window, "varlen_attention")
+    check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, causal, window)
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for i in range(len(starts_q) - 1):

@@ -64,8 +64,7 @@ def _topk(op_name: str) -> None:
         routed_scaling_factor: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         rest = (topk, renormalize, bias, routed_scaling_factor)
-        weights, ids = _joined(lambda row: op.native(row, *rest), gating_output)
-        return weights, ids
+        return _routed(lambda row: op.native(row, *rest), gating_output)
 
 
 for _name in ("topk_softmax", "topk_sigmoid", "topk_sqrtsoftplus"):
@@ -86,9 +85,14 @@ def grouped_topk(
 ) -> tuple[Tensor, Tensor]:
     groups = (num_expert_group, topk_group)
     rest = (renormalize, scoring_func, routed_scaling_factor, e_score_correction_bias)
-    weights, ids = _joined(
-        lambda row: ops.grouped_topk.native(row, topk, *groups, *rest), gating_output
-    )
+    return _routed(lambda row: ops.grouped_topk.native(row, topk, *groups, *rest), gating_output)
+
+
+def _routed(
+    route: Callable[[Tensor], tuple[Tensor, Tensor]], logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Call *route* with each row of *logits*; what has no rows is wrong, which it says itself."""
+    weights, ids = _joined(route, logits) if logits.ndim == 2 else route(logits)
     return weights, ids
 
 

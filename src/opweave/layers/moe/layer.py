@@ -153,7 +153,16 @@ class FusedMoE(PluggableLayer):
         Args:
             hidden_states: ``(T, hidden_size)``, the dtype of the weights.
             router_logits: ``(T, num_experts)``.
+
+        Raises:
+            LayerArgumentError: the logits have another shape.
         """
+        wanted = (*hidden_states.shape[:-1], self.num_experts)
+        if tuple(router_logits.shape) != wanted:
+            raise LayerArgumentError(
+                f"fused_moe {self.prefix!r}: router_logits must have shape {wanted}, one for each "
+                f"token and expert; found {tuple(router_logits.shape)}."
+            )
         routed = self.quant_method.apply_monolithic(self, hidden_states, router_logits)
         return self._finished(hidden_states, routed)
 
@@ -198,6 +207,14 @@ class FusedMoE(PluggableLayer):
             LayerArgumentError: the parameter, the shard or the expert is none of this layer's.
         """
         target = self._target(param, shard_id)
+        dims = param.ndim - (expert_id is not None)
+        if loaded_weight.ndim != dims:
+            whose = "all experts" if expert_id is None else "one expert"
+            raise WeightLoadError(
+                f"{target} of {whose} is loaded with a tensor of shape "
+                f"{tuple(loaded_weight.shape)}; it takes {dims} dimensions. expert_id says whether "
+                "it is that of one expert."
+            )
         loaded = loaded_weight.mT if is_transposed and "weight" in target else loaded_weight
         local = self.placement.local_experts
         if expert_id is None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import is_
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opweave.layers.errors import LayerArgumentError
 from opweave.layers.registry import replacement
+from opweave.layers.rotary.apply_rotary_emb import ApplyRotaryEmb
 from opweave.layers.rotary.dual_chunk import DualChunkRotaryEmbedding
 from opweave.layers.rotary.mrope import MRotaryEmbedding
 from opweave.layers.rotary.parameters import Context, number, read_scaling
 from opweave.layers.rotary.rotary_embedding import RotaryEmbedding
 
 Rope = RotaryEmbedding | DualChunkRotaryEmbedding
-_made: dict[object, Rope] = {}
+# Each with the tables it was made with: a model that is cast or moved takes its own along.
+_made: dict[object, tuple[Rope, list[Tensor]]] = {}
 
 
 def get_rope(
@@ -29,6 +33,8 @@ def get_rope(
     max_model_len: int | None = None,
 ) -> Rope:
     """Return the rotary layer for these arguments; the same one for the same arguments.
+
+    A new one takes the place of one whose tables a model has cast or moved since.
 
     Args:
         head_size: the size of a head.
@@ -63,11 +69,19 @@ def get_rope(
     size = _rotary_dim(head_size, parameters)
     sizes = (head_size, size, max_position, base, is_neox_style, dtype)
     # What would be built also depends on where, on replacements, and on what is enabled.
-    surroundings = (torch.get_default_device(), replacement(cls), cls.enabled())
-    key = (cls, sizes, tuple(options.items()), surroundings)
-    if key not in _made:
-        _made[key] = cls(*sizes, **options)
-    return _made[key]
+    classes = tuple((replacement(c), c.enabled()) for c in (cls, ApplyRotaryEmb))
+    key = (cls, sizes, tuple(options.items()), torch.get_default_device(), classes)
+    rope, tables = _made.get(key, (None, []))
+    if rope is None or not _has(rope, tables):
+        rope = cls(*sizes, **options)
+        _made[key] = rope, [*rope.buffers()]
+    return rope
+
+
+def _has(rope: Rope, tables: list[Tensor]) -> bool:
+    """Whether *tables* are still those of *rope*; casting there and back has lost digits, too."""
+    own = [*rope.buffers()]
+    return len(own) == len(tables) and all(map(is_, own, tables))
 
 
 def _rotary_dim(head_size: int, parameters: Mapping[str, Any]) -> int:
