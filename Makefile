@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 MINDSPORE := .venv-mindspore
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-# What test-abi installs: the versions whose packages are small where the registry serves CPU builds.
+# What test-abi installs: the versions whose packages are small on a registry that has CPU builds.
 ABI_TORCH := 2.13.0
 CHECKPOINT := examples/models/tiny-pydoc
 # The editable install is redone when one of these changes.
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -type f)
-# Two cores of a shared machine: spinning threads cost more than they bring.
+# On few cores, threads that spin cost more than they bring.
 export OMP_NUM_THREADS ?= 1
 export NO_MKDOCS_2_WARNING := 1
 

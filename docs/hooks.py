@@ -12,7 +12,7 @@ from typing import Any
 from opweave.config.environment import VARIABLES
 from opweave.conformance import CHECKS, Subject, subjects
 from opweave.conformance.platform import CHECKS as PLATFORM_CHECKS
-from opweave.ir import TRAITS
+from opweave.ir import TRAITS, ops
 from opweave.platforms import Capabilities, Platform
 from opweave.platforms.contract import members
 
@@ -24,6 +24,18 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         if marker in markdown:
             markdown = markdown.replace(marker, fill())
     return markdown
+
+
+def _ops() -> str:
+    """Return an entry for each file of ops: its docstring, and its ops."""
+    files: dict[str, list[str]] = {}
+    for name in sorted(ops.__all__):
+        files.setdefault(getattr(ops, name).native.__module__, []).append(name)
+    entries = [
+        f"::: {file}\n    options: {{members: [{', '.join(names)}]}}"
+        for file, names in sorted(files.items())
+    ]
+    return "\n".join(entries)
 
 
 def _environment() -> str:
@@ -118,11 +130,13 @@ def _meaning(owner: type, name: str) -> str:
             rf"^ +{name}: (.*?)(?=^ +\w+: |^\S|\Z)", inspect.getdoc(owner) or "", re.M | re.S
         )
         text = found[1] if found else ""
-    return " ".join(text.replace("``", "`").split())
+    return " ".join(_ROLE.sub(r"`\1`", text).replace("``", "`").split())
 
 
+_ROLE = re.compile(r":\w+:`~?([^`]+)`")
 _CERTIFICATE = Path(__file__).parent / "reference" / "certificate.json"
 _PARTS = {
+    "ops": _ops,
     "environment": _environment,
     "traits": _traits,
     "platform": _platform,

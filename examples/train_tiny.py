@@ -442,6 +442,8 @@ the residual stream, gradient norm clipped at {GRADIENT_NORM:g}.
 
 ## What it writes
 
+Computed in float32, as with `--dtype float32`:
+
 {shown}
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -274,6 +275,25 @@ def test_results_name_the_command(tmp_path: Path) -> None:
 def test_the_picture_of_nothing_is_a_picture() -> None:
     machine = {"processor": "P", "torch": "2", "threads": [1]}
     assert plot.draw([], machine).endswith("</svg>\n")
+
+
+def test_the_picture_says_what_is_outside_of_its_scale_and_where_each_bar_is() -> None:
+    fine = [row(), row(outputs="reused", limit_share=0.9, least_share=0.8)]
+    quick = [row(name="kernel.y", eager=2000.0), row(name="kernel.y", outputs="reused")]
+    decode = [
+        row(name="kernel.z"),
+        row(name="kernel.z", outputs="reused", limit_share=0.7, least_share=0.6),
+    ]
+    cells = summary.cells_of_rows([*fine, *quick, *decode])
+    picture = plot.draw(cells, {"processor": "P", "torch": "2", "threads": [1]})
+    legend, drawn = picture.split("share of the stream")
+    for said in ("median of the kernel", "outside of the scale", "the bar", "below the bar"):
+        assert f">{said}</text>" in legend
+    triangles = re.findall(r"<polygon [^>]*><title>(.*?)</title>", picture)
+    assert [title.split(":")[0] for title in triangles] == ["y"]
+    bars = re.findall(rf'<line x1="([\d.]+)".* stroke="{plot._BAD}"', drawn)
+    assert len(set(bars)) == 2  # of a prompt and of decoding; a kernel without one has none
+    assert len(bars) == 2
 
 
 def test_dispatch_keeps_its_options_and_output() -> None:

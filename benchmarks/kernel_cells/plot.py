@@ -1,4 +1,7 @@
-"""Draws what was found: a row for each kernel, a dot for each cell, as SVG."""
+"""Draws what was found: a row for each kernel, a dot for each cell, as SVG.
+
+A dot that would lie outside of its scale is a triangle at the edge, and points there.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 
 from kernel_cells.summary import Cell
 
-_ROW, _TOP, _LEFT, _WIDTH, _GAP = 22, 96, 356, 250, 34
+_ROW, _TOP, _LEFT, _WIDTH, _GAP = 22, 116, 356, 250, 34
 _COLOURS = ("#9ecae1", "#4292c6", "#08519c", "#041f3f")
 _BAD = "#d62728"
 _FONT = 'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12"'
@@ -20,13 +23,21 @@ _FONT = 'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12"'
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One scale: what of a cell is drawn on it, and where the bar is."""
+    """One scale: what of a cell is drawn on it, and where the cell's bar is, if it has one."""
 
     title: str
     value: Callable[[Cell], float | None]
+    bar: Callable[[Cell], float | None]
     ticks: Sequence[float]
-    bar: float
     is_log: bool = True
+
+    def is_below(self, cell: Cell, value: float) -> bool:
+        bar = self.bar(cell)
+        return bar is not None and value < bar
+
+    def side(self, value: float) -> int:
+        """Return on which side *value* is outside of the scale: -1, 1, or 0 if it is inside."""
+        return (value > self.ticks[-1]) - (value < self.ticks[0])
 
     def at(self, value: float) -> float:
         """Return how far to the right *value* is, from 0 to the panel's width."""
@@ -40,10 +51,12 @@ class Panel:
         return f"{value:g}x" if self.is_log else f"{value:.0%}"
 
 
+_TIMES = (0.5, 1, 2, 5, 10, 20, 50, 100)
+_SHARES = (0, 0.4, 0.6, 0.8, 1.2, 1.6)
 PANELS = (
-    Panel("time of eager / ours", lambda c: c.over("eager"), (0.5, 1, 2, 5, 10, 20, 50, 100), 1),
-    Panel("time of Inductor / ours", lambda c: c.over("inductor"), (0.5, 1, 2, 5, 10, 20), 1),
-    Panel("share of the stream", lambda c: c.share, (0, 0.4, 0.8, 1.2, 1.6), 0.8, is_log=False),
+    Panel("time of eager / ours", lambda c: c.over("eager"), lambda c: 1, _TIMES),
+    Panel("time of Inductor / ours", lambda c: c.over("inductor"), lambda c: 1, _TIMES),
+    Panel("share of the stream", lambda c: c.share, lambda c: c.least_share, _SHARES, is_log=False),
 )
 
 
@@ -66,7 +79,8 @@ def draw(cells: Sequence[Cell], machine: dict[str, Any]) -> str:
     ]
     for i, panel in enumerate(PANELS):
         left = _LEFT + i * (_WIDTH + _GAP)
-        parts += [*_frame(panel, left, len(rows)), *_dots(panel, left, rows, colours)]
+        parts += [*_frame(panel, left, len(rows)), *_bars(panel, left, rows)]
+        parts += _dots(panel, left, rows, colours)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -82,6 +96,15 @@ def _legend(colours: dict[int, str]) -> Iterator[str]:
         yield f'<circle cx="{x + 5}" cy="64" r="5" fill="{colour}"/>'
         yield _text(x + 14, 68, label)
         x += 30 + 7 * len(label)
+    yield f'<rect x="{x + 4}" y="56" width="2" height="16" fill="black"/>'
+    yield _text(x + 14, 68, "median of the kernel")
+    x += 160
+    yield _triangle(x + 5, 64, 1, f'fill="{_COLOURS[1]}"')
+    yield _text(x + 14, 68, "outside of the scale")
+    x += 145
+    yield f'<line x1="{x + 5}" x2="{x + 5}" y1="56" y2="72" stroke="{_BAD}" stroke-width="1.5"/>'
+    yield _text(x + 14, 68, "the bar", colour=_BAD)
+    x += 70
     yield f'<circle cx="{x + 5}" cy="64" r="4.5" fill="none" stroke="{_BAD}" stroke-width="1.5"/>'
     yield _text(x + 14, 68, "below the bar", colour=_BAD)
 
@@ -98,11 +121,21 @@ def _frame(panel: Panel, left: float, rows: int) -> Iterator[str]:
     bottom = _TOP + rows * _ROW
     yield _text(left, _TOP - 26, panel.title, weight="bold")
     for tick in panel.ticks:
-        x, is_bar = left + panel.at(tick), tick == panel.bar
-        stroke = f'stroke="{_BAD if is_bar else "#ccc"}" stroke-width="{1.5 if is_bar else 0.7}"'
+        x = left + panel.at(tick)
+        stroke = 'stroke="#ccc" stroke-width="0.7"'
         yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}" {stroke}/>'
         for y in (_TOP - 6, bottom + 16):
             yield _text(x, y, panel.label(tick), anchor="middle", size=10, colour="#555")
+
+
+def _bars(panel: Panel, left: float, rows: Sequence[tuple[str, Sequence[Cell]]]) -> Iterator[str]:
+    """Draw the bars of each kernel: those of decoding are not those of a prompt."""
+    for i, (_, cells) in enumerate(rows):
+        drawn = [cell for cell in cells if panel.value(cell) is not None]
+        for bar in sorted({bar for cell in drawn if (bar := panel.bar(cell)) is not None}):
+            x, y = left + panel.at(bar), _TOP + i * _ROW
+            ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + _ROW}"'
+            yield f'<line {ends} stroke="{_BAD}" stroke-width="1.5"/>'
 
 
 def _dots(
@@ -112,17 +145,28 @@ def _dots(
         y = _TOP + i * _ROW + _ROW / 2
         found = [(cell, value) for cell in cells if (value := panel.value(cell)) is not None]
         for cell, value in found:
-            least = panel.bar if panel.is_log else cell.rows[-1].get("least_share", 0)
-            ring = f'stroke="{_BAD}" stroke-width="1.3"' if value < least else ""
-            yield (
-                f'<circle cx="{left + panel.at(value):.1f}" cy="{y}" r="3.6" '
-                f'fill="{colours[cell["tokens"]]}" fill-opacity="0.75" {ring}>'
-                f"<title>{escape(cell.kernel)}: {escape(cell.case)}, {cell['threads']} thread(s): "
-                f"{value:.2f}</title></circle>"
+            x, side = left + panel.at(value), panel.side(value)
+            look = f'fill="{colours[cell["tokens"]]}" fill-opacity="0.75"'
+            if panel.is_below(cell, value):
+                look += f' stroke="{_BAD}" stroke-width="1.3"'
+            title = (
+                f"{escape(cell.kernel)}: {escape(cell.case)}, {cell['threads']} thread(s): "
+                f"{value:.2f}"
             )
+            yield _triangle(x, y, side, look, title) if side else _dot(x, y, look, title)
         if found:
             x = left + panel.at(median(value for _, value in found))
             yield f'<rect x="{x - 1:.1f}" y="{y - 8}" width="2" height="16" fill="black"/>'
+
+
+def _dot(x: float, y: float, look: str, title: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y}" r="3.6" {look}><title>{title}</title></circle>'
+
+
+def _triangle(x: float, y: float, side: int, look: str, title: str = "") -> str:
+    points = f"{x - 4 * side:.1f},{y - 4.5} {x + 5 * side:.1f},{y} {x - 4 * side:.1f},{y + 4.5}"
+    named = title and f"<title>{title}</title>"
+    return f'<polygon points="{points}" {look}>{named}</polygon>'
 
 
 def _text(

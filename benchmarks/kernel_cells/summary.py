@@ -45,6 +45,12 @@ class Cell:
         return self.rows[-1].get("limit_share")
 
     @property
+    def least_share(self) -> float | None:
+        """The share of the stream's bandwidth that the cell should reach, if it should any."""
+        least: float | None = self.rows[-1].get("least_share")
+        return least or None
+
+    @property
     def shortfalls(self) -> list[str]:
         """What is below the bar."""
         found = []
@@ -52,7 +58,7 @@ class Cell:
             ratio = self.over(baseline)
             if ratio is not None and ratio < 1:
                 found.append(f"{ratio:.2f} x {label}")
-        least = self.rows[-1].get("least_share")
+        least = self.least_share
         if least is not None and self.share is not None and self.share < least:
             found.append(f"{self.share:.0%} of the stream, not {least:.0%}")
         return found

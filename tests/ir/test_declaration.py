@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
+import pydoc
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
@@ -103,6 +106,22 @@ def test_repr_and_str_tell_what_and_where(op: ir.IrOp) -> None:
     assert "scaled" in repr(impl)
     assert "alpha" in repr(impl)
     assert __file__ in repr(impl)
+
+
+def test_the_docstring_is_the_native_functions(registry: ir.Registry) -> None:
+    op = ir.register_op(scaled, activations=["x"], allow_inplace=True)
+    for way in (op, op.maybe_inplace, op.using("native"), op.using("native").maybe_inplace):
+        assert way.__doc__ == scaled.__doc__
+        assert "Multiply *x* by *factor*." in pydoc.render_doc(way)
+        assert copy.copy(way).__doc__ == scaled.__doc__
+        assert pickle.loads(pickle.dumps(way)).__doc__ == scaled.__doc__
+    op(torch.ones(2))
+    assert list(inspect.signature(op).parameters) == ["x", "factor"]
+    assert (ir.IrOp.__doc__ or "").startswith("A functional operation")
+
+
+def test_every_op_that_opweave_brings_has_a_docstring() -> None:
+    assert [name for name in ir.ops.__all__ if not getattr(ir.ops, name).__doc__] == []
 
 
 def test_the_site_is_the_line_of_the_declaration(op: ir.IrOp) -> None:

@@ -28,6 +28,9 @@ def backend(
 ) -> Callable[..., Any]:
     """Compile a graph that Dynamo traced; the backend ``"opweave"`` of ``torch.compile``.
 
+    What it raises reaches the user of ``torch.compile`` as ``BackendCompilerFailed``, with the name
+    and the text of the error in its message.
+
     Args:
         options: see :class:`CompileOptions`; what is not there goes to Inductor.
         mode: as for ``torch.compile``.

@@ -43,6 +43,10 @@ class CompiledGraph:
         example_inputs: what Dynamo gave: fake or real tensors, symbolic or real numbers.
         options: of the backend.
         compile: Inductor.
+
+    Attributes:
+        options: as given.
+        log: the reports of the graphs that were compiled.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Passes that plugins bring. They run in the transform stage: ops are whole, and fused already.
+"""Passes that plugins bring. They run in the joint stage, just before ops are lowered.
+
+Ops are whole there, and fused already.
 
 A pass is a function ``(graph, context) -> None`` that changes an FX graph; what it puts into
 ``context.notes`` is in the report. It sees graphs with at least one op of the IR, functional, with

@@ -11,7 +11,13 @@ from typing import Any, Self
 
 @dataclass
 class Refusal:
-    """A provider that was passed over, and why."""
+    """A provider that was passed over.
+
+    Attributes:
+        provider: its name.
+        reason: why.
+        origin: who put it into the priority list.
+    """
 
     provider: str
     reason: str
@@ -65,17 +71,34 @@ class NodeReport:
 
 @dataclass
 class FusionReport:
-    """One place where a composite was found, or nearly."""
+    """One place where a composite was found, or nearly.
+
+    Attributes:
+        composite: the op.
+        node: where it is in the graph.
+        outcome: ``fused`` or ``rejected``.
+        reason: why it was not formed.
+    """
 
     composite: str
     node: str
-    outcome: str  # "fused" or "rejected"
+    outcome: str
     reason: str
 
 
 @dataclass
 class PassReport:
-    """One run of one pass; the graphs are runnable Python, empty if nothing changed."""
+    """One run of one pass.
+
+    Attributes:
+        name: of the pass.
+        stage: in which it ran.
+        seconds: how long it took.
+        before: the graph before it, as Python that runs; empty if nothing changed.
+        after: the graph after it, likewise.
+        notes: what it said.
+        owner: the plugin that brings it; empty if none does.
+    """
 
     name: str
     stage: str
@@ -92,6 +115,7 @@ class PassReport:
 
     @property
     def changed(self) -> bool:
+        """Whether it changed the graph."""
         return self.before != self.after
 
 
@@ -103,6 +127,12 @@ class Report:
         key: what the report is filed under, next to the compiled artifact.
         from_cache: the artifact was compiled earlier, and so was this report.
         complete: the passes have run, or their report was found.
+        seconds: how long the passes took.
+        traces: how many implementations were made into graphs.
+        nodes: each call of an op.
+        fusions: each place where a composite was found, or nearly.
+        passes: each run of a pass, in order.
+        collectives: how many the graph has, by name.
     """
 
     key: str = ""
@@ -162,6 +192,7 @@ class Report:
         return {**asdict(self), "selected_impls": self.selected_impls}
 
     def to_json(self) -> str:
+        """Return the same as JSON, for :meth:`from_json`."""
         return json.dumps(self.to_dict())
 
     @classmethod

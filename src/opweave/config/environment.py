@@ -83,8 +83,8 @@ VARIABLES = (
         COMPILATION_PREFIX + "<KEY>",
         "string",
         "",
-        "A key of `CompilationConfig`: `BACKEND`, `MODE` or `CUSTOM_OPS`. "
-        "`OPWEAVE_COMPILATION_CONFIG__CUSTOM_OPS=none,+rms_norm`.",
+        "A key of `CompilationConfig`: `BACKEND`, `MODE`, `CUSTOM_OPS` or, as a JSON object, "
+        "`OPTIONS`. `OPWEAVE_COMPILATION_CONFIG__CUSTOM_OPS=none,+rms_norm`.",
     ),
     Variable(
         "OPWEAVE_CONFIG",

@@ -3,6 +3,7 @@
 ::
 
     batch_invariant = false
+    check_donation = false  # as OPWEAVE_CHECK_DONATION
 
     [ir_op_priority]
     rms_norm = ["triton", "opweave_c"]

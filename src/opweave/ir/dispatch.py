@@ -69,6 +69,7 @@ class Path:
         self._by_policy: dict[tuple[object, ...], Function] = {}
         if callee is not None:
             callee.traced = self.torch_op
+            type(callee).__doc__ = op.native.__doc__  # of the class: help() asks that
         self._install(None)
 
     @property

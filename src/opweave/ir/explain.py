@@ -25,9 +25,14 @@ if TYPE_CHECKING:
 
 
 class Verdict(NamedTuple):
-    """What became of one provider: ``chosen``, ``rejected``, ``not reached`` or ``not listed``.
+    """What became of one provider.
 
-    ``plugin`` brings it: name, distribution and version; empty if no plugin does.
+    Attributes:
+        provider: its name.
+        outcome: ``chosen``, ``rejected``, ``not reached`` or ``not listed``.
+        reason: why.
+        origin: who put it into the priority list.
+        plugin: what brings it: name, distribution and version; empty if no plugin does.
     """
 
     provider: str
@@ -38,7 +43,15 @@ class Verdict(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """The answer of :func:`explain`; ``print`` it, or read it with :meth:`to_dict`."""
+    """The answer of :func:`explain`; ``print`` it, or read it with :meth:`to_dict`.
+
+    Attributes:
+        op: the op's name.
+        call: the arguments: dtypes, shapes, values.
+        chosen: the provider that runs.
+        verdicts: what became of each provider, in order of priority; those not listed are last.
+        required: the traits that an implementation must have, and who requires each.
+    """
 
     op: str
     call: str

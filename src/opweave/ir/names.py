@@ -11,6 +11,7 @@ from opweave.ir.priority import NATIVE
 
 ANNOTATED_SUFFIX = "_annotated"  # of the torch op that carries what a call site says
 RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
+"""What no provider can be called."""
 
 _NAME = re.compile(r"[a-z_][a-z0-9_]*")
 _FORM = "use lower-case letters, digits and underscores, not starting with a digit"

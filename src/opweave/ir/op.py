@@ -155,7 +155,6 @@ class IrOp(Callee):
                 f"{self.name}: an in-place implementation needs an op declared with "
                 f"allow_inplace=True; {self.name} ({self.site}) is not."
             )
-
         if not isinstance(supported, bool):
             raise InvalidOpError(f"{self.name}: supported={supported!r} is neither True nor False.")
 
@@ -337,6 +336,7 @@ class IrOp(Callee):
 
     @property
     def has_input_generator(self) -> bool:
+        """Whether a function that makes arguments is registered."""
         return self._input_generator is not None
 
     @property

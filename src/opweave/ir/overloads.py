@@ -18,6 +18,10 @@ class IrOpInplaceOverload(Callee):
     """``op.maybe_inplace``: the op, given its activations to keep; a kernel may reuse their memory.
 
     Reading an activation after the call is undefined behaviour.
+
+    Attributes:
+        op: the op.
+        path: the way to call it.
     """
 
     def __init__(self, op: IrOp, entries: Entries = ()) -> None:
@@ -33,9 +37,16 @@ class IrOpInplaceOverload(Callee):
 
 
 class CallSite(Callee):
-    """``op.using(...)``: the op with the priority of one call site in front."""
+    """``op.using(...)``: the op with the priority of one call site in front.
 
-    maybe_inplace: IrOpInplaceOverload  # where the op has it
+    Attributes:
+        op: the op.
+        entries: the priority.
+        paths: the ways to call it, donating and not.
+        maybe_inplace: the same, given its activations to keep; where the op has it.
+    """
+
+    maybe_inplace: IrOpInplaceOverload
 
     def __init__(self, op: IrOp, entries: Entries) -> None:
         self.op, self.entries = op, entries

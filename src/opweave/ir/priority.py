@@ -21,13 +21,21 @@ class Source(enum.IntEnum):
     """Where a priority list comes from; a smaller value is stronger."""
 
     CALL_SITE = 0
+    """``op.using(...)``."""
     SCOPE = 1
+    """A ``with`` block of ``ir.priority`` or ``op.set_priority``."""
     COMMAND_LINE = 2
+    """``--ir-op-priority.<op>``."""
     ENVIRONMENT = 3
+    """``OPWEAVE_IR_OP_PRIORITY__<OP>``."""
     CONFIG_FILE = 4
+    """``[ir_op_priority]``."""
     SET_DEFAULT = 5
+    """``op.set_default``."""
     PLATFORM = 6
+    """What the platform prefers."""
     NATIVE = 7
+    """The definition, which is always last."""
 
 
 class Entry(NamedTuple):

@@ -38,6 +38,13 @@ class Registry:
     Args:
         namespace: the namespace of its torch ops (``torch.ops.<namespace>``). Two registries must
             not share one.
+
+    Attributes:
+        namespace: as given.
+        library: torch's library of that namespace.
+        settings: the priorities and requirements that hold in it.
+        lock: held while it changes.
+        version: counts changes of registrations and settings.
     """
 
     def __init__(self, namespace: str) -> None:
@@ -50,7 +57,7 @@ class Registry:
         self._hook: Callable[[Registry], None] | None = None
         self._load_plugins: Callable[[], None] = lambda: None
         self._ready, self._preparing = True, False
-        self.version = 0  # counts changes of registrations and settings
+        self.version = 0
 
     def __repr__(self) -> str:
         return f"<Registry {self.namespace!r} of {len(self._ops)} ops>"

@@ -51,7 +51,13 @@ class Candidate(NamedTuple):
 
 
 class Rejection(NamedTuple):
-    """An implementation that was passed over, and why."""
+    """An implementation that was passed over.
+
+    Attributes:
+        provider: whose it is.
+        reason: why.
+        origin: who put the provider into the priority list.
+    """
 
     provider: str
     reason: str
@@ -77,6 +83,7 @@ class Selection(NamedTuple):
 
     @property
     def provider(self) -> str:
+        """Whose implementation was chosen."""
         return self.impl.provider
 
 

@@ -8,7 +8,12 @@ import torch
 
 
 class Tolerance(NamedTuple):
-    """Absolute and relative tolerance, as in :func:`torch.testing.assert_close`."""
+    """Absolute and relative tolerance, as in :func:`torch.testing.assert_close`.
+
+    Attributes:
+        atol: the absolute one.
+        rtol: the relative one.
+    """
 
     atol: float
     rtol: float

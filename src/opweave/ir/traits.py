@@ -20,6 +20,7 @@ TRAITS: dict[str, str] = {
     ALIAS_SAFE: "donated activations may overlap each other, themselves and other arguments",
     DIFFERENTIABLE: "autograd through the implementation gives the op's gradient",
 }
+"""What each trait promises."""
 
 
 def check_traits(names: Iterable[str]) -> frozenset[str]:

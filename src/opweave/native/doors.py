@@ -69,6 +69,7 @@ def import_module(name: str) -> NativeModule:
     Raises:
         NativeImportError: it is not built, does not load, is no native module, or torch does not
             take its ops.
+        ModuleNotFoundError: there is no such package, or a module that it imports is missing.
     """
     if not all(part.isidentifier() for part in name.split(".")):
         raise NativeImportError(f"{name!r} is not the name of a module, such as demo._C_ops.")

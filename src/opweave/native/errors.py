@@ -8,8 +8,9 @@ from opweave.ir.errors import OpweaveError
 class NativeBuildError(OpweaveError, RuntimeError):
     """A native module cannot be built.
 
-    ``summary`` says in one line what is wrong and how to mend it; ``log`` is what the compiler
-    said, if it was asked.
+    Attributes:
+        summary: says in one line what is wrong and how to mend it.
+        log: what the compiler said, if it was asked.
     """
 
     def __init__(self, summary: str, log: str = "") -> None:

@@ -18,10 +18,15 @@ NAMESPACE = "opweave_c"
 class NativeStatus:
     """What the native module offers in this process.
 
-    ``isa`` is the instruction set in use and ``isa_levels`` are those that this CPU can run, best
-    first. ``fast_door`` says whether ``_C_ops.<op>`` may be called directly, ``torch_ops`` whether
-    ``torch.ops.opweave_c`` has the ops. The module counts as available if it has a usable
-    instruction set and torch ops, without which no graph could hold its kernels.
+    Attributes:
+        available: whether it has a usable instruction set and torch ops, without which no graph
+            could hold its kernels.
+        reason_missing: why it is not available, or None.
+        isa: the instruction set in use.
+        isa_levels: those that this CPU can run, best first.
+        fast_door: whether ``_C_ops.<op>`` may be called directly.
+        torch_ops: whether ``torch.ops.opweave_c`` has the ops.
+        path: the module's file.
     """
 
     available: bool

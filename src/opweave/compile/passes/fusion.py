@@ -71,13 +71,21 @@ def derivation(op: IrOp) -> Derivation:
 
 
 class FusionForm(NamedTuple):
-    """One form in which a composite is looked for."""
+    """One form in which a composite is looked for.
+
+    Attributes:
+        composite: the op.
+        variant: what distinguishes this form from the composite's others.
+        ops: those that it is made of, in order.
+        kernels: the providers that could run it here.
+        failure: why no pattern could be derived, else empty.
+    """
 
     composite: str
     variant: str
     ops: tuple[str, ...]
-    kernels: tuple[str, ...]  # the providers that could run it here
-    failure: str  # why no pattern could be derived, else empty
+    kernels: tuple[str, ...]
+    failure: str
 
 
 def fusion_table(registry: Registry | None = None) -> list[FusionForm]:
