@@ -17,6 +17,8 @@ import pytest
 from opweave import ir
 from opweave.cli import main
 from opweave.cli.app import COMMANDS
+from opweave.kernels import PROVIDERS
+from opweave.plugins.claim import BUILTIN_PLATFORMS
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = ROOT / "examples" / "models" / "tiny-pydoc"
@@ -280,3 +282,50 @@ def test_a_reader_that_has_gone_is_no_problem(arguments: tuple[str, ...]) -> Non
     )  # fmt: skip
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("arguments", [("ops",), ("ops", "--json"), ("--help",)])
+def test_output_that_cannot_be_written(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from opweave.cli import main; main()", *arguments],
+            check=False, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, timeout=120,
+        )  # fmt: skip
+    message = b"opweave: Cannot write the output: No space left on device.\n"
+    assert (done.returncode, done.stderr) == (2, message)
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (OSError("libnosuch.so: cannot open"), "libnosuch.so: cannot open"),
+        (PermissionError(13, "Permission denied", "/secret"), "Permission denied: '/secret'"),
+        (OSError(), "OSError"),
+    ],
+)
+def test_other_errors_of_the_system_say_what_they_are(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: OSError, shown: str
+) -> None:
+    def fails(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("opweave.ir.registry.Registry.ensure_ready", fails)
+    done = run("ops")
+    assert_one_line_error(done, shown)
+    assert "Cannot write" not in done.stderr
+
+
+@pytest.mark.parametrize("width", ["0", "1", "2", "19", "x", "\N{SUPERSCRIPT TWO}"])
+def test_a_width_too_small_for_any_table_is_left_out(width: str) -> None:
+    assert run_anew("verify", "--help", COLUMNS=width) == run_anew("verify", "--help", COLUMNS="")
+
+
+def test_a_new_package_cannot_have_a_name_that_is_taken(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("native", "unfused", "triton", *BUILTIN_PLATFORMS, *PROVIDERS):
+        for group in ("native", "plugins"):
+            assert_one_line_error(run(group, "new", name), f"The name {name!r} is taken")
+    assert not list(tmp_path.iterdir())

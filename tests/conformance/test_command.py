@@ -12,8 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from opweave import ir
 from opweave.cli import main
+from opweave.ir.testing import restored
 
 from .zoo import ZOO
 
@@ -71,6 +75,8 @@ def test_a_wrong_implementation_is_red(run: Run) -> None:
         (("--check", "value"), "Did you mean 'values'"),
         (("--platform", "gpu"), "unknown platform 'gpu'"),
         (("--import", "no_such_module"), "--import 'no_such_module' failed"),
+        (("--import", ""), "--import '' is not the name of a module"),
+        (("--import", "./x.py"), "--import './x.py' is not the name of a module"),
         (("--certificate", "no/such/folder/file.json"), "no directory"),
         (("--json", "--certificate", "-"), "standard output"),
         (("--seed", "many"), "seed"),
@@ -97,6 +103,72 @@ def silu_and_mul(x):
 def mul_and_silu(x):
     return silu_and_mul(x)
 """
+
+
+def test_modules_in_the_working_directory_are_found(tmp_path: Path) -> None:
+    # The installed command, beside which Python does not look for modules.
+    (tmp_path / "lies_here.py").write_text(KERNELS, encoding="utf-8")
+    command = [str(Path(sys.executable).parent / "opweave"), "verify", "--op", "mul_and_silu"]
+    done = subprocess.run(
+        [*command, "--provider", "mine", "--import", "lies_here", "--check", "values"],
+        check=False, capture_output=True, text=True, cwd=tmp_path, timeout=120,
+    )  # fmt: skip
+    assert "mul_and_silu  mine      failed" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("option", ["--import", "--provider"])
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("x = (", "SyntaxError: '(' was never closed (fails_{}.py, line 1)"),
+        ("\nraise RuntimeError('no\\nway')", "RuntimeError: no way at"),
+        ("import sys\nsys.exit(0)", "SystemExit: 0 at"),
+        ("\nopen('/no/such/file')", "No such file or directory: '/no/such/file' at"),
+        ("\nimport ctypes; ctypes.CDLL('libnosuch.so')", "OSError: libnosuch.so"),
+        ("\nimport no_such_module", "No module named 'no_such_module' at"),
+    ],
+)
+def test_modules_that_fail_end_in_one_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, source: str, named: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"fails_{option[2:]}.py").write_text(source, encoding="utf-8")
+    code, out, err = run(option, f"fails_{option[2:]}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{option} 'fails_{option[2:]}' failed: " in err
+    assert named.format(option[2:]) in err
+    assert "SyntaxError" in err or f"fails_{option[2:]}.py:2" in err
+
+
+def test_what_kernels_print_is_no_result(run: Run) -> None:
+    def chatty(x: Tensor) -> Tensor:
+        print("here I am")
+        return torch.relu(x).square()
+
+    with restored(ir.ops.relu2):
+        ir.ops.relu2.register_impl("chatty")(chatty)
+        arguments = ("--op", "relu2", "--provider", "chatty", "--check", "values", "--json")
+        code, out, err = run(*arguments)
+    assert (code, json.loads(out)["summary"]["passed"]) == (0, 1)
+    assert "here I am" in err
+
+
+def test_a_kernel_that_exits_is_wrong(run: Run) -> None:
+    def leaves(x: Tensor) -> Tensor:
+        sys.exit(0)
+
+    with restored(ir.ops.relu2):
+        ir.ops.relu2.register_impl("leaves")(leaves)
+        code, out, _ = run("--op", "relu2", "--provider", "leaves", *QUICK)
+    assert code == 1
+    assert "leaves values: raised SystemExit (0)" in out
+
+
+def test_without_a_case_nothing_is_verified(run: Run) -> None:
+    code, out, _ = run("--op", "relu2", "--provider", "native", "--check", "donation")
+    assert code == 1
+    assert "no case for it in donation" in out
+    assert out.strip().endswith("1 unverified")
 
 
 @pytest.fixture

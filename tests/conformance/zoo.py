@@ -84,6 +84,19 @@ def rows(
 # Values
 
 
+@specimen(silu_and_mul, "determinism")
+def returns_the_same_memory_every_time(x: Tensor) -> Tensor:
+    found: Tensor = silu_and_mul.native(x)
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return found
+    return buffer_for(found.shape, found.dtype).copy_(found)
+
+
+@functools.cache
+def buffer_for(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
 @specimen(silu_and_mul, "values")
 def wrong_last_column(x: Tensor) -> Tensor:
     out: Tensor = silu_and_mul.native(x)

@@ -88,3 +88,31 @@ def test_the_time_that_importing_takes(fresh_python: FreshPython) -> None:
         if statistics.median(times) <= BUDGET:
             return
     assert statistics.median(times) <= BUDGET, times
+
+
+def test_kernels_load_after_an_interrupted_load(fresh_python: FreshPython) -> None:
+    """torch defines no op twice, so that those of the first attempt must be gone."""
+    fresh_python(
+        """
+        import sys
+        import torch
+        from opweave import ir
+
+        class Interrupt:
+            times = 0
+            def find_spec(self, name, path=None, target=None):
+                if name == "opweave.kernels.opweave_c.pointwise" and self.times < 2:
+                    self.times += 1
+                    raise KeyboardInterrupt
+
+        sys.meta_path.insert(0, Interrupt())
+        for _ in range(2):
+            try:
+                ir.ops.relu2(torch.ones(2, 4))
+            except KeyboardInterrupt:
+                continue
+            raise AssertionError("the load was not interrupted")
+        assert ir.ops.relu2(torch.ones(2, 4)).sum() == 8
+        assert hasattr(torch.ops.opweave_c_sizes, "advance_step")
+        """
+    )

@@ -107,6 +107,13 @@ def test_answers_of_another_kind(installed: Install, returned: str) -> None:
         installed(platform("a", returned)).platform_claims()
 
 
+@pytest.mark.parametrize("given", ["score='high'", "score=float('nan')", "score=True", "why=3"])
+def test_claims_of_another_kind(installed: Install, given: str) -> None:
+    loader = installed(platform("a", f"Claim('a_module.P', api=1, {given})"))
+    with pytest.raises(PluginTypeError, match=r"platform plugin 'a' .*should be a (finite|string)"):
+        loader.platform_claims()
+
+
 @pytest.mark.parametrize("name", BUILTIN_PLATFORMS)
 def test_the_names_of_builtin_platforms_are_reserved(installed: Install, name: str) -> None:
     loader = installed(platform(name, "None"))

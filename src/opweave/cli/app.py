@@ -58,11 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _discard_output()
         sys.exit(0)
     except OSError as error:
-        if error.filename is not None:
-            raise  # not about our output
+        if not _is_of_output(error):
+            fail(str(error) or type(error).__name__)
         _discard_output()
-        fail(f"Cannot write the output: {error.strerror}.")
+        fail(f"Cannot write the output: {error.strerror or error}.")
     sys.exit(code or 0)
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether *error* came of a write to a standard stream, which names no file.
+
+    Streams are written in C: the innermost frame is of the code that writes, ours or rich's.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+    return error.filename is None and module.startswith(("opweave.cli.", "rich."))
 
 
 def _discard_output() -> None:

@@ -16,7 +16,8 @@ CompilationOption = Annotated[
         allow_leading_hyphen=True,  # for -op
         help="How to compile, and which ops run their platform's method: "
         "--compilation-config.mode=3, --compilation-config.backend=inductor, "
-        '--compilation-config.custom_ops \'["none","+rms_norm"]\' or none,+rms_norm.',
+        '--compilation-config.custom_ops \'["none","+rms_norm"]\' or none,+rms_norm, '
+        "--compilation-config.options '{\"fusion\": false}'.",
     ),
 ]
 

@@ -11,6 +11,17 @@ from rich.console import Console
 from rich.markup import escape
 
 _WIDE = 240  # for files and pipes, where nothing should be folded
+_NARROWEST = 20
+
+
+def _check_width() -> None:
+    """Leave out a width that is no number or too small for any table: rich would never end."""
+    width = os.environ.get("COLUMNS", "")
+    if not (width.isascii() and width.isdecimal() and int(width) >= _NARROWEST):
+        os.environ.pop("COLUMNS", None)
+
+
+_check_width()  # before any console reads it
 
 
 class Results(Console):

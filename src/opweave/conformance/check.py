@@ -13,6 +13,9 @@ Finding = str | None  # what is wrong with a case, or None
 Findings = Iterator[Finding]
 Examine = Callable[[Subject, Case], Finding]
 
+FAILURES = (Exception, SystemExit)
+"""What code under verification may raise. It must not end the program, least of all with 0."""
+
 _MAX_PROBLEMS = 3  # of one check; more of them say no more
 
 
@@ -45,7 +48,14 @@ class Check:
 
 @dataclass
 class Outcome:
-    """What came of a check: how many cases were right, and what was wrong with others."""
+    """What came of a check.
+
+    Attributes:
+        check: its name.
+        passed: how many cases were right.
+        problems: what was wrong with others; not more than the first few.
+        seconds: how long it took.
+    """
 
     check: str
     passed: int = 0
@@ -78,12 +88,12 @@ def accepted(subject: Subject, case: Case, examine: Examine) -> Findings:
         if not subject.accepts(case.values):
             return
         problem = examine(subject, case)
-    except Exception as error:
+    except FAILURES as error:
         problem = raised(error)
     yield f"{problem}: {case}" if problem else None
 
 
-def raised(error: Exception | None) -> str:
+def raised(error: BaseException | None) -> str:
     """Return an exception as a phrase."""
     lines = str(error).strip().splitlines()
     return f"raised {type(error).__name__}{f' ({lines[0]})' if lines else ''}"
@@ -102,7 +112,7 @@ def outcome_of(
                 outcome.problems.append(finding)
             if len(outcome.problems) == most_problems:
                 break
-    except Exception as error:
+    except FAILURES as error:
         outcome.problems.append(raised(error))
     outcome.seconds = time.perf_counter() - start
     return outcome

@@ -15,6 +15,10 @@ class NothingToVerifyError(ConformanceError, LookupError):
     """No implementation fits what was asked for."""
 
 
+class ModuleImportError(ConformanceError, ImportError):
+    """A module that was to register implementations cannot be imported."""
+
+
 class UnknownPlatformError(ConformanceError, LookupError):
     """No platform has that name, or its device is not here."""
 

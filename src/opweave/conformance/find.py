@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ import torch
 
 from opweave import platforms
 from opweave.conformance.errors import NothingToVerifyError, UnknownPlatformError
+from opweave.conformance.modules import import_named
 from opweave.conformance.subject import Subject
 from opweave.ir import IrOp, current_registry
 from opweave.ir.errors import did_you_mean
@@ -30,6 +30,7 @@ def subjects(
 
     Raises:
         UnknownOpError: an op does not exist.
+        ModuleImportError: the module of a provider raises.
         NothingToVerifyError: nothing is registered from a provider, or not for the ops.
         UnknownPlatformError: the platform does not exist, or its device is not here.
     """
@@ -54,7 +55,7 @@ def _ensure_registered(provider: str) -> None:
     if provider in _providers():
         return
     if provider.isidentifier() and importlib.util.find_spec(provider) is not None:
-        importlib.import_module(provider)
+        import_named("--provider", provider)
     known = _providers()
     if provider not in known:
         raise NothingToVerifyError(

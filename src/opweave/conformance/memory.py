@@ -55,6 +55,18 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in the same memory, from the first to the last element of each."""
+    (start, end), (other_start, other_end) = _span(a), _span(b)
+    return a.device == b.device and start < other_end and other_start < end
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of *t* and of that behind its last."""
+    steps = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + ((steps + 1) * t.element_size() if t.numel() else 0)
+
+
 class Snapshot:
     """What was in the storages of some arguments."""
 

@@ -16,7 +16,13 @@ from opweave.ir.priority import NATIVE
 
 @dataclass(frozen=True)
 class Subject:
-    """An implementation of an op, and the type of the device that its arguments are on."""
+    """An implementation of an op, on a device.
+
+    Attributes:
+        op: the op.
+        provider: whose implementation of it.
+        device: the type of the device that its arguments are on.
+    """
 
     op: IrOp
     provider: str
@@ -27,10 +33,12 @@ class Subject:
 
     @property
     def impl(self) -> IrOpImpl:
+        """The implementation."""
         return self.op.impls[self.provider]
 
     @property
     def is_native(self) -> bool:
+        """Whether it is the definition itself."""
         return self.provider == NATIVE
 
     def has(self, trait: str) -> bool:

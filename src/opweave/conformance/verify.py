@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from opweave.conformance.check import Check, Outcome, outcome_of
+from opweave.conformance.check import FAILURES, Check, Outcome, outcome_of
 from opweave.conformance.checks import select_checks
 from opweave.conformance.errors import NonconformingError
 from opweave.conformance.group import group_for
@@ -34,10 +34,10 @@ class Result:
 
     @property
     def status(self) -> str:
-        """``passed``, ``failed``, or ``unverified`` where it does not run here."""
+        """``passed``, ``failed``, or ``unverified`` where no case was run."""
         if any(outcome.problems for outcome in self.outcomes):
             return "failed"
-        return "unverified" if self.obstacle else "passed"
+        return "passed" if self.passed else "unverified"
 
     @property
     def passed(self) -> int:
@@ -46,6 +46,7 @@ class Result:
 
     @property
     def seconds(self) -> float:
+        """How long all checks took."""
         return sum(outcome.seconds for outcome in self.outcomes)
 
     def raise_if_failed(self) -> None:
@@ -70,7 +71,10 @@ def verify(subject: Subject, checks: Iterable[str] = (), *, seed: int = 0) -> Re
         if obstacle:
             return Result(subject, (), obstacle)
         applicable = [check for check in chosen if check.applies(subject)]
-        return Result(subject, tuple(_outcome(check, subject, seed) for check in applicable))
+        outcomes = tuple(_outcome(check, subject, seed) for check in applicable)
+    if any(outcome.passed or outcome.problems for outcome in outcomes):
+        return Result(subject, outcomes)
+    return Result(subject, outcomes, f"no case for it in {', '.join(c.name for c in chosen)}")
 
 
 def _obstacle(subject: Subject) -> str:
@@ -83,7 +87,7 @@ def _obstacle(subject: Subject) -> str:
         try:
             if accepts_any(subject):
                 return ""
-        except Exception:
+        except FAILURES:
             return ""  # the predicate fails; its check says how
     return f"it accepts none of the op's usual arguments on {subject.device}"
 

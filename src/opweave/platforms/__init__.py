@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 current_platform: Platform
+"""The platform of this process; resolved on first access, once."""
 
 
 def __getattr__(name: str) -> Any:

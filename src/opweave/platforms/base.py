@@ -164,10 +164,10 @@ class Platform:
         return config.compilation.backend
 
     def extra_passes(self, config: EngineConfig | None) -> Sequence[str]:
-        """Return the names of compiler passes, which run in the transform stage, in this order.
+        """Return the names of compiler passes, in the order in which they run.
 
-        Each names a function ``(graph, context) -> None``: :mod:`opweave.compile.plugin_passes`
-        says what it may do.
+        That is in the joint stage, just before ops are lowered. Each names a function
+        ``(graph, context) -> None``: :mod:`opweave.compile.plugin_passes` says what it may do.
         """
         return ()
 

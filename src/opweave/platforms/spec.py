@@ -9,7 +9,12 @@ import torch
 
 
 class DeviceCapability(NamedTuple):
-    """The version of a device's architecture, as its vendor counts: 9.0 for an H100."""
+    """The version of a device's architecture, as its vendor counts: 9.0 for an H100.
+
+    Attributes:
+        major: the number before the point.
+        minor: the number after it.
+    """
 
     major: int
     minor: int

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 PREFIX = "opweave."
 PLATFORM_PLUGINS = "opweave.platform_plugins"
+"""The group of those that bring a platform."""
 GENERAL_PLUGINS = "opweave.general_plugins"
+"""The group of those that register ops, kernels, layers, models and options."""
 IO_PROCESSOR_PLUGINS = "opweave.io_processor_plugins"
+"""The group of those that answer requests of a form of their own."""
 STAT_LOGGER_PLUGINS = "opweave.stat_logger_plugins"
+"""The group of those that log the statistics of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +62,4 @@ GROUPS = {
         ),
     )
 }
+"""Every group, by the name that entry points have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,9 +15,12 @@ from opweave.plugins.policy import PLATFORM
 
 
 class Candidate(NamedTuple):
-    """A platform whose device is here: its name, its claim, and the plugin that brings it.
+    """A platform whose device is here.
 
-    ``owner`` is None for a platform that comes with opweave.
+    Attributes:
+        name: its name.
+        claim: its claim.
+        owner: the plugin that brings it, or None for a platform that comes with opweave.
     """
 
     name: str
@@ -27,8 +31,10 @@ class Candidate(NamedTuple):
 class Choice(NamedTuple):
     """The platform of this machine.
 
-    ``candidates`` are all that claim it, the chosen one included; ``selected`` is the name that
-    ``OPWEAVE_PLATFORM`` says, or None.
+    Attributes:
+        chosen: that platform.
+        candidates: all that claim the machine, the chosen one included.
+        selected: the name that ``OPWEAVE_PLATFORM`` says, or None.
     """
 
     chosen: Candidate
@@ -40,7 +46,8 @@ def claim_of(entry: Entry, returned: object) -> Claim | None:
     """Return what a platform plugin's function returned, as a claim.
 
     Raises:
-        PluginTypeError: it is neither a claim, a qualified name nor None.
+        PluginTypeError: it is neither a claim, a qualified name nor None; or its score is no finite
+            number, or its ``why`` no string.
         ClaimApiError: it is for another version of the platform interface.
     """
     if returned is None:
@@ -56,7 +63,24 @@ def claim_of(entry: Entry, returned: object) -> Claim | None:
             f"{entry} is for version {returned.api} of the platform interface, and this opweave "
             f"has version {PLATFORM_API}. {_remedy(returned.api, entry.owner)}"
         )
+    _check_fields(entry, returned)
     return returned
+
+
+def _check_fields(entry: Entry, claim: Claim) -> None:
+    score: object = claim.score  # a plugin may give anything
+    why: object = claim.why
+    is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
+    if not (is_number and math.isfinite(claim.score)):
+        raise PluginTypeError(
+            f"{entry} returned a claim with the score {score!r}; it should be a finite number, "
+            f"such as {Claim('', PLATFORM_API).score}"
+        )
+    if not isinstance(why, str):
+        raise PluginTypeError(
+            f"{entry} returned a claim with why={why!r}; it should be a string, such as "
+            "'the driver is loaded'"
+        )
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:

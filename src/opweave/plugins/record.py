@@ -9,13 +9,20 @@ from enum import StrEnum
 class State(StrEnum):
     """What became of a plugin."""
 
-    FOUND = "found"  # installed; nothing has asked for it yet
-    EXCLUDED = "excluded"  # left out by the environment
-    LOADED = "loaded"  # imported, and called if its group asks for that
-    DECLINED = "declined"  # a platform whose device is not here
-    CLAIMED = "claimed"  # a platform whose device is here
-    ACTIVE = "active"  # the platform that is used
+    FOUND = "found"
+    """Installed; nothing has asked for it yet."""
+    EXCLUDED = "excluded"
+    """Left out by the environment."""
+    LOADED = "loaded"
+    """Imported, and called if its group asks for that."""
+    DECLINED = "declined"
+    """A platform whose device is not here."""
+    CLAIMED = "claimed"
+    """A platform whose device is here."""
+    ACTIVE = "active"
+    """The platform that is used."""
     FAILED = "failed"
+    """It ended with an error."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from opweave.native.scaffold import write_package
+from opweave.plugins.claim import BUILTIN_PLATFORMS
 from opweave.plugins.errors import PluginScaffoldError
 from opweave.plugins.groups import PLATFORM_PLUGINS
 
@@ -16,7 +17,8 @@ _ENTRY_POINT = f"""
 [project.entry-points."{PLATFORM_PLUGINS}"]
 {{name}} = "{{name}}.claim:claim"
 """
-_TAKEN = frozenset({"cpu", "cuda", "rocm", "xpu", "tpu", "native", "unfused", "opweave", "tests"})
+_PROVIDERS = ("native", "unfused", "aten", "row_by_row", "opweave_c", "triton")
+_TAKEN = frozenset({*BUILTIN_PLATFORMS, *_PROVIDERS, "opweave", "tests"})
 
 
 def new(name: str, parent: Path, *, platform: bool = False) -> list[Path]:
@@ -46,5 +48,14 @@ def _check_name(name: str) -> None:
             "starting with a letter, and no Python keyword. It becomes that of the package, of the "
             "provider of its kernels, and of the platform."
         )
+    check_free(name)
+
+
+def check_free(name: str) -> None:
+    """Check that *name* means nothing in opweave and Python yet.
+
+    Raises:
+        PluginScaffoldError: it is that of a platform, a provider, or a module of Python.
+    """
     if name in _TAKEN or name in sys.stdlib_module_names:
         raise PluginScaffoldError(f"The name {name!r} is taken; choose another one.")

@@ -48,6 +48,7 @@ CHECKS: dict[str, Check] = {
         compiled.DYNAMIC,
     )
 }
+"""The checks by name, in the order in which they run."""
 COMPILING = ("opcheck", "compiled", "dynamic_shapes")
 """The checks that compile, and so take seconds where the others take a moment."""
 

@@ -1,18 +1,22 @@
-"""Determinism: the same call gives the same bits, whatever was in the memory of its results."""
+"""Determinism: the same call gives the same bits, whatever was in the memory of its results.
+
+And they stay: a later call does not write into the results of an earlier one.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import combinations
 
 import torch
 
 from opweave.conformance import inputs
-from opweave.conformance.case import Case, outputs_of
+from opweave.conformance.case import Case, Outputs, outputs_of
 from opweave.conformance.check import Check, Finding, each
 from opweave.conformance.compare import bits_problem
-from opweave.conformance.memory import copied
+from opweave.conformance.memory import copied, overlap
 from opweave.conformance.subject import Subject
 
 _TIMES = 4
@@ -28,13 +32,26 @@ def _cases(subject: Subject) -> Iterator[Case]:
 
 def _repeats(subject: Subject, case: Case) -> Finding:
     first = outputs_of(subject.run(copied(case.values)))
+    alive = [first]  # or the memory of a result would rightly serve the next one
     for _ in range(_TIMES):
-        problem = bits_problem(first, outputs_of(subject.run(copied(case.values))))
+        alive.append(outputs_of(subject.run(copied(case.values))))
+        problem = bits_problem(first, alive[-1])
         if problem:
             return f"a second call differs: {problem}".replace("native has", "the first had")
+    if _share_memory(alive):
+        return "a later call writes over the result of an earlier one; return new memory each time"
     with _new_memory_filled():
         problem = bits_problem(first, outputs_of(subject.run(copied(case.values))))
     return f"not all of the result is written: {problem}" if problem else None
+
+
+def _share_memory(results: list[Outputs]) -> bool:
+    """Whether the results of two calls lie in the same memory.
+
+    Each call had a copy of the arguments, so that a result which is an argument is its own.
+    """
+    pairs = combinations(results, 2)
+    return any(overlap(a, b) for one, other in pairs for a in one for b in other)
 
 
 @contextmanager
@@ -53,6 +70,6 @@ def _new_memory_filled() -> Iterator[None]:
 
 CHECK = Check(
     "determinism",
-    "the same call gives the same bits, and all of them are written",
+    "the same call gives the same bits, all of them are written, and later calls leave them",
     each(_cases, _repeats),
 )

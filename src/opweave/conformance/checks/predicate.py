@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opweave.conformance import dtypes, inputs, layouts, scalars
 from opweave.conformance.case import Case
-from opweave.conformance.check import Check, Finding, Findings, raised
+from opweave.conformance.check import FAILURES, Check, Finding, Findings, raised
 from opweave.conformance.compat import fake_values
 from opweave.conformance.memory import copied
 from opweave.conformance.subject import Subject
@@ -61,13 +61,13 @@ def _answer_problem(subject: Subject, case: Case) -> Finding:
     try:
         answer = subject.impl.rejection(case.values)
         again = subject.impl.rejection(copied(case.values))
-    except Exception as error:
+    except FAILURES as error:
         return raised(error)
     if (answer is None) != (again is None):
         return "asked twice, the predicate answers differently"
     try:
         of_fakes = subject.impl.rejection(fake_values(case.values))
-    except Exception as error:
+    except FAILURES as error:
         return f"of fake tensors, which have no numbers, the predicate {raised(error)}"
     if answer is not None and of_fakes is None:
         return "the predicate accepts fake tensors, and not the same with numbers"
@@ -79,11 +79,11 @@ def _runs(subject: Subject, case: Case) -> Finding:
     try:
         if case.refusal or not subject.accepts(case.values):
             return None
-    except Exception:
+    except FAILURES:
         return None  # said already
     try:
         subject.run(copied(case.values))
-    except Exception as error:
+    except FAILURES as error:
         return f"accepts what it fails on: it {raised(error)}"
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import SymInt, Tensor
 from torch.library import Library
 
 from opweave import _custom_ops
-from opweave.ir import compat, rules
+from opweave.ir import compat, journal, rules
 from opweave.ir.ops.advance_step import advance_step_flashattn as op
 from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
 from opweave.kernels.opweave_c.doors import implements
@@ -115,6 +116,9 @@ def _with_sizes(
 def _define() -> Library:
     """Define the op for graphs of any size: in the native one sizes would be constants."""
     library = compat.new_library("opweave_c_sizes")
+    # First of all: whatever interrupts the import of the kernels, the next one defines it again.
+    undo = partial(compat.remove_ops, library)
+    journal.enter("torch op opweave_c_sizes::advance_step", undo)
     untyped: Any = library  # torch declares no types for define and impl
     untyped.define(
         "advance_step(Tensor(a!) input_tokens, Tensor(b!) input_positions, Tensor(c!) seq_lens, "
