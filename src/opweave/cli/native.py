@@ -11,6 +11,7 @@ from rich.markup import escape
 from opweave.cli.flag import Flag
 from opweave.cli.output import fail, out, print_json
 from opweave.native import NativeBuildError, project, scaffold
+from opweave.plugins.errors import PluginScaffoldError
 from opweave.plugins.scaffold import check_free
 
 native = App(name="native", help="Start and build packages with native operators.")
@@ -27,9 +28,11 @@ def new(name: str, /, *, json: Flag = False) -> None:
     json
         Print JSON.
     """
-    check_free(name)
     try:
+        check_free(name)
         files = scaffold.new(name, Path.cwd())
+    except PluginScaffoldError as error:
+        fail(str(error))
     except NativeBuildError as error:
         _fail(error)
     if json:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from acme_device.kernels.floats import FLOATS
 from opweave.ir import ops, rules
-from opweave.ir.ops.attention import check_attention
+from opweave.ir.ops.attention import check_attention, check_heads, check_varlen, check_window
 
 _DENSE = (
     rules.device("acme", "query", "key", "value")
@@ -57,7 +57,7 @@ def varlen_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    check_attention(query, key, value, causal, window, "varlen_attention")
+    check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, causal, window)
     attended: Tensor = torch.ops.acme.attention(
         query,
         key,
@@ -93,8 +93,8 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    keys, values = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
-    check_attention(query, keys, values, causal, window, "paged_attention")
+    check_heads(query.shape[1], key_cache.shape[1], value_cache.shape[1], "paged_attention")
+    check_window(causal, window, "paged_attention")
     attended: Tensor = torch.ops.acme.paged_attention(
         query,
         key_cache,
