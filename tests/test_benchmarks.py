@@ -26,11 +26,11 @@ from kernel_cells.cases import CASES, ops_with_kernels  # noqa: E402
 from kernel_cells.cell import Cell, Grid, cells_of, dynamic_dims  # noqa: E402
 from kernel_cells.contenders import door_call, ours, rejection, torch_baseline  # noqa: E402
 from kernel_cells.eager import globals_of  # noqa: E402
-from kernel_cells.measure import Results, least_microseconds  # noqa: E402
+from kernel_cells.measure import Results, is_near_a_bar, least_microseconds  # noqa: E402
 from kernel_cells.shape import Shape  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    not native.available() and os.environ.get("OPWEAVE_EXPECT_NATIVE") == "0",
+    not native.available() and os.environ.get("TEST_EXPECT_NATIVE") == "0",
     reason="built without the native module on purpose",
 )
 OPS = [op.name for op in ops_with_kernels()]
@@ -239,6 +239,21 @@ def test_the_limit_is_a_copy_of_what_is_written_and_a_read_of_the_rest() -> None
     assert least_microseconds(1000, 1000, speeds, in_place=True) == pytest.approx(0.05)
     assert least_microseconds(3000, 1000, speeds, in_place=False) == pytest.approx(0.3)
     assert least_microseconds(1000, 0, speeds, in_place=False) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("row", "is_near"),
+    [
+        ({"ratio": 1.06}, True),
+        ({"ratio": 0.94}, True),
+        ({"ratio": 1.2}, False),
+        ({"ratio": 2.0, "limit_share": 0.78, "least_share": 0.8}, True),
+        ({"ratio": 2.0, "limit_share": 0.7, "least_share": 0.8}, False),
+        ({"ratio": 2.0, "limit_share": 0.02, "least_share": 0.0}, False),
+    ],
+)
+def test_cells_near_a_bar_are_measured_longer(row: dict[str, float], is_near: bool) -> None:
+    assert is_near_a_bar(row) == is_near
 
 
 def test_below_the_bar() -> None:

@@ -17,7 +17,7 @@ import pytest
 from opweave import ir
 from opweave.cli import main
 from opweave.cli.app import COMMANDS
-from opweave.kernels import PROVIDERS
+from opweave.ir.names import OWN_PROVIDERS
 from opweave.plugins.claim import BUILTIN_PLATFORMS
 
 ROOT = Path(__file__).parent.parent
@@ -252,6 +252,15 @@ def test_doctor_and_generate_without_the_native_module() -> None:
     )  # fmt: skip
     ran = {s["op"]: s["chosen"] for s in json.loads(done.stdout)["selections"]}
     assert ran["rms_norm"] == "native"
+    assert "SettingWarning: the C++ kernels are not used: " in done.stderr
+    assert "'none-such'" in done.stderr
+
+
+def test_a_variable_that_means_nothing_is_warned_of_once() -> None:
+    done = run_anew("ops", "--json", OPWEAVE_BATCH_INVARIENT="1")
+    assert done.returncode == 0
+    assert done.stderr.count("SettingWarning: OPWEAVE_BATCH_INVARIENT is set, but") == 1
+    assert "Did you mean 'OPWEAVE_BATCH_INVARIANT'?" in done.stderr
 
 
 def test_broken_settings_end_in_one_line(tmp_path: Path) -> None:
@@ -325,7 +334,7 @@ def test_a_new_package_cannot_have_a_name_that_is_taken(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("native", "unfused", "triton", *BUILTIN_PLATFORMS, *PROVIDERS):
+    for name in ("native", "unfused", "triton", *BUILTIN_PLATFORMS, *OWN_PROVIDERS):
         for group in ("native", "plugins"):
             assert_one_line_error(run(group, "new", name), f"The name {name!r} is taken")
     assert not list(tmp_path.iterdir())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +21,8 @@ from kernel_cells.stream import COLD_BYTES, Stream
 _WARM_BATCH_US, _COLD_BATCH_US = 100.0, 2000.0
 _MOST_CALLS = 1000
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 1.5
+_NEAR = 0.07  # of the bar
+_LONGER = 4
 Row = dict[str, Any]
 
 
@@ -51,7 +53,7 @@ def measure_family(cells: list[Cell], rounds: int, stream: Stream, results: Resu
 
 def _measure(
     cell: Cell, inputs: tuple[Any, ...], rounds: int, stream: Stream, inductor: Inductor
-) -> Iterator[Row]:
+) -> list[Row]:
     outputs = _outputs(cell, inputs)
     read, written = cell.case.traffic(inputs, outputs)
     size = math.ceil(COLD_BYTES / max(read, written)) if cell.is_cold else 1
@@ -65,21 +67,46 @@ def _measure(
         measures |= {"copy": stream.copy, "read": stream.read}
         if cell.updates:
             measures["update"] = stream.update
-    times = interleaved(measures, within(rounds, least=_LEAST_SECONDS, most=_MOST_SECONDS))
+    moved = read * cell.case.passes, written
+    rows = _rows(cell, _timed(measures, rounds), moved, inductor.reason)
+    if any(map(is_near_a_bar, rows)):  # or noise would decide on which side of it
+        rows = _rows(cell, _timed(measures, rounds, _LONGER), moved, inductor.reason)
+    for row in rows:
+        if row["outputs"] == "fresh":
+            row["page_faults"] = _page_faults(contenders["fresh"])
+    return rows
+
+
+def _timed(
+    measures: dict[str, Callable[[], float]], rounds: int, longer: int = 1
+) -> dict[str, list[float]]:
+    limits = {"least": longer * _LEAST_SECONDS, "most": longer * _MOST_SECONDS}
+    return interleaved(measures, within(longer * rounds, **limits))
+
+
+def _rows(
+    cell: Cell, times: dict[str, list[float]], moved: tuple[int, int], reason: str | None
+) -> list[Row]:
+    """Return a row for each state; *moved* is how many bytes are read and written."""
     medians = {name: statistics.median(found) for name, found in times.items()}
-    for state in cell.states:
-        row = _row(cell, state, medians, inductor.reason)
-        row["spread"] = _spread(times[state])
-        if state == "fresh":
-            row["page_faults"] = _page_faults(contenders[state])
+    rows = [_row(cell, state, medians, reason) for state in cell.states]
+    for row in rows:
+        row["spread"] = _spread(times[row["outputs"]])
         if cell.is_bound_by_memory:
-            in_place = state == "reused" and cell.updates
-            moved = read * cell.case.passes, written
+            in_place = row["outputs"] == "reused" and cell.updates
             least = least_microseconds(*moved, medians, in_place=in_place)
             row["limit_share"] = significant(least / row["value"], 3)
-            if state == cell.states[-1]:
-                row["least_share"] = cell.case.least_share
-        yield row
+    if cell.is_bound_by_memory:
+        rows[-1]["least_share"] = cell.case.least_share
+    return rows
+
+
+def is_near_a_bar(row: Row) -> bool:
+    """Whether *row* is about as fast as the faster of eager and Inductor, or as it should be."""
+    over = [row["ratio"]]
+    if row.get("least_share"):
+        over.append(row["limit_share"] / row["least_share"])
+    return any(abs(times - 1) < _NEAR for times in over)
 
 
 def _outputs(cell: Cell, inputs: tuple[Any, ...]) -> list[Tensor]:

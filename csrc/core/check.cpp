@@ -1,5 +1,7 @@
 #include "check.h"
 
+#include <algorithm>
+
 namespace opweave {
 namespace {
 
@@ -62,9 +64,10 @@ void check_dtype(const View& view, std::initializer_list<OpweaveDtype> admitted)
     if (view.dtype == dtype) return;
   }
   std::string names;
-  for (OpweaveDtype dtype : admitted) {
+  for (auto dtype = admitted.begin(); dtype != admitted.end(); ++dtype) {
+    if (std::find(admitted.begin(), dtype, *dtype) != dtype) continue;  // named already
     if (!names.empty()) names += " or ";
-    names += dtype_name(dtype);
+    names += dtype_name(*dtype);
   }
   fail(view, "be " + names, "convert it first");
 }

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+
 from opweave.ir import Registry, Source
+from opweave.ir.errors import SettingWarning
 
 
 def load_plugins() -> None:
@@ -26,6 +30,7 @@ def prepare(registry: Registry) -> None:
     with hook(owner, "import_kernels"):
         platform.import_kernels()
     use_plain_check(native.plain_check())
+    _warn_of_refused_isa(native.status().reason_missing)
     apply_environment_and_file(registry)
     with hook(owner, "get_default_ir_op_priority"):
         registry.settings.set_priorities(
@@ -33,3 +38,8 @@ def prepare(registry: Registry) -> None:
             platform.get_default_ir_op_priority(None),
             f"platform default, {platform.name}",
         )
+
+
+def _warn_of_refused_isa(reason: str | None) -> None:
+    if os.environ.get("OPWEAVE_ISA") and reason is not None:
+        warnings.warn(f"the C++ kernels are not used: {reason}.", SettingWarning, stacklevel=2)

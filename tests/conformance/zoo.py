@@ -344,6 +344,26 @@ def not_deterministic(x: Tensor) -> Tensor:
     return out + out * torch.rand_like(out) * torch.finfo(x.dtype).eps * 2
 
 
+@specimen(rms_norm, "staleness")
+def keeps_what_it_made_of_a_weight(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    if weight is None or torch.compiler.is_compiling() or type(weight) is not Tensor:
+        return rms_norm.native(x, weight, epsilon, variance_size)  # type: ignore[no-any-return]
+    return rms_norm.native(x, prepared(weight)[0], epsilon, variance_size)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def prepared(weight: Tensor) -> tuple[Tensor, Tensor]:
+    return weight.clone(), weight  # kept, or another tensor could have its identity
+
+
+@specimen(silu_and_mul, "global_state")
+def draws_random_numbers(x: Tensor) -> Tensor:
+    torch.rand(1)
+    return silu_and_mul.native(x)  # type: ignore[no-any-return]
+
+
 # Donation
 
 

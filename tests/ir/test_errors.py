@@ -54,7 +54,7 @@ RAISED: dict[str, tuple[Callable[[ir.IrOp], Any], list[str]]] = {
     ),
     "DuplicateImplError": (
         lambda op: op.register_impl("alpha")(norm),
-        ["my_norm", "'alpha'", HERE, "another provider name"],
+        ["my_norm", "'alpha'", HERE, "another name"],
     ),
     "SchemaMismatchError": (
         lambda op: op.register_impl("gamma")(lambda x, weight=None, *, eps=1e-6: x),

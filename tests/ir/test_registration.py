@@ -25,6 +25,7 @@ from opweave.ir.errors import (
     SchemaMismatchError,
     UnknownTraitError,
 )
+from opweave.ir.names import OWN_PROVIDERS
 from opweave.ir.owner import Owner, owned_by
 
 pytestmark = pytest.mark.usefixtures("registry")
@@ -167,6 +168,23 @@ def test_reserved_and_ill_formed_providers_are_refused(op: ir.IrOp, provider: An
     with pytest.raises(InvalidNameError):
         op.register_impl(provider)(scaled)
     assert dict(op.impls) == before
+
+
+@pytest.mark.parametrize("owner", [None, Owner("acme", "acme-device", "0.1.0")])
+@pytest.mark.parametrize("provider", OWN_PROVIDERS)
+def test_the_providers_of_opweave_are_its_own(provider: str, owner: Owner | None) -> None:
+    def rms_norm(
+        x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> Tensor:
+        return x
+
+    with owned_by(owner), pytest.raises(InvalidNameError, match=f"{provider!r} comes with opweave"):
+        ir.ops.rms_norm.register_impl(provider, override=True)(rms_norm)
+
+
+def test_an_op_of_others_may_have_a_provider_of_that_name(op: ir.IrOp) -> None:
+    op.register_impl("aten")(scaled)
+    assert "aten" in op.impls
 
 
 def test_a_second_implementation_of_a_provider_is_refused(op: ir.IrOp) -> None:

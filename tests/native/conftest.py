@@ -1,6 +1,6 @@
 """The native module must be there: a test run without it proves nothing about it.
 
-Set ``OPWEAVE_EXPECT_NATIVE=0`` where opweave was built without the native module on purpose.
+Set ``TEST_EXPECT_NATIVE=0`` where opweave was built without the native module on purpose.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ISAS = native.status().isa_levels or ("missing",)
 @pytest.fixture(scope="session")
 def module() -> ModuleType:
     found = native.module()
-    if found is None and os.environ.get("OPWEAVE_EXPECT_NATIVE") == "0":
-        pytest.skip(f"OPWEAVE_EXPECT_NATIVE=0 and {native.status().reason_missing}")
+    if found is None and os.environ.get("TEST_EXPECT_NATIVE") == "0":
+        pytest.skip(f"TEST_EXPECT_NATIVE=0 and {native.status().reason_missing}")
     assert found is not None, native.status().reason_missing
     return found
 

@@ -90,6 +90,11 @@ REFUSED: list[Case] = [
     ),
     (
         "rms_norm",
+        lambda: (ones(2, 8), ones(2, 8), ones(8, dtype=torch.float16), 1e-6),
+        "weight must be float32, found float16 [8]",
+    ),
+    (
+        "rms_norm",
         lambda: (ones(2, 8), ones(2, 8), ones(1, 8), 1e-6),
         "weight must be None or have shape [8]",
     ),

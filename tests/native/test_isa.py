@@ -81,7 +81,7 @@ def test_missing_module_is_a_reason_not_an_error() -> None:
 
 
 def isa_objects() -> list[Path]:
-    build = os.environ.get("OPWEAVE_NATIVE_BUILD")
+    build = os.environ.get("TEST_NATIVE_BUILD")
     roots = [Path(build)] if build else [Path(__file__).parents[2] / "build"]
     return [o for root in roots for o in sorted(root.rglob("kernels_*.dir/**/*.o"))]
 
@@ -91,7 +91,7 @@ def test_isa_objects_share_no_symbols() -> None:
     objects = isa_objects()
     nm = shutil.which("nm")
     if not objects or nm is None:
-        pytest.skip("no object files here (set OPWEAVE_NATIVE_BUILD to the CMake build folder)")
+        pytest.skip("no object files here (set TEST_NATIVE_BUILD to the CMake build folder)")
     for path in objects:
         listing = subprocess.run([nm, path], capture_output=True, text=True, check=True).stdout
         shared = [line for line in listing.splitlines() if line[17:18] in {"W", "w", "V", "u"}]

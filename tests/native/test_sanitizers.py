@@ -16,7 +16,7 @@ import pytest
 from .conftest import ISAS
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("OPWEAVE_EXPECT_SANITIZERS") != "1", reason="only for make test-sanitizers"
+    os.environ.get("TEST_EXPECT_SANITIZERS") != "1", reason="only for make test-sanitizers"
 )
 
 # Makes each call in a child of its own, and prints what the child said when it died.

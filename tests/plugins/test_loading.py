@@ -167,6 +167,18 @@ def test_cycles_are_errors_and_stop_nobody_else(installed: Install, calls: list[
     assert calls == ["d_module"]
 
 
+def test_an_error_of_opweave_is_at_the_line_of_the_plugin(installed: Install) -> None:
+    source = """
+    from opweave import ir
+
+    def register():
+        ir.ops.rms_norm.register_impl("aten")(lambda x: x)
+    """
+    loader = installed(plugin("acme", source))
+    with pytest.raises(PluginFailedError, match=r"comes with opweave.*\(at .*acme_module.py:5\)"):
+        loader.load_general()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_or_nothing_and_whose(
     installed: Install, registry: ir.Registry, table: OpenRegistry[int], fails: bool

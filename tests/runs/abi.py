@@ -54,7 +54,7 @@ def passes(wheel: Path, version: str, python: str) -> bool:
     if environment.run("-c", CHECK_INSTALL, version):
         return False
     options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not timed"]
-    variables = {"OPWEAVE_NATIVE_BUILD": str(FOLDER / "cmake")}
+    variables = {"TEST_NATIVE_BUILD": str(FOLDER / "cmake")}
     return not environment.run("-m", "pytest", *options, *TESTS, **variables)
 
 

@@ -68,8 +68,8 @@ def main() -> int:
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",  # Python frees little at exit
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "CXX": str(sanitizing_compiler()),
-        "OPWEAVE_NATIVE_BUILD": str(FOLDER / "cmake"),
-        "OPWEAVE_EXPECT_SANITIZERS": "1",
+        "TEST_NATIVE_BUILD": str(FOLDER / "cmake"),
+        "TEST_EXPECT_SANITIZERS": "1",
     }
     tests = [*UNFIT, "tests/native", *sys.argv[1:]]
     return environment.run("-m", "pytest", *options, *tests, **variables)

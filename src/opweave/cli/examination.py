@@ -13,7 +13,7 @@ from opweave import native
 from opweave.config import current_compilation_config, environment, file
 from opweave.config.plugin_settings import plugin_settings
 from opweave.ir import current_registry
-from opweave.ir.errors import OpweaveError
+from opweave.ir.errors import OpweaveError, SettingWarning
 from opweave.platforms import Platform, Resolution, resolution
 from opweave.platforms.contract import members
 from opweave.platforms.passes import pass_references
@@ -37,17 +37,15 @@ class Examination:
         self.problems: list[str] = []
         self.found: Resolution | None = None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PluginWarning)  # they are among the problems
+            for category in (PluginWarning, SettingWarning):  # they are among the problems
+                warnings.simplefilter("ignore", category)
             plugged = self._step(load_general_plugins)
             if self._step(self._resolve) and plugged:
                 self._step(current_registry().check_settings)
         self._step(current_compilation_config)
         self._step(environment.check_declared)
         self._check_native()
-        self.problems += [
-            f"{name} is set, but opweave knows no such variable."
-            for name in environment.unknown_names()
-        ]
+        self.problems += environment.unknown_variables()
 
     def report(self) -> dict[str, Any]:
         """Return everything that ``doctor`` shows."""

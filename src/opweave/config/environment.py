@@ -230,9 +230,14 @@ def in_use(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: "***" if name == API_KEY else value for name, value in known.items()}
 
 
-def unknown_names(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the variables that start with ``OPWEAVE_`` but mean nothing to opweave."""
-    return sorted(n for n in environ if n.startswith("OPWEAVE_") and not _is_known(n))
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Say of each variable that starts with ``OPWEAVE_`` that it means nothing, if that is so."""
+    known = [variable.name for variable in VARIABLES]
+    return [
+        f"{name} is set, but opweave knows no such variable. {did_you_mean(name, known)}"
+        for name in sorted(environ)
+        if name.startswith("OPWEAVE_") and not _is_known(name)
+    ]
 
 
 def _below(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:

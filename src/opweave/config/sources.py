@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from opweave.config import environment, file
 from opweave.config.log import show_log
 from opweave.ir import Registry, Source
-from opweave.ir.errors import UnknownOpWarning
+from opweave.ir.errors import SettingWarning, UnknownOpWarning
 from opweave.ir.traits import BATCH_INVARIANT
 
 
@@ -19,6 +19,8 @@ def apply_environment_and_file(registry: Registry) -> None:
         SettingError: something is malformed.
     """
     show_log(environment.logging_level())
+    for unknown in environment.unknown_variables():
+        warnings.warn(unknown, SettingWarning, stacklevel=2)
     settings, found = registry.settings, file.find()
     settings.set_priorities(
         Source.ENVIRONMENT,

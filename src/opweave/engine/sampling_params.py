@@ -32,14 +32,14 @@ class SamplingParams:
             part of its text.
         min_tokens: nothing but *max_tokens* and the end of the context ends an answer that has
             fewer; until then, the tokens that would are not chosen.
-        n: how many answers to give.
+        n: how many answers to give, at most 128.
         presence_penalty: subtracted from the score of every token that the answer has, -2 to 2.
         frequency_penalty: subtracted as often as the answer has the token, -2 to 2.
         repetition_penalty: divides positive scores of tokens that the prompt or the answer has, and
             multiplies negative ones; 1 changes nothing.
         logit_bias: added to the scores of these tokens, -100 to 100.
-        logprobs: return the log-probability of each token, and of this many most likely ones: of
-            the model's own scores, before all that is above changes them.
+        logprobs: return the log-probability of each token, and of this many most likely ones, 20 at
+            most: of the model's own scores, before all that is above changes them.
         prompt_logprobs: the same for the tokens of the prompt.
         skip_special_tokens: leave special tokens out of the text.
 

@@ -77,6 +77,10 @@ class UnknownOpWarning(UserWarning):
     """A setting names an op that nobody has declared yet."""
 
 
+class SettingWarning(UserWarning):
+    """A setting cannot be followed, or means nothing, and nothing follows from it."""
+
+
 class UnknownProviderError(UnknownError, IrError, LookupError):
     """The op has no implementation from that provider."""
 

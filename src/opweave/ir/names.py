@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Callable
+from typing import Any
 
 from opweave.ir import compat
 from opweave.ir.errors import InvalidNameError
@@ -12,6 +14,8 @@ from opweave.ir.priority import NATIVE
 ANNOTATED_SUFFIX = "_annotated"  # of the torch op that carries what a call site says
 RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
 """What no provider can be called."""
+OWN_PROVIDERS = ("aten", "row_by_row", "opweave_c")
+"""The providers that come with opweave."""
 
 _NAME = re.compile(r"[a-z_][a-z0-9_]*")
 _FORM = "use lower-case letters, digits and underscores, not starting with a digit"
@@ -41,3 +45,20 @@ def check_provider_name(name: object) -> str:
             "op was declared with; choose another name."
         )
     return name
+
+
+def check_is_not_ours(name: str, native: Callable[..., Any], function: Callable[..., Any]) -> None:
+    """Raise InvalidNameError if *function*, of others, would take a name of opweave's own op.
+
+    Kernels of opweave are registered late, at the first use of an op, and would find it taken.
+    """
+    if name in OWN_PROVIDERS and _is_of_opweave(native) and not _is_of_opweave(function):
+        raise InvalidNameError(
+            f"{native.__name__}: provider {name!r} comes with opweave. Use a name of your own, "
+            f"such as 'my_{name}', and prefer it: {native.__name__}.set_default(['my_{name}'])."
+        )
+
+
+def _is_of_opweave(function: Callable[..., Any]) -> bool:
+    module = getattr(function, "__module__", None) or ""
+    return module.partition(".")[0] == __name__.partition(".")[0]

@@ -23,7 +23,7 @@ from opweave.ir.errors import (
     did_you_mean,
 )
 from opweave.ir.impl import IrOpImpl, Predicate
-from opweave.ir.names import check_op_name, check_provider_name
+from opweave.ir.names import check_is_not_ours, check_op_name, check_provider_name
 from opweave.ir.overloads import CallSite, IrOpInplaceOverload, TracedCallSite
 from opweave.ir.owner import current_owner
 from opweave.ir.priority import NATIVE, Entries, Source, parse
@@ -137,7 +137,7 @@ class IrOp(Callee):
                 cell runs again.
 
         Raises:
-            InvalidNameError: the provider's name is ill-formed or reserved.
+            InvalidNameError: the provider's name is ill-formed, reserved, or opweave's own.
             DuplicateImplError: the provider is registered for this op already.
             SchemaMismatchError: the function's signature differs from the op's.
             PredicateSignatureError: the predicate's does.
@@ -159,6 +159,7 @@ class IrOp(Callee):
             raise InvalidOpError(f"{self.name}: supported={supported!r} is neither True nor False.")
 
         def decorate(function: Function) -> Function:
+            check_is_not_ours(provider, self.native, function)
             impl = IrOpImpl(
                 self,
                 provider,
@@ -175,8 +176,7 @@ class IrOp(Callee):
                 by = "" if first.owner is None else f" by the plugin {first.owner}"
                 raise DuplicateImplError(
                     f"{self.name}: provider {provider!r} is registered already{by}, at "
-                    f"{first.site}; this is {impl.site}. Use another provider name, or "
-                    "override=True."
+                    f"{first.site}; this is {impl.site}. Use another name, or override=True."
                 )
             self._enter(impl)
             return function

@@ -6,11 +6,10 @@ import importlib
 import sys
 
 from opweave.ir import Registry, journal
+from opweave.ir.names import OWN_PROVIDERS
 from opweave.ir.owner import owned_by
 
-PROVIDERS = ("aten", "row_by_row", "opweave_c")
-
-__all__ = ["PROVIDERS", "load"]
+__all__ = ["load"]
 
 
 def load(registry: Registry) -> None:
@@ -18,7 +17,7 @@ def load(registry: Registry) -> None:
 
     They are opweave's own, whoever calls: the platform of a plugin, usually.
     """
-    for provider in PROVIDERS:
+    for provider in OWN_PROVIDERS:
         name = f"{__name__}.{provider}"
         with owned_by(None), journal.detached(), registry.transaction():
             try:

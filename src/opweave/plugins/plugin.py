@@ -262,4 +262,4 @@ def _place(error: BaseException) -> str:
     return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
-_OWN = __file__.removesuffix("plugin.py")
+_OWN = __file__.removesuffix("plugins/plugin.py")

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+from opweave.ir.names import OWN_PROVIDERS, RESERVED_PROVIDERS
 from opweave.native.scaffold import write_package
 from opweave.plugins.claim import BUILTIN_PLATFORMS
 from opweave.plugins.errors import PluginScaffoldError
@@ -17,7 +18,7 @@ _ENTRY_POINT = f"""
 [project.entry-points."{PLATFORM_PLUGINS}"]
 {{name}} = "{{name}}.claim:claim"
 """
-_PROVIDERS = ("native", "unfused", "aten", "row_by_row", "opweave_c", "triton")
+_PROVIDERS = {*RESERVED_PROVIDERS, *OWN_PROVIDERS, "triton"}
 _TAKEN = frozenset({*BUILTIN_PLATFORMS, *_PROVIDERS, "opweave", "tests"})
 
 

@@ -11,12 +11,14 @@ from opweave.conformance.checks import (
     determinism,
     donation,
     extremes,
+    global_state,
     gradients,
     keywords,
     metadata,
     mutation,
     opcheck,
     predicate,
+    staleness,
     values,
 )
 from opweave.conformance.errors import UnknownCheckError
@@ -37,6 +39,8 @@ CHECKS: dict[str, Check] = {
         donation.DONATION,
         donation.ALIASES,
         determinism.CHECK,
+        staleness.CHECK,
+        global_state.CHECK,
         batch_invariance.INVARIANCE,
         batch_invariance.ROWS,
         gradients.CHECK,
