@@ -26,6 +26,9 @@ SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**31)))
 # Workers of pytest-xdist take over the seed. They get a width too, which consoles would read once.
 os.environ["TEST_SEED"] = str(SEED)
 os.environ.pop("COLUMNS", None)
+# Tests of a GPU ask for it; all others are about the CPU.
+if torch.cuda.device_count():
+    os.environ.setdefault("OPWEAVE_PLATFORM", "cpu")
 
 settings.register_profile(
     "opweave",

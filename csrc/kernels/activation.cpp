@@ -147,8 +147,9 @@ struct Row {
 
 // Calls body(row, the next row) for every row.
 template <class T, class Body>
-inline void for_each_row(int64_t begin, int64_t end, const OpweaveActivation& call, Body body) {
-  Rows<T> rows(call.rows, call.out, call.x, begin);
+inline void for_each_row(int64_t begin, int64_t end, const OpweaveActivation& call, Body body,
+                         int64_t ahead = 1) {
+  Rows<T> rows(call.rows, call.out, call.x, begin, ahead);
   for (int64_t r = begin; r < end; ++r, rows.advance()) {
     body(Row<T>{rows.out(), rows.x()}, Row<const T>{rows.next_out(), rows.next_x()});
   }
@@ -212,25 +213,41 @@ struct Gated {
   }
 };
 
+// The activated gates that are above a bound, less that bound, times the elements of `other`; the
+// products are not rounded.
+template <class T, class Activated>
+struct SparseProduct {
+  template <class Part>
+  auto operator()(int64_t i, Part part) const {
+    const auto x = Loaded<T>{gate}(i, part);
+    const auto above = max(like(x, splat(0)), rounded<T>(sub(x, like(x, bound))));
+    return mul(activated.of(above), Loaded<T>{other}(i, part));
+  }
+
+  Activated activated;
+  const T* gate;
+  const T* other;
+  Vec bound;
+};
+
+template <class Activated>
+constexpr bool kGivesHalves<SparseProduct<Float16, Activated>> = kHasHalves;
+
 // What is `std_multiplier` standard deviations above the mean passes, less that bound.
 template <template <class> class Activation>
 struct SparseGated {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
-    const Activation<T> activation(call);
-    for_each_row<T>(begin, end, call, [&](Row<T> row, Row<const T> next) {
-      const T* other = row.x + call.width;
+    const Computed<T, Activation<T>> activated{Activation<T>(call)};
+    const auto write = [&](Row<T> row, Row<const T> next) {
       const Vec bound = cutoff(row.x, call.width, call.parameters[0]);
-      const auto product = [=](int64_t i, auto part) {
-        const Vec gate = Lanes<T>::load(row.x + i, part);
-        const Vec above = keep_positive(Lanes<T>::round(sub(gate, bound)));
-        const Vec activated = Lanes<T>::round(activation(above));
-        return mul(activated, Lanes<T>::load(other + i, part));
-      };
+      const SparseProduct<T, Computed<T, Activation<T>>> product{activated, row.x,
+                                                                 row.x + call.width, bound};
       store_row<T, kAtOnce>(
           row.out, call.width,
           fetching(product, next_rows(next.x, next.x + call.width, next.out)));
-    });
+    };
+    for_each_row<T>(begin, end, call, write, rows_ahead<T>(call.width));
   }
 
   template <class T>
@@ -242,22 +259,43 @@ struct SparseGated {
   }
 };
 
+// The activated first of every pair, times the second within its limits plus one; the products are
+// not rounded.
+template <class T, class Glu>
+struct SwigluoaiProduct {
+  template <class Part>
+  auto operator()(int64_t i, Part part) const {
+    const T* pairs = x + 2 * i;
+    const auto up = load_pairs(pairs, part).second;
+    const auto bounded = min(like(up, limit), max(like(up, sub(splat(0), limit)), up));
+    return mul(rounded<T>(add(bounded, like(up, splat(1)))), glu.load_first(pairs, part));
+  }
+
+  Glu glu;
+  const T* x;
+  Vec limit;
+};
+
+template <class Glu>
+constexpr bool kGivesHalves<SwigluoaiProduct<Float16, Glu>> = kHasHalves;
+
 // Gates that alternate with what they multiply.
 struct Swigluoai {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
     const Vec limit = Lanes<T>::round(splat(call.parameters[1]));
-    const Vec lower = sub(splat(0), limit);
     with_activated<SwigluoaiGate, T>(begin, end, call, [&](auto glu) {
       for_each_row<T>(begin, end, call, [&](Row<T> row, Row<const T> next) {
-        const auto value = [=](int64_t i, auto part) {
-          const T* pairs = row.x + 2 * i;
-          const Vec up = min(limit, max(lower, load_pairs(pairs, part).second));
-          return mul(Lanes<T>::round(add(up, splat(1))), glu.load_first(pairs, part));
-        };
-        const auto* next_pairs = reinterpret_cast<const T(*)[2]>(next.x);
-        map_vecs(call.width, fetching(value, next_rows(next_pairs, next.out)),
-                 [=](int64_t i, Vec v, auto part) { Lanes<T>::store(row.out + i, v, part); });
+        using Product = SwigluoaiProduct<T, decltype(glu)>;
+        const Product product{glu, row.x, limit};
+        constexpr int64_t kStep = kGivesHalves<Product> ? 2 * kLanes : kLanes;
+        const auto* pairs = reinterpret_cast<const T(*)[2]>(next.x);
+        if constexpr (kStep * sizeof(*pairs) > kCacheLine) {  // two lines
+          store_vecs(row.out, call.width,
+                     fetching(product, next_rows(pairs, pairs + kStep / 2, next.out)));
+        } else {
+          store_vecs(row.out, call.width, fetching(product, next_rows(pairs, next.out)));
+        }
       });
     });
   }

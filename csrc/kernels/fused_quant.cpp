@@ -33,7 +33,7 @@ struct ScalePerGroup {
   static void write(const Call& call, int64_t row, uint8_t* out, Value value, Ahead next) {
     const int64_t groups = (call.width + call.group_size - 1) / call.group_size;
     quantise_groups<T>(out, call.scales + row * groups, call.width, call.group_size,
-                       call.power_of_two != 0, fetching(value, next));
+                       call.power_of_two != 0, value, next);
   }
 };
 
@@ -53,7 +53,8 @@ struct RmsNormRows {
  private:
   template <class T, class Q, class W>
   static void write_rows(int64_t begin, int64_t end, const OpweaveRmsNormQuant& call, W weight) {
-    Rows<T, typename Q::Storage> rows(call.rows, call.out, call.x, begin);
+    Rows<T, typename Q::Storage> rows(call.rows, call.out, call.x, begin,
+                                      rows_ahead<T>(call.width));
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
       const float squares = sum_of_squares(rows.x(), call.width);
       write<Q>(call, r, rows.out(), rows.x(), squares, weight,

@@ -15,7 +15,7 @@ struct LayerNormRows {
   static void run(int64_t begin, int64_t end, const OpweaveLayerNorm& call) {
     const W* weight = static_cast<const W*>(call.weight);
     const W* bias = static_cast<const W*>(call.bias);
-    Rows<T> rows(call.rows, call.out, call.x, begin);
+    Rows<T> rows(call.rows, call.out, call.x, begin, rows_ahead<T>(call.width));
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
       const T* x = rows.x();
       const float mean = mean_of(x, call.width);

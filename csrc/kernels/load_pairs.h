@@ -1,7 +1,7 @@
 // Loads pairs of neighbours into two vectors: the first of every pair, and the second.
 #pragma once
 
-#include "kernels/vec.h"
+#include "kernels/vec_halves.h"
 
 namespace {
 
@@ -64,5 +64,31 @@ inline Pairs load_pairs(const T* p, Tail tail) {
   memcpy(buffer, p, 2 * static_cast<size_t>(tail.count) * sizeof(T));
   return load_pairs(static_cast<const T*>(buffer), Full{});
 }
+
+#if defined(__AVX512FP16__)
+
+struct HalvesPairs {
+  Halves first;
+  Halves second;
+};
+
+inline HalvesPairs load_pairs(const Float16* p, FullHalves) {
+  const __m512i firsts =
+      _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26,
+                       24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i seconds = _mm512_add_epi16(firsts, _mm512_set1_epi16(1));
+  const __m512i low = _mm512_loadu_si512(p);
+  const __m512i high = _mm512_loadu_si512(p + kHalves);
+  return {_mm512_castsi512_ph(_mm512_permutex2var_epi16(low, firsts, high)),
+          _mm512_castsi512_ph(_mm512_permutex2var_epi16(low, seconds, high))};
+}
+
+inline HalvesPairs load_pairs(const Float16* p, TailHalves tail) {
+  Float16 buffer[2 * kHalves] = {};
+  memcpy(buffer, p, 2 * static_cast<size_t>(tail.count) * sizeof(Float16));
+  return load_pairs(static_cast<const Float16*>(buffer), FullHalves{});
+}
+
+#endif
 
 }  // namespace

@@ -13,7 +13,7 @@ struct RmsNormRows {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveRmsNorm& call) {
     with_weight<T>(call.weight, call.weight_dtype, [&](auto weight) {
-      Rows<T> rows(call.rows, call.out, call.x, begin);
+      Rows<T> rows(call.rows, call.out, call.x, begin, rows_ahead<T>(call.width));
       for (int64_t r = begin; r < end; ++r, rows.advance()) {
         const float squares = sum_of_squares(rows.x(), call.width);
         const float scale = inverse_rms(squares, call.width, call.epsilon);

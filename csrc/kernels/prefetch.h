@@ -20,6 +20,8 @@ inline void prefetch(const void* from, int64_t bytes) {
 template <class... Rows>
 struct Next {
   void fetch(int64_t) const {}
+  template <int64_t kElements>
+  void fetch_span(int64_t) const {}
   Next from(int64_t) const { return {}; }
 };
 
@@ -28,6 +30,13 @@ struct Next<T, Rows...> {
   void fetch(int64_t i) const {
     __builtin_prefetch(row + i, 0, 2);
     others.fetch(i);
+  }
+  template <int64_t kElements>
+  __attribute__((always_inline)) void fetch_span(int64_t i) const {
+    constexpr int64_t kStep = kCacheLine / static_cast<int64_t>(sizeof(T));
+    OPWEAVE_UNROLL
+    for (int64_t k = 0; k < kElements; k += kStep) __builtin_prefetch(row + i + k, 0, 2);
+    others.template fetch_span<kElements>(i);
   }
   Next from(int64_t i) const { return {row + i, others.from(i)}; }
 
@@ -40,6 +49,13 @@ inline Next<> next_rows() { return {}; }
 template <class T, class... Rows>
 inline Next<T, Rows...> next_rows(const T* row, const Rows*... others) {
   return {row, next_rows(others...)};
+}
+
+// How many rows ahead to fetch where work begins with a quick walk along the whole row, a sum or a
+// maximum: the end of a short row would come too late for it.
+template <class T>
+inline int64_t rows_ahead(int64_t width) {
+  return width * static_cast<int64_t>(sizeof(T)) <= 4096 ? 2 : 1;
 }
 
 // Odd elements lie between even ones, whose line has been fetched.
@@ -67,6 +83,32 @@ constexpr bool kGivesHalves<Fetching<Value, Ahead>> = kGivesHalves<Value>;
 template <class Value, class Ahead>
 inline Fetching<Value, Ahead> fetching(Value value, Ahead next) {
   return {value, next};
+}
+
+// The same, for loops that say where a step of so many elements begins: announce<kElements>(value, i)
+// fetches once for the whole step.
+template <class Value, class Ahead>
+struct Paced {
+  template <class Part>
+  auto operator()(int64_t i, Part part) const {
+    return value(i, part);
+  }
+
+  Value value;
+  Ahead next;
+};
+
+template <class Value, class Ahead>
+constexpr bool kGivesHalves<Paced<Value, Ahead>> = kGivesHalves<Value>;
+
+template <class Value, class Ahead>
+inline Paced<Value, Ahead> paced(Value value, Ahead next) {
+  return {value, next};
+}
+
+template <int64_t kElements, class Value, class Ahead>
+__attribute__((always_inline)) inline void announce(const Paced<Value, Ahead>& value, int64_t i) {
+  value.next.template fetch_span<kElements>(i);
 }
 
 // Whether to fetch rows of T for work of a few steps. Those of 32 bits, which wait for the memory

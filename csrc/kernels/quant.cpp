@@ -26,7 +26,7 @@ struct StaticQuantRows {
       }
       for (int64_t i = 0; i < call.width; i += call.block_columns) {
         quantise<Q>(out + i, call.block_columns, *scales++,
-                    fetching(Loaded<T>{x + i}, next.from(i)));
+                    paced(Loaded<T>{x + i}, next.from(i)));
       }
     }
   }
@@ -44,14 +44,15 @@ struct StaticQuantRows {
 struct PerTokenQuantRows {
   template <class T, class Q>
   static void run(int64_t begin, int64_t end, const OpweavePerTokenQuant& call) {
-    Rows<T, typename Q::Storage> rows(call.rows, call.out, call.x, begin);
+    Rows<T, typename Q::Storage> rows(call.rows, call.out, call.x, begin,
+                                      rows_ahead<T>(call.width));
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
       auto* out = rows.out();
       const T* x = rows.x();
       const auto next = next_rows(rows.next_x());
       const float largest = bounded(largest_of_row(x, call.width), call.upper_bound);
       call.scales[r] = scale_for<Q>(largest);
-      quantise<Q>(out, call.width, call.scales[r], fetching(Loaded<T>{x}, next));
+      quantise<Q>(out, call.width, call.scales[r], paced(Loaded<T>{x}, next));
     }
   }
 };
@@ -60,13 +61,13 @@ struct GroupQuantRows {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveGroupQuant& call) {
     const int64_t groups = (call.width + call.group_size - 1) / call.group_size;
-    Rows<T, uint8_t> rows(call.rows, call.out, call.x, begin);
+    Rows<T, uint8_t> rows(call.rows, call.out, call.x, begin, rows_ahead<T>(call.width));
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
       auto* out = rows.out();
       const T* x = rows.x();
       const auto next = next_rows(rows.next_x());
       quantise_stored_groups(out, call.scales + r * groups, call.width, call.group_size,
-                             call.power_of_two != 0, x, fetching(Loaded<T>{x}, next));
+                             call.power_of_two != 0, x, paced(Loaded<T>{x}, next));
     }
   }
 };

@@ -30,11 +30,19 @@ struct Int8 {
 // Half of what comes next, from element `first` on, for work that walks along a row twice.
 template <class Ahead>
 struct Half {
-  void fetch(int64_t i) const { next.fetch(first + i / 2); }
+  template <int64_t kElements>
+  __attribute__((always_inline)) void fetch_span(int64_t i) const {
+    next.template fetch_span<kElements / 2>(first + i / 2);
+  }
 
   Ahead next;
   int64_t first;
 };
+
+template <class Ahead>
+inline Half<Ahead> half_of(Ahead next, int64_t first) {
+  return {next, first};
+}
 
 // The scale for a largest magnitude; NaN for NaN.
 template <class Q>
@@ -54,6 +62,7 @@ inline void store_codes(void* out, int64_t n, Value value, Codes codes) {
   Vec values[kAtOnce];
   int64_t i = 0;
   for (; i + kAtOnce * kLanes <= n; i += kAtOnce * kLanes) {
+    announce<kAtOnce * kLanes>(value, i);
     for (int k = 0; k < kAtOnce; ++k) values[k] = value(i + k * kLanes, Full{});
     store_bytes(to + i, codes(values), Full{});
   }
@@ -67,10 +76,26 @@ inline void store_codes(void* out, int64_t n, Value value, Codes codes) {
   store_bytes(to + i, codes(values), Tail{n - i});
 }
 
+// Values times a factor.
+template <class Value>
+struct Scaled {
+  template <class Part>
+  Vec operator()(int64_t i, Part part) const {
+    return mul(value(i, part), factor);
+  }
+
+  Value value;
+  Vec factor;
+};
+
+template <int64_t kElements, class Value>
+__attribute__((always_inline)) inline void announce(const Scaled<Value>& scaled, int64_t i) {
+  announce<kElements>(scaled.value, i);
+}
+
 template <class Q, class Value>
 inline void quantise(typename Q::Storage* out, int64_t n, float scale, Value value) {
-  const Vec inverse = splat(1.0f / scale);
-  store_codes(out, n, [=](int64_t i, auto part) { return mul(value(i, part), inverse); }, Q::codes);
+  store_codes(out, n, Scaled<Value>{value, splat(1.0f / scale)}, Q::codes);
 }
 
 // The largest magnitude among n values; NaN if one is.
@@ -80,6 +105,7 @@ inline float largest_magnitude(int64_t n, Value value) {
   int64_t i = 0;
   for (; i + kAtOnce * kLanes <= n; i += kAtOnce * kLanes) {
     Vec values[kAtOnce];
+    announce<kAtOnce * kLanes>(value, i);
     for (int k = 0; k < kAtOnce; ++k) values[k] = value(i + k * kLanes, Full{});
     for (int k = 0; k < kAtOnce; ++k) most[k] = larger_magnitude(most[k], values[k]);
   }
@@ -155,11 +181,11 @@ inline void quantise_static(typename Q::Storage* out, int64_t n, float scale, Va
   if constexpr (sizeof(T) == sizeof(uint16_t)) {
     T kept[kKept];
     if (n <= kKept) {
-      keep_row(kept, n, fetching(value, Half<Ahead>{next, 0}));
-      return quantise<Q>(out, n, scale, fetching(Loaded<T>{kept}, Half<Ahead>{next, n / 2}));
+      keep_row(kept, n, paced(value, Half<Ahead>{next, 0}));
+      return quantise<Q>(out, n, scale, paced(Loaded<T>{kept}, Half<Ahead>{next, n / 2}));
     }
   }
-  quantise<Q>(out, n, scale, fetching(stored<T>(value), next));
+  quantise<Q>(out, n, scale, paced(stored<T>(value), next));
 }
 
 // Quantise a row by the scale of its largest magnitude, which is returned.
@@ -170,15 +196,15 @@ inline float quantise_dynamic(typename Q::Storage* out, int64_t n, float upper_b
   const Half<Ahead> second{next, n / 2};
   T kept[kKept];
   if (n <= kKept) {
-    const float largest = keep_and_find_largest(kept, n, fetching(value, first));
+    const float largest = keep_and_find_largest(kept, n, paced(value, first));
     const float scale = scale_for<Q>(bounded(largest, upper_bound));
-    quantise<Q>(out, n, scale, fetching(Loaded<T>{kept}, second));
+    quantise<Q>(out, n, scale, paced(Loaded<T>{kept}, second));
     return scale;
   }
   const auto as_stored = stored<T>(value);
-  const float largest = largest_magnitude(n, fetching(as_stored, first));
+  const float largest = largest_magnitude(n, paced(as_stored, first));
   const float scale = scale_for<Q>(bounded(largest, upper_bound));
-  quantise<Q>(out, n, scale, fetching(as_stored, second));
+  quantise<Q>(out, n, scale, paced(as_stored, second));
   return scale;
 }
 
@@ -214,25 +240,6 @@ inline void quantise_group(uint8_t* out, int64_t n, float scale, Value value) {
   }
 }
 
-// A row in memory by groups of neighbours. The scales come first, all of them: none waits for the
-// steps to another one.
-template <class T, class Value>
-inline void quantise_stored_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
-                                   bool power_of_two, const T* row, Value value) {
-  const auto size = [=](int64_t first) {
-    return width - first < group_size ? width - first : group_size;
-  };
-  float* scale = scales;
-  for (int64_t first = 0; first < width; first += group_size) {
-    *scale++ = largest_of_row(row + first, size(first));
-  }
-  for (float* s = scales; s < scale; ++s) *s = group_scale(*s, power_of_two);
-  for (int64_t first = 0; first < width; first += group_size) {
-    quantise_group(out + first, size(first), *scales++,
-                   [=](int64_t i, auto part) { return value(first + i, part); });
-  }
-}
-
 // A row from an element on.
 template <class Value>
 struct From {
@@ -248,22 +255,46 @@ struct From {
 template <class Value>
 constexpr bool kGivesHalves<From<Value>> = kGivesHalves<Value>;
 
-// The same of a row that is computed.
+template <int64_t kElements, class Value>
+__attribute__((always_inline)) inline void announce(const From<Value>& part_of_row, int64_t i) {
+  announce<kElements>(part_of_row.value, part_of_row.first + i);
+}
+
+// A row in memory by groups of neighbours. The scales come first, all of them: none waits for the
+// steps to another one.
 template <class T, class Value>
+inline void quantise_stored_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
+                                   bool power_of_two, const T* row, Value value) {
+  const auto size = [=](int64_t first) {
+    return width - first < group_size ? width - first : group_size;
+  };
+  float* scale = scales;
+  for (int64_t first = 0; first < width; first += group_size) {
+    *scale++ = largest_of_row(row + first, size(first));
+  }
+  for (float* s = scales; s < scale; ++s) *s = group_scale(*s, power_of_two);
+  for (int64_t first = 0; first < width; first += group_size) {
+    quantise_group(out + first, size(first), *scales++, From<Value>{value, first});
+  }
+}
+
+// The same of a row that is computed.
+template <class T, class Value, class Ahead>
 inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
-                            bool power_of_two, Value value) {
+                            bool power_of_two, Value value, Ahead next) {
   T kept[kKept];
   const int64_t step = group_size > kKept ? group_size : kKept / group_size * group_size;
   for (int64_t first = 0; first < width; first += step, scales += step / group_size) {
     const int64_t n = width - first < step ? width - first : step;
     const From<Value> part_of_row{value, first};
+    const auto ahead = next.from(first);
     if (n <= kKept) {
-      keep_row(kept, n, part_of_row);
+      keep_row(kept, n, paced(part_of_row, half_of(ahead, 0)));
       quantise_stored_groups(out + first, scales, n, group_size, power_of_two, kept,
-                             Loaded<T>{kept});
+                             paced(Loaded<T>{kept}, half_of(ahead, n / 2)));
     } else {
       const auto as_stored = stored<T>(part_of_row);
-      *scales = group_scale(largest_magnitude(n, as_stored), power_of_two);
+      *scales = group_scale(largest_magnitude(n, paced(as_stored, ahead)), power_of_two);
       quantise_group(out + first, n, *scales, as_stored);
     }
   }

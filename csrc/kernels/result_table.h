@@ -33,15 +33,20 @@ template <class T, class Function>
 struct Computed {
   static constexpr int kBegun = kAtOnce;  // vectors before the first is stored
 
+  Vec of(Vec x) const { return Lanes<T>::round(function(x)); }
+  template <class Numbers>  // Halves
+  Numbers of(Numbers x) const {
+    return halves_of(function(first_of(x)), function(second_of(x)));
+  }
   // Of the numbers that Lanes<T>::load(x, part) loads.
   template <class Part>
   Vec load(const T* x, Part part) const {
-    return Lanes<T>::round(function(Lanes<T>::load(x, part)));
+    return of(Lanes<T>::load(x, part));
   }
   // Of the first of every pair of neighbours.
   template <class Part>
-  Vec load_first(const T* x, Part part) const {
-    return Lanes<T>::round(function(load_pairs(x, part).first));
+  auto load_first(const T* x, Part part) const {
+    return of(load_pairs(x, part).first);
   }
   template <class Part>
   Halves halves(const T* x, Part part) const {

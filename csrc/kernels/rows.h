@@ -5,15 +5,16 @@
 
 namespace {
 
-// Rows of T that are read, rows of Out that are written, operands 1 and 0, and those that come next.
+// Rows of T that are read, rows of Out that are written, operands 1 and 0, and those that come next,
+// or so many rows ahead.
 template <class T, class Out = T>
 class Rows {
  public:
-  Rows(const OpweaveRows& rows, void* out, const void* x, int64_t begin)
+  Rows(const OpweaveRows& rows, void* out, const void* x, int64_t begin, int64_t ahead = 1)
       : out_(static_cast<char*>(out)),
         x_(static_cast<const char*>(x)),
         row_(rows, begin),
-        next_(rows, begin + 1) {}
+        next_(rows, begin + ahead) {}
 
   Out* out() const { return reinterpret_cast<Out*>(row_.in(out_, 0)); }
   const T* x() const { return reinterpret_cast<const T*>(row_.in(x_, 1)); }

@@ -94,6 +94,10 @@ inline void for_each_vec(int64_t n, Visit visit) {
   if (i < n) visit(i, Tail{n - i});
 }
 
+// What a loop calls at each step of so many elements, for values that make use of it (Paced).
+template <int64_t kElements, class Value>
+__attribute__((always_inline)) inline void announce(const Value&, int64_t) {}
+
 // Call store(i, value(i, part), part) for every vector, for a value that takes many steps, each on
 // the one before: so many of them are begun before the first is stored that their steps overlap.
 // value may read what store(i) writes.
@@ -104,6 +108,7 @@ inline void map_vecs(int64_t n, Value value, Store store) {
   int64_t i = 0;
   for (; i + kAtOnce * kLanes <= n; i += kAtOnce * kLanes) {
     Vec values[kAtOnce];
+    announce<kAtOnce * kLanes>(value, i);
     OPWEAVE_UNROLL
     for (int k = 0; k < kAtOnce; ++k) values[k] = value(i + k * kLanes, Full{});
     OPWEAVE_UNROLL

@@ -113,6 +113,16 @@ inline void order_groups(float* values, int64_t n) {
   for (int64_t i = 0; i < n; i += kGroup<T>) Group<T>::order(values + i);
 }
 
+// Store a row of value(i, part), for which there are no parts but whole vectors and the rest.
+template <class T, class Value>
+inline void store_vecs(T* out, int64_t n, Value value) {
+#if defined(__AVX512FP16__)
+  if constexpr (kGivesHalves<Value>) return store_row_of_halves<kAtOnce / 2>(out, n, value);
+#endif
+  map_vecs(n, value,
+           [=](int64_t i, Vec v, auto part) { Lanes<T>::store(out + i, v, part); });
+}
+
 // Store a row of value(i, part), made of values of type W. So many vectors are begun before the
 // first is stored that the steps of one, each of which waits for the one before, overlap with those
 // of others. out may be what value reads.
@@ -126,6 +136,7 @@ inline void store_row(T* out, int64_t n, Value value) {
   int64_t i = 0;
   for (; i + kStep <= n; i += kStep) {
     Group<T> groups[kGroups];
+    announce<kStep>(value, i);
     for (int g = 0; g < kGroups; ++g) groups[g].set(i + g * kGroup<T>, value);
     for (int g = 0; g < kGroups; ++g) groups[g].template store<W>(out + i + g * kGroup<T>);
   }

@@ -17,6 +17,14 @@ struct TailHalves {
 template <class Value>
 constexpr bool kGivesHalves = false;
 
+// Those whose lanes are as those of the first argument.
+inline Vec like(Vec, Vec v) { return v; }
+
+template <class T>
+inline Vec rounded(Vec v) {
+  return Lanes<T>::round(v);
+}
+
 #if !defined(__AVX512FP16__)
 
 constexpr bool kHasHalves = false;
@@ -31,6 +39,8 @@ using Halves = __m512h;
 inline Halves add(Halves a, Halves b) { return _mm512_add_ph(a, b); }
 inline Halves sub(Halves a, Halves b) { return _mm512_sub_ph(a, b); }
 inline Halves mul(Halves a, Halves b) { return _mm512_mul_ph(a, b); }
+inline Halves min(Halves a, Halves b) { return _mm512_min_ph(a, b); }  // of NaN, as those of Vec
+inline Halves max(Halves a, Halves b) { return _mm512_max_ph(a, b); }
 
 // Exchanges the lanes of every pair.
 inline Halves swap_pairs(Halves v) {
@@ -56,6 +66,20 @@ inline void store_halves(Float16* p, Halves v, TailHalves tail) {
 inline Halves halves_of(Vec first, Vec second) {
   const __m512i low = _mm512_castsi256_si512(narrow(first, Float16{}));
   return _mm512_castsi512_ph(_mm512_inserti64x4(low, narrow(second, Float16{}), 1));
+}
+
+inline Vec first_of(Halves v) {
+  return _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_castph_si512(v)));
+}
+inline Vec second_of(Halves v) {
+  return _mm512_cvtph_ps(_mm512_extracti64x4_epi64(_mm512_castph_si512(v), 1));
+}
+
+inline Halves like(Halves, Vec v) { return halves_of(v, v); }
+
+template <class T>
+inline Halves rounded(Halves v) {
+  return v;
 }
 
 // Vectors of float32 at element i, rounded.
@@ -84,6 +108,7 @@ inline void store_row_of_halves(Float16* out, int64_t n, Value value) {
   int64_t i = 0;
   for (; i + kCount * kHalves <= n; i += kCount * kHalves) {
     Halves begun[kCount];
+    announce<kCount * kHalves>(value, i);
     for (int k = 0; k < kCount; ++k) begun[k] = value(i + k * kHalves, FullHalves{});
     for (int k = 0; k < kCount; ++k) store_halves(out + i + k * kHalves, begun[k], FullHalves{});
   }

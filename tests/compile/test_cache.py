@@ -170,7 +170,8 @@ def test_artifacts_carry_the_report_to_another_cache(process: Process) -> None:
     process.write("saver.py", PROGRAM + SAVE)
     process.write("loader.py", LOAD + PROGRAM)
     process("donating", program="saver.py")
-    found = process("donating", program="loader.py", TORCHINDUCTOR_CACHE_DIR="elsewhere")
+    elsewhere = str(process.folder / "elsewhere")
+    found = process("donating", program="loader.py", TORCHINDUCTOR_CACHE_DIR=elsewhere)
     assert found["passes"] == []
     assert found["from_cache"] is True
     assert found["chosen"] == ["ours"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import opweave.compile
+from devices import DEVICES
 from opweave import ir
 from opweave.ir.testing import written_out
 
@@ -47,23 +48,25 @@ def check_native(model: nn.Module, inputs: Sequence[Tensor], expected: Any, plai
 
 @pytest.mark.parametrize("block", sorted(BLOCKS))
 @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_no_line_differs(block: str, dynamic: bool) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_line_differs(block: str, dynamic: bool, device: str) -> None:
     torch.manual_seed(1)
-    inputs = model_inputs(16)
+    inputs = [tensor.to(device) for tensor in model_inputs(16)]
     for tensor in inputs if dynamic else ():
         torch._dynamo.mark_dynamic(tensor, 0)
-    plain = generated("inductor", Model(BLOCKS[block], 2, NativeCalls()), inputs)
-    check_native(Model(BLOCKS[block], 2, OpCalls()), inputs, *plain)
+    plain = generated("inductor", Model(BLOCKS[block], 2, NativeCalls()).to(device), inputs)
+    check_native(Model(BLOCKS[block], 2, OpCalls()).to(device), inputs, *plain)
 
 
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mixtral", "quantised"))]
 )
 @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_no_line_differs_for_shipped_models(name: str, dynamic: bool) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_line_differs_for_shipped_models(name: str, dynamic: bool, device: str) -> None:
     torch.manual_seed(1)
-    model = SHIPPED[name]()
-    both = torch.stack([torch.randint(0, 99, (16,)), torch.arange(16)])
+    model = SHIPPED[name]().to(device)
+    both = torch.stack([torch.randint(0, 99, (16,)), torch.arange(16)]).to(device)
     if dynamic:
         torch._dynamo.mark_dynamic(both, 1)
     with ir.priority(all_native()), written_out():  # attention is an op when the graph runs

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from devices import needs_cuda
 from opweave import ir
 from opweave.conformance import (
     CHECKS,
@@ -47,6 +49,19 @@ def test_compiled_calls_are_right(subject: Subject) -> None:
     result = verify(subject, COMPILING)
     result.raise_if_failed()
     assert all(outcome.status == "passed" for outcome in result.outcomes)
+
+
+@needs_cuda
+@pytest.mark.parametrize("subject", ALL, ids=str)
+def test_on_a_gpu(subject: Subject) -> None:
+    verify(replace(subject, device="cuda"), QUICK).raise_if_failed()
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["varlen_attention", "causal_conv1d", "selective_scan"])
+def test_compiled_calls_on_a_gpu_find_their_sequences(name: str) -> None:
+    [subject] = subjects([name], ["native"])
+    verify(replace(subject, device="cuda"), ["compiled"]).raise_if_failed()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from devices import needs_cuda
 from opweave import native
 from opweave.native import NativeBuildError, NativeModule, toolchain
 
@@ -31,7 +32,7 @@ def test_the_module_serves_the_cpu(twice: NativeModule) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key("kit_cuda::twice", "CUDA")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@needs_cuda
 def test_on_a_gpu(twice: NativeModule) -> None:
     x = torch.randn(1000, device="cuda")
     for call in (twice.twice, twice.twice.direct, torch.ops.kit_cuda.twice):

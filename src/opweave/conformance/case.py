@@ -13,6 +13,7 @@ from torch import Tensor
 from opweave import ir
 from opweave.conformance.memory import Values, copied
 from opweave.ir import IrOp
+from opweave.ir.selection import tensors_in
 
 Outputs = tuple[Tensor, ...]
 
@@ -52,8 +53,7 @@ class Case:
     @cached_property
     def reference(self) -> Outputs:
         """What native returns where every number is a float64, or else its own result."""
-        wide = tuple(_widened(value) for value in self.values)
-        outcome = run_natively(self.op, wide)
+        outcome = _run_here(self.op, _widened(self.values))
         if isinstance(outcome, Exception) or [t.shape for t in outcome] != [
             t.shape for t in self.native
         ]:
@@ -67,7 +67,19 @@ def outputs_of(result: Any) -> Outputs:
 
 
 def run_natively(op: IrOp, values: Values) -> Outputs | Exception:
-    """Return what native makes of copies of the arguments, or what it raises."""
+    """Return what native makes of copies of the arguments, or what it raises.
+
+    The CPU is asked first: an index out of range, which is an error there, ends CUDA for the whole
+    process.
+    """
+    if any(t.is_cuda for t in tensors_in(values)):
+        outcome = _run_here(op, _on_cpu(values))
+        if isinstance(outcome, Exception) and not isinstance(outcome, NotImplementedError):
+            return outcome
+    return _run_here(op, values)
+
+
+def _run_here(op: IrOp, values: Values) -> Outputs | Exception:
     args, kwargs = op.schema.split(copied(values))
     try:
         with torch.no_grad(), natively(op):
@@ -86,6 +98,12 @@ def natively(op: IrOp) -> Iterator[None]:
 def _ops_here(op: IrOp) -> list[str]:
     registry = ir.current_registry()
     return list(registry.ops) if op.registry is registry else []
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_on_cpu, value))
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _widened(value: Any) -> Any:

@@ -126,7 +126,8 @@ def varlen_attention(
 def locate(num_tokens: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sequence of each token and its index there (sequence n: after the last one)."""
     token = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    # Not torch.searchsorted: of a view, Inductor before torch 2.13 searches what it is a view of.
+    sequence = (cu_seqlens[1:] <= token[:, None]).sum(-1)
     return sequence, token - cu_seqlens[sequence]
 
 

@@ -6,6 +6,7 @@ traced, so gradients go through native.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise, starmap
 
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from opweave.ir import ops, rules
 from opweave.ir.ops.attention import check_attention, check_varlen
+from opweave.kernels.aten.aligned import aligned
 
 # torch takes one dtype only; native promotes.
 _ONE_DTYPE = rules.same_dtype("query", "key", "value")
@@ -88,7 +90,8 @@ def _attend(
     blind = max(q_len - k_len, 0) if causal else (q_len if k_len == 0 else 0)
     if blind == q_len:
         return query.new_zeros(*query.shape[:3], value.shape[-1])
-    mask = _mask(q_len, k_len, scale, window, query.device) if causal else None
+    mask = _mask(query, k_len, scale, window) if causal else None
+    query, key, value = map(aligned, (query, key, value))
     out = functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -101,16 +104,19 @@ def _attend(
     return torch.cat((torch.zeros_like(out[:, :blind]), out[:, blind:]), 1) if blind else out
 
 
-def _mask(
-    q_len: int, k_len: int, scale: float | None, window: int | None, device: torch.device
-) -> Tensor | None:
-    """Return the mask, or None where torch's own top-left causal mask, or no mask, will do."""
-    narrow = window is not None and window < k_len
+def _mask(query: Tensor, k_len: int, scale: float | None, window: int | None) -> Tensor | None:
+    """Return what to add to the scores, or None where torch's own top-left mask, or none, will do.
+
+    Of a mask of bools, cuDNN's kernel makes a number that the score of a hidden key may exceed.
+    """
+    q_len, narrow = query.shape[1], window is not None and window < k_len
     # torch scales the scores that its own mask has hidden: minus infinity must stay what it is.
     own_will_do = q_len == k_len and (scale is None or scale > 0)
     if not narrow and (q_len == 1 or own_will_do):
         return None
-    q_pos = torch.arange(k_len - q_len, k_len, device=device)[:, None]
-    distance = q_pos - torch.arange(k_len, device=device)
-    mask = distance >= 0
-    return mask & (distance < window) if window is not None else mask
+    q_pos = torch.arange(k_len - q_len, k_len, device=query.device)[:, None]
+    distance = q_pos - torch.arange(k_len, device=query.device)
+    hidden = distance < 0
+    if window is not None:
+        hidden = hidden | (distance >= window)
+    return query.new_zeros(q_len, k_len).masked_fill(hidden, -math.inf)

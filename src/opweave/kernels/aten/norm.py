@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir import ops, rules
 from opweave.ir.traits import DIFFERENTIABLE
+from opweave.kernels.aten.aligned import aligned
 
 # F.rms_norm multiplies in float32 and rounds once: with a weight of another dtype the op's
 # definition rounds at another place, so the results would differ by more than the tolerance.
 _SUPPORTED = (
     rules.is_none("variance_size")
+    # Of other rows, CUDA sums the squares around their mean: one infinity makes all of them NaN.
+    & rules.dtype("x", torch.float32, torch.bfloat16, torch.float16)
+    & rules.last_dim_multiple_of("x", 4)
     & rules.per_last_dim("weight", "x")
     & rules.contiguous("x")  # F.rms_norm gives a contiguous result whatever the strides of x
 )
@@ -23,7 +28,7 @@ _SUPPORTED = (
 def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
-    return functional.rms_norm(x, x.shape[-1:], weight, epsilon)
+    return _normed(x, weight, epsilon)
 
 
 @ops.fused_add_rms_norm.register_impl(
@@ -42,4 +47,9 @@ def fused_add_rms_norm(
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     residual = x + x_residual
-    return functional.rms_norm(residual, x.shape[-1:], weight, epsilon), residual
+    return _normed(residual, weight, epsilon), residual
+
+
+def _normed(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    weight = None if weight is None else aligned(weight)
+    return functional.rms_norm(aligned(x), x.shape[-1:], weight, epsilon)
