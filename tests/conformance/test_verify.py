@@ -169,6 +169,6 @@ def test_a_certificate_says_what_was_verified() -> None:
     assert (native["op"], native["provider"]) == ("rms_norm", "native")
     assert native["source"] == other["definition"] != other["source"]
     [values] = [check for check in other["checks"] if check["check"] == "values"]
-    assert values["cases"] > 50
+    assert values["cases"] > 30
     assert values["problems"] == []
     assert all(check["promise"] for check in other["checks"])
