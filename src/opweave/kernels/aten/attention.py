@@ -91,7 +91,11 @@ def _attend(
     if blind == q_len:
         return query.new_zeros(*query.shape[:3], value.shape[-1])
     mask = _mask(query, k_len, scale, window) if causal else None
-    query, key, value = map(aligned, (query, key, value))
+    scale, value_size = query.shape[-1] ** -0.5 if scale is None else scale, value.shape[-1]
+    if query.is_cuda:
+        # Heads of two sizes ended the process, with torch 2.11 on an H100.
+        widest = max(query.shape[-1], value_size)
+        query, key, value = (aligned(_widened(t, widest)) for t in (query, key, value))
     out = functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -100,8 +104,13 @@ def _attend(
         is_causal=causal and mask is None and q_len > 1,
         scale=scale,
         enable_gqa=query.shape[2] != key.shape[2],
-    ).transpose(1, 2)
+    ).transpose(1, 2)[..., :value_size]
     return torch.cat((torch.zeros_like(out[:, :blind]), out[:, blind:]), 1) if blind else out
+
+
+def _widened(t: Tensor, size: int) -> Tensor:
+    missing = size - t.shape[-1]
+    return functional.pad(t, (0, missing)) if missing else t
 
 
 def _mask(query: Tensor, k_len: int, scale: float | None, window: int | None) -> Tensor | None:
