@@ -161,7 +161,8 @@ def test_an_unknown_check() -> None:
 
 
 def test_a_certificate_says_what_was_verified() -> None:
-    results = [verify(subject, ["values", "mutation"]) for subject in SOME[:2]]
+    chosen = subjects(["rms_norm"], ["native", "opweave_c"])
+    results = [verify(subject, ["values", "mutation"]) for subject in chosen]
     issued = json.loads(json.dumps(certificate(results, seed=0)))
     assert issued["summary"] == {"passed": 2, "failed": 0, "unverified": 0}
     assert issued["versions"]["torch"] == torch.__version__
@@ -169,6 +170,6 @@ def test_a_certificate_says_what_was_verified() -> None:
     assert (native["op"], native["provider"]) == ("rms_norm", "native")
     assert native["source"] == other["definition"] != other["source"]
     [values] = [check for check in other["checks"] if check["check"] == "values"]
-    assert values["cases"] > 30
+    assert values["cases"] > 50
     assert values["problems"] == []
     assert all(check["promise"] for check in other["checks"])
