@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -53,7 +53,7 @@ class Case:
     @cached_property
     def reference(self) -> Outputs:
         """What native returns where every number is a float64, or else its own result."""
-        outcome = _run_here(self.op, _widened(self.values))
+        outcome = _run_here(self.op, _changed(self.values, _widened))
         if isinstance(outcome, Exception) or [t.shape for t in outcome] != [
             t.shape for t in self.native
         ]:
@@ -73,7 +73,7 @@ def run_natively(op: IrOp, values: Values) -> Outputs | Exception:
     process.
     """
     if any(t.is_cuda for t in tensors_in(values)):
-        outcome = _run_here(op, _on_cpu(values))
+        outcome = _run_here(op, _changed(values, Tensor.cpu))
         if isinstance(outcome, Exception) and not isinstance(outcome, NotImplementedError):
             return outcome
     return _run_here(op, values)
@@ -100,18 +100,15 @@ def _ops_here(op: IrOp) -> list[str]:
     return list(registry.ops) if op.registry is registry else []
 
 
-def _on_cpu(value: Any) -> Any:
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return *value* with every tensor in it changed."""
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_on_cpu, value))
-    return value.cpu() if isinstance(value, Tensor) else value
+        return type(value)(_changed(item, change) for item in value)
+    return change(value) if isinstance(value, Tensor) else value
 
 
-def _widened(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_widened(item) for item in value)
-    if isinstance(value, Tensor) and value.dtype in _NARROW:
-        return value.to(torch.float64)
-    return value
+def _widened(t: Tensor) -> Tensor:
+    return t.to(torch.float64) if t.dtype in _NARROW else t
 
 
 def _shown(value: Any) -> str:
