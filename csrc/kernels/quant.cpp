@@ -25,8 +25,7 @@ struct StaticQuantRows {
         continue;
       }
       for (int64_t i = 0; i < call.width; i += call.block_columns) {
-        quantise<Q>(out + i, call.block_columns, *scales++,
-                    paced(Loaded<T>{x + i}, next.from(i)));
+        quantise_row<Q, true>(out + i, call.block_columns, *scales++, x + i, next.from(i));
       }
     }
   }
@@ -37,7 +36,7 @@ struct StaticQuantRows {
     const auto scaled = [=](int64_t i, auto part) {
       return mul(value(i, part), div(splat(1), Lanes<float>::load(scales + i, part)));
     };
-    store_codes(out, n, scaled, Q::codes);
+    store_codes(out, n, scaled, Q::template codes<true>);
   }
 };
 
@@ -50,9 +49,8 @@ struct PerTokenQuantRows {
       auto* out = rows.out();
       const T* x = rows.x();
       const auto next = next_rows(rows.next_x());
-      const float largest = bounded(largest_of_row(x, call.width), call.upper_bound);
-      call.scales[r] = scale_for<Q>(largest);
-      quantise<Q>(out, call.width, call.scales[r], paced(Loaded<T>{x}, next));
+      const float largest = largest_of_row(x, call.width);
+      call.scales[r] = quantise_row_of<Q>(out, call.width, largest, call.upper_bound, x, next);
     }
   }
 };

@@ -4,6 +4,7 @@
 // kernel quantises what it computes without storing it first.
 #pragma once
 
+#include "kernels/fp8_steps.h"
 #include "kernels/prefetch.h"
 #include "kernels/storage.h"
 #include "kernels/vec_group.h"
@@ -15,16 +16,26 @@ struct Fp8 {
   using Storage = uint8_t;
   static constexpr float kMax = kFp8Max;
   static constexpr float kMinScale = 1.0f / (kFp8Max * 512.0f);
+  template <class T>
+  static constexpr bool kBySteps = kHasSteps<T>;
 
-  static auto codes(const Vec (&v)[kAtOnce]) { return fp8_of(v, v); }
+  template <bool kMayExceed>
+  static auto codes(const Vec (&v)[kAtOnce]) {
+    return fp8_of(v, v);
+  }
 };
 
 struct Int8 {
   using Storage = int8_t;
   static constexpr float kMax = 127.0f;
   static constexpr float kMinScale = 0x1p-23f;  // float32's epsilon
+  template <class T>
+  static constexpr bool kBySteps = false;
 
-  static auto codes(const Vec (&v)[kAtOnce]) { return int8_of(v); }
+  template <bool kMayExceed>
+  static auto codes(const Vec (&v)[kAtOnce]) {
+    return int8_of<kMayExceed>(v);
+  }
 };
 
 // Half of what comes next, from element `first` on, for work that walks along a row twice.
@@ -34,6 +45,8 @@ struct Half {
   __attribute__((always_inline)) void fetch_span(int64_t i) const {
     next.template fetch_span<kElements / 2>(first + i / 2);
   }
+
+  Half from(int64_t i) const { return {next, first + i / 2}; }
 
   Ahead next;
   int64_t first;
@@ -93,9 +106,10 @@ __attribute__((always_inline)) inline void announce(const Scaled<Value>& scaled,
   announce<kElements>(scaled.value, i);
 }
 
-template <class Q, class Value>
+// Without kMayExceed no quotient is NaN or past the largest code.
+template <class Q, bool kMayExceed = true, class Value>
 inline void quantise(typename Q::Storage* out, int64_t n, float scale, Value value) {
-  store_codes(out, n, Scaled<Value>{value, splat(1.0f / scale)}, Q::codes);
+  store_codes(out, n, Scaled<Value>{value, splat(1.0f / scale)}, Q::template codes<kMayExceed>);
 }
 
 // The largest magnitude among n values; NaN if one is.
@@ -173,6 +187,37 @@ inline float keep_and_find_largest(float* kept, int64_t n, Value value) {
   return largest_or_nan(most);
 }
 
+// Rows of fewer elements are not worth the steps of a scale of their own.
+constexpr int64_t kFewestForSteps = 512;
+
+// Quantise a row in memory by a given scale.
+template <class Q, bool kMayExceed, class T, class Ahead>
+inline void quantise_row(typename Q::Storage* out, int64_t n, float scale, const T* row,
+                         Ahead next) {
+  int64_t done = 0;
+  if constexpr (Q::template kBySteps<T>) {
+    if (n >= kFewestForSteps && Fp8Steps<T>::holds(scale)) {
+      done = Fp8Steps<T>(scale).template store_codes<kMayExceed>(out, n, row, next);
+      if (done == n) return;
+    }
+  }
+  quantise<Q, kMayExceed>(out + done, n - done, scale,
+                          paced(Loaded<T>{row + done}, next.from(done)));
+}
+
+// The same by the scale of its largest magnitude, which is returned.
+template <class Q, class T, class Ahead>
+inline float quantise_row_of(typename Q::Storage* out, int64_t n, float largest, float upper_bound,
+                             const T* row, Ahead next) {
+  const float scale = scale_for<Q>(bounded(largest, upper_bound));
+  if (largest <= upper_bound && largest < __builtin_inff()) {
+    quantise_row<Q, false>(out, n, scale, row, next);
+  } else {
+    quantise_row<Q, true>(out, n, scale, row, next);
+  }
+  return scale;
+}
+
 // Quantise a row that is computed by a given scale. Rows of 16 bits are kept first: to do both at
 // once takes more registers than there are.
 template <class Q, class T, class Value, class Ahead>
@@ -181,8 +226,8 @@ inline void quantise_static(typename Q::Storage* out, int64_t n, float scale, Va
   if constexpr (sizeof(T) == sizeof(uint16_t)) {
     T kept[kKept];
     if (n <= kKept) {
-      keep_row(kept, n, paced(value, Half<Ahead>{next, 0}));
-      return quantise<Q>(out, n, scale, paced(Loaded<T>{kept}, Half<Ahead>{next, n / 2}));
+      keep_row(kept, n, paced(value, half_of(next, 0)));
+      return quantise_row<Q, true>(out, n, scale, kept, half_of(next, n / 2));
     }
   }
   quantise<Q>(out, n, scale, paced(stored<T>(value), next));
@@ -197,9 +242,7 @@ inline float quantise_dynamic(typename Q::Storage* out, int64_t n, float upper_b
   T kept[kKept];
   if (n <= kKept) {
     const float largest = keep_and_find_largest(kept, n, paced(value, first));
-    const float scale = scale_for<Q>(bounded(largest, upper_bound));
-    quantise<Q>(out, n, scale, paced(Loaded<T>{kept}, second));
-    return scale;
+    return quantise_row_of<Q>(out, n, largest, upper_bound, kept, second);
   }
   const auto as_stored = stored<T>(value);
   const float largest = largest_magnitude(n, paced(as_stored, first));
@@ -236,7 +279,8 @@ inline void quantise_group(uint8_t* out, int64_t n, float scale, Value value) {
     });
   } else {  // infinite or NaN
     store_codes(
-        out, n, [=](int64_t i, auto part) { return div(value(i, part), divisor); }, Fp8::codes);
+        out, n, [=](int64_t i, auto part) { return div(value(i, part), divisor); },
+        Fp8::codes<true>);
   }
 }
 

@@ -8,7 +8,8 @@
 //   float_of           a 16-bit number as float32
 //   fp8_of             kAtOnce vectors to float8_e4m3fn, nearest even, saturated; NaN stays. The
 //                      signs are those of another kAtOnce vectors
-//   int8_of            kAtOnce vectors to int8, nearest even, saturated; NaN becomes 0
+//   int8_of            kAtOnce vectors to int8, nearest even, saturated; NaN becomes 0. Without
+//                      kMayExceed there is neither NaN nor anything past 128
 //   store_bytes        stores what these give, or the first bytes of it
 //   quotient           v / divisor, given 1 / divisor; all finite, the divisor at least 2^-18
 //
@@ -127,14 +128,18 @@ inline __m512i fp8_of(const Vec (&v)[kAtOnce], const Vec (&signs)[kAtOnce]) {
 }
 
 // Below the range the conversion gives the lowest integer.
+template <bool kMayExceed>
 inline __m512i int32_of(Vec v) {
+  if constexpr (!kMayExceed) return _mm512_cvtps_epi32(v);
   const __mmask16 ordered = _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q);
   return _mm512_maskz_cvtps_epi32(ordered, min(splat(127), v));
 }
 
+template <bool kMayExceed>
 inline __m512i int8_of(const Vec (&v)[kAtOnce]) {
-  return in_order(_mm512_packs_epi16(_mm512_packs_epi32(int32_of(v[0]), int32_of(v[1])),
-                                     _mm512_packs_epi32(int32_of(v[2]), int32_of(v[3]))));
+  return in_order(_mm512_packs_epi16(
+      _mm512_packs_epi32(int32_of<kMayExceed>(v[0]), int32_of<kMayExceed>(v[1])),
+      _mm512_packs_epi32(int32_of<kMayExceed>(v[2]), int32_of<kMayExceed>(v[3]))));
 }
 
 inline void store_bytes(void* p, __m512i bytes, Full) { _mm512_storeu_si512(p, bytes); }
@@ -205,14 +210,18 @@ inline __m256i fp8_of(const Vec (&v)[kAtOnce], const Vec (&signs)[kAtOnce]) {
   return in_order(_mm256_or_si256(codes, _mm256_and_si256(sign, top)));
 }
 
+template <bool kMayExceed>
 inline __m256i int32_of(Vec v) {
+  if constexpr (!kMayExceed) return _mm256_cvtps_epi32(v);
   const __m256i ordered = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_ORD_Q));
   return _mm256_and_si256(_mm256_cvtps_epi32(min(splat(127), v)), ordered);
 }
 
+template <bool kMayExceed>
 inline __m256i int8_of(const Vec (&v)[kAtOnce]) {
-  return in_order(_mm256_packs_epi16(_mm256_packs_epi32(int32_of(v[0]), int32_of(v[1])),
-                                     _mm256_packs_epi32(int32_of(v[2]), int32_of(v[3]))));
+  return in_order(_mm256_packs_epi16(
+      _mm256_packs_epi32(int32_of<kMayExceed>(v[0]), int32_of<kMayExceed>(v[1])),
+      _mm256_packs_epi32(int32_of<kMayExceed>(v[2]), int32_of<kMayExceed>(v[3]))));
 }
 
 inline void store_bytes(void* p, __m256i bytes, Full) {
@@ -300,6 +309,7 @@ inline CodeBytes fp8_of(const Vec (&v)[kAtOnce], const Vec (&signs)[kAtOnce]) {
       [&](int k) { return fp8_of(v[k]) | ((bits_of(signs[k]) >> 24) & splat_bits(0x80)); });
 }
 
+template <bool>  // kMayExceed
 inline CodeBytes int8_of(const Vec (&v)[kAtOnce]) {
   return low_bytes([&](int k) {
     // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits.

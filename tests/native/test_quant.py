@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random as python_random
 from types import ModuleType
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opweave.ir import IrOp
 from opweave.ir.ops import quant as ops
 
 from . import quant_oracle as oracle
@@ -58,10 +60,51 @@ def check_conversion(module: ModuleType, x: Tensor) -> None:
     assert same_bits(out, q)
 
 
+def every_number(dtype: torch.dtype) -> Tensor:
+    """All 65,536 numbers of 16 bits."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+@pytest.mark.parametrize("width", [256, 1024])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_16_bit_value(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
-    codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    check_conversion(module, codes.view(dtype).view(256, 256))
+def test_every_16_bit_value(module: ModuleType, isa: str, dtype: torch.dtype, width: int) -> None:
+    check_conversion(module, every_number(dtype).view(-1, width))
+
+
+def many_scales() -> list[float]:
+    """Powers of two, by which many products are ties; any; and those that no number is made for."""
+    powers = [2.0**power for power in range(-30, 28)]
+    near = [math.nextafter(power, towards) for power in powers[::4] for towards in (0, math.inf)]
+    rough = [power * factor for power in powers[::3] for factor in (1.5, 1.25, 1 / 3)]
+    drawn = [2 ** python_random.uniform(-24, 22) for _ in range(60)]
+    extreme = [1e-45, 1e-38, 2.0**-101, 2.0**-99, 2.0**99, 2.0**101, 3e38, 0.0, math.inf, math.nan]
+    return [*powers, *near, *rough, *drawn, *extreme, -0.5, -3.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_value_by_many_scales(
+    module: ModuleType, isa: str, dtype: torch.dtype
+) -> None:
+    x = every_number(dtype).view(-1, 1024)
+    for scale in many_scales():
+        check(ops.static_quant_fp8, x, torch.tensor([scale]))
+
+
+@pytest.mark.parametrize("op", [ops.dynamic_per_token_quant_fp8, ops.dynamic_per_token_quant_int8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_value_below_the_largest(
+    module: ModuleType, isa: str, dtype: torch.dtype, op: IrOp
+) -> None:
+    numbers = every_number(dtype)
+    numbers = numbers[numbers.isfinite()]
+    for _ in range(12):
+        most = 2 ** python_random.uniform(-16, 16)
+        below = numbers[numbers.abs() <= most]
+        rows = len(below) // 1024
+        x = below[torch.randperm(len(below))[: rows * 1024]].view(rows, 1024)
+        check(op, x)
+        if op is ops.dynamic_per_token_quant_fp8:
+            check(op, x, torch.tensor([most / 2]))  # an upper bound
 
 
 def test_hard_values(module: ModuleType, isa: str) -> None:

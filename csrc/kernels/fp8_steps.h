@@ -1,0 +1,225 @@
+// The codes of float8_e4m3fn of 16-bit numbers times a factor, found without the product.
+//
+// A code is how many steps lie below the product, and the bits of a magnitude, taken as an integer,
+// have the order of the magnitudes. So between two steps a code is (z + adjustment) >> kShift,
+// where z is that integer less a constant, and kShift is what makes 8 codes of the 2^kMantissa
+// numbers between two powers of two. Two tables of 32 adjustments do for all numbers:
+//
+//   - above 7.75 * 2^-9 every power of two has the same steps, 8 of them, eight codes further on. A
+//     32nd of it holds one step at most, so its place in the power of two is the place in the
+//     table.
+//   - below, the 8 steps are 2^-9 apart, and one 8th of a power of two holds one at most. From
+//     0.5 * 2^-9 on there are fewer than 32 of these.
+//
+// The steps are found by the product itself, rounded to float32 as elsewhere, so all codes are
+// those that the product has.
+#pragma once
+
+#include "kernels/vec_group.h"
+#include "kernels/vec_quant.h"
+
+namespace {
+
+// Whether there are steps for numbers of T.
+template <class T>
+constexpr bool kHasSteps = false;
+
+template <class T>
+class Fp8Steps;
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+
+template <class T>
+struct StepsFormat;
+
+template <>
+struct StepsFormat<BFloat16> {
+  static constexpr int kMantissa = 7;
+  static constexpr int kInfinity = 0x7f80;
+
+  // Whether all steps are at normal numbers: from 2^-10 to 448 times the scale.
+  static bool holds(float scale) { return scale > 0x1p-100f && scale < 0x1p100f; }
+  static __m256i words_below(Vec v) {
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(v), 16));
+  }
+
+  explicit StepsFormat(float) {}
+  float scaled(float scale) const { return scale; }
+  __m512i scaled(__m512i numbers) const { return numbers; }
+};
+
+template <>
+constexpr bool kHasSteps<BFloat16> = true;
+
+#if defined(__AVX512FP16__)
+
+// Numbers and scales are multiplied by a power of two, so that the step to the largest code is
+// below float16's infinity, and the first step at a normal number.
+template <>
+struct StepsFormat<Float16> {
+  static constexpr int kMantissa = 10;
+  static constexpr int kInfinity = 0x7c00;
+
+  static bool holds(float scale) { return scale > 0x1p-18f && scale < 0x1p20f; }
+  static __m256i words_below(Vec v) {
+    return _mm512_cvtps_ph(v, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+  }
+
+  explicit StepsFormat(float scale) {
+    uint32_t bits;
+    memcpy(&bits, &scale, sizeof bits);
+    const int to_64 = 127 + 6 - static_cast<int>(bits >> 23);
+    power = to_64 < 15 ? to_64 : 15;
+    factor = _mm512_castsi512_ph(_mm512_set1_epi16(static_cast<int16_t>((15 + power) << 10)));
+  }
+  float scaled(float scale) const {
+    uint32_t bits;
+    memcpy(&bits, &scale, sizeof bits);
+    bits += static_cast<uint32_t>(power) << 23;
+    memcpy(&scale, &bits, sizeof bits);
+    return scale;
+  }
+  __m512i scaled(__m512i numbers) const {
+    return _mm512_castph_si512(mul(_mm512_castsi512_ph(numbers), factor));
+  }
+
+  int power;
+  Halves factor;
+};
+
+template <>
+constexpr bool kHasSteps<Float16> = true;
+
+#endif
+
+template <class T>
+class Fp8Steps {
+ public:
+  static bool holds(float scale) { return StepsFormat<T>::holds(scale); }
+
+  explicit Fp8Steps(float scale) : format_(scale) {
+    const __m256i numbers = first_numbers(format_.scaled(scale));
+    const int below = _mm256_extract_epi16(numbers, 0) - 1;
+    zero_ = words(below);
+    infinity_ = words(StepsFormat<T>::kInfinity - below);
+    const __m512i steps = _mm512_sub_epi16(_mm512_castsi256_si512(numbers), zero_);
+    most_ = _mm512_add_epi16(at(steps, 13), words(14 << kMantissa));
+    normal_ = _mm512_sub_epi16(at(steps, 15), words(1 << kMantissa));
+    few_ = few_adjustments(steps);
+    many_ = many_adjustments(steps);
+  }
+
+  // Store the codes of n numbers of a row; returns of how many, a multiple of 64. Without
+  // kMayExceed no product is NaN or past the largest code.
+  template <bool kMayExceed, class Ahead>
+  int64_t store_codes(uint8_t* out, int64_t n, const T* row, Ahead next) const {
+    constexpr int64_t kStep = 2 * kWords;
+    int64_t i = 0;
+    for (; i + kStep <= n; i += kStep) {
+      next.template fetch_span<kStep>(i);
+      store_bytes(out + i, bytes_of<kMayExceed>(load_words(row + i), load_words(row + i + kWords)),
+                  Full{});
+    }
+    return i;
+  }
+
+ private:
+  static constexpr int kMantissa = StepsFormat<T>::kMantissa;
+  static constexpr int kShift = kMantissa - 3;  // from numbers to codes
+  static constexpr int kPlace = kMantissa - 5;  // from numbers to the 32 parts of a power of two
+
+  static __m512i words(int word) { return _mm512_set1_epi16(static_cast<int16_t>(word)); }
+  static __m512i at(__m512i steps, int k) { return _mm512_permutexvar_epi16(words(k), steps); }
+
+  // The first number whose product has the code, for codes 1 to 16.
+  static __m256i first_numbers(float scale) {
+    const Vec unit = splat(0x1p-9f);
+    const Vec ties = mul(unit, _mm512_setr_ps(0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f, 8.5f,
+                                              9.5f, 10.5f, 11.5f, 12.5f, 13.5f, 14.5f, 15.5f));
+    // Ties have the even code, which of every second one is that below.
+    const __m512i bits = _mm512_castps_si512(ties);
+    const Vec least =
+        _mm512_castsi512_ps(_mm512_mask_add_epi32(bits, 0x5555, bits, _mm512_set1_epi32(1)));
+    const __m256i one = _mm256_set1_epi16(1);
+    const __m256i estimate = StepsFormat<T>::words_below(mul(least, splat(scale)));
+    const auto is_below = [&](__m256i numbers) {
+      return less(mul(widen(numbers, T{}), splat(1.0f / scale)), least);
+    };
+    const __mmask16 first_is_below = is_below(estimate);
+    const __mmask16 next_is_below = is_below(_mm256_add_epi16(estimate, one));
+    const __m256i number = _mm256_mask_add_epi16(estimate, first_is_below, estimate, one);
+    return _mm256_mask_add_epi16(number, next_is_below, number, one);
+  }
+
+  // For each of 32 parts that begin at `begin`: what its numbers need to have the code of the steps
+  // among `first` to `last` up to its end, and one less below its own one.
+  static __m512i adjustments(__m512i steps, int first, int last, __m512i begin, int size,
+                             __m512i least) {
+    const __m512i end = _mm512_add_epi16(begin, words(size - 1));
+    __m512i code = words(first);
+    for (int k = first; k <= last; ++k) {
+      const __mmask32 is_passed = _mm512_cmple_epu16_mask(at(steps, k), end);
+      code = _mm512_mask_add_epi16(code, is_passed, code, words(1));
+    }
+    const __m512i step = _mm512_permutexvar_epi16(_mm512_sub_epi16(code, words(1)), steps);
+    return _mm512_sub_epi16(_mm512_slli_epi16(code, kShift),
+                            _mm512_max_epu16(_mm512_max_epu16(step, least), begin));
+  }
+
+  static __m512i counted() {
+    return _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14,
+                            13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  }
+
+  __m512i few_adjustments(__m512i steps) const {
+    return adjustments(steps, 0, 7, _mm512_slli_epi16(counted(), kShift), 1 << kShift,
+                       _mm512_setzero_si512());
+  }
+
+  // From the part in which `normal_` lies, the first number of the eighth code, to the one before
+  // it in the next power of two.
+  __m512i many_adjustments(__m512i steps) const {
+    const __m512i lowest = _mm512_and_si512(normal_, words(-(1 << kPlace)));
+    const __m512i past =
+        _mm512_and_si512(_mm512_sub_epi16(_mm512_slli_epi16(counted(), kPlace), lowest),
+                         words((1 << kMantissa) - 1));
+    return adjustments(steps, 8, 14, _mm512_add_epi16(lowest, past), 1 << kPlace, normal_);
+  }
+
+  template <bool kMayExceed>
+  __m512i codes_of(__m512i numbers) const {
+    const __m512i any = _mm512_subs_epu16(_mm512_and_si512(numbers, words(0x7fff)), zero_);
+    const __m512i z = kMayExceed ? _mm512_min_epu16(any, most_) : any;
+    const __m512i many = _mm512_permutexvar_epi16(_mm512_srli_epi16(z, kPlace), many_);
+    const __m512i adjustment = _mm512_mask_permutexvar_epi16(
+        many, _mm512_cmplt_epu16_mask(z, normal_), _mm512_srli_epi16(z, kShift), few_);
+    const __m512i codes = _mm512_srli_epi16(_mm512_add_epi16(z, adjustment), kShift);
+    if constexpr (!kMayExceed) return codes;
+    return _mm512_mask_mov_epi16(codes, _mm512_cmpgt_epu16_mask(any, infinity_), words(0x7f));
+  }
+
+  template <bool kMayExceed>
+  __m512i bytes_of(__m512i first, __m512i second) const {
+    first = format_.scaled(first);
+    second = format_.scaled(second);
+    const __m512i codes =
+        _mm512_packus_epi16(codes_of<kMayExceed>(first), codes_of<kMayExceed>(second));
+    const __m512i signs = _mm512_packs_epi16(first, second);
+    // 0xf8: codes | (signs & 0x80), bit by bit.
+    const __m512i bytes =
+        _mm512_ternarylogic_epi32(codes, signs, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
+    return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), bytes);
+  }
+
+  StepsFormat<T> format_;
+  __m512i zero_;      // the last number of code 0
+  __m512i infinity_;  // from here on, numbers less zero_
+  __m512i most_;      // the first one of the largest code
+  __m512i normal_;    // where many_ begins to hold
+  __m512i few_;
+  __m512i many_;
+};
+
+#endif
+
+}  // namespace
