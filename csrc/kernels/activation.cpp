@@ -141,6 +141,8 @@ struct SwigluoaiGate {
 
 template <class T>
 struct Row {
+  Row from(int64_t i) const { return {out + i, x + i}; }
+
   T* out;
   const T* x;
 };
@@ -163,6 +165,12 @@ constexpr bool kIsLong<Fatrelu<T>> = false;
 template <class T>
 constexpr bool kIsLong<Relu2<T>> = false;
 
+// From so many bytes on a thread's rows are in no cache. Then the shortest work, which waits for
+// nothing but memory, has it fetched 4 KiB ahead: a whole row is too far where rows are long.
+constexpr int64_t kInNoCache = 4 << 20;
+template <class T>
+constexpr int64_t kAhead = 4096 / static_cast<int64_t>(sizeof(T));
+
 template <template <class> class Activation>
 struct Elementwise {
   template <class T>
@@ -176,21 +184,33 @@ struct Elementwise {
         });
       }
     }
+    const int64_t bytes = (end - begin) * call.width * static_cast<int64_t>(sizeof(T));
     for_each_row<T>(begin, end, call, [&](Row<T> row, Row<const T> next) {
-      const auto value = [=](int64_t i, auto part) {
-        return activation(Lanes<T>::load(row.x + i, part));
-      };
-      constexpr bool kIsWanted = kIsLong<Activation<T>> && kIsFetched<T>;
-      store_row<T, kAtOnce>(row.out, call.width,
-                            fetching_if<kIsWanted>(value, next_rows(next.x, next.out)));
+      if constexpr (kIsLong<Activation<T>>) {
+        write<kIsFetched<T>>(activation, row, next, call.width);
+      } else if (bytes < kInNoCache) {
+        write<false>(activation, row, next, call.width);
+      } else {
+        const int64_t near = call.width > kAhead<T> ? call.width - kAhead<T> : 0;
+        write<kIsFetched<T>>(activation, row, {row.out + kAhead<T>, row.x + kAhead<T>}, near);
+        write<kIsFetched<T>>(activation, row.from(near), next, call.width - near);
+      }
     });
+  }
+
+ private:
+  template <bool kIsWanted, class T>
+  static void write(const Activation<T>& activation, Row<T> row, Row<const T> next, int64_t n) {
+    const auto value = [=](int64_t i, auto part) {
+      return activation(Lanes<T>::load(row.x + i, part));
+    };
+    store_row<T, kAtOnce>(row.out, n, fetching_if<kIsWanted>(value, next_rows(next.x, next.out)));
   }
 };
 
 // Call visit with the rounded results of the activation of a call for rows from begin to end.
 template <template <class> class Activation, class T, class Visit>
-inline void with_activated(int64_t begin, int64_t end, const OpweaveActivation& call,
-                           Visit visit) {
+inline void with_activated(int64_t begin, int64_t end, const OpweaveActivation& call, Visit visit) {
   with_rounded<T, kIsLong<Activation<T>>>(Activation<T>(call), (end - begin) * call.width, visit);
 }
 
@@ -243,9 +263,8 @@ struct SparseGated {
       const Vec bound = cutoff(row.x, call.width, call.parameters[0]);
       const SparseProduct<T, Computed<T, Activation<T>>> product{activated, row.x,
                                                                  row.x + call.width, bound};
-      store_row<T, kAtOnce>(
-          row.out, call.width,
-          fetching(product, next_rows(next.x, next.x + call.width, next.out)));
+      store_row<T, kAtOnce>(row.out, call.width,
+                            fetching(product, next_rows(next.x, next.x + call.width, next.out)));
     };
     for_each_row<T>(begin, end, call, write, rows_ahead<T>(call.width));
   }

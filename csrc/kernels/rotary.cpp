@@ -119,8 +119,14 @@ class Angles {
   Vec by_sine(Vec x, int64_t i) const { return mul(x, Lanes<float>::load(sin_ + i, Full{})); }
 
   Rotated rotated(Vec first, Vec second, int64_t i) const {
-    return {sub(by_cosine(first, i), by_sine(second, i)),
-            add(by_cosine(second, i), by_sine(first, i))};
+    if constexpr (sizeof(T) == sizeof(float)) {
+      return {sub(by_cosine(first, i), by_sine(second, i)),
+              add(by_cosine(second, i), by_sine(first, i))};
+    } else {  // products are exact, so these are the same bits
+      const Vec sines = Lanes<float>::load(sin_ + i, Full{});
+      return {fma(sub(splat(-0.0f), second), sines, by_cosine(first, i)),
+              fma(first, sines, by_cosine(second, i))};
+    }
   }
 
   // Groups at element i of both halves.
@@ -260,15 +266,19 @@ template <class T>
 class Heads {
  public:
   Heads(const OpweaveHeads& heads, int64_t token)
-      : heads_(heads), tokens_(heads.tokens, heads.out, heads.x, token) {}
+      : heads_(heads),
+        tokens_(heads.tokens, heads.out, heads.x, token),
+        ahead_(heads_ahead(heads.count, heads.x_stride)) {}
 
-  // Calls visit(out, x, x of the next token) for every head, and goes on to that token.
+  // Calls visit(out, x, what to fetch) for every head, and goes on to the next token.
   template <class Visit>
   void for_each(Visit visit) {
     T* out = tokens_.out();
     const T* x = first();
-    const T* next = tokens_.next_x();
+    const T* next = moved(x, ahead_ * heads_.x_stride);
+    const int64_t last = heads_.count - ahead_;  // that has the one to fetch in its own token
     for (int64_t h = 0; h < heads_.count; ++h) {
+      if (h == last) next = tokens_.next_x();
       visit(out, x, next_rows(next));
       out = moved(out, heads_.out_stride);
       x = after(x);
@@ -287,8 +297,16 @@ class Heads {
     return reinterpret_cast<P*>(reinterpret_cast<intptr_t>(p) + bytes);
   }
 
+  // So many that 4 KiB lie between, or those of a token.
+  static int64_t heads_ahead(int64_t count, int64_t stride) {
+    constexpr int64_t kAhead = 4096;
+    const int64_t heads = stride <= 0 || stride > kAhead ? 1 : kAhead / stride;
+    return heads < count ? heads : count;
+  }
+
   const OpweaveHeads& heads_;
   Rows<T> tokens_;
+  int64_t ahead_;
 };
 
 template <class T>
@@ -321,8 +339,8 @@ class NormalisedHeads {
     with_weight<T>(weight_, call_.weight_dtype, [&](auto weight) {
       if (is_usual_) return run_usual(weight, angles);
       heads_.for_each([&](T* out, const T* x, auto next) {
-        store_normalised<decltype(weight)>(
-            out, size_, fetching(normalised(x, weight, scale_of(x)), next));
+        store_normalised<decltype(weight)>(out, size_,
+                                           fetching(normalised(x, weight, scale_of(x)), next));
         angles.rotate(out, static_cast<const T*>(out), next_rows());
       });
     });
