@@ -6,7 +6,8 @@
 //
 // where a pair is two neighbours in 32 bits. The keys are so in the cache. The queries are brought
 // into that order once for a part, the values once for a tile of keys, and the weights, which come
-// out with a query in each lane, for each product. What a query sums up depends on its own row only.
+// out with a query in each lane, for each product. What a query sums up depends on its own row
+// only.
 //
 // Few rows of a kv head, as in decoding, would leave most lanes without a query. Several heads then
 // share the lanes: each fills its own with scores, and the softmax is computed once for all.
@@ -19,7 +20,10 @@
 namespace {
 
 constexpr int64_t kQueries = kTileRows;  // and the lanes of a vector
-constexpr int kLinesPerStep = 8;  // of memory, fetched for the next tile in each step of this one
+// Of memory, fetched for the next tile in each step of this one, and with each tile of keys:
+// together as many as a tile of a head of 128 has.
+constexpr int kLinesPerStep = 8;
+constexpr int kLinesPerKeys = 16;
 
 // Fetches what the next tile reads, a few lines at a time: few fetches can be under way at once,
 // and there should be some all the time.
@@ -58,19 +62,22 @@ inline void multiply_keys(float* scores, const BFloat16* keys, int64_t size, int
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t d = 0; d < size; d += kTileColumns, keys += kTileColumns, queries += kTileElements) {
-    ahead.fetch(kLinesPerStep);
+    ahead.fetch(kLinesPerKeys);
     _tile_loadd(6, queries, 64);
     _tile_loadd(4, keys, stride);
     _tile_dpbf16ps(0, 4, 6);
     if (count > 16) {
+      ahead.fetch(kLinesPerKeys);
       _tile_loadd(5, keys + 16 * size, stride);
       _tile_dpbf16ps(1, 5, 6);
     }
     if (count > 32) {
+      ahead.fetch(kLinesPerKeys);
       _tile_loadd(4, keys + 32 * size, stride);
       _tile_dpbf16ps(2, 4, 6);
     }
     if (count > 48) {
+      ahead.fetch(kLinesPerKeys);
       _tile_loadd(5, keys + 48 * size, stride);
       _tile_dpbf16ps(3, 5, 6);
     }
@@ -118,8 +125,8 @@ class TiledPart : PagedPart<BFloat16> {
         scratch_(scratch + heads_ * floats_of_values(call)) {
     for (int tile = 0; tile < 4; ++tile) for_scores_.set(tile, kQueries, 4 * lanes_);  // scores
     for_scores_.set(6, kQueries, 4 * lanes_);                                          // queries
-    for (int tile = 0; tile < 2; ++tile) for_outputs_.set(tile, lanes_, 64);      // outputs
-    for (int tile = 4; tile < 6; ++tile) for_outputs_.set(tile, lanes_, 64);      // weights
+    for (int tile = 0; tile < 2; ++tile) for_outputs_.set(tile, lanes_, 64);           // outputs
+    for (int tile = 4; tile < 6; ++tile) for_outputs_.set(tile, lanes_, 64);           // weights
   }
 
   // Whole tiles only: what lies beside a row would be multiplied, too.
@@ -129,7 +136,8 @@ class TiledPart : PagedPart<BFloat16> {
   }
 
   static int64_t scratch_size(const OpweavePagedAttention& call, int64_t tokens, int64_t heads) {
-    return heads * (floats_of_values(call) + blocks_for(tokens * call.group) * floats_of_block(call));
+    return heads *
+           (floats_of_values(call) + blocks_for(tokens * call.group) * floats_of_block(call));
   }
 
   void run() {
