@@ -20,7 +20,7 @@
 
 namespace {
 
-constexpr int64_t kRows = 96;    // of a kv head whose scores are there at once
+constexpr int64_t kRows = 96;  // of a kv head whose scores are there at once
 constexpr int64_t kFewRows = 8;  // take keys as they are stored, and the values of a tile at once
 constexpr int64_t kValuesAtOnce = 32;
 
@@ -188,9 +188,7 @@ inline void add_all_values(float* outputs, int64_t output_stride, const float (*
 }
 
 template <int R>
-constexpr int kValuesFor = kLanes == 16 ? (R == 4 ? 4 : 8)
-                           : R == 6     ? 2
-                                        : 8 / R;
+constexpr int kValuesFor = kLanes == 16 ? (R == 4 ? 4 : 8) : R == 6 ? 2 : 8 / R;
 
 template <class T>
 class Part : PagedPart<T> {
