@@ -23,6 +23,8 @@ namespace {
 constexpr int64_t kRows = 96;  // of a kv head whose scores are there at once
 constexpr int64_t kFewRows = 8;  // take keys as they are stored, and the values of a tile at once
 constexpr int64_t kValuesAtOnce = 32;
+// Whether the next values are fetched while values are added up, not with the next keys.
+constexpr bool kValuesFetchValues = kLanes == 16;
 
 // Rows that are multiplied at once, at most: with as many keys as there are registers for sums,
 // beside an operand for each key and one for the row.
@@ -311,7 +313,7 @@ class Part : PagedPart<T> {
     soften(bands);
     const int64_t keys = bands.rows() > kFewRows ? kValuesAtOnce : kTile;
     for (int64_t key = 0; key < count; key += keys) {
-      Values<V> values{tile.values, tile.next_values};
+      Values<V> values{tile.values, kValuesFetchValues ? tile.next_values : nullptr};
       bands.for_each([&](const Band& band, auto rows, int64_t before) {
         const Span span = {most(band.span.begin, key), least(band.span.end, key + keys)};
         if (span.is_empty()) return;
@@ -336,6 +338,10 @@ class Part : PagedPart<T> {
       if (tile.next_keys != nullptr) {  // a little at a time: few fetches can be under way
         const int64_t bytes = static_cast<int64_t>(sizeof(K));
         prefetch(tile.next_keys + t * bytes * size, kKeys * bytes * size);
+        if constexpr (!kValuesFetchValues) {
+          prefetch(tile.next_values + t * bytes * call_.value_size,
+                   kKeys * bytes * call_.value_size);
+        }
       }
       alignas(64) float products[kSumsFor<R> * kLanes];
       multiply<R>(products, queries, stride, tile.keys + t * size, size);
