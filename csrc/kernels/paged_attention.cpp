@@ -23,8 +23,6 @@ namespace {
 constexpr int64_t kRows = 96;  // of a kv head whose scores are there at once
 constexpr int64_t kFewRows = 8;  // take keys as they are stored, and the values of a tile at once
 constexpr int64_t kValuesAtOnce = 32;
-// Whether the next values are fetched while values are added up, not with the next keys.
-constexpr bool kValuesFetchValues = kLanes == 16;
 
 // Rows that are multiplied at once, at most: with as many keys as there are registers for sums,
 // beside an operand for each key and one for the row.
@@ -130,26 +128,10 @@ __attribute__((always_inline)) inline void multiply(float* products,
   }
 }
 
-// Values of a tile, and where those of the next one are that should be fetched, or null.
-template <class V>
-struct Values {
-  Values from(int64_t d) const {
-    const int64_t bytes = d * static_cast<int64_t>(sizeof(V));
-    return {values + d, next == nullptr ? nullptr : next + bytes};
-  }
-  void fetch(int64_t i, int64_t n) const {
-    constexpr int64_t kBytes = static_cast<int64_t>(sizeof(V));
-    if (next != nullptr) prefetch(next + i * kBytes, n * kBytes);
-  }
-
-  const V* values;
-  const char* next;
-};
-
 // outputs += weights * values for R rows and C vectors of the values.
-template <int R, int C, class V, class Part>
+template <int R, int C, class K, class Part>
 inline void add_values(float* outputs, int64_t output_stride, const float (*weights)[kTile],
-                       Span span, Values<V> values, int64_t size, Part part) {
+                       Span span, const K* values, int64_t size, Part part) {
   Vec totals[R][C];
   OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
     OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
@@ -157,10 +139,9 @@ inline void add_values(float* outputs, int64_t output_stride, const float (*weig
     }
   }
   for (int64_t t = span.begin; t < span.end; ++t) {
-    values.fetch(t * size, C * kLanes);
     Vec value[C];
     OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
-      value[c] = Lanes<V>::load(values.values + t * size + c * kLanes, part);
+      value[c] = Lanes<K>::load(values + t * size + c * kLanes, part);
     }
     OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
       const Vec weight = splat(weights[r][t]);
@@ -175,17 +156,16 @@ inline void add_values(float* outputs, int64_t output_stride, const float (*weig
 }
 
 // As many vectors at once as there are registers for, then half as many, and so on.
-template <int R, int C, class V>
+template <int R, int C, class K>
 inline void add_all_values(float* outputs, int64_t output_stride, const float (*weights)[kTile],
-                           Span span, Values<V> values, int64_t size, int64_t d) {
+                           Span span, const K* values, int64_t size, int64_t d) {
   for (; d + C * kLanes <= size; d += C * kLanes) {
-    add_values<R, C>(outputs + d, output_stride, weights, span, values.from(d), size, Full{});
+    add_values<R, C>(outputs + d, output_stride, weights, span, values + d, size, Full{});
   }
   if constexpr (C > 1) {
     add_all_values<R, C / 2>(outputs, output_stride, weights, span, values, size, d);
   } else if (d < size) {
-    add_values<R, 1>(outputs + d, output_stride, weights, span, values.from(d), size,
-                     Tail{size - d});
+    add_values<R, 1>(outputs + d, output_stride, weights, span, values + d, size, Tail{size - d});
   }
 }
 
@@ -274,7 +254,7 @@ class Part : PagedPart<T> {
   void visit_rows(int64_t head, int64_t base, int64_t count, Tile<K, V> tile) {
     for (int64_t row = 0; row < rows_per_head_; row += kRows) {
       attend(bands_of(head, row, least(row + kRows, rows_per_head_), base, count), count, tile);
-      tile.next_keys = tile.next_values = nullptr;
+      tile.next_keys = nullptr;
     }
   }
 
@@ -313,14 +293,12 @@ class Part : PagedPart<T> {
     soften(bands);
     const int64_t keys = bands.rows() > kFewRows ? kValuesAtOnce : kTile;
     for (int64_t key = 0; key < count; key += keys) {
-      Values<V> values{tile.values, kValuesFetchValues ? tile.next_values : nullptr};
       bands.for_each([&](const Band& band, auto rows, int64_t before) {
         const Span span = {most(band.span.begin, key), least(band.span.end, key + keys)};
         if (span.is_empty()) return;
-        add_all_values<rows.kValue, kValuesFor<rows.kValue>>(outputs_ + band.first * output_stride_,
-                                                             output_stride_, scores_ + before, span,
-                                                             values, call_.value_size, 0);
-        values.next = nullptr;
+        add_all_values<rows.kValue, kValuesFor<rows.kValue>>(
+            outputs_ + band.first * output_stride_, output_stride_, scores_ + before, span,
+            tile.values, call_.value_size, 0);
       });
     }
   }
@@ -338,10 +316,8 @@ class Part : PagedPart<T> {
       if (tile.next_keys != nullptr) {  // a little at a time: few fetches can be under way
         const int64_t bytes = static_cast<int64_t>(sizeof(K));
         prefetch(tile.next_keys + t * bytes * size, kKeys * bytes * size);
-        if constexpr (!kValuesFetchValues) {
-          prefetch(tile.next_values + t * bytes * call_.value_size,
-                   kKeys * bytes * call_.value_size);
-        }
+        prefetch(tile.next_values + t * bytes * call_.value_size,
+                 kKeys * bytes * call_.value_size);
       }
       alignas(64) float products[kSumsFor<R> * kLanes];
       multiply<R>(products, queries, stride, tile.keys + t * size, size);
