@@ -24,9 +24,8 @@ constexpr float kCubic = 0.044715f;
 inline Vec keep_positive(Vec x) { return max(splat(0), x); }  // NaN stays
 
 template <class T>
-struct Silu {
-  explicit Silu(const OpweaveActivation&) {}
-  Vec operator()(Vec x) const { return silu<T>(x); }
+struct SiluOfCall : Silu<T> {
+  explicit SiluOfCall(const OpweaveActivation&) {}
 };
 
 template <class T>
@@ -44,6 +43,13 @@ struct GeluTanh {
     return mul(x, MathFor<T>::sigmoid(mul(splat(2 * kSqrt2OverPi), cubic)));
   }
 };
+
+template <class T>
+constexpr bool kIsApproximate<SiluOfCall<T>> = true;
+template <class T>
+constexpr bool kIsApproximate<Gelu<T>> = true;
+template <class T>
+constexpr bool kIsApproximate<GeluTanh<T>> = true;
 
 template <class T>
 struct Fatrelu {
@@ -323,8 +329,8 @@ struct Swigluoai {
 }  // namespace
 
 OPWEAVE_KERNEL_TABLE(OpweaveActivationKernels, activation) = {
-    run_for_type<Gated<Silu>, OpweaveActivation>,
-    run_for_type<Gated<Silu, true>, OpweaveActivation>,
+    run_for_type<Gated<SiluOfCall>, OpweaveActivation>,
+    run_for_type<Gated<SiluOfCall, true>, OpweaveActivation>,
     run_for_type<Gated<Gelu>, OpweaveActivation>,
     run_for_type<Gated<GeluTanh>, OpweaveActivation>,
     run_for_type<SparseGated<Gelu>, OpweaveActivation>,

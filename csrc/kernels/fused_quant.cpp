@@ -12,6 +12,9 @@
 
 namespace {
 
+template <class T>
+constexpr bool kIsApproximate<Silu<T>> = true;
+
 // What happens to the values of a row: one of these per kind of scale.
 struct StaticScale {
   template <class Q, class T, class Call, class Value, class Ahead>
@@ -87,8 +90,7 @@ template <class Scale>
 struct SiluAndMulRows {
   template <class T, class Q>
   static void run(int64_t begin, int64_t end, const OpweaveSiluAndMulQuant& call) {
-    const auto activation = [](Vec x) { return silu<T>(x); };  // not by address: it is inlined
-    with_rounded<T, true>(activation, (end - begin) * call.width, [&](auto activated) {
+    with_rounded<T, true>(Silu<T>{}, (end - begin) * call.width, [&](auto activated) {
       run_activated<T, Q>(begin, end, call, activated);
     });
   }

@@ -31,7 +31,7 @@ struct Segment {
 
 template <bool kSigmoid, class T>
 inline Vec activate(Vec gate) {
-  return kSigmoid ? MathFor<T>::sigmoid(gate) : silu<T>(gate);
+  return kSigmoid ? MathFor<T>::sigmoid(gate) : Silu<T>{}(gate);
 }
 
 template <class T, class W>

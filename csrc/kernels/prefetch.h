@@ -13,6 +13,12 @@ inline void prefetch(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(line + i, 0, 2);
 }
 
+// Into the L1 cache, shortly before it is needed.
+inline void prefetch_near(const void* from, int64_t bytes) {
+  const char* line = static_cast<const char*>(from);
+  for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(line + i, 0, 3);
+}
+
 // Rows that come next: fetch(i) has element i of each brought into the L2 cache, while there is
 // work on the rows before them. By itself a processor fetches no further than to the end of a page.
 // After the last row comes the first one. Rows that are written count as well: a line is read

@@ -65,7 +65,7 @@ struct GroupQuantRows {
       const T* x = rows.x();
       const auto next = next_rows(rows.next_x());
       quantise_stored_groups(out, call.scales + r * groups, call.width, call.group_size,
-                             call.power_of_two != 0, x, paced(Loaded<T>{x}, next));
+                             call.power_of_two != 0, x, next);
     }
   }
 };

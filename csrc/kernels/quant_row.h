@@ -4,6 +4,7 @@
 // kernel quantises what it computes without storing it first.
 #pragma once
 
+#include "kernels/fp8_quotients.h"
 #include "kernels/fp8_steps.h"
 #include "kernels/prefetch.h"
 #include "kernels/storage.h"
@@ -304,11 +305,22 @@ __attribute__((always_inline)) inline void announce(const From<Value>& part_of_r
   announce<kElements>(part_of_row.value, part_of_row.first + i);
 }
 
+// The same of a row in memory.
+template <class T, class Ahead>
+inline void quantise_group(uint8_t* out, int64_t n, float scale, const T* row, Ahead next) {
+  int64_t done = 0;
+  if constexpr (kHasQuotients<T>) {
+    if (scale < __builtin_inff()) done = Fp8Quotients<T>(scale).store_codes(out, n, row, next);
+    if (done == n) return;
+  }
+  quantise_group(out + done, n - done, scale, paced(Loaded<T>{row + done}, next.from(done)));
+}
+
 // A row in memory by groups of neighbours. The scales come first, all of them: none waits for the
 // steps to another one.
-template <class T, class Value>
+template <class T, class Ahead>
 inline void quantise_stored_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
-                                   bool power_of_two, const T* row, Value value) {
+                                   bool power_of_two, const T* row, Ahead next) {
   const auto size = [=](int64_t first) {
     return width - first < group_size ? width - first : group_size;
   };
@@ -318,7 +330,7 @@ inline void quantise_stored_groups(uint8_t* out, float* scales, int64_t width, i
   }
   for (float* s = scales; s < scale; ++s) *s = group_scale(*s, power_of_two);
   for (int64_t first = 0; first < width; first += group_size) {
-    quantise_group(out + first, size(first), *scales++, From<Value>{value, first});
+    quantise_group(out + first, size(first), *scales++, row + first, next.from(first));
   }
 }
 
@@ -335,7 +347,7 @@ inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t 
     if (n <= kKept) {
       keep_row(kept, n, paced(part_of_row, half_of(ahead, 0)));
       quantise_stored_groups(out + first, scales, n, group_size, power_of_two, kept,
-                             paced(Loaded<T>{kept}, half_of(ahead, n / 2)));
+                             half_of(ahead, n / 2));
     } else {
       const auto as_stored = stored<T>(part_of_row);
       *scales = group_scale(largest_magnitude(n, paced(as_stored, ahead)), power_of_two);

@@ -28,12 +28,22 @@ inline Eight with_word(Eight words, uint16_t word) {
 #endif
 }
 
+// Whether a function is found approximately, so that its results are no ties but by chance.
+template <class Function>
+constexpr bool kIsApproximate = false;
+
+template <class T, class Function>
+inline Vec rounded_result(Function function, Vec x) {
+  const Vec result = function(x);
+  return kIsApproximate<Function> ? Lanes<T>::round_inexact(result) : Lanes<T>::round(result);
+}
+
 // The results of a function of one vector, rounded to T.
 template <class T, class Function>
 struct Computed {
   static constexpr int kBegun = kAtOnce;  // vectors before the first is stored
 
-  Vec of(Vec x) const { return Lanes<T>::round(function(x)); }
+  Vec of(Vec x) const { return rounded_result<T>(function, x); }
   template <class Numbers>  // Halves
   Numbers of(Numbers x) const {
     return halves_of(function(first_of(x)), function(second_of(x)));
@@ -171,7 +181,7 @@ template <class T, bool kMayLookUp, class Activation, class Visit>
 inline void with_rounded(Activation activation, int64_t elements, Visit visit) {
   if constexpr (kMayLookUp && sizeof(T) == sizeof(uint16_t) && kLanes <= 8) {
     if (ResultTable<T>::is_worth_it(elements)) {
-      const ResultTable<T> table([=](Vec x) { return Lanes<T>::round(activation(x)); });
+      const ResultTable<T> table([=](Vec x) { return rounded_result<T>(activation, x); });
       return visit(table.look_up());
     }
   }

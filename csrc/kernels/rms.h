@@ -7,13 +7,13 @@
 #include "kernels/kernels.h"
 #include "kernels/row_sum.h"
 #include "kernels/vec_dot.h"
+#include "kernels/vec_reduce.h"
 
 namespace {
 
 template <class T>
 inline float sum_of_squares_as_float(const T* x, int64_t width) {
-  return sum_of_squares<T>(width,
-                           [=](int64_t i, auto part) { return Lanes<T>::load(x + i, part); });
+  return sum_of_squares<T>(width, Loaded<T>{x});
 }
 
 template <class T>
@@ -21,24 +21,56 @@ inline float sum_of_squares(const T* x, int64_t width) {
   return sum_of_squares_as_float(x, width);
 }
 
+// Adds the squares of kStep elements, or fewer.
+template <class T>
+struct Squares {
+  static constexpr int64_t kStep = kGroup<T>;
+
+  static Vec add(const T* x, Vec total) {
+    const Group<T> group = group_of<T>(0, Loaded<T>{x});
+    for (Vec v : group.v) total = accumulate_square(v, total);
+    return total;
+  }
+  static Vec add(const T* x, int64_t n, Vec total) {
+    for_each_vec(n, [&](int64_t i, auto part) {
+      total = accumulate_square(Lanes<T>::load(x + i, part), total);
+    });
+    return total;
+  }
+  static bool is_exact(float) { return true; }
+};
+
 #if defined(__AVX512BF16__)
 // Pairs are squared as they are. That flushes denormals, squares and sums too, so small ones don't
 // count.
-inline float sum_of_squares(const BFloat16* x, int64_t width) {
+template <>
+struct Squares<BFloat16> {
   using Pairs = Dot<BFloat16>;
-  const auto accumulate = [=](int64_t i, auto part, Vec total) {
-    const auto pairs = Pairs::key(x + i, part);
+  static constexpr int64_t kStep = Pairs::kWidth;
+
+  static Vec add(const BFloat16* x, Vec total) { return add(x, Full{}, total); }
+  static Vec add(const BFloat16* x, int64_t n, Vec total) { return add(x, Tail{n}, total); }
+  static bool is_exact(float total) { return total > 0x1p-80f; }
+
+ private:
+  template <class Part>
+  static Vec add(const BFloat16* x, Part part, Vec total) {
+    const auto pairs = Pairs::key(x, part);
     return Pairs::step(pairs, pairs, total);
-  };
+  }
+};
+
+inline float sum_of_squares(const BFloat16* x, int64_t width) {
+  using Step = Squares<BFloat16>;
   Vec sums[4] = {splat(0), splat(0), splat(0), splat(0)};
   int64_t i = 0;
-  for (; i + 4 * Pairs::kWidth <= width; i += 4 * Pairs::kWidth) {
-    for (int k = 0; k < 4; ++k) sums[k] = accumulate(i + k * Pairs::kWidth, Full{}, sums[k]);
+  for (; i + 4 * Step::kStep <= width; i += 4 * Step::kStep) {
+    for (int k = 0; k < 4; ++k) sums[k] = Step::add(x + i + k * Step::kStep, sums[k]);
   }
-  for (; i + Pairs::kWidth <= width; i += Pairs::kWidth) sums[0] = accumulate(i, Full{}, sums[0]);
-  if (i < width) sums[1] = accumulate(i, Tail{width - i}, sums[1]);
+  for (; i + Step::kStep <= width; i += Step::kStep) sums[0] = Step::add(x + i, sums[0]);
+  if (i < width) sums[1] = Step::add(x + i, width - i, sums[1]);
   const float total = sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
-  return total > 0x1p-80f ? total : sum_of_squares_as_float(x, width);
+  return Step::is_exact(total) ? total : sum_of_squares_as_float(x, width);
 }
 #endif
 
@@ -66,6 +98,35 @@ inline float inverse_rms(float squares, int64_t width, float epsilon) {
   return 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + epsilon);
 }
 
+template <class T>
+inline void store_sums_of_squares(float* to, const T* const (&rows)[4], int64_t width) {
+  using Step = Squares<T>;
+  Vec sums[4] = {splat(0), splat(0), splat(0), splat(0)};
+  int64_t i = 0;
+  for (; i + Step::kStep <= width; i += Step::kStep) {
+    for (int k = 0; k < 4; ++k) sums[k] = Step::add(rows[k] + i, sums[k]);
+  }
+  if (i < width) {
+    for (int k = 0; k < 4; ++k) sums[k] = Step::add(rows[k] + i, width - i, sums[k]);
+  }
+  store_sums(to, sums);
+  bool are_exact = true;
+  for (int k = 0; k < 4; ++k) are_exact &= Step::is_exact(to[k]);
+  if (are_exact) return;
+  for (int k = 0; k < 4; ++k) to[k] = sum_of_squares_as_float(rows[k], width);
+}
+
+// The same of four rows at once, or of one.
+template <class T>
+inline void store_inverse_rms(float* to, const T* const (&rows)[1], int64_t width, float epsilon) {
+  *to = inverse_rms(sum_of_squares(rows[0], width), width, epsilon);
+}
+template <class T>
+inline void store_inverse_rms(float* to, const T* const (&rows)[4], int64_t width, float epsilon) {
+  store_sums_of_squares(to, rows, width);
+  for (int k = 0; k < 4; ++k) to[k] = inverse_rms(to[k], width, epsilon);
+}
+
 // apply() leaves the last rounding, to x's type, to whoever stores the value: x's type is the
 // weight's or the narrower one.
 struct NoWeight {
@@ -87,7 +148,7 @@ struct Weight {
 
   template <class Part>
   Vec apply(Vec normalised, int64_t i, Part part) const {
-    return mul(Lanes<W>::round(normalised), Lanes<W>::load(values + i, part));
+    return mul(Lanes<W>::round_moderate(normalised), Lanes<W>::load(values + i, part));
   }
   template <class Part>
   Halves apply(Halves normalised, int64_t i, Part part) const {

@@ -261,46 +261,43 @@ class Angles<Float16> {
 };
 #endif
 
-// The heads of one token after the other.
+template <class P>
+inline P* moved(P* p, int64_t bytes) {
+  return reinterpret_cast<P*>(reinterpret_cast<intptr_t>(p) + bytes);
+}
+
+// The heads of one token after the other, and what is to be fetched: 4 KiB ahead, and so many heads
+// more.
 template <class T>
 class Heads {
  public:
-  Heads(const OpweaveHeads& heads, int64_t token)
+  Heads(const OpweaveHeads& heads, int64_t token, int64_t more_ahead = 0)
       : heads_(heads),
         tokens_(heads.tokens, heads.out, heads.x, token),
-        ahead_(heads_ahead(heads.count, heads.x_stride)) {}
+        ahead_(heads_ahead(heads.count, heads.x_stride, more_ahead)) {}
 
   // Calls visit(out, x, what to fetch) for every head, and goes on to the next token.
   template <class Visit>
   void for_each(Visit visit) {
     T* out = tokens_.out();
-    const T* x = first();
+    const T* x = tokens_.x();
     const T* next = moved(x, ahead_ * heads_.x_stride);
     const int64_t last = heads_.count - ahead_;  // that has the one to fetch in its own token
     for (int64_t h = 0; h < heads_.count; ++h) {
       if (h == last) next = tokens_.next_x();
       visit(out, x, next_rows(next));
       out = moved(out, heads_.out_stride);
-      x = after(x);
-      next = after(next);
+      x = moved(x, heads_.x_stride);
+      next = moved(next, heads_.x_stride);
     }
     tokens_.advance();
   }
 
-  int64_t count() const { return heads_.count; }
-  const T* first() const { return tokens_.x(); }
-  const T* after(const T* x) const { return moved(x, heads_.x_stride); }
-
  private:
-  template <class P>
-  static P* moved(P* p, int64_t bytes) {
-    return reinterpret_cast<P*>(reinterpret_cast<intptr_t>(p) + bytes);
-  }
-
-  // So many that 4 KiB lie between, or those of a token.
-  static int64_t heads_ahead(int64_t count, int64_t stride) {
+  // Those of a token at the most.
+  static int64_t heads_ahead(int64_t count, int64_t stride, int64_t more) {
     constexpr int64_t kAhead = 4096;
-    const int64_t heads = stride <= 0 || stride > kAhead ? 1 : kAhead / stride;
+    const int64_t heads = (stride <= 0 || stride > kAhead ? 1 : kAhead / stride) + more;
     return heads < count ? heads : count;
   }
 
@@ -312,8 +309,7 @@ class Heads {
 template <class T>
 class RotatedHeads {
  public:
-  RotatedHeads(const OpweaveRotary&, const OpweaveHeads& heads, int64_t token)
-      : heads_(heads, token) {}
+  RotatedHeads(const OpweaveHeads& heads, int64_t token) : heads_(heads, token) {}
 
   void run(const Angles<T>& angles) {
     heads_.for_each([&](T* out, const T* x, auto next) { angles.rotate(out, x, next); });
@@ -323,87 +319,244 @@ class RotatedHeads {
   Heads<T> heads_;
 };
 
+// The heads of a call in the order in which they are rotated: a token's queries, its keys, and so on.
+template <class T>
+class HeadWalk {
+ public:
+  HeadWalk(const OpweaveRotary& call, int64_t begin, int64_t end)
+      : lists_{&call.query, &call.key},
+        tokens_{RowCursor(call.query.tokens, begin), RowCursor(call.key.tokens, begin)},
+        rest_of_lists_(2 * (end - begin)) {}
+
+  // The next heads; after the last one, that one again.
+  template <size_t kCount>
+  void next(const T* (&heads)[kCount]) {
+    for (const T*& head : heads) {
+      while (rest_ == 0 && rest_of_lists_ > 0) begin_list();
+      if (rest_ > 0) {
+        --rest_;
+        head_ = next_;
+        next_ = moved(next_, stride_);
+      }
+      head = head_;
+    }
+  }
+
+ private:
+  void begin_list() {
+    const int64_t list = rest_of_lists_-- % 2;
+    next_ = reinterpret_cast<const T*>(
+        tokens_[list].in(static_cast<const char*>(lists_[list]->x), 1));
+    tokens_[list].advance();
+    rest_ = lists_[list]->count;
+    stride_ = lists_[list]->x_stride;
+  }
+
+  const OpweaveHeads* lists_[2];
+  RowCursor tokens_[2];
+  int64_t rest_of_lists_;
+  int64_t rest_ = 0;  // of this list
+  int64_t stride_ = 0;
+  const T* head_ = nullptr;
+  const T* next_ = nullptr;
+};
+
+// The scales of heads, in that order. A scale takes long to come, so it is begun before the heads in
+// front of it are rotated: those of four heads at once in 16 bits, for which the next four are
+// brought into the L1 cache; heads of 32 bits wait for the memory anyway.
+template <class T>
+class HeadScales {
+ public:
+  static constexpr int kAtOnce = sizeof(T) == sizeof(uint16_t) ? 4 : 1;
+  static constexpr int kAhead = kAtOnce == 1 ? 2 : kAtOnce;
+  // How many heads further ahead they are read than where there are no scales.
+  static constexpr int64_t kReadAhead = kAtOnce == 1 ? 0 : kAhead + kAtOnce;
+
+  HeadScales(const OpweaveRotary& call, int64_t begin, int64_t end)
+      : heads_(call, begin, end), size_(call.head_size), epsilon_(call.epsilon) {
+    if (call.query.count + call.key.count == 0) return;
+    heads_.next(upcoming_);
+    for (int k = 0; k < kAhead; k += kAtOnce) find(scales_ + k);
+  }
+
+  float next() {
+    if (at_ % kAtOnce == 0) find(scales_ + (at_ + kAhead) % kKept);
+    return scales_[at_++ % kKept];
+  }
+
+ private:
+  static constexpr int kKept = kAhead + kAtOnce;
+
+  void find(float* scales) {
+    const T* heads[kAtOnce];
+    memcpy(heads, upcoming_, sizeof heads);
+    heads_.next(upcoming_);
+    if constexpr (kAtOnce > 1) {
+      for (const T* head : upcoming_) prefetch_near(head, size_ * static_cast<int64_t>(sizeof(T)));
+    }
+    store_inverse_rms(scales, heads, size_, epsilon_);
+  }
+
+  HeadWalk<T> heads_;
+  const T* upcoming_[kAtOnce];
+  int64_t size_;
+  float epsilon_;
+  uint64_t at_ = 0;
+  float scales_[kKept];
+};
+
+// The usual heads: all of them rotates, as neox.
+inline bool has_usual_heads(const OpweaveRotary& call) {
+  return call.is_neox && call.rotary_size == call.head_size;
+}
+
+// The weights of a norm of usual heads, if there is a quicker way for numbers of T.
+template <class T>
+struct HeadWeights {
+  static constexpr bool kExist = false;
+  HeadWeights(const OpweaveRotary&, const OpweaveHeads&) {}
+};
+
+// A product of two numbers of bfloat16 is exact in float32. Rounded, it is 2^16 times the product
+// less (2^16 - 1) times it, which is rounded to the unit that it is to have: two steps for both. A
+// zero loses its sign.
+template <>
+class HeadWeights<BFloat16> {
+ public:
+  static constexpr bool kExist = true;
+
+  HeadWeights(const OpweaveRotary& call, const OpweaveHeads& heads) {
+    if (!has_usual_heads(call) || heads.weight == nullptr) return;
+    if (call.weight_dtype != OPWEAVE_FLOAT32) load(heads.weight, call.head_size);
+  }
+
+  // Whether there are any, and no product with what a norm gives is too large.
+  bool serve() const { return serve_; }
+
+  // What stands at element i of a head, of the norm, times its weight.
+  template <class Part>
+  Vec rounded_product(Vec v, int64_t i, Part) const {
+    return fma(v, at<Part>(powers_ + i), mul(v, at<Part>(rests_ + i)));
+  }
+
+ private:
+  void load(const void* weights, int64_t size) {
+    const Loaded<BFloat16> value{static_cast<const BFloat16*>(weights)};
+    Vec total = splat(0);
+    for_each_vec(size, [&](int64_t i, auto part) {
+      const Vec weight = value(i, part);
+      Lanes<float>::store(powers_ + i, mul(weight, splat(0x1p16f)), Full{});
+      Lanes<float>::store(rests_ + i, mul(weight, splat(1 - 0x1p16f)), Full{});
+      total = sub(total, negative_abs(weight));
+    });
+    serve_ = sum(total) < 0x1p90f;
+    const int64_t half = size / 2;
+    const int64_t grouped = half / kGroup<BFloat16> * kGroup<BFloat16>;
+    float* const tables[] = {powers_, rests_};
+    for (float* table : tables) {
+      order_groups<BFloat16>(table, grouped);
+      order_groups<BFloat16>(table + half, grouped);
+    }
+  }
+
+  template <class Part>
+  static Vec at(const float* values) {
+    return Lanes<float>::load(values + (kIsOdd<Part> ? kLanes : 0), Full{});
+  }
+
+  bool serve_ = false;
+  // In the order of groups; past the last one is room for one vector.
+  alignas(64) float powers_[OPWEAVE_MAX_ROTARY_SIZE + kLanes];
+  alignas(64) float rests_[OPWEAVE_MAX_ROTARY_SIZE + kLanes];
+};
+
 // Heads are normalised, then rotated.
 template <class T>
 class NormalisedHeads {
  public:
-  // The usual heads: all of them rotates, as neox.
   NormalisedHeads(const OpweaveRotary& call, const OpweaveHeads& heads, int64_t token)
-      : heads_(heads, token),
+      : heads_(heads, token, HeadScales<T>::kReadAhead),
+        weights_(call, heads),
         weight_(heads.weight),
-        call_(call),
-        size_(call.head_size),
-        is_usual_(call.is_neox && call.rotary_size == size_) {}
+        call_(call) {}
 
-  void run(const Angles<T>& angles) {
+  void run(const Angles<T>& angles, HeadScales<T>& scales) {
+    if constexpr (HeadWeights<T>::kExist) {
+      if (weights_.serve()) {
+        return run_usual(angles, scales, [this](const T* x, Vec scale, int64_t i, auto part) {
+          const Vec v = Lanes<T>::round_moderate(mul(Lanes<T>::load(x + i, part), scale));
+          return weights_.rounded_product(v, i, part);
+        });
+      }
+    }
     with_weight<T>(weight_, call_.weight_dtype, [&](auto weight) {
-      if (is_usual_) return run_usual(weight, angles);
+      using W = decltype(weight);
+      if (has_usual_heads(call_)) {
+        return run_usual(angles, scales, [=](const T* x, Vec scale, int64_t i, auto part) {
+          return stored<W>(Normalised<T, W>{x, weight, scale}(i, part));
+        });
+      }
+      const int64_t size = call_.head_size;
       heads_.for_each([&](T* out, const T* x, auto next) {
-        store_normalised<decltype(weight)>(out, size_,
-                                           fetching(normalised(x, weight, scale_of(x)), next));
+        store_normalised<W>(out, size, fetching(normalised(x, weight, scales.next()), next));
         angles.rotate(out, static_cast<const T*>(out), next_rows());
       });
     });
   }
 
  private:
-  float scale_of(const T* head) const {
-    return inverse_rms(sum_of_squares(head, size_), size_, call_.epsilon);
-  }
-
-  // A scale takes long to come, so it is begun before the two heads in front of it are rotated.
-  template <class W>
-  void run_usual(W weight, const Angles<T>& angles) {
-    const T* ahead = heads_.first();
-    int64_t rest = heads_.count();
-    const auto scale_ahead = [&] {
-      if (rest-- <= 0) return 0.0f;
-      const float scale = scale_of(ahead);
-      ahead = heads_.after(ahead);
-      return scale;
-    };
-    float first = scale_ahead();
-    float second = scale_ahead();
+  // value(x, scale, i, part) is element i of the normalised head x.
+  template <class Value>
+  void run_usual(const Angles<T>& angles, HeadScales<T>& scales, Value value) {
     heads_.for_each([&](T* out, const T* x, auto next) {
-      const Vec scale = splat(first);
-      first = second;
-      second = scale_ahead();
-      const auto rounded = [=](int64_t i, auto part) {
-        return stored(Normalised<T, W>{x, weight, scale}(i, part), weight);
-      };
-      angles.write_halves(out, fetching(rounded, next));
+      const Vec scale = splat(scales.next());
+      const auto element = [=](int64_t i, auto part) { return value(x, scale, i, part); };
+      angles.write_halves(out, fetching(element, next));
     });
   }
 
   // What was made of values of T alone has no NaN that the quicker rounding could lose.
   template <class W>
-  static Vec stored(Vec v, W) {
+  static Vec stored(Vec v) {
     constexpr bool is_of_t = sizeof(typename W::template Widest<T>) == sizeof(T);
     return is_of_t ? Lanes<T>::round(v) : Lanes<T>::round_any(v);
   }
   template <class W>
-  static Halves stored(Halves v, W) {
+  static Halves stored(Halves v) {
     return v;
   }
 
   Heads<T> heads_;
+  HeadWeights<T> weights_;
   const void* weight_;
   const OpweaveRotary& call_;
-  int64_t size_;
-  bool is_usual_;
 };
 
-template <template <class> class HeadsOfTokens>
-struct TokenRows {
+struct RotatedTokens {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveRotary& call) {
     Angles<T> angles(call);
-    HeadsOfTokens<T> queries(call, call.query, begin);
-    HeadsOfTokens<T> keys(call, call.key, begin);
+    RotatedHeads<T> queries(call.query, begin);
+    RotatedHeads<T> keys(call.key, begin);
     for (int64_t token = begin; token < end; ++token) {
       angles.load(token);
       queries.run(angles);
       keys.run(angles);
+    }
+  }
+};
+
+struct NormalisedTokens {
+  template <class T>
+  static void run(int64_t begin, int64_t end, const OpweaveRotary& call) {
+    Angles<T> angles(call);
+    HeadScales<T> scales(call, begin, end);
+    NormalisedHeads<T> queries(call, call.query, begin);
+    NormalisedHeads<T> keys(call, call.key, begin);
+    for (int64_t token = begin; token < end; ++token) {
+      angles.load(token);
+      queries.run(angles, scales);
+      keys.run(angles, scales);
     }
   }
 };
@@ -430,7 +583,7 @@ void rope_reshape_and_cache(int64_t begin, int64_t end, void* erased) {
   with_storage(call.rotary.dtype, [&](auto storage) {
     using T = decltype(storage);
     Angles<T> angles(call.rotary);
-    RotatedHeads<T> queries(call.rotary, call.rotary.query, begin);
+    RotatedHeads<T> queries(call.rotary.query, begin);
     RowCursor key(call.rotary.key.tokens, begin);
     for (int64_t token = begin; token < end; ++token, key.advance()) {
       angles.load(token);
@@ -444,7 +597,7 @@ void rope_reshape_and_cache(int64_t begin, int64_t end, void* erased) {
 }  // namespace
 
 OPWEAVE_KERNEL_TABLE(OpweaveRotaryKernels, rotary) = {
-    run_for_type<TokenRows<RotatedHeads>, OpweaveRotary>,
-    run_for_type<TokenRows<NormalisedHeads>, OpweaveRotary>,
+    run_for_type<RotatedTokens, OpweaveRotary>,
+    run_for_type<NormalisedTokens, OpweaveRotary>,
     rope_reshape_and_cache,
 };

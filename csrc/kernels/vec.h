@@ -12,12 +12,16 @@
 //   scale_by_power        a * 2^n for an integral n in [-160, 130], rounded once
 //   power_of_bits(v)      2^(n - 127) for the lowest eight bits n of v, zero for n = 0, if the
 //                         ninth is not set: it would be the sign
-//   Exponent(x)           x as an integer n and a fraction of at most 1/2: raise(kUnit * p) is
-//                         2^n * p, 0 from -126 down (or its denormals), infinity above float32
+//   Exponent(x)           x as an integer n and a fraction: raise(p) is 2^x, where p is kPolynomial
+//                         of the fraction, within 2^-18; 0 from -126 down (or denormals), infinity
+//                         above float32
 //   sum                   the sum over lanes, in a fixed order
 //   Lanes<T>              load, store and round for storage type T; round(v) may lose a NaN that
-//                         was read from float32, and round_any(v) loses none; stored(v) is what a
-//                         store and a load make of v: as round_any, but denormals may become zero
+//                         was read from float32, and round_any(v) loses none; in fewer steps,
+//                         round_moderate(v) is for |v| < 2^111, and rounds what is denormal to more
+//                         digits, and round_inexact(v) for v that an approximation has made: ties
+//                         go away from zero; stored(v) is what a store and a load make of v: as
+//                         round_any, but denormals may become zero
 // A load or store takes Full{} for kLanes elements or Tail{n} for the first n of them; lanes past
 // the tail load as zero and are never written.
 //

@@ -109,6 +109,16 @@ inline __m256i rounded_bits(Vec v) {
 
 inline Vec round_to(Vec v, BFloat16) { return upper_half(rounded_bits(v)); }
 
+inline Vec round_inexact_to(Vec v, BFloat16) {
+  return upper_half(_mm256_add_epi32(_mm256_castps_si256(v), _mm256_set1_epi32(0x8000)));
+}
+
+// 2^16 v less 2^16 v - v, which is rounded to the unit that v is to have.
+inline Vec round_moderate_to(Vec v, BFloat16) {
+  const Vec power = splat(0x1p16f);
+  return _mm256_fmsub_ps(v, power, _mm256_fmsub_ps(v, power, v));
+}
+
 inline __m256i joined(__m256i even, __m256i odd) {
   return _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa);
 }
@@ -125,6 +135,8 @@ inline __m128i narrow(Vec v, Float16) {
 
 inline Vec round_to(Vec v, Float16) { return widen(narrow(v, Float16{}), Float16{}); }
 inline Vec round_any_to(Vec v, Float16) { return round_to(v, Float16{}); }
+inline Vec round_inexact_to(Vec v, Float16) { return round_to(v, Float16{}); }
+inline Vec round_moderate_to(Vec v, Float16) { return round_to(v, Float16{}); }
 
 inline __m256i load_words(const void* p) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(p));
@@ -162,6 +174,8 @@ struct Lanes {  // a 16-bit storage type; AVX2 has no masked access for those, s
   }
   static Vec round(Vec v) { return round_to(v, T{}); }
   static Vec round_any(Vec v) { return round_any_to(v, T{}); }
+  static Vec round_inexact(Vec v) { return round_inexact_to(v, T{}); }
+  static Vec round_moderate(Vec v) { return round_moderate_to(v, T{}); }
   static Vec stored(Vec v) { return round_any(v); }
 };
 
@@ -185,6 +199,8 @@ struct Lanes<float> {
   }
   static Vec round(Vec v) { return v; }
   static Vec round_any(Vec v) { return v; }
+  static Vec round_inexact(Vec v) { return v; }
+  static Vec round_moderate(Vec v) { return v; }
   static Vec stored(Vec v) { return v; }
 };
 

@@ -44,12 +44,13 @@ inline Vec power_of_bits(Vec v) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23));
 }
 
+// The instruction that scales takes the integer below, so the fraction is what is above it.
 struct Exponent {
-  static constexpr float kUnit = 1;
+  static constexpr float kPolynomial[] = {1.0000026f, 0.69300383f, 0.24144275f, 0.05201146f,
+                                          0.013534168f};
 
   explicit Exponent(Vec x)
-      : fraction(_mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)),
-        whole(sub(x, fraction)) {}
+      : fraction(_mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)), whole(x) {}
   Vec raise(Vec p) const { return scale_by_power(p, whole); }
 
   Vec fraction;
@@ -102,6 +103,16 @@ inline __m512i rounded_bits(Vec v) {
 
 inline Vec round_to(Vec v, BFloat16) { return upper_half(rounded_bits(v)); }
 
+inline Vec round_inexact_to(Vec v, BFloat16) {
+  return upper_half(_mm512_add_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(0x8000)));
+}
+
+// 2^16 v less 2^16 v - v, which is rounded to the unit that v is to have.
+inline Vec round_moderate_to(Vec v, BFloat16) {
+  const Vec power = splat(0x1p16f);
+  return _mm512_fmsub_ps(v, power, _mm512_fmsub_ps(v, power, v));
+}
+
 #if defined(__AVX512BF16__)
 // Rounds to nearest even and keeps NaN, but flushes denormals (below 1.2e-38) to zero. That does for
 // results; intermediate values, which a large factor may follow, are rounded by round_to.
@@ -138,6 +149,8 @@ inline __m256i narrow(Vec v, Float16) {
 
 inline Vec round_to(Vec v, Float16) { return widen(narrow(v, Float16{}), Float16{}); }
 inline Vec round_any_to(Vec v, Float16) { return round_to(v, Float16{}); }
+inline Vec round_inexact_to(Vec v, Float16) { return round_to(v, Float16{}); }
+inline Vec round_moderate_to(Vec v, Float16) { return round_to(v, Float16{}); }
 inline Vec stored_as(Vec v, Float16) { return round_to(v, Float16{}); }
 
 inline __m512i load_words(const void* p) { return _mm512_loadu_si512(p); }
@@ -163,6 +176,8 @@ struct Lanes {  // a 16-bit storage type
   }
   static Vec round(Vec v) { return round_to(v, T{}); }
   static Vec round_any(Vec v) { return round_any_to(v, T{}); }
+  static Vec round_inexact(Vec v) { return round_inexact_to(v, T{}); }
+  static Vec round_moderate(Vec v) { return round_moderate_to(v, T{}); }
   static Vec stored(Vec v) { return stored_as(v, T{}); }
 };
 
@@ -182,6 +197,8 @@ struct Lanes<float> {
   }
   static Vec round(Vec v) { return v; }
   static Vec round_any(Vec v) { return v; }
+  static Vec round_inexact(Vec v) { return v; }
+  static Vec round_moderate(Vec v) { return v; }
   static Vec stored(Vec v) { return v; }
 
  private:

@@ -94,6 +94,13 @@ inline Bits narrow(Vec v, Float16) {
   return choose(overflows, infinite_or_nan, finite) | sign;
 }
 
+// 2^16 v less 2^16 v - v, which is rounded to the unit that v is to have.
+inline Vec round_moderate_to(Vec v, BFloat16) {
+  const Vec scaled = v * splat(0x1p16f);
+  return scaled - (scaled - v);
+}
+inline Vec round_moderate_to(Vec v, Float16) { return widen(narrow(v, Float16{}), Float16{}); }
+
 template <class T>
 struct Lanes {  // a 16-bit storage type
   static Vec load(const T* p, Full) {
@@ -117,6 +124,8 @@ struct Lanes {  // a 16-bit storage type
   }
   static Vec round(Vec v) { return widen(narrow(v, T{}), T{}); }
   static Vec round_any(Vec v) { return round(v); }
+  static Vec round_inexact(Vec v) { return round(v); }
+  static Vec round_moderate(Vec v) { return round_moderate_to(v, T{}); }
   static Vec stored(Vec v) { return round(v); }
 };
 
@@ -138,6 +147,8 @@ struct Lanes<float> {
   }
   static Vec round(Vec v) { return v; }
   static Vec round_any(Vec v) { return v; }
+  static Vec round_inexact(Vec v) { return v; }
+  static Vec round_moderate(Vec v) { return v; }
   static Vec stored(Vec v) { return v; }
 };
 

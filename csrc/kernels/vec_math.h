@@ -108,9 +108,8 @@ inline Vec erf(Vec x) {
 
 inline Vec rough_exp2(Vec x) {
   const Exponent e(x);
-  constexpr float k = Exponent::kUnit;
-  return e.raise(polynomial(e.fraction, k * 9.999993e-01f, k * 6.931218e-01f, k * 2.4024744e-01f,
-                            k * 5.591786e-02f, k * 9.570102e-03f));
+  constexpr auto& c = Exponent::kPolynomial;
+  return e.raise(polynomial(e.fraction, c[0], c[1], c[2], c[3], c[4]));
 }
 
 inline Vec rough_sigmoid(Vec x) {
@@ -150,8 +149,8 @@ struct MathFor<float> {
 
 // x * sigmoid(x), for results that are rounded to T.
 template <class T>
-inline Vec silu(Vec x) {
-  return mul(x, MathFor<T>::sigmoid(x));
-}
+struct Silu {
+  Vec operator()(Vec x) const { return mul(x, MathFor<T>::sigmoid(x)); }
+};
 
 }  // namespace

@@ -194,7 +194,9 @@ def test_reciprocal(libraries: dict[str, ctypes.CDLL], isa_name: str) -> None:
 
 
 # Whether a way to round may be given a NaN that only float32 has.
-ROUNDINGS = {"round": False, "round_any": True}
+ROUNDINGS = {"round": False, "round_any": True, "round_moderate": True, "round_inexact": False}
+# The magnitudes for which one rounds as the others do, where those are not all.
+MODERATE = {"round_moderate": (2.0**-126, 2.0**111)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -209,5 +211,22 @@ def test_rounding(
     x = torch.cat((x, all_floats(0, 499), all_floats(0x8000, 0x10000), all_floats(0x1000, 0x2000)))
     nan = torch.tensor([0x7FFFFFFF if ROUNDINGS[name] else 0x7FFF0000], dtype=torch.int32)
     x = torch.cat((x[~x.isnan()], nan.view(torch.float32), torch.tensor([float("nan")])))
+    least, most = MODERATE.get(name, (0.0, math.inf))
+    x = x[(x == 0) | x.isnan() | (x.abs() >= least) & (x.abs() <= most)]
+    if name == "round_inexact":
+        x = x[(x.view(torch.int32) & 0xFFFF != 0x8000) | (x.abs() == math.inf)]
     got = run(libraries[isa_name], f"{name}_{str(dtype)[6:]}", x)
     torch.testing.assert_close(got, x.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(got.signbit() | got.isnan(), x.signbit() | x.isnan())
+
+
+@pytest.mark.parametrize("isa_name", COMPILED)
+def test_what_is_denormal_is_rounded_to_more_digits(
+    libraries: dict[str, ctypes.CDLL], isa_name: str
+) -> None:
+    x = torch.cat((all_floats(0, 4093), torch.arange(1, 2**23, 509).int().view(torch.float32)))
+    x = x[x.abs() < 2.0**-126]
+    got = run(libraries[isa_name], "round_moderate_bfloat16", x)
+    off, usual = (got.double() - x.double()).abs(), (x.bfloat16().double() - x.double()).abs()
+    assert (off <= 2.0**-134).all()
+    assert usual.max() > off.max() / 2

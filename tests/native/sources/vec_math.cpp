@@ -23,6 +23,8 @@ void apply(float* out, const float* x, int64_t n, Function function) {
 
 OPWEAVE_EXPORT_ROUNDING(round)
 OPWEAVE_EXPORT_ROUNDING(round_any)
+OPWEAVE_EXPORT_ROUNDING(round_inexact)
+OPWEAVE_EXPORT_ROUNDING(round_moderate)
 
 #define OPWEAVE_EXPORT(function)                                      \
   extern "C" void vec_##function(float* out, const float* x, int64_t n) { \
