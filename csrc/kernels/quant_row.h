@@ -262,9 +262,15 @@ inline float rounded_up_to_power_of_two(float scale) {
   return scale;
 }
 
-inline float group_scale(float largest, bool power_of_two) {
-  const float scale = scale_for<Fp8>(largest);
-  return power_of_two ? rounded_up_to_power_of_two(scale) : scale;
+// Turns n largest magnitudes into scales.
+inline void make_group_scales(float* scales, int64_t n, bool power_of_two) {
+  const Vec least = splat(Fp8::kMinScale);
+  for_each_vec(n, [=](int64_t i, auto part) {
+    const Vec scale = div(Lanes<float>::load(scales + i, part), splat(Fp8::kMax));
+    Lanes<float>::store(scales + i, max(least, scale), part);  // the order keeps NaN
+  });
+  if (!power_of_two) return;
+  for (int64_t i = 0; i < n; ++i) scales[i] = rounded_up_to_power_of_two(scales[i]);
 }
 
 // By a quotient instead of a product with the reciprocal.
@@ -328,7 +334,7 @@ inline void quantise_stored_groups(uint8_t* out, float* scales, int64_t width, i
   for (int64_t first = 0; first < width; first += group_size) {
     *scale++ = largest_of_row(row + first, size(first));
   }
-  for (float* s = scales; s < scale; ++s) *s = group_scale(*s, power_of_two);
+  make_group_scales(scales, scale - scales, power_of_two);
   for (int64_t first = 0; first < width; first += group_size) {
     quantise_group(out + first, size(first), *scales++, row + first, next.from(first));
   }
@@ -350,7 +356,8 @@ inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t 
                              half_of(ahead, n / 2));
     } else {
       const auto as_stored = stored<T>(part_of_row);
-      *scales = group_scale(largest_magnitude(n, paced(as_stored, ahead)), power_of_two);
+      *scales = largest_magnitude(n, paced(as_stored, ahead));
+      make_group_scales(scales, 1, power_of_two);
       quantise_group(out + first, n, *scales, as_stored);
     }
   }

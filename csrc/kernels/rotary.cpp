@@ -61,8 +61,6 @@ class Angles {
   void load(int64_t token) {
     with_angles<T>(call_, token, [this](auto row) { load_row(row); });
     if (!call_.is_neox && !kHoldsPairs<T>) interleave();
-    order_groups<T>(cos_, grouped_);
-    order_groups<T>(sin_, grouped_);
   }
 
   // Rotate the halves of a neox head, whose elements are value(i, part), into one another. It may
@@ -96,13 +94,31 @@ class Angles {
  private:
   static constexpr int64_t kCapacity = OPWEAVE_MAX_ROTARY_SIZE + kLanes;
 
-  // Zeros follow the last angle, up to a whole vector.
+  // In the order of groups. Zeros follow the last angle, up to a whole vector.
   template <class Row>
   void load_row(Row row) {
-    for_each_vec(half_, [&](int64_t i, auto part) {
-      Lanes<float>::store(cos_ + i, Lanes<T>::round_any(row(i, part)), Full{});
-      Lanes<float>::store(sin_ + i, Lanes<T>::round_any(row(half_ + i, part)), Full{});
+    for (int64_t i = 0; i < grouped_; i += kGroup<T>) {
+      store_group(cos_ + i, i, row);
+      store_group(sin_ + i, half_ + i, row);
+    }
+    for_each_vec(half_ - grouped_, [&](int64_t past, auto part) {
+      const int64_t i = grouped_ + past;
+      Lanes<float>::store(cos_ + i, rounded(row(i, part), row), Full{});
+      Lanes<float>::store(sin_ + i, rounded(row(half_ + i, part), row), Full{});
     });
+  }
+
+  template <class Row>
+  static void store_group(float* to, int64_t i, Row row) {
+    const Group<T> group = group_of<T>(i, row);
+    for (int k = 0; k < Group<T>::kVecs; ++k) {
+      Lanes<float>::store(to + k * kLanes, rounded(group.v[k], row), Full{});
+    }
+  }
+
+  template <class Row>
+  static Vec rounded(Vec v, Row row) {
+    return sizeof(*row.values) == sizeof(T) ? v : Lanes<T>::round_any(v);
   }
 
   // Both lanes of a pair get its cosine; the first one gets minus its sine, the second one the
