@@ -39,8 +39,8 @@ constexpr int64_t kAhead = 32 * kCacheLine;  // enough to hide the latency of me
 template <class X, class Visit>
 inline void with_weights(OpweaveDtype dtype, Visit visit) {
   switch (dtype) {
-    case OPWEAVE_INT8: return visit(Dot<int8_t, X>{});
-    case OPWEAVE_FLOAT8_E4M3FN: return visit(Dot<Float8, X>{});
+    case OPWEAVE_INT8: return visit(FewDot<int8_t, X>{});
+    case OPWEAVE_FLOAT8_E4M3FN: return visit(FewDot<Float8, X>{});
     default: return visit(Dot<X>{});  // those of 8 bits aside, weights have the type of x
   }
 }

@@ -19,8 +19,9 @@ inline void widen_row(float* to, const T* from, int64_t n) {
   });
 }
 
-template <class W, class X = W>
-struct Dot {
+// In float32.
+template <class W, class X>
+struct WideDot {
   using Weight = W;
   using Query = float;
   static constexpr int64_t kWidth = kLanes;
@@ -35,6 +36,13 @@ struct Dot {
   }
   static Vec step(Vec query, Vec key, Vec totals) { return fma(query, key, totals); }
 };
+
+template <class W, class X = W>
+struct Dot : WideDot<W, X> {};
+
+// The same for queries of one or a few tokens, where reading and widening the keys is the work.
+template <class W, class X>
+struct FewDot : Dot<W, X> {};
 
 #if defined(__AVX512BF16__)
 

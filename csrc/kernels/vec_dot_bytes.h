@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/vec_dot.h"
+#include "kernels/vec_group.h"
 
 namespace {
 
@@ -118,5 +119,75 @@ template <>
 struct Dot<int8_t, BFloat16> : DotOfBytes<int8_t> {};
 template <>
 struct Dot<Float8, BFloat16> : DotOfBytes<Float8> {};
+
+// In float32, of which the bfloat16 that is looked up is the upper half: even elements of 32, then
+// odd ones. What is no whole step keeps its order.
+template <class X>
+struct DotOfCodes {
+  using Weight = Float8;
+  using Query = float;
+  static constexpr int64_t kWidth = 4 * kLanes;
+  static constexpr float kUnit = 1;
+
+  struct Four {
+    Vec v[4];
+  };
+
+  static void keep(Query* to, const X* from, int64_t n) {
+    const int64_t whole = n / kWidth * kWidth;
+    for (int64_t i = 0; i < whole; i += kWidth / 2) {
+      for (int k = 0; k < 2; ++k) {
+        const Vec v = Lanes<X>::load(from + i + k * kLanes, Full{});
+        Lanes<float>::store(to + i + k * kLanes, v, Full{});
+      }
+      Group<BFloat16>::order(to + i);
+    }
+    if (whole == n) return;
+    memset(to + whole, 0, kWidth * sizeof(Query));
+    widen_row(to + whole, from + whole, n - whole);
+  }
+  static void widen(Query* to, const Float8* from, int64_t n) {
+    for (int64_t i = 0; i < n; i += kWidth) {
+      const Four wide = i + kWidth <= n ? key(from + i, Full{}) : key(from + i, Tail{n - i});
+      for (int k = 0; k < 4; ++k) Lanes<float>::store(to + i + k * kLanes, wide.v[k], Full{});
+    }
+  }
+  static Four query(const Query* p) {
+    Four four;
+    for (int k = 0; k < 4; ++k) four.v[k] = Lanes<float>::load(p + k * kLanes, Full{});
+    return four;
+  }
+  static Four key(const Float8* p, Full part) {
+    const BFloat16x64 words = DotOfBytes<Float8>::key(p, part);
+    const __m512i first = (__m512i)words.first;
+    const __m512i second = (__m512i)words.second;
+    return {{even_of(first, BFloat16{}), odd_of(first, BFloat16{}), even_of(second, BFloat16{}),
+             odd_of(second, BFloat16{})}};
+  }
+  static Four key(const Float8* p, Tail tail) {
+    const BFloat16x64 words = DotOfBytes<Float8>::key(p, tail);
+    BFloat16 stored[kWidth];
+    store_words(stored, (__m512i)words.first);
+    store_words(stored + kWidth / 2, (__m512i)words.second);
+    Four four;
+    for (int k = 0; k < 4; ++k) four.v[k] = Lanes<BFloat16>::load(stored + k * kLanes, Full{});
+    return four;
+  }
+  static Vec step(const Four& query, const Four& key, Vec totals) {
+    for (int k = 0; k < 4; ++k) totals = fma(query.v[k], key.v[k], totals);
+    return totals;
+  }
+};
+
+template <>
+struct FewDot<Float8, float> : DotOfCodes<float> {};
+template <>
+struct FewDot<Float8, Float16> : DotOfCodes<Float16> {};
+
+#if defined(__AMX_BF16__)
+// On the CPUs that have tiles, two products of float32 take less time than one of pairs.
+template <>
+struct FewDot<int8_t, BFloat16> : WideDot<int8_t, BFloat16> {};
+#endif
 
 }  // namespace

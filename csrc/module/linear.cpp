@@ -56,12 +56,12 @@ int64_t scale_stride_of(const View& scale) { return scale.element_count() > 1 ? 
 // products with four tokens.
 int64_t work_per_weight(int64_t tokens) { return 1 + tokens / 4; }
 
-// Bytes of a row of x, with room for a whole step at its end. They are an odd number of cache
-// lines: the tokens of a power of two of columns would otherwise share the few places of the cache
+// Bytes of a row of x, with room for a whole step, four lines, at its end. They are an odd number of
+// cache lines: the tokens of a power of two of columns would otherwise share the few places of the cache
 // that have one remainder of the address.
 int64_t x_stride_of(int64_t width) {
   const int64_t bytes = width * static_cast<int64_t>(sizeof(float));
-  const int64_t lines = bytes / OPWEAVE_LINEAR_ALIGNMENT + 2;
+  const int64_t lines = bytes / OPWEAVE_LINEAR_ALIGNMENT + 5;
   return (lines | 1) * OPWEAVE_LINEAR_ALIGNMENT;
 }
 
