@@ -37,8 +37,7 @@ bool cpu_has_avx512() { return __builtin_cpu_supports("x86-64-v4") != 0; }
 #if defined(OPWEAVE_HAVE_AVX512BF16)
 bool cpu_has_avx512bf16() {
   return cpu_has_avx512() && __builtin_cpu_supports("avx512bf16") != 0 &&
-         __builtin_cpu_supports("avx512vbmi") != 0 &&
-         __builtin_cpu_supports("avx512vnni") != 0;
+         __builtin_cpu_supports("avx512vbmi") != 0 && __builtin_cpu_supports("avx512vnni") != 0;
 }
 #endif
 #if defined(OPWEAVE_HAVE_AMX)

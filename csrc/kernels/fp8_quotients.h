@@ -2,9 +2,9 @@
 // the largest code.
 //
 // As in vec_quant.h a sum is rounded to the unit of its power of two. Its upper word holds the
-// exponent E, 128 * E, and its lower word how many units there are. The code is those and 8 for each
-// power above 2^-6, so a product of words gives it, 16 * (units + 8 * E), for a neighbour 256 times as
-// much, and their sum holds both codes.
+// exponent E, 128 * E, and its lower word how many units there are. The code is those and 8 for
+// each power above 2^-6, so a product of words gives it, 16 * (units + 8 * E), for a neighbour 256
+// times as much, and their sum holds both codes.
 #pragma once
 
 #include "kernels/vec_group.h"

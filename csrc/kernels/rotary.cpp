@@ -335,7 +335,8 @@ class RotatedHeads {
   Heads<T> heads_;
 };
 
-// The heads of a call in the order in which they are rotated: a token's queries, its keys, and so on.
+// The heads of a call in the order in which they are rotated: a token's queries, its keys, and so
+// on.
 template <class T>
 class HeadWalk {
  public:
@@ -361,8 +362,8 @@ class HeadWalk {
  private:
   void begin_list() {
     const int64_t list = rest_of_lists_-- % 2;
-    next_ = reinterpret_cast<const T*>(
-        tokens_[list].in(static_cast<const char*>(lists_[list]->x), 1));
+    next_ =
+        reinterpret_cast<const T*>(tokens_[list].in(static_cast<const char*>(lists_[list]->x), 1));
     tokens_[list].advance();
     rest_ = lists_[list]->count;
     stride_ = lists_[list]->x_stride;
@@ -377,8 +378,8 @@ class HeadWalk {
   const T* next_ = nullptr;
 };
 
-// The scales of heads, in that order. A scale takes long to come, so it is begun before the heads in
-// front of it are rotated: those of four heads at once in 16 bits, for which the next four are
+// The scales of heads, in that order. A scale takes long to come, so it is begun before the heads
+// in front of it are rotated: those of four heads at once in 16 bits, for which the next four are
 // brought into the L1 cache; heads of 32 bits wait for the memory anyway.
 template <class T>
 class HeadScales {

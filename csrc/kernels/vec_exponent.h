@@ -6,9 +6,8 @@ namespace {
 // Adding 1.5 * 2^23 leaves an integer in the low bits, and 126 more make it the exponent of half
 // the power.
 struct Exponent {
-  static constexpr float kPolynomial[] = {2 * 9.999993e-01f, 2 * 6.931218e-01f,
-                                          2 * 2.4024744e-01f, 2 * 5.591786e-02f,
-                                          2 * 9.570102e-03f};
+  static constexpr float kPolynomial[] = {2 * 9.999993e-01f, 2 * 6.931218e-01f, 2 * 2.4024744e-01f,
+                                          2 * 5.591786e-02f, 2 * 9.570102e-03f};
 
   explicit Exponent(Vec x) {
     const Vec magic = splat(0x1.8p23f + 126);

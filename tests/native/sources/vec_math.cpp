@@ -13,7 +13,7 @@ void apply(float* out, const float* x, int64_t n, Function function) {
 
 }  // namespace
 
-#define OPWEAVE_EXPORT_ROUNDING(function)                                           \
+#define OPWEAVE_EXPORT_ROUNDING(function)                                            \
   extern "C" void vec_##function##_bfloat16(float* out, const float* x, int64_t n) { \
     apply(out, x, n, [](Vec v) { return Lanes<BFloat16>::function(v); });            \
   }                                                                                  \
@@ -26,9 +26,9 @@ OPWEAVE_EXPORT_ROUNDING(round_any)
 OPWEAVE_EXPORT_ROUNDING(round_inexact)
 OPWEAVE_EXPORT_ROUNDING(round_moderate)
 
-#define OPWEAVE_EXPORT(function)                                      \
+#define OPWEAVE_EXPORT(function)                                          \
   extern "C" void vec_##function(float* out, const float* x, int64_t n) { \
-    apply(out, x, n, [](Vec v) { return function(v); });              \
+    apply(out, x, n, [](Vec v) { return function(v); });                  \
   }
 
 OPWEAVE_EXPORT(exp)
