@@ -6,73 +6,86 @@
 
 #include "kernels/kernels.h"
 #include "kernels/row_sum.h"
+#include "kernels/unroll.h"
 #include "kernels/vec_dot.h"
 #include "kernels/vec_reduce.h"
 
 namespace {
 
-template <class T>
-inline float sum_of_squares_as_float(const T* x, int64_t width) {
-  return sum_of_squares<T>(width, Loaded<T>{x});
-}
-
-template <class T>
-inline float sum_of_squares(const T* x, int64_t width) {
-  return sum_of_squares_as_float(x, width);
-}
-
-// Adds the squares of kStep elements, or fewer.
+// Adds squares: of a block, kLeast elements of it to each of four sums, or of kLeast or fewer.
 template <class T>
 struct Squares {
-  static constexpr int64_t kStep = kGroup<T>;
+  static constexpr int64_t kLeast = kLanes;
 
-  static Vec add(const T* x, Vec total) {
-    const Group<T> group = group_of<T>(0, Loaded<T>{x});
-    for (Vec v : group.v) total = accumulate_square(v, total);
-    return total;
+  static void add_block(const T* x, Vec (&sums)[4]) {
+    constexpr int kVecs = Group<T>::kVecs;
+    for (int k = 0; k < 4; k += kVecs) {
+      const Group<T> group = group_of<T>(k * kLanes, Loaded<T>{x});
+      for (int g = 0; g < kVecs; ++g) sums[k + g] = accumulate_square(group.v[g], sums[k + g]);
+    }
   }
-  static Vec add(const T* x, int64_t n, Vec total) {
-    for_each_vec(n, [&](int64_t i, auto part) {
-      total = accumulate_square(Lanes<T>::load(x + i, part), total);
-    });
-    return total;
+  template <class Part>
+  static Vec add(const T* x, Part part, Vec total) {
+    return accumulate_square(Lanes<T>::load(x, part), total);
   }
-  static bool is_exact(float) { return true; }
+  // The sum, made again if denormals that were flushed count in it.
+  static float exact(float sum, const T*, int64_t) { return sum; }
 };
 
 #if defined(__AVX512BF16__)
-// Pairs are squared as they are. That flushes denormals, squares and sums too, so small ones don't
-// count.
+// Pairs are squared as they are. That flushes denormals, squares and sums too.
 template <>
 struct Squares<BFloat16> {
   using Pairs = Dot<BFloat16>;
-  static constexpr int64_t kStep = Pairs::kWidth;
+  static constexpr int64_t kLeast = Pairs::kWidth;
 
-  static Vec add(const BFloat16* x, Vec total) { return add(x, Full{}, total); }
-  static Vec add(const BFloat16* x, int64_t n, Vec total) { return add(x, Tail{n}, total); }
-  static bool is_exact(float total) { return total > 0x1p-80f; }
-
- private:
+  static void add_block(const BFloat16* x, Vec (&sums)[4]) {
+    for (int k = 0; k < 4; ++k) sums[k] = add(x + k * kLeast, Full{}, sums[k]);
+  }
   template <class Part>
   static Vec add(const BFloat16* x, Part part, Vec total) {
     const auto pairs = Pairs::key(x, part);
     return Pairs::step(pairs, pairs, total);
   }
-};
-
-inline float sum_of_squares(const BFloat16* x, int64_t width) {
-  using Step = Squares<BFloat16>;
-  Vec sums[4] = {splat(0), splat(0), splat(0), splat(0)};
-  int64_t i = 0;
-  for (; i + 4 * Step::kStep <= width; i += 4 * Step::kStep) {
-    for (int k = 0; k < 4; ++k) sums[k] = Step::add(x + i + k * Step::kStep, sums[k]);
+  static float exact(float sum, const BFloat16* x, int64_t width) {
+    return sum > 0x1p-80f ? sum : sum_of_squares<BFloat16>(width, Loaded<BFloat16>{x});
   }
-  for (; i + Step::kStep <= width; i += Step::kStep) sums[0] = Step::add(x + i, sums[0]);
-  if (i < width) sums[1] = Step::add(x + i, width - i, sums[1]);
-  const float total = sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
-  return Step::is_exact(total) ? total : sum_of_squares_as_float(x, width);
-}
+};
 #endif
+
+// For each of R rows, lanes whose sum is that of the squares.
+template <int R, class T>
+inline void find_squares(Vec (&lanes)[R], const T* const (&rows)[R], int64_t width) {
+  using Step = Squares<T>;
+  Vec sums[R][4];
+  for (auto& row : sums) {
+    for (Vec& sum : row) sum = splat(0);
+  }
+  int64_t i = 0;
+  for (; i + 4 * Step::kLeast <= width; i += 4 * Step::kLeast) {
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) Step::add_block(rows[r] + i, sums[r]);
+  }
+  for (; i + Step::kLeast <= width; i += Step::kLeast) {
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+      sums[r][0] = Step::add(rows[r] + i, Full{}, sums[r][0]);
+    }
+  }
+  if (i < width) {
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+      sums[r][1] = Step::add(rows[r] + i, Tail{width - i}, sums[r][1]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    lanes[r] = add(add(sums[r][0], sums[r][1]), add(sums[r][2], sums[r][3]));
+  }
+}
+
+template <class T>
+inline float sum_of_squares(const T* x, int64_t width) {
+  Vec lanes[1];
+  find_squares<1>(lanes, {x}, width);
+  return Squares<T>::exact(sum(lanes[0]), x, width);
+}
 
 // sum = x + residual; returns the sum of its squares. The norm sees the sum as it is stored. sum
 // may be x or residual.
@@ -94,26 +107,12 @@ inline float add_and_sum_squares(T* sum, const T* x, const T* residual, int64_t 
   return sum_over<T>(width, group_at, vec_at, accumulate_square);
 }
 
+using Condition = decltype(less(Vec{}, Vec{}));
+
+inline Condition is_finite(Vec scale) { return less(scale, splat(__builtin_inff())); }
+
 inline float inverse_rms(float squares, int64_t width, float epsilon) {
   return 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + epsilon);
-}
-
-template <class T>
-inline void store_sums_of_squares(float* to, const T* const (&rows)[4], int64_t width) {
-  using Step = Squares<T>;
-  Vec sums[4] = {splat(0), splat(0), splat(0), splat(0)};
-  int64_t i = 0;
-  for (; i + Step::kStep <= width; i += Step::kStep) {
-    for (int k = 0; k < 4; ++k) sums[k] = Step::add(rows[k] + i, sums[k]);
-  }
-  if (i < width) {
-    for (int k = 0; k < 4; ++k) sums[k] = Step::add(rows[k] + i, width - i, sums[k]);
-  }
-  store_sums(to, sums);
-  bool are_exact = true;
-  for (int k = 0; k < 4; ++k) are_exact &= Step::is_exact(to[k]);
-  if (are_exact) return;
-  for (int k = 0; k < 4; ++k) to[k] = sum_of_squares_as_float(rows[k], width);
 }
 
 // The same of four rows at once, or of one.
@@ -123,7 +122,10 @@ inline void store_inverse_rms(float* to, const T* const (&rows)[1], int64_t widt
 }
 template <class T>
 inline void store_inverse_rms(float* to, const T* const (&rows)[4], int64_t width, float epsilon) {
-  store_sums_of_squares(to, rows, width);
+  Vec lanes[4];
+  find_squares(lanes, rows, width);
+  store_sums(to, lanes);
+  for (int k = 0; k < 4; ++k) to[k] = Squares<T>::exact(to[k], rows[k], width);
   for (int k = 0; k < 4; ++k) to[k] = inverse_rms(to[k], width, epsilon);
 }
 
@@ -133,8 +135,12 @@ struct NoWeight {
   template <class T>
   using Widest = T;
 
-  template <class V, class Part>
-  V apply(V normalised, int64_t, Part) const {
+  template <class Part>
+  Vec apply(Vec normalised, Condition, int64_t, Part) const {
+    return normalised;
+  }
+  template <class Part>
+  Halves apply(Halves normalised, int64_t, Part) const {
     return normalised;
   }
 };
@@ -147,8 +153,9 @@ struct Weight {
   explicit Weight(const void* data) : values(static_cast<const W*>(data)) {}
 
   template <class Part>
-  Vec apply(Vec normalised, int64_t i, Part part) const {
-    return mul(Lanes<W>::round_moderate(normalised), Lanes<W>::load(values + i, part));
+  Vec apply(Vec normalised, Condition finite, int64_t i, Part part) const {
+    const Vec rounded = select(finite, Lanes<W>::round_moderate(normalised), normalised);
+    return mul(rounded, Lanes<W>::load(values + i, part));
   }
   template <class Part>
   Halves apply(Halves normalised, int64_t i, Part part) const {
@@ -171,7 +178,7 @@ template <class T, class W>
 struct Normalised {
   template <class Part>
   Vec operator()(int64_t i, Part part) const {
-    return weight.apply(scaled(i, part), i, part);
+    return weight.apply(scaled(i, part), has_finite_scale, i, part);
   }
   Halves operator()(int64_t i, FullHalves part) const { return halves(i, part); }
   Halves operator()(int64_t i, TailHalves part) const { return halves(i, part); }
@@ -179,6 +186,7 @@ struct Normalised {
   const T* x;
   W weight;
   Vec scale;
+  Condition has_finite_scale;  // no element exceeds the root of the row's width then
 
  private:
   template <class Part>
@@ -201,7 +209,7 @@ constexpr bool kGivesHalves<Normalised<Float16, W>> = kHasHalves;
 
 template <class T, class W>
 inline Normalised<T, W> normalised(const T* x, W weight, float scale) {
-  return {x, weight, splat(scale)};
+  return {x, weight, splat(scale), is_finite(splat(scale))};
 }
 
 // Store a row of values that a weight of type W has made.

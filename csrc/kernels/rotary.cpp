@@ -443,11 +443,11 @@ class HeadWeights<BFloat16> {
   static constexpr bool kExist = true;
 
   HeadWeights(const OpweaveRotary& call, const OpweaveHeads& heads) {
-    if (!has_usual_heads(call) || heads.weight == nullptr) return;
+    if (!has_usual_heads(call) || heads.weight == nullptr || !(call.epsilon > 0)) return;
     if (call.weight_dtype != OPWEAVE_FLOAT32) load(heads.weight, call.head_size);
   }
 
-  // Whether there are any, and no product with what a norm gives is too large.
+  // Whether there are any, and no scale of the norm is infinite and no product is too large.
   bool serve() const { return serve_; }
 
   // What stands at element i of a head, of the norm, times its weight.
@@ -510,7 +510,7 @@ class NormalisedHeads {
       using W = decltype(weight);
       if (has_usual_heads(call_)) {
         return run_usual(angles, scales, [=](const T* x, Vec scale, int64_t i, auto part) {
-          return stored<W>(Normalised<T, W>{x, weight, scale}(i, part));
+          return stored<W>(Normalised<T, W>{x, weight, scale, is_finite(scale)}(i, part));
         });
       }
       const int64_t size = call_.head_size;

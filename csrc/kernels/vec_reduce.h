@@ -1,6 +1,6 @@
 // Reductions over lanes:
 //   sums     lane i is the sum over the lanes of v[i], added in one order for every i
-//   store_sums  the same of four vectors, which are stored
+//   store_sums  sum of each of four vectors, with the bits of sum
 //   largest  the largest lane; of several NaN and numbers, which one is unspecified
 #pragma once
 
@@ -10,16 +10,14 @@ namespace {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 
-// In each quarter of the lanes: four vectors' sums over that quarter.
-inline Vec sums_of_quarters(const Vec* a) {
-  const Vec low = add(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
-  const Vec high = add(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
-  return add(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
-}
-
 inline Vec sums(const Vec (&v)[kLanes]) {
-  Vec quads[4];
-  for (int i = 0; i < 4; ++i) quads[i] = sums_of_quarters(v + 4 * i);
+  Vec quads[4];  // in each quarter of the lanes: four vectors' sums over that quarter
+  for (int i = 0; i < 4; ++i) {
+    const Vec* a = v + 4 * i;
+    const Vec low = add(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    const Vec high = add(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    quads[i] = add(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+  }
   const auto fold = [](Vec a, Vec b) {  // quarters 0 + 1 and 2 + 3 of a, then of b
     return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
   };
@@ -27,37 +25,49 @@ inline Vec sums(const Vec (&v)[kLanes]) {
 }
 
 inline void store_sums(float* to, const Vec (&v)[4]) {
-  const Vec quarters = sums_of_quarters(v);
-  const __m256 halves =
-      _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps(quarters, 1));
-  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+  const auto halves = [](Vec a, Vec b) {  // of a, then of b
+    return add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  };
+  const Vec low = halves(v[0], v[1]);
+  const Vec high = halves(v[2], v[3]);
+  // A quarter for each vector.
+  Vec sums = add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+  sums = add(sums, _mm512_permute_ps(sums, 0x4e));
+  sums = add(sums, _mm512_permute_ps(sums, 0xb1));
+  _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, sums)));
 }
 
 inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-// In each half of the lanes: four vectors' sums over that half. Each step adds the halves of two
-// vectors: those that are in place already, and the others, which one shuffle brings there. A
-// horizontal addition takes two.
-inline Vec sums_of_halves(const Vec* a) {
+inline Vec sums(const Vec (&v)[kLanes]) {
+  // Each step adds the halves of two vectors: those that are in place already, and the others,
+  // which one shuffle brings there. A horizontal addition takes two.
   const auto pair = [](Vec a, Vec b) {
     return add(_mm256_blend_ps(a, b, 0xaa), _mm256_permute_ps(_mm256_blend_ps(b, a, 0xaa), 0xb1));
   };
-  const Vec low = pair(a[0], a[1]);
-  const Vec high = pair(a[2], a[3]);
-  return add(_mm256_blend_ps(low, high, 0xcc), _mm256_shuffle_ps(low, high, 0x4e));
-}
-
-inline Vec sums(const Vec (&v)[kLanes]) {
-  const Vec low = sums_of_halves(v);
-  const Vec high = sums_of_halves(v + 4);
+  const auto quad = [=](const Vec* a) {
+    const Vec low = pair(a[0], a[1]);
+    const Vec high = pair(a[2], a[3]);
+    return add(_mm256_blend_ps(low, high, 0xcc), _mm256_shuffle_ps(low, high, 0x4e));
+  };
+  const Vec low = quad(v);
+  const Vec high = quad(v + 4);
   return add(_mm256_blend_ps(low, high, 0xf0), _mm256_permute2f128_ps(low, high, 0x21));
 }
 
 inline void store_sums(float* to, const Vec (&v)[4]) {
-  const Vec halves = sums_of_halves(v);
-  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+  __m128 halves[4];
+  for (int k = 0; k < 4; ++k) {
+    halves[k] = _mm_add_ps(_mm256_castps256_ps128(v[k]), _mm256_extractf128_ps(v[k], 1));
+  }
+  const auto quarters = [](__m128 a, __m128 b) {
+    return _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+  };
+  const __m128 low = quarters(halves[0], halves[1]);
+  const __m128 high = quarters(halves[2], halves[3]);
+  _mm_storeu_ps(to, _mm_add_ps(_mm_movelh_ps(low, high), _mm_movehl_ps(high, low)));
 }
 
 inline float largest(Vec v) {
