@@ -50,20 +50,20 @@ class Fp8Quotients {
   // Two codes in every lane: those of even_of and odd_of.
   __m512i codes_of(__m512i words, BFloat16) const {
     const __m512i magnitudes = without_signs(words);
-    return pairs_of(even_of(magnitudes, BFloat16{}), odd_of(magnitudes, BFloat16{}));
+    return joined_codes(even_of(magnitudes, BFloat16{}), odd_of(magnitudes, BFloat16{}));
   }
   // Those of the first and the second half.
   __m512i codes_of(__m512i words, Float16) const {
     const __m512i magnitudes = without_signs(words);
-    return pairs_of(widen(_mm512_castsi512_si256(magnitudes), Float16{}),
-                    widen(_mm512_extracti64x4_epi64(magnitudes, 1), Float16{}));
+    return joined_codes(widen(_mm512_castsi512_si256(magnitudes), Float16{}),
+                        widen(_mm512_extracti64x4_epi64(magnitudes, 1), Float16{}));
   }
 
   static __m512i without_signs(__m512i words) {
     return _mm512_and_si512(words, _mm512_set1_epi16(0x7fff));
   }
 
-  __m512i pairs_of(Vec first, Vec second) const {
+  __m512i joined_codes(Vec first, Vec second) const {
     constexpr int kUnits = 16;
     constexpr int kNext = 256;
     const __m512i ones = words_of(kUnits, 1);
@@ -85,21 +85,14 @@ class Fp8Quotients {
 
   // What packing leaves, with signs.
   static __m512i in_order(__m512i codes, __m512i signs, BFloat16) {
-    return _mm512_permutexvar_epi64(by_eights(), with_signs(codes, signs));
+    return one_after_the_other(with_signs(codes, signs));
   }
   static __m512i in_order(__m512i codes, __m512i signs, Float16) {
     const __m512i places = _mm512_set_epi8(
         63, 61, 59, 57, 47, 45, 43, 41, 31, 29, 27, 25, 15, 13, 11, 9, 62, 60, 58, 56, 46, 44, 42,
         40, 30, 28, 26, 24, 14, 12, 10, 8, 55, 53, 51, 49, 39, 37, 35, 33, 23, 21, 19, 17, 7, 5, 3,
         1, 54, 52, 50, 48, 38, 36, 34, 32, 22, 20, 18, 16, 6, 4, 2, 0);
-    return with_signs(_mm512_permutexvar_epi8(places, codes),
-                      _mm512_permutexvar_epi64(by_eights(), signs));
-  }
-  static __m512i by_eights() { return _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7); }
-
-  static __m512i with_signs(__m512i codes, __m512i signs) {
-    // 0xf8: codes | (signs & 0x80), bit by bit.
-    return _mm512_ternarylogic_epi32(codes, signs, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
+    return with_signs(_mm512_permutexvar_epi8(places, codes), one_after_the_other(signs));
   }
 
   Vec divisor_;

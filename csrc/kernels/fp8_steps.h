@@ -204,11 +204,7 @@ class Fp8Steps {
     second = format_.scaled(second);
     const __m512i codes =
         _mm512_packus_epi16(codes_of<kMayExceed>(first), codes_of<kMayExceed>(second));
-    const __m512i signs = _mm512_packs_epi16(first, second);
-    // 0xf8: codes | (signs & 0x80), bit by bit.
-    const __m512i bytes =
-        _mm512_ternarylogic_epi32(codes, signs, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
-    return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), bytes);
+    return one_after_the_other(with_signs(codes, _mm512_packs_epi16(first, second)));
   }
 
   StepsFormat<T> format_;

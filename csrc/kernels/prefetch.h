@@ -7,17 +7,17 @@ namespace {
 
 constexpr int64_t kCacheLine = 64;  // bytes
 
-// Into the L2 cache, which can wait for more lines at once than the L1 can.
-inline void prefetch(const void* from, int64_t bytes) {
+template <int kLocality>
+inline void prefetch_lines(const void* from, int64_t bytes) {
   const char* line = static_cast<const char*>(from);
-  for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(line + i, 0, 2);
+  for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(line + i, 0, kLocality);
 }
 
+// Into the L2 cache, which can wait for more lines at once than the L1 can.
+inline void prefetch(const void* from, int64_t bytes) { prefetch_lines<2>(from, bytes); }
+
 // Into the L1 cache, shortly before it is needed.
-inline void prefetch_near(const void* from, int64_t bytes) {
-  const char* line = static_cast<const char*>(from);
-  for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(line + i, 0, 3);
-}
+inline void prefetch_near(const void* from, int64_t bytes) { prefetch_lines<3>(from, bytes); }
 
 // Rows that come next: fetch(i) has element i of each brought into the L2 cache, while there is
 // work on the rows before them. By itself a processor fetches no further than to the end of a page.

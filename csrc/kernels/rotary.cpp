@@ -450,7 +450,7 @@ class HeadWeights<BFloat16> {
   // Whether there are any, and no scale of the norm is infinite and no product is too large.
   bool serve() const { return serve_; }
 
-  // What stands at element i of a head, of the norm, times its weight.
+  // v, which is element i of a normalised head, times its weight.
   template <class Part>
   Vec rounded_product(Vec v, int64_t i, Part) const {
     return fma(v, at<Part>(powers_ + i), mul(v, at<Part>(rests_ + i)));

@@ -153,6 +153,17 @@ inline Vec round_inexact_to(Vec v, Float16) { return round_to(v, Float16{}); }
 inline Vec round_moderate_to(Vec v, Float16) { return round_to(v, Float16{}); }
 inline Vec stored_as(Vec v, Float16) { return round_to(v, Float16{}); }
 
+// Bytes of seven bits, with the uppermost bits of others.
+inline __m512i with_signs(__m512i bytes, __m512i signs) {
+  // 0xf8: bytes | (signs & 0x80), bit by bit.
+  return _mm512_ternarylogic_epi32(bytes, signs, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
+}
+
+// What packing two vectors leaves, eight bytes of either in turn.
+inline __m512i one_after_the_other(__m512i packed) {
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed);
+}
+
 inline __m512i load_words(const void* p) { return _mm512_loadu_si512(p); }
 inline void store_words(void* p, __m512i words) { _mm512_storeu_si512(p, words); }
 

@@ -51,11 +51,6 @@ struct TwoBytes {
   __m512i high;
 };
 
-// 0xf8: high | (codes & 0x80), bit by bit.
-inline __m512i with_signs(__m512i high, __m512i codes) {
-  return _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
-}
-
 inline TwoBytes split_codes(__m512i codes, Float8) {
   return {look_up(kFloat8Codes.low, codes), with_signs(look_up(kFloat8Codes.high, codes), codes)};
 }

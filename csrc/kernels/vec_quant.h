@@ -122,9 +122,7 @@ inline __m512i fp8_of(const Vec (&v)[kAtOnce], const Vec (&signs)[kAtOnce]) {
   const __m512i codes = _mm512_add_epi8(above, _mm512_set1_epi8(-1));
   const __m512i sign =
       _mm512_packs_epi16(sign_words(signs[0], signs[1]), sign_words(signs[2], signs[3]));
-  // 0xf8: codes | (sign & 0x80), bit by bit.
-  return in_order(
-      _mm512_ternarylogic_epi32(codes, sign, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8));
+  return in_order(with_signs(codes, sign));
 }
 
 // Below the range the conversion gives the lowest integer.

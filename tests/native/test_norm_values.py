@@ -206,6 +206,23 @@ def test_nan_and_inf_stay_in_their_row(module: ModuleType, isa: str, dtype: torc
     assert_near(out[[0, 3]], oracle.rms_norm(x[[0, 3]], weight, 1e-6))
 
 
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_whose_squares_vanish_is_infinite_without_epsilon(
+    module: ModuleType, isa: str, dtype: torch.dtype, kind: str
+) -> None:
+    x = torch.full((2, 37), 1e-25, dtype=dtype)
+    x[0, ::2] *= -1
+    x[1, 5] = 1.0
+    weight = weight_for(kind, 37, dtype)
+    out = torch.empty_like(x)
+    module.rms_norm(out, x, weight, 0.0)
+    wanted = ir.ops.rms_norm.native(x, weight, 0.0)
+    assert wanted[0].isinf().all()
+    assert torch.equal(out[0], wanted[0])
+    assert_op_close(ir.ops.rms_norm, out[1], wanted[1])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_16_bit_value_rounds_as_in_torch(
     module: ModuleType, isa: str, dtype: torch.dtype

@@ -197,6 +197,26 @@ def test_groups(
                 assert_codes(q[part], oracle.fp8_codes(quotient))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [64, 128, 200])
+def test_every_16_bit_value_in_groups(
+    module: ModuleType, isa: str, dtype: torch.dtype, size: int
+) -> None:
+    """Below the largest of a group, by which many quotients are ties; and any together."""
+    numbers = every_number(dtype)
+    check(ops.per_token_group_quant_fp8, numbers.view(64, 1024), size)
+    numbers = numbers[numbers.isfinite()]
+    for power in (-9, -3, 0, 5, 11):
+        for largest in (1.0, 1.75, 1.3125, 1.9921875):
+            most = largest * 2.0**power
+            below = numbers[(numbers.abs() <= most) & (numbers.abs() >= most / 2**22)]
+            below = below[torch.randperm(len(below))[: len(below) // (size - 1) * (size - 1)]]
+            groups = below.view(-1, size - 1)
+            x = torch.nn.functional.pad(groups, (0, 1), value=most)
+            for power_of_two in (False, True):
+                check(ops.per_token_group_quant_fp8, x.reshape(-1, size), size, power_of_two)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("out_dtype", [FP8, INT8], ids=str)
 @pytest.mark.parametrize("door_name", DOORS)

@@ -109,6 +109,32 @@ def test_norm_and_rotation(
         assert torch.equal(query, out[0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("epsilon", [0.0, 1e-6])
+@pytest.mark.parametrize("largest", [1.0, 2.0**80, 2.0**90, 3e38, torch.inf, torch.nan])
+def test_norm_with_any_weight_and_epsilon(
+    module: ModuleType, isa: str, largest: float, epsilon: float, dtype: torch.dtype
+) -> None:
+    """Heads of four rows that are zero, tiny, huge and usual, against one op after the other."""
+    largest = min(largest, torch.finfo(dtype).max) if largest < torch.inf else largest
+    size, where = 64, positions(4)
+    cache = table(size, dtype)
+    weight = random(size, dtype=dtype)
+    weight[3] = largest
+    query, key = random(4, 5, size, dtype=dtype), random(4, 2, size, dtype=dtype, seed=1)
+    for x in (query, key):
+        x[0] = 0.0
+        x[1] *= 1e-25 if dtype != torch.float16 else 1e-6
+        x[2] *= 1e30 if dtype != torch.float16 else 1e4
+    normed = [torch.empty_like(x) for x in (query, key)]
+    for mine, x in zip(normed, (query, key), strict=True):
+        module.rms_norm(mine, x, weight, epsilon)
+    module.rotary_embedding(*normed, *normed, where, cache, size, True)
+    module.qk_norm_rope(query, key, query, key, where, cache, weight, weight, epsilon, size, True)
+    assert_same(query, normed[0], isa)
+    assert_same(key, normed[1], isa)
+
+
 def slices(dtype: torch.dtype, tokens: int = 6) -> tuple[Tensor, Tensor, Tensor]:
     """A qkv projection of 4, 2 and 2 heads of 16, and its query and key."""
     qkv = random(tokens, 8 * 16, dtype=dtype)
