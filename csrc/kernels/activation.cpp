@@ -24,11 +24,6 @@ constexpr float kCubic = 0.044715f;
 inline Vec keep_positive(Vec x) { return max(splat(0), x); }  // NaN stays
 
 template <class T>
-struct SiluOfCall : Silu<T> {
-  explicit SiluOfCall(const OpweaveActivation&) {}
-};
-
-template <class T>
 struct Gelu {
   explicit Gelu(const OpweaveActivation&) {}
   Vec operator()(Vec x) const { return mul(x, MathFor<T>::normal(x)); }
@@ -44,8 +39,6 @@ struct GeluTanh {
   }
 };
 
-template <class T>
-constexpr bool kIsApproximate<SiluOfCall<T>> = true;
 template <class T>
 constexpr bool kIsApproximate<Gelu<T>> = true;
 template <class T>
@@ -329,8 +322,8 @@ struct Swigluoai {
 }  // namespace
 
 OPWEAVE_KERNEL_TABLE(OpweaveActivationKernels, activation) = {
-    run_for_type<Gated<SiluOfCall>, OpweaveActivation>,
-    run_for_type<Gated<SiluOfCall, true>, OpweaveActivation>,
+    run_for_type<Gated<Silu>, OpweaveActivation>,
+    run_for_type<Gated<Silu, true>, OpweaveActivation>,
     run_for_type<Gated<Gelu>, OpweaveActivation>,
     run_for_type<Gated<GeluTanh>, OpweaveActivation>,
     run_for_type<SparseGated<Gelu>, OpweaveActivation>,

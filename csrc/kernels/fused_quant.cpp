@@ -12,9 +12,6 @@
 
 namespace {
 
-template <class T>
-constexpr bool kIsApproximate<Silu<T>> = true;
-
 // What happens to the values of a row: one of these per kind of scale.
 struct StaticScale {
   template <class Q, class T, class Call, class Value, class Ahead>

@@ -12,6 +12,7 @@
 #include "kernels/load_pairs.h"
 #include "kernels/prefetch.h"
 #include "kernels/vec_group.h"
+#include "kernels/vec_math.h"
 
 namespace {
 
@@ -27,10 +28,6 @@ inline Eight with_word(Eight words, uint16_t word) {
   return words;
 #endif
 }
-
-// Whether a function is found approximately, so that its results are no ties but by chance.
-template <class Function>
-constexpr bool kIsApproximate = false;
 
 template <class T, class Function>
 inline Vec rounded_result(Function function, Vec x) {

@@ -50,11 +50,11 @@ struct Exponent {
                                           0.013534168f};
 
   explicit Exponent(Vec x)
-      : fraction(_mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)), whole(x) {}
-  Vec raise(Vec p) const { return scale_by_power(p, whole); }
+      : fraction(_mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)), power(x) {}
+  Vec raise(Vec p) const { return scale_by_power(p, power); }
 
   Vec fraction;
-  Vec whole;
+  Vec power;
 };
 
 inline __mmask16 mask_of(Tail tail) { return static_cast<__mmask16>((1u << tail.count) - 1u); }

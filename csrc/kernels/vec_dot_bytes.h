@@ -130,16 +130,9 @@ struct DotOfCodes {
 
   static void keep(Query* to, const X* from, int64_t n) {
     const int64_t whole = n / kWidth * kWidth;
-    for (int64_t i = 0; i < whole; i += kWidth / 2) {
-      for (int k = 0; k < 2; ++k) {
-        const Vec v = Lanes<X>::load(from + i + k * kLanes, Full{});
-        Lanes<float>::store(to + i + k * kLanes, v, Full{});
-      }
-      Group<BFloat16>::order(to + i);
-    }
-    if (whole == n) return;
-    memset(to + whole, 0, kWidth * sizeof(Query));
-    widen_row(to + whole, from + whole, n - whole);
+    if (whole < n) memset(to + whole, 0, kWidth * sizeof(Query));
+    widen_row(to, from, n);
+    order_groups<BFloat16>(to, whole);
   }
   static void widen(Query* to, const Float8* from, int64_t n) {
     for (int64_t i = 0; i < n; i += kWidth) {

@@ -147,10 +147,21 @@ struct MathFor<float> {
   }
 };
 
+// Whether a function is found approximately, so that its results are no ties but by chance.
+template <class Function>
+constexpr bool kIsApproximate = false;
+
 // x * sigmoid(x), for results that are rounded to T.
 template <class T>
 struct Silu {
+  Silu() = default;
+  template <class Call>
+  explicit Silu(const Call&) {}  // it has no parameters
+
   Vec operator()(Vec x) const { return mul(x, MathFor<T>::sigmoid(x)); }
 };
+
+template <class T>
+constexpr bool kIsApproximate<Silu<T>> = true;
 
 }  // namespace
