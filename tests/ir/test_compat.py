@@ -33,6 +33,7 @@ CHECKED = {
     "remove_ops",
     "FORWARD_AD",
     "has_tangent",
+    "empty_strided_cpu",
     "share_storage",
     "has_onednn",
     "multiplies_float16",
@@ -240,6 +241,14 @@ def test_forward_ad() -> None:
 
     torch.func.jvp(look, (x,), (x,))
     assert seen == [True]
+
+
+def test_empty_strided_cpu() -> None:
+    made = compat.empty_strided_cpu((3, 4), (8, 1), torch.bfloat16)
+    assert (made.shape, made.stride(), made.dtype) == ((3, 4), (8, 1), torch.bfloat16)
+    assert made.is_cpu
+    assert made.untyped_storage().nbytes() == 2 * (2 * 8 + 4)
+    assert compat.empty_strided_cpu((2, 4), (4, 1), torch.int8).resize_(9).shape == (9,)
 
 
 def test_share_storage() -> None:

@@ -9,9 +9,8 @@ from opweave.ir import rules
 from opweave.ir.ops import fused_quant as ops
 from opweave.kernels.opweave_c.arguments import ROWS, in_memory_order, one_float32
 from opweave.kernels.opweave_c.doors import implements, native_op
-from opweave.kernels.opweave_c.outputs import half_of, row_scales
+from opweave.kernels.opweave_c.outputs import half_of, new_rows, row_scales
 
-_empty = torch.empty
 _empty_like = torch.empty_like
 
 _rms_norm_static = native_op("rms_norm_static_quant")
@@ -183,9 +182,8 @@ def silu_and_mul_per_token_group_quant_fp8(
     x: Tensor, group_size: int, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Activate, multiply, and quantise each group by the scale of its largest magnitude."""
-    *leading, width = x.shape
-    width //= 2
-    out = _empty((*leading, width), dtype=torch.float8_e4m3fn)
-    scale = _empty((*leading, -(-width // group_size)), dtype=torch.float32)
+    width = x.shape[-1] // 2
+    out = new_rows(x, width, torch.float8_e4m3fn)
+    scale = new_rows(x, -(-width // group_size), torch.float32)
     _silu_groups(out, scale, x, group_size, use_ue8m0)
     return out, scale

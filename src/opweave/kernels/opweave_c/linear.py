@@ -16,6 +16,7 @@ from opweave.ir.ops.linear import linear_w8a16 as op_w8a16
 from opweave.ir.ops.linear import scales_rows
 from opweave.kernels.opweave_c.arguments import ROWS
 from opweave.kernels.opweave_c.doors import STATUS, implements, native_op
+from opweave.kernels.opweave_c.outputs import new_rows
 
 _linear = native_op("linear")
 _linear_w8a16 = native_op("linear_w8a16")
@@ -94,7 +95,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     fewest = _FEWEST.get(x.dtype)
     if fewest is None and _is_torchs(x):
         return _torchs_linear(x, weight, bias)
-    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    out = new_rows(x, weight.shape[0])
     if fewest is None:
         _linear(out, x, weight, bias)
     else:
@@ -151,7 +152,7 @@ def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None =
     fewest = _FEWEST_W8.get(x.dtype)
     if fewest is None and _is_known(x.numel() > _MOST_TOKENS_W8[x.dtype] * x.shape[-1]):
         return _by_pieces(x, weight, scale, bias)
-    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    out = new_rows(x, weight.shape[0])
     if fewest is None:
         _linear_w8a16(out, x, weight, scale, bias)
     else:
@@ -168,7 +169,7 @@ def _by_pieces(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) ->
         result: Tensor = op_w8a16.native(x, weight, scale, bias)
         return result
     rows, columns = weight.shape
-    out = x.new_empty((*x.shape[:-1], rows))
+    out = new_rows(x, rows)
     tokens = x.reshape(-1, columns).float().contiguous()
     step = _rows_of_piece(columns, len(tokens))
     wide = tokens.new_empty((min(step, rows), columns))

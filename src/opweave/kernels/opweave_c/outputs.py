@@ -5,20 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_empty = torch.empty
+from opweave.ir import compat
+
 _empty_like = torch.empty_like
+_empty_strided_cpu = compat.empty_strided_cpu
+_dispatch_mode_count = compat.dispatch_mode_count
+
+
+def new_rows(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return new contiguous memory for ``(..., width)`` from *x*, ``(..., d)``.
+
+    *x* is on the CPU, or a mode makes its memory what it is. *dtype*: by default, that of *x*.
+    """
+    if x.ndim == 2 and _dispatch_mode_count() == 0:  # the common case, by the shortest way
+        return _empty_strided_cpu((x.shape[0], width), (width or 1, 1), dtype or x.dtype)
+    return _by_dispatcher(x, width, dtype)
+
+
+def _by_dispatcher(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], width), dtype=dtype)
+
+
+compat.trace_instead(new_rows, _by_dispatcher)
 
 
 def half_of(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return new memory for ``(..., d)`` from *x*, ``(..., 2 * d)``."""
-    *leading, width = x.shape
-    if x.is_contiguous():
-        return x.new_empty((*leading, width // 2), dtype=dtype)
-    return _empty_like(x[..., : width // 2], dtype=dtype)
+    width = x.shape[-1] // 2
+    return (
+        new_rows(x, width, dtype) if x.is_contiguous() else _empty_like(x[..., :width], dtype=dtype)
+    )
 
 
 def row_scales(x: Tensor) -> Tensor:
     """Return new memory for one scale per row of *x*: float32 ``(..., 1)``."""
-    if x.ndim == 2:  # the common case, cheaper than slicing the shape
-        return _empty(x.shape[0], 1, dtype=torch.float32)
-    return _empty(*x.shape[:-1], 1, dtype=torch.float32)
+    return new_rows(x, 1, torch.float32)

@@ -9,7 +9,7 @@ from opweave.ir import rules
 from opweave.ir.ops import quant as ops
 from opweave.kernels.opweave_c.arguments import ROWS, one_float32
 from opweave.kernels.opweave_c.doors import implements, native_op
-from opweave.kernels.opweave_c.outputs import row_scales
+from opweave.kernels.opweave_c.outputs import new_rows, row_scales
 
 _empty = torch.empty
 _empty_like = torch.empty_like
@@ -80,8 +80,8 @@ def per_token_group_quant_fp8(
     x: Tensor, group_size: int, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Quantise every group of neighbours in a row of *x* by the scale of its largest magnitude."""
-    out = _empty(x.shape, dtype=torch.float8_e4m3fn)
-    groups = -(-x.shape[-1] // group_size)
-    scale = _empty((*x.shape[:-1], groups), dtype=torch.float32)
+    width = x.shape[-1]
+    out = new_rows(x, width, torch.float8_e4m3fn)
+    scale = new_rows(x, -(-width // group_size), torch.float32)
     _per_token_group_quant(out, scale, x, group_size, use_ue8m0)
     return out, scale
