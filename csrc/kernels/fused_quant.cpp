@@ -37,6 +37,12 @@ struct ScalePerGroup {
   }
 };
 
+// What to fetch in the walks of n elements after a sum.
+template <class Read, class Written>
+inline auto after_sum(Read next, Written out, int64_t n) {
+  return walks(walks(next.first, half_of(out, 0)), walks(next.second, half_of(out, n / 2)));
+}
+
 template <class Scale>
 struct RmsNormRows {
   template <class T, class Q>
@@ -56,9 +62,11 @@ struct RmsNormRows {
     Rows<T, typename Q::Storage> rows(call.rows, call.out, call.x, begin,
                                       rows_ahead<T>(call.width));
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
-      const float squares = sum_of_squares(rows.x(), call.width);
+      constexpr bool kInSum = sizeof(T) == sizeof(float);  // 16 bits: up to 1.03 of the time
+      const auto next = three_walks<kInSum>(next_rows(rows.next_x()), call.width);
+      const float squares = sum_of_squares(rows.x(), call.width, next.quick);
       write<Q>(call, r, rows.out(), rows.x(), squares, weight,
-               next_rows(rows.next_x(), rows.next_out()));
+               after_sum(next.others, next_rows(rows.next_out()), call.width));
     }
   }
 
@@ -68,10 +76,12 @@ struct RmsNormRows {
     Rows<T, typename Q::Storage> rows(call.rows, call.out, call.x, begin);
     Rows<T> sums(call.residual_rows, call.residual_out, call.residual, begin);
     for (int64_t r = begin; r < end; ++r, rows.advance(), sums.advance()) {
-      const float squares = add_and_sum_squares(sums.out(), rows.x(), sums.x(), call.width);
+      const auto next = three_walks<true>(next_rows(rows.next_x(), sums.next_x()), call.width);
+      const float squares =
+          add_and_sum_squares(sums.out(), rows.x(), sums.x(), call.width, next.quick);
       const T* sum = sums.out();
       write<Q>(call, r, rows.out(), sum, squares, weight,
-               next_rows(rows.next_x(), sums.next_x(), rows.next_out()));
+               after_sum(next.others, next_rows(rows.next_out()), call.width));
     }
   }
 
@@ -99,9 +109,10 @@ struct SiluAndMulRows {
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
       const T* x = rows.x();
       const T* next = rows.next_x();
+      const auto ahead = next_rows(next, next + call.width, rows.next_out());
       Scale::template write<Q, T>(call, r, rows.out(),
                                   GatedProduct<T, Activated>{activated, x, x + call.width},
-                                  next_rows(next, next + call.width, rows.next_out()));
+                                  two_walks(ahead, call.width));
     }
   }
 

@@ -33,14 +33,14 @@ struct AddRmsNormRows {
       Rows<T> rows(call.rows, call.out, call.x, begin);
       Rows<T> sums(call.sum_rows, call.sum, call.residual, begin);
       for (int64_t r = begin; r < end; ++r, rows.advance(), sums.advance()) {
-        const float squares = add_and_sum_squares(sums.out(), rows.x(), sums.x(), call.width);
+        const auto next =
+            two_walks(next_rows_if<kIsFetched<T>>(rows.next_x(), sums.next_x()), call.width);
+        const float squares =
+            add_and_sum_squares(sums.out(), rows.x(), sums.x(), call.width, next.first);
         const float scale = inverse_rms(squares, call.width, call.epsilon);
         const T* sum = sums.out();
-        constexpr bool kIsWanted = sizeof(T) == sizeof(uint16_t);  // 32 bits: longer in cache
-        store_normalised<decltype(weight)>(
-            rows.out(), call.width,
-            fetching_if<kIsWanted>(normalised(sum, weight, scale),
-                                   next_rows(rows.next_x(), sums.next_x())));
+        store_normalised<decltype(weight)>(rows.out(), call.width,
+                                           paced(normalised(sum, weight, scale), next.second));
       }
     });
   }

@@ -21,8 +21,9 @@ inline void prefetch_near(const void* from, int64_t bytes) { prefetch_lines<3>(f
 
 // Rows that come next: fetch(i) has element i of each brought into the L2 cache, while there is
 // work on the rows before them. By itself a processor fetches no further than to the end of a page.
-// After the last row comes the first one. Rows that are written count as well: a line is read
-// before it is written.
+// Fetches are spread over the time as evenly as can be: a burst makes loads wait that need the same
+// buffers. After the last row comes the first one. Rows that are written count as well: a line is
+// read before it is written.
 template <class... Rows>
 struct Next {
   void fetch(int64_t) const {}
@@ -39,6 +40,7 @@ struct Next<T, Rows...> {
   }
   template <int64_t kElements>
   __attribute__((always_inline)) void fetch_span(int64_t i) const {
+    static_assert(kElements > 0, "a step too short to be divided");
     constexpr int64_t kStep = kCacheLine / static_cast<int64_t>(sizeof(T));
     OPWEAVE_UNROLL
     for (int64_t k = 0; k < kElements; k += kStep) __builtin_prefetch(row + i + k, 0, 2);
@@ -55,6 +57,85 @@ inline Next<> next_rows() { return {}; }
 template <class T, class... Rows>
 inline Next<T, Rows...> next_rows(const T* row, const Rows*... others) {
   return {row, next_rows(others...)};
+}
+
+// The same if such rows are to be fetched.
+template <bool kIsWanted, class... Rows>
+inline auto next_rows_if(const Rows*... rows) {
+  if constexpr (kIsWanted) {
+    return next_rows(rows...);
+  } else {
+    return next_rows();
+  }
+}
+
+// Half of what comes next, from element `first` on, for one of several walks along a row.
+template <class Ahead>
+struct Half {
+  template <int64_t kElements>
+  __attribute__((always_inline)) void fetch_span(int64_t i) const {
+    next.template fetch_span<kElements / 2>(first + i / 2);
+  }
+
+  Half from(int64_t i) const { return {next, first + i / 2}; }
+
+  Ahead next;
+  int64_t first;
+};
+
+template <class Ahead>
+inline Half<Ahead> half_of(Ahead next, int64_t first) {
+  return {next, first};
+}
+
+// What to fetch in the first of two walks along a row, and in the second one; in one walk, both.
+template <class First, class Second>
+struct Walks {
+  template <int64_t kElements>
+  __attribute__((always_inline)) void fetch_span(int64_t i) const {
+    first.template fetch_span<kElements>(i);
+    second.template fetch_span<kElements>(i);
+  }
+
+  Walks from(int64_t i) const { return {first.from(i), second.from(i)}; }
+
+  First first;
+  Second second;
+};
+
+template <class First, class Second>
+inline Walks<First, Second> walks(First first, Second second) {
+  return {first, second};
+}
+
+// Half of what comes next in either walk of n elements.
+template <class Ahead>
+inline auto two_walks(Ahead next, int64_t n) {
+  return walks(half_of(next, 0), half_of(next, n / 2));
+}
+
+// The same where a quick walk, a sum or a maximum, comes before the two.
+template <class Quick, class First, class Second>
+struct ThreeWalks {
+  Quick quick;
+  Walks<First, Second> others;
+};
+
+template <class Quick, class First, class Second>
+inline ThreeWalks<Quick, First, Second> three_walks(Quick quick, First first, Second second) {
+  return {quick, walks(first, second)};
+}
+
+// A quarter in the quick walk of n elements, or nothing, and half in the last one.
+template <bool kInQuick, class Ahead>
+inline auto three_walks(Ahead next, int64_t n) {
+  const auto first = half_of(next, 0);
+  const auto second = half_of(next, n / 2);
+  if constexpr (kInQuick) {
+    return three_walks(half_of(first, 0), half_of(first, n / 2), second);
+  } else {
+    return three_walks(next_rows(), first, second);
+  }
 }
 
 // How many rows ahead to fetch where work begins with a quick walk along the whole row, a sum or a

@@ -48,9 +48,10 @@ struct PerTokenQuantRows {
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
       auto* out = rows.out();
       const T* x = rows.x();
-      const auto next = next_rows(rows.next_x());
-      const float largest = largest_of_row(x, call.width);
-      call.scales[r] = quantise_row_of<Q>(out, call.width, largest, call.upper_bound, x, next);
+      const auto next = three_walks<true>(next_rows(rows.next_x()), call.width);
+      const float largest = largest_of_row(x, call.width, next.quick);
+      call.scales[r] =
+          quantise_row_of<Q>(out, call.width, largest, call.upper_bound, x, next.others);
     }
   }
 };
@@ -63,9 +64,10 @@ struct GroupQuantRows {
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
       auto* out = rows.out();
       const T* x = rows.x();
-      const auto next = next_rows(rows.next_x());
+      constexpr bool kInMaximum = sizeof(T) == sizeof(float);  // 16 bits: no difference
+      const auto next = three_walks<kInMaximum>(next_rows(rows.next_x()), call.width);
       quantise_stored_groups(out, call.scales + r * groups, call.width, call.group_size,
-                             call.power_of_two != 0, x, next);
+                             call.power_of_two != 0, x, walks(next.quick, next.others));
     }
   }
 };

@@ -39,25 +39,6 @@ struct Int8 {
   }
 };
 
-// Half of what comes next, from element `first` on, for work that walks along a row twice.
-template <class Ahead>
-struct Half {
-  template <int64_t kElements>
-  __attribute__((always_inline)) void fetch_span(int64_t i) const {
-    next.template fetch_span<kElements / 2>(first + i / 2);
-  }
-
-  Half from(int64_t i) const { return {next, first + i / 2}; }
-
-  Ahead next;
-  int64_t first;
-};
-
-template <class Ahead>
-inline Half<Ahead> half_of(Ahead next, int64_t first) {
-  return {next, first};
-}
-
 // The scale for a largest magnitude; NaN for NaN.
 template <class Q>
 inline float scale_for(float largest) {
@@ -134,17 +115,21 @@ inline float largest_magnitude(int64_t n, Value value) {
 }
 
 // The same of a row in memory. 16-bit magnitudes have the order of their bits, too.
-template <class T>
-inline float largest_of_row(const T* x, int64_t n) {
+template <class T, class Ahead = Next<>>
+inline float largest_of_row(const T* x, int64_t n, Ahead next = {}) {
   Words most{};
   int64_t i = 0;
-  for (; i + kWords <= n; i += kWords) most = larger_words(most, load_magnitudes(x + i, Full{}));
+  for (; i + kWords <= n; i += kWords) {
+    next.template fetch_span<kWords>(i);
+    most = larger_words(most, load_magnitudes(x + i, Full{}));
+  }
   if (i < n) most = larger_words(most, load_magnitudes(x + i, Tail{n - i}));
   return float_of(T{largest_word(most)});
 }
 
-inline float largest_of_row(const float* x, int64_t n) {
-  return largest_magnitude(n, Loaded<float>{x});
+template <class Ahead = Next<>>
+inline float largest_of_row(const float* x, int64_t n, Ahead next = {}) {
+  return largest_magnitude(n, paced(Loaded<float>{x}, next));
 }
 
 // The elements of a row that is computed, as they would be read after they were stored as T.
@@ -227,8 +212,8 @@ inline void quantise_static(typename Q::Storage* out, int64_t n, float scale, Va
   if constexpr (sizeof(T) == sizeof(uint16_t)) {
     T kept[kKept];
     if (n <= kKept) {
-      keep_row(kept, n, paced(value, half_of(next, 0)));
-      return quantise_row<Q, true>(out, n, scale, kept, half_of(next, n / 2));
+      keep_row(kept, n, paced(value, next.first));
+      return quantise_row<Q, true>(out, n, scale, kept, next.second);
     }
   }
   quantise<Q>(out, n, scale, paced(stored<T>(value), next));
@@ -238,17 +223,15 @@ inline void quantise_static(typename Q::Storage* out, int64_t n, float scale, Va
 template <class Q, class T, class Value, class Ahead>
 inline float quantise_dynamic(typename Q::Storage* out, int64_t n, float upper_bound, Value value,
                               Ahead next) {
-  const Half<Ahead> first{next, 0};
-  const Half<Ahead> second{next, n / 2};
   T kept[kKept];
   if (n <= kKept) {
-    const float largest = keep_and_find_largest(kept, n, paced(value, first));
-    return quantise_row_of<Q>(out, n, largest, upper_bound, kept, second);
+    const float largest = keep_and_find_largest(kept, n, paced(value, next.first));
+    return quantise_row_of<Q>(out, n, largest, upper_bound, kept, next.second);
   }
   const auto as_stored = stored<T>(value);
-  const float largest = largest_magnitude(n, paced(as_stored, first));
+  const float largest = largest_magnitude(n, paced(as_stored, next.first));
   const float scale = scale_for<Q>(bounded(largest, upper_bound));
-  quantise<Q>(out, n, scale, paced(as_stored, second));
+  quantise<Q>(out, n, scale, paced(as_stored, next.second));
   return scale;
 }
 
@@ -332,11 +315,11 @@ inline void quantise_stored_groups(uint8_t* out, float* scales, int64_t width, i
   };
   float* scale = scales;
   for (int64_t first = 0; first < width; first += group_size) {
-    *scale++ = largest_of_row(row + first, size(first));
+    *scale++ = largest_of_row(row + first, size(first), next.first.from(first));
   }
   make_group_scales(scales, scale - scales, power_of_two);
   for (int64_t first = 0; first < width; first += group_size) {
-    quantise_group(out + first, size(first), *scales++, row + first, next.from(first));
+    quantise_group(out + first, size(first), *scales++, row + first, next.second.from(first));
   }
 }
 
@@ -351,9 +334,9 @@ inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t 
     const From<Value> part_of_row{value, first};
     const auto ahead = next.from(first);
     if (n <= kKept) {
-      keep_row(kept, n, paced(part_of_row, half_of(ahead, 0)));
+      keep_row(kept, n, paced(part_of_row, ahead.first));
       quantise_stored_groups(out + first, scales, n, group_size, power_of_two, kept,
-                             half_of(ahead, n / 2));
+                             walks(next_rows(), ahead.second));
     } else {
       const auto as_stored = stored<T>(part_of_row);
       *scales = largest_magnitude(n, paced(as_stored, ahead));

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/kernels.h"
+#include "kernels/prefetch.h"
 #include "kernels/row_sum.h"
 #include "kernels/unroll.h"
 #include "kernels/vec_dot.h"
@@ -54,8 +55,9 @@ struct Squares<BFloat16> {
 #endif
 
 // For each of R rows, lanes whose sum is that of the squares.
-template <int R, class T>
-inline void find_squares(Vec (&lanes)[R], const T* const (&rows)[R], int64_t width) {
+template <int R, class T, class Ahead = Next<>>
+inline void find_squares(Vec (&lanes)[R], const T* const (&rows)[R], int64_t width,
+                         Ahead next = {}) {
   using Step = Squares<T>;
   Vec sums[R][4];
   for (auto& row : sums) {
@@ -63,6 +65,7 @@ inline void find_squares(Vec (&lanes)[R], const T* const (&rows)[R], int64_t wid
   }
   int64_t i = 0;
   for (; i + 4 * Step::kLeast <= width; i += 4 * Step::kLeast) {
+    next.template fetch_span<4 * Step::kLeast>(i);
     OPWEAVE_UNROLL for (int r = 0; r < R; ++r) Step::add_block(rows[r] + i, sums[r]);
   }
   for (; i + Step::kLeast <= width; i += Step::kLeast) {
@@ -80,21 +83,23 @@ inline void find_squares(Vec (&lanes)[R], const T* const (&rows)[R], int64_t wid
   }
 }
 
-template <class T>
-inline float sum_of_squares(const T* x, int64_t width) {
+template <class T, class Ahead = Next<>>
+inline float sum_of_squares(const T* x, int64_t width, Ahead next = {}) {
   Vec lanes[1];
-  find_squares<1>(lanes, {x}, width);
+  find_squares<1>(lanes, {x}, width, next);
   return Squares<T>::exact(sum(lanes[0]), x, width);
 }
 
 // sum = x + residual; returns the sum of its squares. The norm sees the sum as it is stored. sum
 // may be x or residual.
-template <class T>
-inline float add_and_sum_squares(T* sum, const T* x, const T* residual, int64_t width) {
+template <class T, class Ahead = Next<>>
+inline float add_and_sum_squares(T* sum, const T* x, const T* residual, int64_t width,
+                                 Ahead next = {}) {
   const auto exact = [=](int64_t i, auto part) {
     return add(Lanes<T>::load(x + i, part), Lanes<T>::load(residual + i, part));
   };
   const auto group_at = [=](int64_t i) {
+    next.template fetch_span<kGroup<T>>(i);
     Group<T> group = group_of<T>(i, exact);
     group.round_and_store(sum + i);
     return group;
