@@ -185,19 +185,27 @@ struct Elementwise {
     }
     const int64_t bytes = (end - begin) * call.width * static_cast<int64_t>(sizeof(T));
     for_each_row<T>(begin, end, call, [&](Row<T> row, Row<const T> next) {
+      constexpr bool kIsWanted = is_fetched<T>();
       if constexpr (kIsLong<Activation<T>>) {
-        write<kIsFetched<T>>(activation, row, next, call.width);
+        write<kIsWanted>(activation, row, next, call.width);
       } else if (bytes < kInNoCache) {
         write<false>(activation, row, next, call.width);
       } else {
         const int64_t near = call.width > kAhead<T> ? call.width - kAhead<T> : 0;
-        write<kIsFetched<T>>(activation, row, {row.out + kAhead<T>, row.x + kAhead<T>}, near);
-        write<kIsFetched<T>>(activation, row.from(near), next, call.width - near);
+        write<kIsWanted>(activation, row, {row.out + kAhead<T>, row.x + kAhead<T>}, near);
+        write<kIsWanted>(activation, row.from(near), next, call.width - near);
       }
     });
   }
 
  private:
+  // Float32 that no work keeps waiting is fetched on every processor.
+  template <class T>
+  static constexpr bool is_fetched() {
+    const bool waits_for_memory = sizeof(T) == sizeof(float) && !kIsLong<Activation<T>>;
+    return kIsFetched<T> && (!kFollowsRows || waits_for_memory);
+  }
+
   template <bool kIsWanted, class T>
   static void write(const Activation<T>& activation, Row<T> row, Row<const T> next, int64_t n) {
     const auto value = [=](int64_t i, auto part) {

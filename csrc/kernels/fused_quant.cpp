@@ -47,7 +47,7 @@ template <class Scale>
 struct RmsNormRows {
   template <class T, class Q>
   static void run(int64_t begin, int64_t end, const OpweaveRmsNormQuant& call) {
-    with_weight<T>(call.weight, call.weight_dtype, [&](auto weight) {
+    with_weight_of<T>(call, end - begin, [&](auto weight) {
       if (call.residual == nullptr) {
         write_rows<T, Q>(begin, end, call, weight);
       } else {

@@ -9,10 +9,16 @@
 
 namespace {
 
+// Whether rows are fetched where each is read alone. Other types take longer without.
+template <class T>
+constexpr bool kIsFetchedAlone = kIsFetched<T>;
+template <>
+constexpr bool kIsFetchedAlone<BFloat16> = !kFollowsRows;
+
 struct RmsNormRows {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveRmsNorm& call) {
-    with_weight<T>(call.weight, call.weight_dtype, [&](auto weight) {
+    with_weight_of<T>(call, end - begin, [&](auto weight) {
       Rows<T> rows(call.rows, call.out, call.x, begin, rows_ahead<T>(call.width));
       for (int64_t r = begin; r < end; ++r, rows.advance()) {
         const float squares = sum_of_squares(rows.x(), call.width);
@@ -20,7 +26,7 @@ struct RmsNormRows {
         const auto next = next_rows(rows.next_x(), rows.next_out());
         store_normalised<decltype(weight)>(
             rows.out(), call.width,
-            fetching_if<kIsFetched<T>>(normalised(rows.x(), weight, scale), next));
+            fetching_if<kIsFetchedAlone<T>>(normalised(rows.x(), weight, scale), next));
       }
     });
   }
@@ -29,7 +35,7 @@ struct RmsNormRows {
 struct AddRmsNormRows {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveAddRmsNorm& call) {
-    with_weight<T>(call.weight, call.weight_dtype, [&](auto weight) {
+    with_weight_of<T>(call, end - begin, [&](auto weight) {
       Rows<T> rows(call.rows, call.out, call.x, begin);
       Rows<T> sums(call.sum_rows, call.sum, call.residual, begin);
       for (int64_t r = begin; r < end; ++r, rows.advance(), sums.advance()) {

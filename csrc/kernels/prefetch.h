@@ -198,6 +198,15 @@ __attribute__((always_inline)) inline void announce(const Paced<Value, Ahead>& v
   value.next.template fetch_span<kElements>(i);
 }
 
+// Whether the processor goes on into the next page by itself while it reads one row at a time, so
+// that it takes longer if that is fetched, too. So do Zen 4 and 5: of all that have AVX512-BF16
+// only they, and Cooper Lake, have no AMX.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr bool kFollowsRows = true;
+#else
+constexpr bool kFollowsRows = false;
+#endif
+
 // Whether to fetch rows of T for work of a few steps. Those of 32 bits, which wait for the memory
 // anyway, take longer then without AVX-512.
 template <class T>

@@ -150,24 +150,25 @@ struct NoWeight {
   }
 };
 
-template <class W>
+// A weight of type W, which lies in memory as Stored.
+template <class W, class Stored = W>
 struct Weight {
   template <class T>
   using Widest = W;
 
-  explicit Weight(const void* data) : values(static_cast<const W*>(data)) {}
+  explicit Weight(const void* data) : values(static_cast<const Stored*>(data)) {}
 
   template <class Part>
   Vec apply(Vec normalised, Condition finite, int64_t i, Part part) const {
     const Vec rounded = select(finite, Lanes<W>::round_moderate(normalised), normalised);
-    return mul(rounded, Lanes<W>::load(values + i, part));
+    return mul(rounded, Lanes<Stored>::load(values + i, part));
   }
   template <class Part>
   Halves apply(Halves normalised, int64_t i, Part part) const {
     return mul(normalised, load_halves(values + i, part));
   }
 
-  const W* values;
+  const Stored* values;
 };
 
 // Call visit with the weight of rows of T, which is null, of type T or of float32.
@@ -176,6 +177,35 @@ inline void with_weight(const void* weight, OpweaveDtype dtype, Visit visit) {
   if (weight == nullptr) return visit(NoWeight{});
   if (dtype == OPWEAVE_FLOAT32) return visit(Weight<float>(weight));
   visit(Weight<T>(weight));
+}
+
+// Whether to widen a weight of T once for many rows, into a table: without arithmetic in float16
+// the conversion takes as long as the product.
+template <class T>
+constexpr bool kWidensSlowly = false;
+template <>
+constexpr bool kWidensSlowly<Float16> = !kHasHalves;
+
+template <class T>
+inline void widen(float* to, const void* from, int64_t n) {
+  const Loaded<T> value{static_cast<const T*>(from)};
+  for_each_vec(n, [=](int64_t i, auto part) { Lanes<float>::store(to + i, value(i, part), part); });
+}
+
+// Call visit with the weight of a call, for so many rows.
+template <class T, class Call, class Visit>
+inline void with_weight_of(const Call& call, int64_t rows, Visit visit) {
+  if constexpr (kWidensSlowly<T>) {
+    constexpr int64_t kLeastRows = 4;
+    constexpr int64_t kMostElements = 4096;  // half of a first-level cache
+    const bool is_of_t = call.weight != nullptr && call.weight_dtype != OPWEAVE_FLOAT32;
+    if (is_of_t && rows >= kLeastRows && call.width <= kMostElements) {
+      alignas(64) float widened[kMostElements];
+      widen<T>(widened, call.weight, call.width);
+      return visit(Weight<T, float>(widened));
+    }
+  }
+  with_weight<T>(call.weight, call.weight_dtype, visit);
 }
 
 // The elements of a normalised row, before they are rounded to T.

@@ -301,7 +301,7 @@ class Heads {
     const int64_t last = heads_.count - ahead_;  // that has the one to fetch in its own token
     for (int64_t h = 0; h < heads_.count; ++h) {
       if (h == last) next = tokens_.next_x();
-      visit(out, x, next_rows(next));
+      visit(out, x, next_rows_if<!kFollowsRows>(next));
       out = moved(out, heads_.out_stride);
       x = moved(x, heads_.x_stride);
       next = moved(next, heads_.x_stride);
@@ -485,6 +485,31 @@ class HeadWeights<BFloat16> {
   // In the order of groups; past the last one is room for one vector.
   alignas(64) float powers_[OPWEAVE_MAX_ROTARY_SIZE + kLanes];
   alignas(64) float rests_[OPWEAVE_MAX_ROTARY_SIZE + kLanes];
+};
+
+// A product of two numbers of float16, without arithmetic of its own, is rounded as any value is;
+// the weights are widened once.
+template <>
+class HeadWeights<Float16> {
+ public:
+  static constexpr bool kExist = kWidensSlowly<Float16>;
+
+  HeadWeights(const OpweaveRotary& call, const OpweaveHeads& heads) {
+    if (!kExist || !has_usual_heads(call) || heads.weight == nullptr) return;
+    serve_ = call.weight_dtype != OPWEAVE_FLOAT32;
+    if (serve_) widen<Float16>(weights_, heads.weight, call.head_size);
+  }
+
+  bool serve() const { return serve_; }
+
+  template <class Part>
+  Vec rounded_product(Vec v, int64_t i, Part part) const {
+    return Lanes<Float16>::round(mul(v, Lanes<float>::load(weights_ + i, part)));
+  }
+
+ private:
+  bool serve_ = false;
+  alignas(64) float weights_[OPWEAVE_MAX_ROTARY_SIZE];
 };
 
 // Heads are normalised, then rotated.
