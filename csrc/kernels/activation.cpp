@@ -203,7 +203,7 @@ struct Elementwise {
   template <class T>
   static constexpr bool is_fetched() {
     const bool waits_for_memory = sizeof(T) == sizeof(float) && !kIsLong<Activation<T>>;
-    return kIsFetched<T> && (!kFollowsRows || waits_for_memory);
+    return kIsFetched<T> && (!kFollowsPages || waits_for_memory);
   }
 
   template <bool kIsWanted, class T>
@@ -232,11 +232,20 @@ struct Gated {
         const T* other = row.x + (kSecondHalf ? 0 : call.width);
         const GatedProduct<T, decltype(activated)> product{activated, gate, other};
         constexpr int kBegun = decltype(activated)::kBegun;
-        store_row<T, kBegun>(
-            row.out, call.width,
-            fetching_if<kIsFetched<T>>(product, next_rows(next.x, next.x + call.width, next.out)));
+        store_row<T, kBegun>(row.out, call.width,
+                             fetching_if<kIsFetched<T>>(product, ahead(next, next.x + call.width)));
       });
     });
+  }
+
+ private:
+  template <class T>
+  static auto ahead(Row<const T> next, const T* other) {
+    if constexpr (kFollowsRows<T> && kIsLong<Activation<T>>) {
+      return next_rows(next.x, other);
+    } else {
+      return next_rows(next.x, other, next.out);
+    }
   }
 };
 
@@ -316,7 +325,9 @@ struct Swigluoai {
         const Product product{glu, row.x, limit};
         constexpr int64_t kStep = kGivesHalves<Product> ? 2 * kLanes : kLanes;
         const auto* pairs = reinterpret_cast<const T(*)[2]>(next.x);
-        if constexpr (kStep * sizeof(*pairs) > kCacheLine) {  // two lines
+        if constexpr (kFollowsPages) {
+          store_vecs(row.out, call.width, product);
+        } else if constexpr (kStep * sizeof(*pairs) > kCacheLine) {  // two lines
           store_vecs(row.out, call.width,
                      fetching(product, next_rows(pairs, pairs + kStep / 2, next.out)));
         } else {

@@ -9,15 +9,10 @@
 
 namespace {
 
-// Whether rows are fetched where each is read alone. Other types take longer without.
-template <class T>
-constexpr bool kIsFetchedAlone = kIsFetched<T>;
-template <>
-constexpr bool kIsFetchedAlone<BFloat16> = !kFollowsRows;
-
 struct RmsNormRows {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveRmsNorm& call) {
+    constexpr bool kIsWanted = kIsFetched<T> && !kFollowsRows<T>;
     with_weight_of<T>(call, end - begin, [&](auto weight) {
       Rows<T> rows(call.rows, call.out, call.x, begin, rows_ahead<T>(call.width));
       for (int64_t r = begin; r < end; ++r, rows.advance()) {
@@ -26,7 +21,7 @@ struct RmsNormRows {
         const auto next = next_rows(rows.next_x(), rows.next_out());
         store_normalised<decltype(weight)>(
             rows.out(), call.width,
-            fetching_if<kIsFetchedAlone<T>>(normalised(rows.x(), weight, scale), next));
+            fetching_if<kIsWanted>(normalised(rows.x(), weight, scale), next));
       }
     });
   }

@@ -199,13 +199,20 @@ __attribute__((always_inline)) inline void announce(const Paced<Value, Ahead>& v
 }
 
 // Whether the processor goes on into the next page by itself while it reads one row at a time, so
-// that it takes longer if that is fetched, too. So do Zen 4 and 5: of all that have AVX512-BF16
-// only they, and Cooper Lake, have no AMX.
+// that it takes longer if that is fetched, too. So does Zen 4: of all that have AVX512-BF16 only it,
+// Zen 5 and Cooper Lake have no AMX.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-constexpr bool kFollowsRows = true;
+constexpr bool kFollowsPages = true;
 #else
-constexpr bool kFollowsRows = false;
+constexpr bool kFollowsPages = false;
 #endif
+
+// The same for rows of T whose work takes several walks, or that are read two at a time: those of
+// other types are worth fetching there.
+template <class T>
+constexpr bool kFollowsRows = false;
+template <>
+constexpr bool kFollowsRows<BFloat16> = kFollowsPages;
 
 // Whether to fetch rows of T for work of a few steps. Those of 32 bits, which wait for the memory
 // anyway, take longer then without AVX-512.

@@ -18,7 +18,7 @@ struct StaticQuantRows {
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
       auto* out = rows.out();
       const T* x = rows.x();
-      const auto next = next_rows_if<!kFollowsRows>(rows.next_x());
+      const auto next = next_rows_if<!kFollowsPages>(rows.next_x());
       const float* scales = call.scales + r / call.block_rows * call.row_blocks;
       if (call.block_columns == 1) {
         quantise_columns<Q>(out, call.width, scales, fetching(Loaded<T>{x}, next));
@@ -48,7 +48,8 @@ struct PerTokenQuantRows {
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
       auto* out = rows.out();
       const T* x = rows.x();
-      const auto next = three_walks<true>(next_rows(rows.next_x()), call.width);
+      const auto next =
+          three_walks<true>(next_rows_if<!kFollowsRows<T>>(rows.next_x()), call.width);
       const float largest = largest_of_row(x, call.width, next.quick);
       call.scales[r] =
           quantise_row_of<Q>(out, call.width, largest, call.upper_bound, x, next.others);
@@ -65,7 +66,8 @@ struct GroupQuantRows {
       auto* out = rows.out();
       const T* x = rows.x();
       constexpr bool kInMaximum = sizeof(T) == sizeof(float);  // 16 bits: no difference
-      const auto next = three_walks<kInMaximum>(next_rows(rows.next_x()), call.width);
+      const auto next =
+          three_walks<kInMaximum>(next_rows_if<!kFollowsRows<T>>(rows.next_x()), call.width);
       quantise_stored_groups(out, call.scales + r * groups, call.width, call.group_size,
                              call.power_of_two != 0, x, walks(next.quick, next.others));
     }
