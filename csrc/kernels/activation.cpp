@@ -239,6 +239,7 @@ struct Gated {
   }
 
  private:
+  // Both halves of what is read, and what is written.
   template <class T>
   static auto ahead(Row<const T> next, const T* other) {
     if constexpr (kFollowsRows<T> && kIsLong<Activation<T>>) {

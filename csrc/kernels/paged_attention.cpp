@@ -230,24 +230,18 @@ class Part : PagedPart<T> {
   void visit_tile(int64_t head, int64_t base, int64_t count, const Tile<T, T>& tile) {
     if constexpr (sizeof(T) != sizeof(float)) {
       if (rows_per_head_ > kFewRows) {  // widening once is cheaper than for every band then
-        widen(wide_values_, tile.values, count * call_.value_size);
+        widen_row(wide_values_, tile.values, count * call_.value_size);
         if constexpr (sizeof(Query) == sizeof(T)) {
           const Tile<T, float> wide{tile.keys, wide_values_, nullptr, nullptr};
           return visit_rows(head, base, count, wide);
         } else {
-          widen(wide_keys_, tile.keys, count * call_.head_size);
+          widen_row(wide_keys_, tile.keys, count * call_.head_size);
           const Tile<float, float> wide{wide_keys_, wide_values_, nullptr, nullptr};
           return visit_rows(head, base, count, wide);
         }
       }
     }
     visit_rows(head, base, count, tile);
-  }
-
-  static void widen(float* to, const T* from, int64_t count) {
-    for_each_vec(count, [=](int64_t i, auto part) {
-      Lanes<float>::store(to + i, Lanes<T>::load(from + i, part), part);
-    });
   }
 
   template <class K, class V>

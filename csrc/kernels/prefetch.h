@@ -207,8 +207,8 @@ constexpr bool kFollowsPages = true;
 constexpr bool kFollowsPages = false;
 #endif
 
-// The same for rows of T whose work takes several walks, or that are read two at a time: those of
-// other types are worth fetching there.
+// Whether it does so for rows of T, too, that are walked several times or written beside two that
+// are read.
 template <class T>
 constexpr bool kFollowsRows = false;
 template <>

@@ -186,12 +186,6 @@ constexpr bool kWidensSlowly = false;
 template <>
 constexpr bool kWidensSlowly<Float16> = !kHasHalves;
 
-template <class T>
-inline void widen(float* to, const void* from, int64_t n) {
-  const Loaded<T> value{static_cast<const T*>(from)};
-  for_each_vec(n, [=](int64_t i, auto part) { Lanes<float>::store(to + i, value(i, part), part); });
-}
-
 // Call visit with the weight of a call, for so many rows.
 template <class T, class Call, class Visit>
 inline void with_weight_of(const Call& call, int64_t rows, Visit visit) {
@@ -201,7 +195,7 @@ inline void with_weight_of(const Call& call, int64_t rows, Visit visit) {
     const bool is_of_t = call.weight != nullptr && call.weight_dtype != OPWEAVE_FLOAT32;
     if (is_of_t && rows >= kLeastRows && call.width <= kMostElements) {
       alignas(64) float widened[kMostElements];
-      widen<T>(widened, call.weight, call.width);
+      widen_row(widened, static_cast<const T*>(call.weight), call.width);
       return visit(Weight<T, float>(widened));
     }
   }

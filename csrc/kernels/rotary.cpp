@@ -497,7 +497,7 @@ class HeadWeights<Float16> {
   HeadWeights(const OpweaveRotary& call, const OpweaveHeads& heads) {
     if (!kExist || !has_usual_heads(call) || heads.weight == nullptr) return;
     serve_ = call.weight_dtype != OPWEAVE_FLOAT32;
-    if (serve_) widen<Float16>(weights_, heads.weight, call.head_size);
+    if (serve_) widen_row(weights_, static_cast<const Float16*>(heads.weight), call.head_size);
   }
 
   bool serve() const { return serve_; }
