@@ -35,7 +35,7 @@ struct GeluTanh {
   Vec operator()(Vec x) const {
     // (1 + tanh(a)) / 2 = sigmoid(2 * a), which keeps the digits of small results.
     const Vec cubic = fma(mul(splat(kCubic), mul(x, x)), x, x);
-    return mul(x, MathFor<T>::sigmoid(mul(splat(2 * kSqrt2OverPi), cubic)));
+    return MathFor<T>::gated(x, cubic, 2 * kSqrt2OverPi);
   }
 };
 

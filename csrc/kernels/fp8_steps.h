@@ -32,8 +32,16 @@ class Fp8Steps;
 template <class T>
 struct StepsFormat;
 
+// Numbers and scales as they are.
+struct AsTheyAre {
+  explicit AsTheyAre(float) {}
+  float scaled(float scale) const { return scale; }
+  __m512i scaled(__m512i numbers) const { return numbers; }
+};
+
 template <>
-struct StepsFormat<BFloat16> {
+struct StepsFormat<BFloat16> : AsTheyAre {
+  using AsTheyAre::AsTheyAre;
   static constexpr int kMantissa = 7;
   static constexpr int kInfinity = 0x7f80;
 
@@ -42,28 +50,24 @@ struct StepsFormat<BFloat16> {
   static __m256i words_below(Vec v) {
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(v), 16));
   }
-
-  explicit StepsFormat(float) {}
-  float scaled(float scale) const { return scale; }
-  __m512i scaled(__m512i numbers) const { return numbers; }
 };
 
-template <>
-constexpr bool kHasSteps<BFloat16> = true;
+struct Float16Steps {
+  static constexpr int kMantissa = 10;
+  static constexpr int kInfinity = 0x7c00;
+
+  static __m256i words_below(Vec v) {
+    return _mm512_cvtps_ph(v, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+  }
+};
 
 #if defined(__AVX512FP16__)
 
 // Numbers and scales are multiplied by a power of two, so that the step to the largest code is
 // below float16's infinity, and the first step at a normal number.
 template <>
-struct StepsFormat<Float16> {
-  static constexpr int kMantissa = 10;
-  static constexpr int kInfinity = 0x7c00;
-
+struct StepsFormat<Float16> : Float16Steps {
   static bool holds(float scale) { return scale > 0x1p-18f && scale < 0x1p20f; }
-  static __m256i words_below(Vec v) {
-    return _mm512_cvtps_ph(v, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
-  }
 
   explicit StepsFormat(float scale) {
     uint32_t bits;
@@ -87,10 +91,24 @@ struct StepsFormat<Float16> {
   Halves factor;
 };
 
+#else
+
 template <>
-constexpr bool kHasSteps<Float16> = true;
+struct StepsFormat<Float16> : Float16Steps, AsTheyAre {
+  using AsTheyAre::AsTheyAre;
+
+  // Whether the step to the largest code is below infinity, and 7.75 * 2^-9 times the scale a normal
+  // number. The steps below may be at denormal numbers, which are as far apart as the smallest
+  // normal ones.
+  static bool holds(float scale) { return scale > 0x1.2p-8f && scale < 0x1p7f; }
+};
 
 #endif
+
+template <>
+constexpr bool kHasSteps<BFloat16> = true;
+template <>
+constexpr bool kHasSteps<Float16> = true;
 
 template <class T>
 class Fp8Steps {

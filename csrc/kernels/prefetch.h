@@ -199,13 +199,8 @@ __attribute__((always_inline)) inline void announce(const Paced<Value, Ahead>& v
 }
 
 // Whether the processor goes on into the next page by itself while it reads one row at a time, so
-// that it takes longer if that is fetched, too. So does Zen 4: of all that have AVX512-BF16 only
-// it, Zen 5 and Cooper Lake have no AMX.
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-constexpr bool kFollowsPages = true;
-#else
-constexpr bool kFollowsPages = false;
-#endif
+// that it takes longer if that is fetched, too. So does Zen 4.
+constexpr bool kFollowsPages = kIsZen;
 
 // Whether it does so for rows of T, too, that are walked several times or written beside two that
 // are read.

@@ -8,7 +8,8 @@
 //   with_sign             the magnitude of a with the sign of b
 //   less, at_most, select  a < b and a <= b per lane; condition ? a : b per lane
 //   keep                  the lanes of a part, the others zero
-//   reciprocal            1 / a for 1 <= a, within one unit in the last place; 0 for infinity
+//   ratio                 a / b for 1 <= b, within two units in the last place; 0 for a finite a and
+//                         an infinite b
 //   scale_by_power        a * 2^n for an integral n in [-160, 130], rounded once
 //   power_of_bits(v)      2^(n - 127) for the lowest eight bits n of v, zero for n = 0, if the
 //                         ninth is not set: it would be the sign
@@ -44,6 +45,13 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+
+// Of all processors with AVX512-BF16 only Zen 4, Zen 5 and Cooper Lake have no AMX.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr bool kIsZen = true;
+#else
+constexpr bool kIsZen = false;
+#endif
 
 struct Full {};
 

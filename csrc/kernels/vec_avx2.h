@@ -32,7 +32,7 @@ inline Vec with_sign(Vec a, Vec b) {
 inline Vec less(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 inline Vec at_most(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
 inline Vec select(Vec condition, Vec a, Vec b) { return _mm256_blendv_ps(b, a, condition); }
-inline Vec reciprocal(Vec a) { return div(splat(1), a); }
+inline Vec ratio(Vec a, Vec b) { return div(a, b); }
 
 // In two steps, because 2^n itself may be no normal number.
 inline Vec scale_by_power(Vec a, Vec n) {

@@ -31,12 +31,14 @@ inline Vec select(__mmask16 condition, Vec a, Vec b) {
   return _mm512_mask_blend_ps(condition, b, a);
 }
 
-// Division takes three times as long as an estimate and one step of Newton's method.
-inline Vec reciprocal(Vec a) {
-  const Vec estimate = _mm512_rcp14_ps(a);
-  // For infinity the step is NaN, which min replaces; the estimate, 0, is then the result.
-  const Vec step = min(_mm512_fnmadd_ps(a, estimate, splat(1)), splat(1));
-  return fma(step, estimate, estimate);
+// Division takes three times as long as an estimate and one step of Newton's method, but Zen's
+// divider works beside all else.
+inline Vec ratio(Vec a, Vec b) {
+  if constexpr (kIsZen) return div(a, b);
+  const Vec estimate = _mm512_rcp14_ps(b);
+  // For infinity the step is NaN, which min replaces; the estimate, 0, is then the reciprocal.
+  const Vec step = min(_mm512_fnmadd_ps(b, estimate, splat(1)), splat(1));
+  return mul(a, fma(step, estimate, estimate));
 }
 
 inline Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }

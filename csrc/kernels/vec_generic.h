@@ -35,7 +35,7 @@ inline Vec negative_abs(Vec a) { return as_float(bits_of(a) | splat_bits(0x80000
 inline Vec with_sign(Vec a, Vec b) {
   return as_float(choose(splat_bits(0x80000000), bits_of(b), bits_of(a)));
 }
-inline Vec reciprocal(Vec a) { return div(splat(1), a); }
+inline Vec ratio(Vec a, Vec b) { return div(a, b); }
 
 // In two steps, because 2^n itself may be no normal number.
 inline Vec scale_by_power(Vec a, Vec n) {

@@ -78,13 +78,13 @@ inline Vec sigmoid(Vec x) {
   // From exp(-|x|), which cannot overflow, so that every step is finite.
   const Vec e = exp_in_range(max(splat(-104), negative_abs(x)));
   const Vec numerator = select(less(x, splat(0)), e, splat(1));
-  return mul(numerator, reciprocal(add(e, splat(1))));
+  return ratio(numerator, add(e, splat(1)));
 }
 
 inline Vec tanh(Vec x) {
   const Vec negative = negative_abs(x);
   const Vec e = exp_in_range(max(splat(-30), add(negative, negative)));
-  const Vec large = sub(splat(1), mul(add(e, e), reciprocal(add(e, splat(1)))));
+  const Vec large = ratio(sub(splat(1), e), add(e, splat(1)));
   // Near zero that difference has no digits left.
   const Vec square = mul(x, x);
   const Vec p = polynomial(square, -3.33333e-01f, 1.3331959e-01f, -5.3786684e-02f, 2.0805385e-02f,
@@ -112,13 +112,15 @@ inline Vec rough_exp2(Vec x) {
   return e.raise(polynomial(e.fraction, c[0], c[1], c[2], c[3], c[4]));
 }
 
-inline Vec rough_sigmoid(Vec x) {
-  return reciprocal(add(rough_exp2(mul(x, splat(-1.44269504f))), splat(1)));
+// a * sigmoid(factor * x), as exact as rough_sigmoid.
+inline Vec rough_gated(Vec a, Vec x, float factor) {
+  return ratio(a, add(rough_exp2(mul(x, splat(-1.44269504f * factor))), splat(1)));
 }
 
+inline Vec rough_sigmoid(Vec x) { return rough_gated(splat(1), x, 1); }
+
 inline Vec rough_tanh(Vec x) {
-  const Vec s = rough_sigmoid(add(x, x));
-  return sub(add(s, s), splat(1));
+  return sub(rough_gated(splat(2), x, 2), splat(1));
 }
 
 inline Vec rough_normal(Vec x) {
@@ -134,6 +136,7 @@ inline Vec rough_normal(Vec x) {
 template <class T>
 struct MathFor {
   static Vec sigmoid(Vec x) { return rough_sigmoid(x); }
+  static Vec gated(Vec a, Vec x, float factor) { return rough_gated(a, x, factor); }
   static Vec tanh(Vec x) { return rough_tanh(x); }
   static Vec normal(Vec x) { return rough_normal(x); }
 };
@@ -141,6 +144,7 @@ struct MathFor {
 template <>
 struct MathFor<float> {
   static Vec sigmoid(Vec x) { return ::sigmoid(x); }
+  static Vec gated(Vec a, Vec x, float factor) { return mul(a, sigmoid(mul(x, splat(factor)))); }
   static Vec tanh(Vec x) { return ::tanh(x); }
   static Vec normal(Vec x) {
     return mul(splat(0.5f), add(erf(mul(x, splat(0.70710678f))), splat(1)));
@@ -158,7 +162,7 @@ struct Silu {
   template <class Call>
   explicit Silu(const Call&) {}  // it has no parameters
 
-  Vec operator()(Vec x) const { return mul(x, MathFor<T>::sigmoid(x)); }
+  Vec operator()(Vec x) const { return MathFor<T>::gated(x, x, 1); }
 };
 
 template <class T>

@@ -74,7 +74,12 @@ def test_every_16_bit_value(module: ModuleType, isa: str, dtype: torch.dtype, wi
 def many_scales() -> list[float]:
     """Powers of two, by which many products are ties; any; and those that no number is made for."""
     powers = [2.0**power for power in range(-30, 28)]
-    near = [math.nextafter(power, towards) for power in powers[::4] for towards in (0, math.inf)]
+    limits = [float.fromhex("0x1.2p-8"), 2.0**7]  # of the scales with steps in float16
+    near = [
+        float(np.nextafter(np.float32(power), np.float32(towards)))
+        for power in (*powers[::4], *limits)
+        for towards in (0, math.inf)
+    ]
     rough = [power * factor for power in powers[::3] for factor in (1.5, 1.25, 1 / 3)]
     drawn = [2 ** python_random.uniform(-24, 22) for _ in range(60)]
     extreme = [1e-45, 1e-38, 2.0**-101, 2.0**-99, 2.0**99, 2.0**101, 3e38, 0.0, math.inf, math.nan]

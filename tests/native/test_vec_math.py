@@ -23,7 +23,12 @@ from .conftest import ISAS
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).parent / "sources" / "vec_math.cpp"
 FLAGS = ["-std=gnu++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-MARCH = {"base": "x86-64-v2", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
+MARCH = {
+    "base": ["-march=x86-64-v2"],
+    "avx2": ["-march=x86-64-v3"],
+    "avx512": ["-march=x86-64-v4"],
+    "avx512bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+}
 
 Function = Callable[[Tensor], Tensor]
 COMPILED = [isa for isa in ISAS if isa in MARCH]
@@ -52,16 +57,17 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
     found = {}
     for isa in COMPILED:
         path = tmp_path_factory.mktemp("vec_math") / f"{isa}.so"
-        command = [compiler, *FLAGS, f"-march={MARCH[isa]}", f"-I{ROOT / 'csrc'}"]
+        command = [compiler, *FLAGS, *MARCH[isa], f"-I{ROOT / 'csrc'}"]
         subprocess.run([*command, "-shared", "-fPIC", str(SOURCE), "-o", str(path)], check=True)
         found[isa] = ctypes.CDLL(str(path))
     return found
 
 
-def run(library: ctypes.CDLL, name: str, x: Tensor) -> Tensor:
+def run(library: ctypes.CDLL, name: str, x: Tensor, *numbers: float) -> Tensor:
     out = torch.empty_like(x)
     pointers = (ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(x.data_ptr()))
-    getattr(library, f"vec_{name}")(*pointers, ctypes.c_int64(x.numel()))
+    floats = (ctypes.c_float(number) for number in numbers)
+    getattr(library, f"vec_{name}")(*pointers, ctypes.c_int64(x.numel()), *floats)
     return out
 
 
@@ -185,12 +191,14 @@ def test_rough_ends(libraries: dict[str, ctypes.CDLL], isa_name: str) -> None:
         assert run(library, name, torch.tensor([nan, -nan])).isnan().all()
 
 
+@pytest.mark.parametrize("numerator", [1.0, -1.7, 1e-3])
 @pytest.mark.parametrize("isa_name", COMPILED)
-def test_reciprocal(libraries: dict[str, ctypes.CDLL], isa_name: str) -> None:
+def test_ratio(libraries: dict[str, ctypes.CDLL], isa_name: str, numerator: float) -> None:
     x = torch.cat((torch.linspace(1, 2, 1_000_001), torch.linspace(2, 2.0**24, 1_000_001)))
-    got = run(libraries[isa_name], "reciprocal", x)
-    assert units_off(got, 1 / x.double()).max() <= 1
-    assert run(libraries[isa_name], "reciprocal", torch.tensor([float("inf")])).item() == 0
+    got = run(libraries[isa_name], "ratio", x, numerator)
+    exact = torch.tensor(numerator).double() / x.double()
+    assert units_off(got, exact).max() <= 2
+    assert run(libraries[isa_name], "ratio", torch.tensor([math.inf]), numerator).item() == 0
 
 
 # Whether a way to round may be given a NaN that only float32 has.

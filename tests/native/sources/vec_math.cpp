@@ -31,13 +31,16 @@ OPWEAVE_EXPORT_ROUNDING(round_moderate)
     apply(out, x, n, [](Vec v) { return function(v); });                  \
   }
 
+extern "C" void vec_ratio(float* out, const float* b, int64_t n, float a) {
+  apply(out, b, n, [=](Vec v) { return ratio(splat(a), v); });
+}
+
 OPWEAVE_EXPORT(exp)
 OPWEAVE_EXPORT(exp_of_negative)
 OPWEAVE_EXPORT(expm1)
 OPWEAVE_EXPORT(sigmoid)
 OPWEAVE_EXPORT(tanh)
 OPWEAVE_EXPORT(erf)
-OPWEAVE_EXPORT(reciprocal)
 OPWEAVE_EXPORT(rough_exp2)
 OPWEAVE_EXPORT(rough_sigmoid)
 OPWEAVE_EXPORT(rough_tanh)
