@@ -97,9 +97,9 @@ template <>
 struct StepsFormat<Float16> : Float16Steps, AsTheyAre {
   using AsTheyAre::AsTheyAre;
 
-  // Whether the step to the largest code is below infinity, and 7.75 * 2^-9 times the scale a normal
-  // number. The steps below may be at denormal numbers, which are as far apart as the smallest
-  // normal ones.
+  // Whether the step to the largest code is below infinity, and 7.75 * 2^-9 times the scale a
+  // normal number. The steps below may be at denormal numbers, which are as far apart as the
+  // smallest normal ones.
   static bool holds(float scale) { return scale > 0x1.2p-8f && scale < 0x1p7f; }
 };
 

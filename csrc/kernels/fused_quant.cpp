@@ -76,12 +76,14 @@ struct RmsNormRows {
     Rows<T, typename Q::Storage> rows(call.rows, call.out, call.x, begin);
     Rows<T> sums(call.residual_rows, call.residual_out, call.residual, begin);
     for (int64_t r = begin; r < end; ++r, rows.advance(), sums.advance()) {
-      const auto next = three_walks<true>(next_rows(rows.next_x(), sums.next_x()), call.width);
+      constexpr bool kIsWanted = !kFollowsRows<T>;
+      const auto next =
+          three_walks<true>(next_rows_if<kIsWanted>(rows.next_x(), sums.next_x()), call.width);
       const float squares =
           add_and_sum_squares(sums.out(), rows.x(), sums.x(), call.width, next.quick);
       const T* sum = sums.out();
       write<Q>(call, r, rows.out(), sum, squares, weight,
-               after_sum(next.others, next_rows(rows.next_out()), call.width));
+               after_sum(next.others, next_rows_if<kIsWanted>(rows.next_out()), call.width));
     }
   }
 

@@ -105,9 +105,8 @@ inline float add_and_sum_squares(T* sum, const T* x, const T* residual, int64_t 
     return group;
   };
   const auto vec_at = [=](int64_t i, auto part) {
-    const Vec stored = Lanes<T>::stored(exact(i, part));
-    Lanes<T>::store(sum + i, stored, part);
-    return stored;
+    Lanes<T>::store(sum + i, exact(i, part), part);
+    return Lanes<T>::load(sum + i, part);
   };
   return sum_over<T>(width, group_at, vec_at, accumulate_square);
 }

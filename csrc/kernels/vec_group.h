@@ -38,8 +38,8 @@ struct PlainGroup {
   }
   // Store, and become what was stored.
   void round_and_store(T* p) {
-    for (int k = 0; k < kVecs; ++k) v[k] = Lanes<T>::stored(v[k]);
     store<T>(p);
+    for (int k = 0; k < kVecs; ++k) v[k] = Lanes<T>::load(p + k * kLanes, Full{});
   }
   static void order(float*) {}
 
