@@ -6,11 +6,9 @@
 // query and keys only: not on other rows, on the batch, on threads, or on how a prompt is cut.
 //
 // Blocks are the outer loop and kv heads the inner one, which walks memory in order.
-#include "kernels/paged_part.h"
+#include "kernels/paged_values.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
-#include "kernels/unroll.h"
-#include "kernels/vec_dot.h"
 #include "kernels/vec_math.h"
 #include "kernels/vec_reduce.h"
 
@@ -33,16 +31,6 @@ constexpr int kKeysFor = R == 6 ? 2 : kLanes / R;
 
 template <int R>  // vectors of their products
 constexpr int kSumsFor = (R * kKeysFor<R> + kLanes - 1) / kLanes;
-
-// Positions of a tile.
-struct Span {
-  int64_t begin;
-  int64_t end;
-
-  bool is_empty() const { return begin >= end; }
-  bool has(int64_t position) const { return begin <= position && position < end; }
-  bool operator==(const Span& other) const { return begin == other.begin && end == other.end; }
-};
 
 // Rows that follow one another and see the same positions of a tile.
 struct Band {
@@ -128,57 +116,13 @@ __attribute__((always_inline)) inline void multiply(float* products,
   }
 }
 
-// outputs += weights * values for R rows and C vectors of the values.
-template <int R, int C, class K, class Part>
-inline void add_values(float* outputs, int64_t output_stride, const float (*weights)[kTile],
-                       Span span, const K* values, int64_t size, Part part) {
-  Vec totals[R][C];
-  OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-    OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
-      totals[r][c] = Lanes<float>::load(outputs + r * output_stride + c * kLanes, Full{});
-    }
-  }
-  for (int64_t t = span.begin; t < span.end; ++t) {
-    Vec value[C];
-    OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
-      value[c] = Lanes<K>::load(values + t * size + c * kLanes, part);
-    }
-    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-      const Vec weight = splat(weights[r][t]);
-      OPWEAVE_UNROLL for (int c = 0; c < C; ++c) totals[r][c] = fma(weight, value[c], totals[r][c]);
-    }
-  }
-  OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-    OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
-      Lanes<float>::store(outputs + r * output_stride + c * kLanes, totals[r][c], Full{});
-    }
-  }
-}
-
-// As many vectors at once as there are registers for, then half as many, and so on.
-template <int R, int C, class K>
-inline void add_all_values(float* outputs, int64_t output_stride, const float (*weights)[kTile],
-                           Span span, const K* values, int64_t size, int64_t d) {
-  for (; d + C * kLanes <= size; d += C * kLanes) {
-    add_values<R, C>(outputs + d, output_stride, weights, span, values + d, size, Full{});
-  }
-  if constexpr (C > 1) {
-    add_all_values<R, C / 2>(outputs, output_stride, weights, span, values, size, d);
-  } else if (d < size) {
-    add_values<R, 1>(outputs + d, output_stride, weights, span, values + d, size, Tail{size - d});
-  }
-}
-
-template <int R>
-constexpr int kValuesFor = kLanes == 16 ? (R == 4 ? 4 : 8) : R == 6 ? 2 : 8 / R;
-
 template <class T>
 class Part : PagedPart<T> {
  public:
   Part(const OpweavePagedAttention& call, const OpweavePagedPart& part, float* scratch)
       : PagedPart<T>(call, part),
         query_stride_(padded(call.head_size)),
-        output_stride_(padded(call.value_size)) {
+        output_stride_(padded_columns(call.value_size)) {
     const int64_t rows = part.heads * rows_per_head_;
     queries_ = scratch;
     outputs_ = queries_ + rows * query_stride_;
@@ -189,7 +133,7 @@ class Part : PagedPart<T> {
   }
 
   static int64_t scratch_size(const OpweavePagedAttention& call, int64_t tokens, int64_t heads) {
-    const int64_t widths = padded(call.head_size) + padded(call.value_size);
+    const int64_t widths = padded(call.head_size) + padded_columns(call.value_size);
     const int64_t rows = tokens * heads * call.group;
     return (rows + kTile) * widths + 2 * rows;
   }
@@ -201,12 +145,15 @@ class Part : PagedPart<T> {
     });
     this->for_each_row([this](int64_t part_head, int64_t row, int64_t token, int64_t head) {
       const int64_t slot = part_head * rows_per_head_ + row;
-      this->store_output(token, head, outputs_ + slot * output_stride_, totals_[slot]);
+      float* output = outputs_ + slot * output_stride_;
+      Values::order_columns(output, output_stride_);
+      this->store_output(token, head, output, totals_[slot]);
     });
   }
 
  private:
   using Query = typename Dot<T>::Query;
+  using Values = WeightedValues<T>;
   using PagedPart<T>::call_;
   using PagedPart<T>::rows_per_head_;
 
@@ -229,14 +176,15 @@ class Part : PagedPart<T> {
 
   void visit_tile(int64_t head, int64_t base, int64_t count, const Tile<T, T>& tile) {
     if constexpr (sizeof(T) != sizeof(float)) {
-      if (rows_per_head_ > kFewRows) {  // widening once is cheaper than for every band then
-        widen_row(wide_values_, tile.values, count * call_.value_size);
+      if (rows_per_head_ > kFewRows) {  // this once is cheaper than for every band then
+        const auto* values = Values::keep(wide_values_, tile.values, count, call_.value_size);
+        using Kept = typename Values::Kept;
         if constexpr (sizeof(Query) == sizeof(T)) {
-          const Tile<T, float> wide{tile.keys, wide_values_, nullptr, nullptr};
-          return visit_rows(head, base, count, wide);
+          const Tile<T, Kept> kept{tile.keys, values, nullptr, nullptr};
+          return visit_rows(head, base, count, kept);
         } else {
           widen_row(wide_keys_, tile.keys, count * call_.head_size);
-          const Tile<float, float> wide{wide_keys_, wide_values_, nullptr, nullptr};
+          const Tile<float, Kept> wide{wide_keys_, values, nullptr, nullptr};
           return visit_rows(head, base, count, wide);
         }
       }
@@ -290,9 +238,9 @@ class Part : PagedPart<T> {
       bands.for_each([&](const Band& band, auto rows, int64_t before) {
         const Span span = {most(band.span.begin, key), least(band.span.end, key + keys)};
         if (span.is_empty()) return;
-        add_all_values<rows.kValue, kValuesFor<rows.kValue>>(
-            outputs_ + band.first * output_stride_, output_stride_, scores_ + before, span,
-            tile.values, call_.value_size, 0);
+        Values::template add<rows.kValue>(outputs_ + band.first * output_stride_, output_stride_,
+                                          scores_ + before, span, tile.values,
+                                          call_.value_size);
       });
     }
   }
@@ -360,14 +308,14 @@ class Part : PagedPart<T> {
   }
 
   // Turns a row's scores into weights, and rescales what it has summed up to their maximum.
-  void weigh(int64_t row, Span steps, float* scores, float maximum) {
+  void weigh(int64_t row, Span steps, Weights& scores, float maximum) {
     Vec total = splat(0);
     // Scores that are all minus infinity have no distance from it: their weights are zero.
     const Vec origin = splat(maximum == -__builtin_inff() ? 0 : maximum);
     for (int64_t t = steps.begin; t < steps.end; t += kLanes) {
       const Vec distance = sub(Lanes<float>::load(scores + t, Full{}), origin);
       const Vec weight = exp_of_negative(distance);
-      Lanes<float>::store(scores + t, weight, Full{});
+      Values::store_weights(scores, t, weight);
       total = add(total, weight);
     }
     if (maximum != largest_[row]) rescale(row, maximum);
@@ -395,7 +343,7 @@ class Part : PagedPart<T> {
   float* wide_values_;
   float* largest_;
   float* totals_;
-  alignas(64) float scores_[kRows][kTile];
+  alignas(64) Weights scores_[kRows];
   float maxima_[kRows];
 };
 

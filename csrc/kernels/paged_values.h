@@ -1,0 +1,217 @@
+// What rows add up in paged attention: their weights times the values of a tile.
+//
+// In float32, or for bfloat16 by products of pairs where the processor has them: the values of two
+// keys, of which the first is at an even position, lie in pairs, and so do a row's two weights,
+// rounded to bfloat16 (torch's own attention rounds them, too). A key that a row does not see
+// counts as zero in its pair. Outputs are then summed up in the order of columns that unpacking two
+// rows gives.
+#pragma once
+
+#include "kernels/paged_part.h"
+#include "kernels/unroll.h"
+#include "kernels/vec_columns.h"
+#include "kernels/vec_dot.h"
+
+namespace {
+
+// Positions of a tile.
+struct Span {
+  int64_t begin;
+  int64_t end;
+
+  bool is_empty() const { return begin >= end; }
+  bool has(int64_t position) const { return begin <= position && position < end; }
+  bool operator==(const Span& other) const { return begin == other.begin && end == other.end; }
+};
+
+// A row of weights: 64 of float32, or of bfloat16 in the first half.
+using Weights = float[kTile];
+
+// outputs += weights * values for R rows and C vectors of the values.
+template <int R, int C, class K, class Part>
+inline void add_values(float* outputs, int64_t output_stride, const Weights* weights, Span span,
+                       const K* values, int64_t size, Part part) {
+  Vec totals[R][C];
+  OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+    OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
+      totals[r][c] = Lanes<float>::load(outputs + r * output_stride + c * kLanes, Full{});
+    }
+  }
+  for (int64_t t = span.begin; t < span.end; ++t) {
+    Vec value[C];
+    OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
+      value[c] = Lanes<K>::load(values + t * size + c * kLanes, part);
+    }
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+      const Vec weight = splat(weights[r][t]);
+      OPWEAVE_UNROLL for (int c = 0; c < C; ++c) totals[r][c] = fma(weight, value[c], totals[r][c]);
+    }
+  }
+  OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+    OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
+      Lanes<float>::store(outputs + r * output_stride + c * kLanes, totals[r][c], Full{});
+    }
+  }
+}
+
+// As many vectors at once as there are registers for, then half as many, and so on.
+template <int R, int C, class K>
+inline void add_all_values(float* outputs, int64_t output_stride, const Weights* weights, Span span,
+                           const K* values, int64_t size, int64_t d) {
+  for (; d + C * kLanes <= size; d += C * kLanes) {
+    add_values<R, C>(outputs + d, output_stride, weights, span, values + d, size, Full{});
+  }
+  if constexpr (C > 1) {
+    add_all_values<R, C / 2>(outputs, output_stride, weights, span, values, size, d);
+  } else if (d < size) {
+    add_values<R, 1>(outputs + d, output_stride, weights, span, values + d, size, Tail{size - d});
+  }
+}
+
+template <int R>
+constexpr int kValuesFor = kLanes == 16 ? (R == 4 ? 4 : 8)
+                           : R == 6     ? 2
+                                        : 8 / R;
+
+// How values of T meet weights:
+//   Kept, keep       what the values of a tile are made into for many rows
+//   store_weights    of kLanes keys from t on, the places of whose scores they may take
+//   add              outputs += weights * values of R rows
+//   order_columns    brings an output into the order of columns
+template <class T>
+struct WeightedValues {
+  using Kept = float;
+
+  static const Kept* keep(float* to, const T* values, int64_t keys, int64_t size) {
+    widen_row(to, values, keys * size);
+    return to;
+  }
+  static void store_weights(Weights& row, int64_t t, Vec weights) {
+    Lanes<float>::store(row + t, weights, Full{});
+  }
+  template <int R, class V>
+  static void add(float* outputs, int64_t output_stride, const Weights* weights, Span span,
+                  const V* values, int64_t size) {
+    add_all_values<R, kValuesFor<R>>(outputs, output_stride, weights, span, values, size, 0);
+  }
+  static void order_columns(float*, int64_t) {}
+};
+
+#if defined(__AVX512BF16__)
+
+struct ValuePair {
+  BFloat16 first;
+  BFloat16 second;
+};
+
+// The values of keys t and t + 1 in G times 32 columns from d on.
+template <int G, class Part>
+inline void load_pairs(__m512i (&pairs)[2 * G], const BFloat16* values, int64_t size, int64_t t,
+                       int64_t d, Part part) {
+  OPWEAVE_UNROLL for (int g = 0; g < G; ++g) {
+    const BFloat16* first = values + t * size + d + g * kPairedColumns;
+    const auto low = (__m512i)Dot<BFloat16>::key(first, part);
+    const auto high = (__m512i)Dot<BFloat16>::key(first + size, part);
+    pairs[2 * g] = _mm512_unpacklo_epi16(low, high);
+    pairs[2 * g + 1] = _mm512_unpackhi_epi16(low, high);
+  }
+}
+
+// The same of values that pair_values has brought into this order.
+template <int G, class Part>
+inline void load_pairs(__m512i (&pairs)[2 * G], const ValuePair* values, int64_t size, int64_t t,
+                       int64_t d, Part) {
+  const ValuePair* row = values + t / 2 * padded_columns(size) + d;
+  OPWEAVE_UNROLL for (int k = 0; k < 2 * G; ++k) pairs[k] = load_words(row + k * kLanes);
+}
+
+inline void pair_values(ValuePair* to, const BFloat16* values, int64_t keys, int64_t size) {
+  const auto write = [&](int64_t t, int64_t d, auto part) {
+    __m512i pairs[2];
+    load_pairs<1>(pairs, values, size, t, d, part);
+    for (const __m512i& pair : pairs) {
+      store_words(to, pair);
+      to += kLanes;
+    }
+  };
+  for (int64_t t = 0; t < keys; t += 2) {  // a block has room for the last one
+    int64_t d = 0;
+    for (; d + kPairedColumns <= size; d += kPairedColumns) write(t, d, Full{});
+    if (d < size) write(t, d, Tail{size - d});
+  }
+}
+
+template <int R, int G, class V, class Part>
+inline void add_pairs(float* outputs, int64_t output_stride, const Weights* weights, Span span,
+                      const V* values, int64_t size, int64_t d, Part part) {
+  Vec totals[R][2 * G];
+  OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+    OPWEAVE_UNROLL for (int k = 0; k < 2 * G; ++k) {
+      totals[r][k] = Lanes<float>::load(outputs + r * output_stride + d + k * kLanes, Full{});
+    }
+  }
+  const auto add = [&](int64_t t, auto seen) __attribute__((always_inline)) {
+    __m512i pairs[2 * G];
+    load_pairs<G>(pairs, values, size, t, d, part);
+    OPWEAVE_UNROLL for (__m512i& pair : pairs) pair = seen(pair);
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+      int both;
+      memcpy(&both, reinterpret_cast<const BFloat16*>(weights[r]) + t, sizeof both);
+      const auto weight = (__m512bh)_mm512_set1_epi32(both);
+      OPWEAVE_UNROLL for (int k = 0; k < 2 * G; ++k) {
+        totals[r][k] = _mm512_dpbf16_ps(totals[r][k], weight, (__m512bh)pairs[k]);
+      }
+    }
+  };
+  int64_t t = span.begin;
+  if (t % 2 != 0) {
+    add(t - 1, [](__m512i pair) { return _mm512_and_si512(pair, _mm512_set1_epi32(~0xffff)); });
+    ++t;
+  }
+  for (; t + 2 <= span.end; t += 2) add(t, [](__m512i pair) { return pair; });
+  if (t < span.end) {
+    add(t, [](__m512i pair) { return _mm512_and_si512(pair, _mm512_set1_epi32(0xffff)); });
+  }
+  OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+    OPWEAVE_UNROLL for (int k = 0; k < 2 * G; ++k) {
+      Lanes<float>::store(outputs + r * output_stride + d + k * kLanes, totals[r][k], Full{});
+    }
+  }
+}
+
+template <int R, int G, class V>
+inline void add_all_pairs(float* outputs, int64_t output_stride, const Weights* weights, Span span,
+                          const V* values, int64_t size, int64_t d) {
+  for (; d + G * kPairedColumns <= size; d += G * kPairedColumns) {
+    add_pairs<R, G>(outputs, output_stride, weights, span, values, size, d, Full{});
+  }
+  if constexpr (G > 1) {
+    add_all_pairs<R, G / 2>(outputs, output_stride, weights, span, values, size, d);
+  } else if (d < size) {
+    add_pairs<R, 1>(outputs, output_stride, weights, span, values, size, d, Tail{size - d});
+  }
+}
+
+template <>
+struct WeightedValues<BFloat16> {
+  using Kept = ValuePair;
+
+  static const Kept* keep(float* to, const BFloat16* values, int64_t keys, int64_t size) {
+    auto* pairs = reinterpret_cast<ValuePair*>(to);
+    pair_values(pairs, values, keys, size);
+    return pairs;
+  }
+  static void store_weights(Weights& row, int64_t t, Vec weights) {
+    Lanes<BFloat16>::store(reinterpret_cast<BFloat16*>(row) + t, weights, Full{});
+  }
+  template <int R, class V>
+  static void add(float* outputs, int64_t output_stride, const Weights* weights, Span span,
+                  const V* values, int64_t size) {
+    add_all_pairs<R, kValuesFor<R> / 2>(outputs, output_stride, weights, span, values, size, 0);
+  }
+  static void order_columns(float* output, int64_t size) { join_columns(output, size); }
+};
+
+#endif
+
+}  // namespace
