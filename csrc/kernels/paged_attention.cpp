@@ -196,7 +196,7 @@ class Part : PagedPart<T> {
   void visit_rows(int64_t head, int64_t base, int64_t count, Tile<K, V> tile) {
     for (int64_t row = 0; row < rows_per_head_; row += kRows) {
       attend(bands_of(head, row, least(row + kRows, rows_per_head_), base, count), count, tile);
-      tile.next_keys = nullptr;
+      tile.next_keys = tile.next_values = nullptr;
     }
   }
 
@@ -234,13 +234,15 @@ class Part : PagedPart<T> {
     }
     soften(bands);
     const int64_t keys = bands.rows() > kFewRows ? kValuesAtOnce : kTile;
+    TileValues<V> values{tile.values, call_.value_size, tile.next_values};
     for (int64_t key = 0; key < count; key += keys) {
       bands.for_each([&](const Band& band, auto rows, int64_t before) {
         const Span span = {most(band.span.begin, key), least(band.span.end, key + keys)};
         if (span.is_empty()) return;
-        Values::template add<rows.kValue>(outputs_ + band.first * output_stride_, output_stride_,
-                                          scores_ + before, span, tile.values,
-                                          call_.value_size);
+        const RowSums sums{outputs_ + band.first * output_stride_, output_stride_,
+                           scores_ + before};
+        Values::template add<rows.kValue>(sums, span, values);
+        values.next = nullptr;
       });
     }
   }
@@ -258,8 +260,6 @@ class Part : PagedPart<T> {
       if (tile.next_keys != nullptr) {  // a little at a time: few fetches can be under way
         const int64_t bytes = static_cast<int64_t>(sizeof(K));
         prefetch(tile.next_keys + t * bytes * size, kKeys * bytes * size);
-        prefetch(tile.next_values + t * bytes * call_.value_size,
-                 kKeys * bytes * call_.value_size);
       }
       alignas(64) float products[kSumsFor<R> * kLanes];
       multiply<R>(products, queries, stride, tile.keys + t * size, size);

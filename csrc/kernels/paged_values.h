@@ -27,44 +27,68 @@ struct Span {
 // A row of weights: 64 of float32, or of bfloat16 in the first half.
 using Weights = float[kTile];
 
-// outputs += weights * values for R rows and C vectors of the values.
-template <int R, int C, class K, class Part>
-inline void add_values(float* outputs, int64_t output_stride, const Weights* weights, Span span,
-                       const K* values, int64_t size, Part part) {
+// What some rows have summed up, and the weights of what they add.
+struct RowSums {
+  float* of(int64_t row, int64_t column) const { return outputs + row * stride + column; }
+
+  float* outputs;
+  int64_t stride;
+  const Weights* weights;
+};
+
+// The values of a tile.
+template <class V>
+struct TileValues {
+  // Has some of the next tile's fetched: the columns of key t from column d on. All at once would
+  // be more than the memory serves meanwhile.
+  void fetch_next(int64_t t, int64_t d, int64_t columns) const {
+    if (next == nullptr) return;
+    const int64_t bytes = static_cast<int64_t>(sizeof(V));
+    prefetch(next + (t * size + d) * bytes, columns * bytes);
+  }
+
+  const V* values;
+  int64_t size;
+  const char* next;  // or null
+};
+
+// Adds weights * values to the sums of R rows, in C vectors of columns from d on.
+template <int R, int C, class V, class Part>
+inline void add_values(RowSums sums, Span span, TileValues<V> tile, int64_t d, Part part) {
   Vec totals[R][C];
   OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
     OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
-      totals[r][c] = Lanes<float>::load(outputs + r * output_stride + c * kLanes, Full{});
+      totals[r][c] = Lanes<float>::load(sums.of(r, d + c * kLanes), Full{});
     }
   }
   for (int64_t t = span.begin; t < span.end; ++t) {
+    tile.fetch_next(t, d, C * kLanes);
     Vec value[C];
     OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
-      value[c] = Lanes<K>::load(values + t * size + c * kLanes, part);
+      value[c] = Lanes<V>::load(tile.values + t * tile.size + d + c * kLanes, part);
     }
     OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-      const Vec weight = splat(weights[r][t]);
+      const Vec weight = splat(sums.weights[r][t]);
       OPWEAVE_UNROLL for (int c = 0; c < C; ++c) totals[r][c] = fma(weight, value[c], totals[r][c]);
     }
   }
   OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
     OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
-      Lanes<float>::store(outputs + r * output_stride + c * kLanes, totals[r][c], Full{});
+      Lanes<float>::store(sums.of(r, d + c * kLanes), totals[r][c], Full{});
     }
   }
 }
 
 // As many vectors at once as there are registers for, then half as many, and so on.
-template <int R, int C, class K>
-inline void add_all_values(float* outputs, int64_t output_stride, const Weights* weights, Span span,
-                           const K* values, int64_t size, int64_t d) {
-  for (; d + C * kLanes <= size; d += C * kLanes) {
-    add_values<R, C>(outputs + d, output_stride, weights, span, values + d, size, Full{});
+template <int R, int C, class V>
+inline void add_all_values(RowSums sums, Span span, TileValues<V> tile, int64_t d) {
+  for (; d + C * kLanes <= tile.size; d += C * kLanes) {
+    add_values<R, C>(sums, span, tile, d, Full{});
   }
   if constexpr (C > 1) {
-    add_all_values<R, C / 2>(outputs, output_stride, weights, span, values, size, d);
-  } else if (d < size) {
-    add_values<R, 1>(outputs + d, output_stride, weights, span, values + d, size, Tail{size - d});
+    add_all_values<R, C / 2>(sums, span, tile, d);
+  } else if (d < tile.size) {
+    add_values<R, 1>(sums, span, tile, d, Tail{tile.size - d});
   }
 }
 
@@ -76,7 +100,7 @@ constexpr int kValuesFor = kLanes == 16 ? (R == 4 ? 4 : 8)
 // How values of T meet weights:
 //   Kept, keep       what the values of a tile are made into for many rows
 //   store_weights    of kLanes keys from t on, the places of whose scores they may take
-//   add              outputs += weights * values of R rows
+//   add              adds weights * values to the sums of R rows
 //   order_columns    brings an output into the order of columns
 template <class T>
 struct WeightedValues {
@@ -90,9 +114,8 @@ struct WeightedValues {
     Lanes<float>::store(row + t, weights, Full{});
   }
   template <int R, class V>
-  static void add(float* outputs, int64_t output_stride, const Weights* weights, Span span,
-                  const V* values, int64_t size) {
-    add_all_values<R, kValuesFor<R>>(outputs, output_stride, weights, span, values, size, 0);
+  static void add(RowSums sums, Span span, TileValues<V> tile) {
+    add_all_values<R, kValuesFor<R>>(sums, span, tile, 0);
   }
   static void order_columns(float*, int64_t) {}
 };
@@ -142,21 +165,22 @@ inline void pair_values(ValuePair* to, const BFloat16* values, int64_t keys, int
 }
 
 template <int R, int G, class V, class Part>
-inline void add_pairs(float* outputs, int64_t output_stride, const Weights* weights, Span span,
-                      const V* values, int64_t size, int64_t d, Part part) {
+inline void add_pairs(RowSums sums, Span span, TileValues<V> tile, int64_t d, Part part) {
   Vec totals[R][2 * G];
   OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
     OPWEAVE_UNROLL for (int k = 0; k < 2 * G; ++k) {
-      totals[r][k] = Lanes<float>::load(outputs + r * output_stride + d + k * kLanes, Full{});
+      totals[r][k] = Lanes<float>::load(sums.of(r, d + k * kLanes), Full{});
     }
   }
   const auto add = [&](int64_t t, auto seen) __attribute__((always_inline)) {
     __m512i pairs[2 * G];
-    load_pairs<G>(pairs, values, size, t, d, part);
+    tile.fetch_next(t, d, G * kPairedColumns);
+    tile.fetch_next(t + 1, d, G * kPairedColumns);
+    load_pairs<G>(pairs, tile.values, tile.size, t, d, part);
     OPWEAVE_UNROLL for (__m512i& pair : pairs) pair = seen(pair);
     OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
       int both;
-      memcpy(&both, reinterpret_cast<const BFloat16*>(weights[r]) + t, sizeof both);
+      memcpy(&both, reinterpret_cast<const BFloat16*>(sums.weights[r]) + t, sizeof both);
       const auto weight = (__m512bh)_mm512_set1_epi32(both);
       OPWEAVE_UNROLL for (int k = 0; k < 2 * G; ++k) {
         totals[r][k] = _mm512_dpbf16_ps(totals[r][k], weight, (__m512bh)pairs[k]);
@@ -174,21 +198,20 @@ inline void add_pairs(float* outputs, int64_t output_stride, const Weights* weig
   }
   OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
     OPWEAVE_UNROLL for (int k = 0; k < 2 * G; ++k) {
-      Lanes<float>::store(outputs + r * output_stride + d + k * kLanes, totals[r][k], Full{});
+      Lanes<float>::store(sums.of(r, d + k * kLanes), totals[r][k], Full{});
     }
   }
 }
 
 template <int R, int G, class V>
-inline void add_all_pairs(float* outputs, int64_t output_stride, const Weights* weights, Span span,
-                          const V* values, int64_t size, int64_t d) {
-  for (; d + G * kPairedColumns <= size; d += G * kPairedColumns) {
-    add_pairs<R, G>(outputs, output_stride, weights, span, values, size, d, Full{});
+inline void add_all_pairs(RowSums sums, Span span, TileValues<V> tile, int64_t d) {
+  for (; d + G * kPairedColumns <= tile.size; d += G * kPairedColumns) {
+    add_pairs<R, G>(sums, span, tile, d, Full{});
   }
   if constexpr (G > 1) {
-    add_all_pairs<R, G / 2>(outputs, output_stride, weights, span, values, size, d);
-  } else if (d < size) {
-    add_pairs<R, 1>(outputs, output_stride, weights, span, values, size, d, Tail{size - d});
+    add_all_pairs<R, G / 2>(sums, span, tile, d);
+  } else if (d < tile.size) {
+    add_pairs<R, 1>(sums, span, tile, d, Tail{tile.size - d});
   }
 }
 
@@ -205,9 +228,8 @@ struct WeightedValues<BFloat16> {
     Lanes<BFloat16>::store(reinterpret_cast<BFloat16*>(row) + t, weights, Full{});
   }
   template <int R, class V>
-  static void add(float* outputs, int64_t output_stride, const Weights* weights, Span span,
-                  const V* values, int64_t size) {
-    add_all_pairs<R, kValuesFor<R> / 2>(outputs, output_stride, weights, span, values, size, 0);
+  static void add(RowSums sums, Span span, TileValues<V> tile) {
+    add_all_pairs<R, kValuesFor<R> / 2>(sums, span, tile, 0);
   }
   static void order_columns(float* output, int64_t size) { join_columns(output, size); }
 };
