@@ -14,6 +14,10 @@ namespace {
 
 // What happens to the values of a row: one of these per kind of scale.
 struct StaticScale {
+  // Whether it takes as long as what it quantises.
+  template <class T>
+  static constexpr bool kIsSlow = false;
+
   template <class Q, class T, class Call, class Value, class Ahead>
   static void write(const Call& call, int64_t, typename Q::Storage* out, Value value, Ahead next) {
     quantise_static<Q, T>(out, call.width, *call.scales, value, next);
@@ -21,6 +25,9 @@ struct StaticScale {
 };
 
 struct ScalePerToken {
+  template <class T>
+  static constexpr bool kIsSlow = false;
+
   template <class Q, class T, class Call, class Value, class Ahead>
   static void write(const Call& call, int64_t row, typename Q::Storage* out, Value value,
                     Ahead next) {
@@ -29,6 +36,9 @@ struct ScalePerToken {
 };
 
 struct ScalePerGroup {
+  template <class T>
+  static constexpr bool kIsSlow = sizeof(T) == sizeof(uint16_t);
+
   template <class Q, class T, class Call, class Value, class Ahead>
   static void write(const Call& call, int64_t row, uint8_t* out, Value value, Ahead next) {
     const int64_t groups = (call.width + call.group_size - 1) / call.group_size;
@@ -38,9 +48,10 @@ struct ScalePerGroup {
 };
 
 // What to fetch in the walks of n elements after a sum.
-template <class Read, class Written>
+template <bool kFirstIsLong, class Read, class Written>
 inline auto after_sum(Read next, Written out, int64_t n) {
-  return walks(walks(next.first, half_of(out, 0)), walks(next.second, half_of(out, n / 2)));
+  const auto written = two_walks<kFirstIsLong>(out, n);
+  return walks(walks(next.first, written.first), walks(next.second, written.second));
 }
 
 template <class Scale>
@@ -63,10 +74,10 @@ struct RmsNormRows {
                                       rows_ahead<T>(call.width));
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
       constexpr bool kInSum = sizeof(T) == sizeof(float);  // 16 bits: up to 1.03 of the time
-      const auto next = three_walks<kInSum>(next_rows(rows.next_x()), call.width);
+      const auto next = three_walks<kInSum, true>(next_rows(rows.next_x()), call.width);
       const float squares = sum_of_squares(rows.x(), call.width, next.quick);
       write<Q>(call, r, rows.out(), rows.x(), squares, weight,
-               after_sum(next.others, next_rows(rows.next_out()), call.width));
+               after_sum<true>(next.others, next_rows(rows.next_out()), call.width));
     }
   }
 
@@ -83,7 +94,7 @@ struct RmsNormRows {
           add_and_sum_squares(sums.out(), rows.x(), sums.x(), call.width, next.quick);
       const T* sum = sums.out();
       write<Q>(call, r, rows.out(), sum, squares, weight,
-               after_sum(next.others, next_rows_if<kIsWanted>(rows.next_out()), call.width));
+               after_sum<false>(next.others, next_rows_if<kIsWanted>(rows.next_out()), call.width));
     }
   }
 
@@ -114,7 +125,7 @@ struct SiluAndMulRows {
       const auto ahead = next_rows(next, next + call.width, rows.next_out());
       Scale::template write<Q, T>(call, r, rows.out(),
                                   GatedProduct<T, Activated>{activated, x, x + call.width},
-                                  two_walks(ahead, call.width));
+                                  two_walks<!Scale::template kIsSlow<T>>(ahead, call.width));
     }
   }
 

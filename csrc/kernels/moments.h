@@ -4,31 +4,31 @@
 // every digit.
 #pragma once
 
+#include "kernels/prefetch.h"
 #include "kernels/row_sum.h"
 
 namespace {
 
-template <class T>
-inline float mean_of(const T* x, int64_t n) {
-  const float total = sum_of_values<T>(n, [=](int64_t i, auto part) {
-    return Lanes<T>::load(x + i, part);
-  });
+template <class T, class Ahead = Next<>>
+inline float mean_of(const T* x, int64_t n, Ahead next = {}) {
+  const float total = sum_of_values<T>(n, paced(Loaded<T>{x}, next));
   return total / static_cast<float>(n);
 }
 
 // The mean square of change(x) - centre, where change is a function of vectors.
-template <class T, class Change>
-inline float mean_square(const T* x, int64_t n, float centre, Change change) {
+template <class T, class Change, class Ahead = Next<>>
+inline float mean_square(const T* x, int64_t n, float centre, Change change, Ahead next = {}) {
   const Vec centres = splat(centre);
-  const float squares = sum_of_squares<T>(n, [=](int64_t i, auto part) {
+  const auto distance = [=](int64_t i, auto part) {
     return keep(sub(change(Lanes<T>::load(x + i, part)), centres), part);
-  });
+  };
+  const float squares = sum_of_squares<T>(n, paced(distance, next));
   return squares / static_cast<float>(n);
 }
 
-template <class T>
-inline float variance_of(const T* x, int64_t n, float mean) {
-  return mean_square(x, n, mean, [](Vec v) { return v; });
+template <class T, class Ahead = Next<>>
+inline float variance_of(const T* x, int64_t n, float mean, Ahead next = {}) {
+  return mean_square(x, n, mean, [](Vec v) { return v; }, next);
 }
 
 // The root of the variance, also where the variance itself would overflow.

@@ -108,10 +108,15 @@ inline Walks<First, Second> walks(First first, Second second) {
   return {first, second};
 }
 
-// Half of what comes next in either walk of n elements.
-template <class Ahead>
+// Half of what comes next in either walk of n elements. If the first one is the longer one, a Zen 4
+// has all of it fetched there.
+template <bool kFirstIsLong = false, class Ahead>
 inline auto two_walks(Ahead next, int64_t n) {
-  return walks(half_of(next, 0), half_of(next, n / 2));
+  if constexpr (kFirstIsLong && kIsZen) {
+    return walks(next, next_rows());
+  } else {
+    return walks(half_of(next, 0), half_of(next, n / 2));
+  }
 }
 
 // The same where a quick walk, a sum or a maximum, comes before the two.
@@ -126,15 +131,14 @@ inline ThreeWalks<Quick, First, Second> three_walks(Quick quick, First first, Se
   return {quick, walks(first, second)};
 }
 
-// A quarter in the quick walk of n elements, or nothing, and half in the last one.
-template <bool kInQuick, class Ahead>
+// A quarter in the quick walk of n elements, or nothing, and half in the last one, or as two_walks.
+template <bool kInQuick, bool kFirstIsLong = false, class Ahead>
 inline auto three_walks(Ahead next, int64_t n) {
-  const auto first = half_of(next, 0);
-  const auto second = half_of(next, n / 2);
-  if constexpr (kInQuick) {
-    return three_walks(half_of(first, 0), half_of(first, n / 2), second);
+  const auto others = two_walks<kFirstIsLong>(next, n);
+  if constexpr (kInQuick && !(kFirstIsLong && kIsZen)) {
+    return three_walks(half_of(others.first, 0), half_of(others.first, n / 2), others.second);
   } else {
-    return three_walks(next_rows(), first, second);
+    return three_walks(next_rows(), others.first, others.second);
   }
 }
 

@@ -49,7 +49,7 @@ struct PerTokenQuantRows {
       auto* out = rows.out();
       const T* x = rows.x();
       const auto next =
-          three_walks<true>(next_rows_if<!kFollowsRows<T>>(rows.next_x()), call.width);
+          three_walks<true, true>(next_rows_if<!kFollowsRows<T>>(rows.next_x()), call.width);
       const float largest = largest_of_row(x, call.width, next.quick);
       call.scales[r] =
           quantise_row_of<Q>(out, call.width, largest, call.upper_bound, x, next.others);
@@ -67,7 +67,7 @@ struct GroupQuantRows {
       const T* x = rows.x();
       constexpr bool kInMaximum = sizeof(T) == sizeof(float);  // 16 bits: no difference
       const auto next =
-          three_walks<kInMaximum>(next_rows_if<!kFollowsRows<T>>(rows.next_x()), call.width);
+          three_walks<kInMaximum, true>(next_rows_if<!kFollowsRows<T>>(rows.next_x()), call.width);
       quantise_stored_groups(out, call.scales + r * groups, call.width, call.group_size,
                              call.power_of_two != 0, x, walks(next.quick, next.others));
     }

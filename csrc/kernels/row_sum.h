@@ -16,6 +16,7 @@ inline float sum_over(int64_t n, GroupAt group_at, Value value, Accumulate accum
   Vec sums[4] = {splat(0), splat(0), splat(0), splat(0)};
   int64_t i = 0;
   for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    announce<4 * kLanes>(value, i);
     for (int k = 0; k < 4; k += kVecs) {
       const Group<T> group = group_at(i + k * kLanes);
       for (int g = 0; g < kVecs; ++g) sums[k + g] = accumulate(group.v[g], sums[k + g]);
