@@ -14,9 +14,11 @@ namespace {
 
 // What happens to the values of a row: one of these per kind of scale.
 struct StaticScale {
-  // Whether it takes as long as what it quantises.
+  // Whether to quantise a row takes as long as to compute it.
   template <class T>
-  static constexpr bool kIsSlow = false;
+  static constexpr bool kOutlastsNorm = false;
+  template <class T>
+  static constexpr bool kOutlastsSilu = false;
 
   template <class Q, class T, class Call, class Value, class Ahead>
   static void write(const Call& call, int64_t, typename Q::Storage* out, Value value, Ahead next) {
@@ -26,7 +28,9 @@ struct StaticScale {
 
 struct ScalePerToken {
   template <class T>
-  static constexpr bool kIsSlow = false;
+  static constexpr bool kOutlastsNorm = sizeof(T) == sizeof(float);
+  template <class T>
+  static constexpr bool kOutlastsSilu = false;
 
   template <class Q, class T, class Call, class Value, class Ahead>
   static void write(const Call& call, int64_t row, typename Q::Storage* out, Value value,
@@ -37,7 +41,7 @@ struct ScalePerToken {
 
 struct ScalePerGroup {
   template <class T>
-  static constexpr bool kIsSlow = sizeof(T) == sizeof(uint16_t);
+  static constexpr bool kOutlastsSilu = sizeof(T) == sizeof(uint16_t);
 
   template <class Q, class T, class Call, class Value, class Ahead>
   static void write(const Call& call, int64_t row, uint8_t* out, Value value, Ahead next) {
@@ -74,10 +78,11 @@ struct RmsNormRows {
                                       rows_ahead<T>(call.width));
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
       constexpr bool kInSum = sizeof(T) == sizeof(float);  // 16 bits: up to 1.03 of the time
-      const auto next = three_walks<kInSum, true>(next_rows(rows.next_x()), call.width);
+      constexpr bool kFirstIsLong = !Scale::template kOutlastsNorm<T>;
+      const auto next = three_walks<kInSum, kFirstIsLong>(next_rows(rows.next_x()), call.width);
       const float squares = sum_of_squares(rows.x(), call.width, next.quick);
       write<Q>(call, r, rows.out(), rows.x(), squares, weight,
-               after_sum<true>(next.others, next_rows(rows.next_out()), call.width));
+               after_sum<kFirstIsLong>(next.others, next_rows(rows.next_out()), call.width));
     }
   }
 
@@ -125,7 +130,7 @@ struct SiluAndMulRows {
       const auto ahead = next_rows(next, next + call.width, rows.next_out());
       Scale::template write<Q, T>(call, r, rows.out(),
                                   GatedProduct<T, Activated>{activated, x, x + call.width},
-                                  two_walks<!Scale::template kIsSlow<T>>(ahead, call.width));
+                                  two_walks<!Scale::template kOutlastsSilu<T>>(ahead, call.width));
     }
   }
 

@@ -12,18 +12,29 @@ namespace {
 struct RmsNormRows {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveRmsNorm& call) {
-    constexpr bool kIsWanted = kIsFetched<T> && !kFollowsRows<T>;
     with_weight_of<T>(call, end - begin, [&](auto weight) {
       Rows<T> rows(call.rows, call.out, call.x, begin, rows_ahead<T>(call.width));
       for (int64_t r = begin; r < end; ++r, rows.advance()) {
-        const float squares = sum_of_squares(rows.x(), call.width);
+        const auto next = walks_of(rows, call.width);
+        const float squares = sum_of_squares(rows.x(), call.width, next.first);
         const float scale = inverse_rms(squares, call.width, call.epsilon);
-        const auto next = next_rows(rows.next_x(), rows.next_out());
-        store_normalised<decltype(weight)>(
-            rows.out(), call.width,
-            fetching_if<kIsWanted>(normalised(rows.x(), weight, scale), next));
+        store_normalised<decltype(weight)>(rows.out(), call.width,
+                                           paced(normalised(rows.x(), weight, scale), next.second));
       }
     });
+  }
+
+ private:
+  // What to fetch in the sum and after it.
+  template <class T>
+  static auto walks_of(const Rows<T>& rows, int64_t width) {
+    constexpr bool kIsWanted = kIsFetched<T> && !kFollowsRows<T>;
+    const auto next = next_rows_if<kIsWanted>(rows.next_x(), rows.next_out());
+    if constexpr (kIsZen && sizeof(T) == sizeof(float)) {
+      return two_walks(next, width);
+    } else {
+      return walks(next_rows(), next);
+    }
   }
 };
 
