@@ -18,11 +18,10 @@ struct LayerNormRows {
     Rows<T> rows(call.rows, call.out, call.x, begin, rows_ahead<T>(call.width));
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
       const T* x = rows.x();
-      // A quarter of what comes next in each of the two sums, half while the results are stored.
-      const auto next = next_rows_if<kIsFetched<T>>(rows.next_x(), rows.next_out());
-      const auto sums = half_of(next, 0);
-      const float mean = mean_of(x, call.width, half_of(sums, 0));
-      const float variance = variance_of(x, call.width, mean, half_of(sums, call.width / 2));
+      const auto next = three_walks<true>(
+          next_rows_if<kIsFetched<T>>(rows.next_x(), rows.next_out()), call.width);
+      const float mean = mean_of(x, call.width, next.quick);
+      const float variance = variance_of(x, call.width, mean, next.others.first);
       const Vec means = splat(mean);
       const Vec scale = splat(1.0f / __builtin_sqrtf(variance + call.epsilon));
       const auto value = [=](int64_t i, auto part) {
@@ -31,7 +30,7 @@ struct LayerNormRows {
         const Vec shift = bias != nullptr ? Lanes<W>::load(bias + i, part) : splat(0);
         return fma(normalised, factor, shift);
       };
-      store_row<W, 1>(rows.out(), call.width, paced(value, half_of(next, call.width / 2)));
+      store_row<W, 1>(rows.out(), call.width, paced(value, next.others.second));
     }
   }
 };

@@ -241,7 +241,7 @@ class Part : PagedPart<T> {
         if (span.is_empty()) return;
         const RowSums sums{outputs_ + band.first * output_stride_, output_stride_,
                            scores_ + before};
-        Values::template add<rows.kValue>(sums, span, values);
+        add_weighted<Values, rows.kValue>(sums, span, values);
         values.next = nullptr;
       });
     }

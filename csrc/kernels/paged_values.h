@@ -29,7 +29,23 @@ using Weights = float[kTile];
 
 // What some rows have summed up, and the weights of what they add.
 struct RowSums {
-  float* of(int64_t row, int64_t column) const { return outputs + row * stride + column; }
+  // C vectors of columns from d on, of R rows.
+  template <int R, int C>
+  void load(Vec (&totals)[R][C], int64_t d) const {
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+      OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
+        totals[r][c] = Lanes<float>::load(outputs + r * stride + d + c * kLanes, Full{});
+      }
+    }
+  }
+  template <int R, int C>
+  void store(const Vec (&totals)[R][C], int64_t d) const {
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+      OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
+        Lanes<float>::store(outputs + r * stride + d + c * kLanes, totals[r][c], Full{});
+      }
+    }
+  }
 
   float* outputs;
   int64_t stride;
@@ -56,11 +72,7 @@ struct TileValues {
 template <int R, int C, class V, class Part>
 inline void add_values(RowSums sums, Span span, TileValues<V> tile, int64_t d, Part part) {
   Vec totals[R][C];
-  OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-    OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
-      totals[r][c] = Lanes<float>::load(sums.of(r, d + c * kLanes), Full{});
-    }
-  }
+  sums.load(totals, d);
   for (int64_t t = span.begin; t < span.end; ++t) {
     tile.fetch_next(t, d, C * kLanes);
     Vec value[C];
@@ -72,39 +84,19 @@ inline void add_values(RowSums sums, Span span, TileValues<V> tile, int64_t d, P
       OPWEAVE_UNROLL for (int c = 0; c < C; ++c) totals[r][c] = fma(weight, value[c], totals[r][c]);
     }
   }
-  OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-    OPWEAVE_UNROLL for (int c = 0; c < C; ++c) {
-      Lanes<float>::store(sums.of(r, d + c * kLanes), totals[r][c], Full{});
-    }
-  }
+  sums.store(totals, d);
 }
-
-// As many vectors at once as there are registers for, then half as many, and so on.
-template <int R, int C, class V>
-inline void add_all_values(RowSums sums, Span span, TileValues<V> tile, int64_t d) {
-  for (; d + C * kLanes <= tile.size; d += C * kLanes) {
-    add_values<R, C>(sums, span, tile, d, Full{});
-  }
-  if constexpr (C > 1) {
-    add_all_values<R, C / 2>(sums, span, tile, d);
-  } else if (d < tile.size) {
-    add_values<R, 1>(sums, span, tile, d, Tail{tile.size - d});
-  }
-}
-
-template <int R>
-constexpr int kValuesFor = kLanes == 16 ? (R == 4 ? 4 : 8)
-                           : R == 6     ? 2
-                                        : 8 / R;
 
 // How values of T meet weights:
 //   Kept, keep       what the values of a tile are made into for many rows
 //   store_weights    of kLanes keys from t on, the places of whose scores they may take
-//   add              adds weights * values to the sums of R rows
+//   add              adds weights * values to the sums of R rows, in C vectors of columns from d on
+//   kFewest          the fewest of these
 //   order_columns    brings an output into the order of columns
 template <class T>
 struct WeightedValues {
   using Kept = float;
+  static constexpr int kFewest = 1;
 
   static const Kept* keep(float* to, const T* values, int64_t keys, int64_t size) {
     widen_row(to, values, keys * size);
@@ -113,9 +105,9 @@ struct WeightedValues {
   static void store_weights(Weights& row, int64_t t, Vec weights) {
     Lanes<float>::store(row + t, weights, Full{});
   }
-  template <int R, class V>
-  static void add(RowSums sums, Span span, TileValues<V> tile) {
-    add_all_values<R, kValuesFor<R>>(sums, span, tile, 0);
+  template <int R, int C, class V, class Part>
+  static void add(RowSums sums, Span span, TileValues<V> tile, int64_t d, Part part) {
+    add_values<R, C>(sums, span, tile, d, part);
   }
   static void order_columns(float*, int64_t) {}
 };
@@ -164,14 +156,12 @@ inline void pair_values(ValuePair* to, const BFloat16* values, int64_t keys, int
   }
 }
 
+// In a function of its own, or there would be no registers for what it needs in each step.
 template <int R, int G, class V, class Part>
-inline void add_pairs(RowSums sums, Span span, TileValues<V> tile, int64_t d, Part part) {
+__attribute__((noinline)) void add_pairs(RowSums sums, Span span, TileValues<V> tile, int64_t d,
+                                         Part part) {
   Vec totals[R][2 * G];
-  OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-    OPWEAVE_UNROLL for (int k = 0; k < 2 * G; ++k) {
-      totals[r][k] = Lanes<float>::load(sums.of(r, d + k * kLanes), Full{});
-    }
-  }
+  sums.load(totals, d);
   const auto add = [&](int64_t t, auto seen) __attribute__((always_inline)) {
     __m512i pairs[2 * G];
     tile.fetch_next(t, d, G * kPairedColumns);
@@ -196,28 +186,13 @@ inline void add_pairs(RowSums sums, Span span, TileValues<V> tile, int64_t d, Pa
   if (t < span.end) {
     add(t, [](__m512i pair) { return _mm512_and_si512(pair, _mm512_set1_epi32(0xffff)); });
   }
-  OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-    OPWEAVE_UNROLL for (int k = 0; k < 2 * G; ++k) {
-      Lanes<float>::store(sums.of(r, d + k * kLanes), totals[r][k], Full{});
-    }
-  }
-}
-
-template <int R, int G, class V>
-inline void add_all_pairs(RowSums sums, Span span, TileValues<V> tile, int64_t d) {
-  for (; d + G * kPairedColumns <= tile.size; d += G * kPairedColumns) {
-    add_pairs<R, G>(sums, span, tile, d, Full{});
-  }
-  if constexpr (G > 1) {
-    add_all_pairs<R, G / 2>(sums, span, tile, d);
-  } else if (d < tile.size) {
-    add_pairs<R, 1>(sums, span, tile, d, Tail{tile.size - d});
-  }
+  sums.store(totals, d);
 }
 
 template <>
 struct WeightedValues<BFloat16> {
   using Kept = ValuePair;
+  static constexpr int kFewest = 2;
 
   static const Kept* keep(float* to, const BFloat16* values, int64_t keys, int64_t size) {
     auto* pairs = reinterpret_cast<ValuePair*>(to);
@@ -227,13 +202,30 @@ struct WeightedValues<BFloat16> {
   static void store_weights(Weights& row, int64_t t, Vec weights) {
     Lanes<BFloat16>::store(reinterpret_cast<BFloat16*>(row) + t, weights, Full{});
   }
-  template <int R, class V>
-  static void add(RowSums sums, Span span, TileValues<V> tile) {
-    add_all_pairs<R, kValuesFor<R> / 2>(sums, span, tile, 0);
+  template <int R, int C, class V, class Part>
+  static void add(RowSums sums, Span span, TileValues<V> tile, int64_t d, Part part) {
+    add_pairs<R, C / kFewest>(sums, span, tile, d, part);
   }
   static void order_columns(float* output, int64_t size) { join_columns(output, size); }
 };
 
 #endif
+
+template <int R>
+constexpr int kValuesFor = kLanes == 16 ? (R == 4 ? 4 : 8) : R == 6 ? 2 : 8 / R;
+
+// As many vectors at once as there are registers for, then half as many, and so on.
+template <class Values, int R, int C = kValuesFor<R>, class V>
+inline void add_weighted(RowSums sums, Span span, TileValues<V> tile, int64_t d = 0) {
+  constexpr int64_t kColumns = C * kLanes;
+  for (; d + kColumns <= tile.size; d += kColumns) {
+    Values::template add<R, C>(sums, span, tile, d, Full{});
+  }
+  if constexpr (C > Values::kFewest) {
+    add_weighted<Values, R, C / 2>(sums, span, tile, d);
+  } else if (d < tile.size) {
+    Values::template add<R, C>(sums, span, tile, d, Tail{tile.size - d});
+  }
+}
 
 }  // namespace

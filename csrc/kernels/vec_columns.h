@@ -27,11 +27,11 @@ inline PairedColumns split(Vec first, Vec second) {
 inline void join_columns(float* row, int64_t size) {
   const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
   const __m512i second = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
-  for (int64_t d = 0; d < size; d += 32) {
+  for (int64_t d = 0; d < size; d += kPairedColumns) {
     const __m512d low = _mm512_castps_pd(Lanes<float>::load(row + d, Full{}));
-    const __m512d high = _mm512_castps_pd(Lanes<float>::load(row + d + 16, Full{}));
+    const __m512d high = _mm512_castps_pd(Lanes<float>::load(row + d + kLanes, Full{}));
     _mm512_storeu_pd(row + d, _mm512_permutex2var_pd(low, first, high));
-    _mm512_storeu_pd(row + d + 16, _mm512_permutex2var_pd(low, second, high));
+    _mm512_storeu_pd(row + d + kLanes, _mm512_permutex2var_pd(low, second, high));
   }
 }
 
