@@ -44,36 +44,46 @@ struct Value {
 template <class T>
 struct Binding {
   static constexpr bool kKnown = false;
+  static constexpr bool kIsResult = false;
   // So that the one message a wrong type gets is that of Caller or Returns.
   static constexpr Type kType{Kind::kTensor, false};
   static T get(const Value& value);
+  static Scalar put(const T& result);
 };
 
-struct KnownBinding {
+struct Parameter {
   static constexpr bool kKnown = true;
+  static constexpr bool kIsResult = false;
+  template <class T>
+  static Scalar put(const T& result);  // never defined, as above
+};
+
+struct ParameterOrResult {
+  static constexpr bool kKnown = true;
+  static constexpr bool kIsResult = true;
 };
 
 template <>
-struct Binding<const View&> : KnownBinding {
+struct Binding<const View&> : Parameter {
   static constexpr Type kType{Kind::kTensor, false};
   static const View& get(const Value& value) { return value.view; }
 };
 
 template <>
-struct Binding<const View*> : KnownBinding {
+struct Binding<const View*> : Parameter {
   static constexpr Type kType{Kind::kTensor, true};
   static const View* get(const Value& value) { return value.present ? &value.view : nullptr; }
 };
 
 template <>
-struct Binding<int64_t> : KnownBinding {
+struct Binding<int64_t> : ParameterOrResult {
   static constexpr Type kType{Kind::kInteger, false};
   static int64_t get(const Value& value) { return value.scalar.integer; }
   static Scalar put(int64_t result) { return Scalar{result}; }
 };
 
 template <>
-struct Binding<double> : KnownBinding {
+struct Binding<double> : ParameterOrResult {
   static constexpr Type kType{Kind::kNumber, false};
   static double get(const Value& value) { return value.scalar.number; }
   static Scalar put(double result) {
@@ -84,7 +94,7 @@ struct Binding<double> : KnownBinding {
 };
 
 template <>
-struct Binding<bool> : KnownBinding {
+struct Binding<bool> : ParameterOrResult {
   static constexpr Type kType{Kind::kFlag, false};
   static bool get(const Value& value) { return value.scalar.flag; }
   static Scalar put(bool result) {
@@ -95,13 +105,14 @@ struct Binding<bool> : KnownBinding {
 };
 
 template <>
-struct Binding<IntList> : KnownBinding {
+struct Binding<IntList> : Parameter {
   static constexpr Type kType{Kind::kIntegerList, false};
   static IntList get(const Value& value) { return value.list; }
 };
 
 template <class T>
-struct Binding<std::optional<T>> : KnownBinding {
+struct Binding<std::optional<T>> : Parameter {
+  static constexpr bool kKnown = Binding<T>::kKnown && Binding<T>::kType.kind != Kind::kTensor;
   static constexpr Type kType{Binding<T>::kType.kind, true};
   static std::optional<T> get(const Value& value) {
     return value.present ? std::optional<T>(Binding<T>::get(value)) : std::nullopt;
@@ -111,7 +122,7 @@ struct Binding<std::optional<T>> : KnownBinding {
 // What a function returns: nothing, one number, or several.
 template <class Result>
 struct Returns {
-  static_assert(Binding<Result>::kKnown,
+  static_assert(Binding<Result>::kIsResult,
                 "an op returns void, int64_t, double, bool, or a std::tuple of these");
   static std::vector<Kind> kinds() { return {Binding<Result>::kType.kind}; }
   static void put(Result result, Scalar* slots) { slots[0] = Binding<Result>::put(result); }
@@ -124,7 +135,7 @@ struct Returns<void> {
 
 template <class... Results>
 struct Returns<std::tuple<Results...>> {
-  static_assert((Binding<Results>::kKnown && ...),
+  static_assert((Binding<Results>::kIsResult && ...),
                 "an op returns void, int64_t, double, bool, or a std::tuple of these");
   static std::vector<Kind> kinds() { return {Binding<Results>::kType.kind...}; }
   static void put(const std::tuple<Results...>& results, Scalar* slots) {

@@ -49,6 +49,10 @@ bool interleaves(const View& a, const View& b) {
 
 }  // namespace
 
+void fail_unknown_dtype(const View& view) {
+  fail(view, "have a dtype that native kernels take", "convert it first");
+}
+
 void fail_rank(const View& view) {
   fail(view, "have at most " + std::to_string(OPWEAVE_MAX_RANK) + " dimensions",
        "flatten() its leading dimensions");
@@ -73,6 +77,7 @@ void check_dtype(const View& view, std::initializer_list<OpweaveDtype> admitted)
 }
 
 void check_same_dtype(const View& view, const View& other) {
+  if (other.dtype == OPWEAVE_OTHER_DTYPE) fail_unknown_dtype(other);
   if (view.dtype == other.dtype) return;
   fail(view, std::string("have the dtype of ") + other.name + ", " + dtype_name(other.dtype),
        "convert it first");
@@ -88,10 +93,10 @@ void check_same_sizes(const View& view, const View& other) {
 }
 
 void check_unit_stride(const View& view) {
-  if (view.rank == 0) fail(view, "have at least one dimension", "the last one is normalised");
+  if (view.rank == 0) fail(view, "have at least one dimension", "a row of one element is [1]");
   const int last = view.rank - 1;
   if (view.sizes[last] <= 1 || view.strides[last] == 1 || view.element_count() == 0) return;
-  fail(view, "be contiguous in its last dimension", "call contiguous() on it");
+  fail(view, "be contiguous in its last dimension", "call contiguous() on it, or, if it is written, give one that is");
 }
 
 void check_contiguous(const View& view) {
@@ -99,7 +104,7 @@ void check_contiguous(const View& view) {
   int64_t expected = 1;
   for (int d = view.rank - 1; d >= 0; --d) {
     if (view.sizes[d] != 1 && view.strides[d] != expected) {
-      fail(view, "be contiguous", "call contiguous() on it");
+      fail(view, "be contiguous", "call contiguous() on it, or, if it is written, give one that is");
     }
     expected *= view.sizes[d];
   }

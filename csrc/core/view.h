@@ -28,6 +28,7 @@ struct View {
     return count;
   }
 
+  // Throws for a dtype that no native kernel takes: its size is not known here.
   int64_t element_size() const;
 
   // The elements from the first to the last one, gaps included; 0 if there is none.
@@ -44,10 +45,14 @@ struct View {
   const char* end() const { return data + extent() * element_size(); }
 };
 
+// The message names what native kernels take.
+[[noreturn]] void fail_unknown_dtype(const View& view);
+
 inline int64_t View::element_size() const {
   // In the order of OpweaveDtype.
-  constexpr uint8_t kSizes[] = {4, 2, 2, 8, 1, 2, 4, 8, 1, 1, 1, 1};
-  static_assert(sizeof(kSizes) == OPWEAVE_OTHER_DTYPE + 1);
+  constexpr uint8_t kSizes[] = {4, 2, 2, 8, 1, 2, 4, 8, 1, 1, 1};
+  static_assert(sizeof(kSizes) == OPWEAVE_OTHER_DTYPE);
+  if (dtype == OPWEAVE_OTHER_DTYPE) fail_unknown_dtype(*this);
   return kSizes[dtype];
 }
 

@@ -356,16 +356,55 @@ def test_tensors_on_meta_among_others(module: ModuleType, grad: bool, there: int
 def test_autograd_loses_nothing_unseen(module: ModuleType) -> None:
     leaf = ones(1, 4).requires_grad_()
     for written in (leaf, leaf * 1):
-        with pytest.raises(RuntimeError, match=r"^fused_add_rms_norm: x is written and requires g"):
+        with pytest.raises(RuntimeError, match=r"^fused_add_rms_norm: x requires grad"):
             _custom_ops.fused_add_rms_norm(written, ones(1, 4), None, 1e-6)
     with torch.no_grad():
         _custom_ops.fused_add_rms_norm(leaf, ones(1, 4), None, 1e-6)
+    for arguments in ((leaf, None), (ones(1, 4), ones(4).requires_grad_())):
+        with pytest.raises(RuntimeError, match=r"^rms_norm: (x|weight) requires grad"):
+            _custom_ops.rms_norm(ones(1, 4), *arguments, 1e-6)
 
     factor = ones(1, 4)
     product = (leaf * factor).sum()
     _custom_ops.rms_norm(factor, ones(1, 4), None, 1e-6)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+
+
+@torch.enable_grad()
+def test_a_graph_loses_nothing_unseen(module: ModuleType) -> None:
+    def doubled(x: Tensor) -> Tensor:
+        out = x * 2
+        _custom_ops.rms_norm(out, x, None, 1e-6)
+        return out
+
+    compiled = torch.compile(doubled, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"^rms_norm: out requires grad"):
+        compiled(ones(1, 4).requires_grad_())
+    assert torch.equal(compiled(ones(1, 4)), doubled(ones(1, 4)))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_lazy_view_is_not_written(module: ModuleType, grad: bool) -> None:
+    for out in (torch._neg_view(ones(2, 4)), torch.ones(2, 4, dtype=torch.complex64).conj().imag):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(RuntimeError, match=r"^rms_norm: out is written and is a negated view"),
+        ):
+            _custom_ops.rms_norm(out, ones(2, 4), None, 1e-6)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("place", range(3))
+def test_freed_memory(module: ModuleType, grad: bool, place: int) -> None:
+    tensors = [ones(1, 4), ones(1, 4), ones(4)]
+    tensors[place].untyped_storage().resize_(0)
+    name = ("out", "x", "weight")[place]
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.raises(RuntimeError, match=rf"^rms_norm: {name} has no memory: its storage was f"),
+    ):
+        _custom_ops.rms_norm(*tensors, 1e-6)
 
 
 def normalised(x: Tensor) -> Tensor:
@@ -382,7 +421,7 @@ def test_transforms_of_derivatives_are_refused(module: ModuleType) -> None:
 
     with (
         torch.enable_grad(),
-        pytest.raises(RuntimeError, match=r"^rms_norm: out is written and requires grad"),
+        pytest.raises(RuntimeError, match=r"^rms_norm: out requires grad"),
     ):
         torch.func.grad(in_place)(ones(3))
     for grad in (False, True):

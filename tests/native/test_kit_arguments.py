@@ -120,6 +120,13 @@ def test_tensors_side_by_side(kit: NativeModule, name: str) -> None:
             check_disjoint(left, right)
 
 
+@pytest.mark.parametrize("name", DOORS)
+def test_a_dtype_whose_size_is_unknown(kit: NativeModule, name: str) -> None:
+    both = torch.ones(5, dtype=torch.complex64)
+    with pytest.raises(RuntimeError, match="left must have a dtype that native kernels take, foun"):
+        door(kit, name, "check_disjoint")(both[1:], both[:4])
+
+
 SCHEMAS = SOURCE.read_text(encoding="utf-8").partition("kBadSchemas[] = {")[2].partition("};")[0]
 BAD = [line.strip().strip(",").strip('"') for line in SCHEMAS.strip().splitlines()]
 
@@ -149,6 +156,22 @@ def test_in_a_graph(kit: NativeModule) -> None:
         getattr(torch.ops, NAME).write_all.default,
         (x.new_zeros(10), x, 3, 0.5, True, [1, 2], None, 1.5, None, [3]),
     )
+
+
+@torch.enable_grad()
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_no_derivative_is_lost(kit: NativeModule, is_compiled: bool) -> None:
+    def step(x: Tensor) -> Tensor:
+        out = x.new_zeros(10)
+        kit.write_all(out, x * 2, 3, 0.5, True, [1, 2], None, 1.5, None, [3])
+        return out + x.sum()
+
+    call = torch.compile(step, backend="aot_eager") if is_compiled else step
+    x = torch.ones(4, dtype=torch.float64)
+    assert torch.equal(call(x), step(x))
+    with pytest.raises(RuntimeError, match=r"^write_all: .* requires grad, and the op has no deri"):
+        call(x.requires_grad_())
+    assert kit.give_int(x, 3) == 3  # nothing of which there is a derivative
 
 
 def test_a_number_breaks_the_graph(kit: NativeModule) -> None:

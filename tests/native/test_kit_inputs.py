@@ -233,6 +233,39 @@ def test_a_cache_that_cannot_be_written(folder: Path, monkeypatch: pytest.Monkey
         build(path)
 
 
+@pytest.mark.parametrize("manifest", ["{", "[]", "3", "null", '{"\\u0000": "1"}', "{}"])
+def test_a_damaged_manifest(folder: Path, manifest: str) -> None:
+    path = source('#define MARK "mark-one"')
+    build(path)
+    for known in folders.cache_dir().glob("native/kit_input-*/*/files.json"):
+        known.write_text(manifest, encoding="utf-8")
+    assert build(path) == (True, "one")
+    assert build(path) == (False, "one")
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: {"cut": 20_000, "empty": 0}[how]])
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "gone"])
+def test_a_damaged_module(folder: Path, how: str) -> None:
+    path = source('#define MARK "mark-one"')
+    damage(cache.build(Extension("kit_input", "kit_input", (path,))).path, how)
+    assert build(path) == (True, "one")
+    assert build(path) == (False, "one")
+
+
+@pytest.mark.parametrize("how", ["empty", "gone"])
+def test_a_damaged_kit(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setenv("OPWEAVE_CACHE_DIR", str(folder / "cache"))
+    build(source('#define MARK "mark-one"'))
+    damage(next(folders.cache_dir().glob("native/kit-*/objects/*.o")), how)
+    assert build(source('#define MARK "mark-two"')) == (True, "two")
+
+
 def test_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -110,6 +110,10 @@ def test_what_the_key_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     clang.chmod(0o755)
     monkeypatch.setenv("CXX", str(clang))
     assert key() not in keys
+    monkeypatch.setenv("CXX", f"{clang} -march=native")
+    native_key = key()
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags: another processor")
+    assert key() != native_key
 
 
 def refusal(name: str, *sources: Path, **options: object) -> NativeBuildError:
@@ -131,15 +135,34 @@ def test_syntax_error(native_cache: Path, tmp_path: Path) -> None:
     native.load("kit_syntax", [source])
 
 
-def test_wrong_parameter_type(native_cache: Path, tmp_path: Path) -> None:
+def of_function(tmp_path: Path, function: str, schema: str) -> Path:
     source = tmp_path / "f.cpp"
     source.write_text(
         "#include <opweave/extension.h>\n"
-        "static void f(const opweave::View&, float) {}\n"
-        'OPWEAVE_EXTENSION_MODULE(m) { m.def("f(Tensor x, float y) -> ()", f); }\n',
+        f"using namespace opweave;\nstatic {function}\n"
+        f'OPWEAVE_EXTENSION_MODULE(m) {{ m.def("{schema}", f); }}\n',
         encoding="utf-8",
     )
-    assert "a parameter is const View&, const View*, int64_t" in refusal("kit_float", source).log
+    return source
+
+
+@pytest.mark.parametrize(
+    "parameter", ["float", "std::optional<int>", "std::optional<float>", "std::optional<View>"]
+)
+def test_wrong_parameter_type(native_cache: Path, tmp_path: Path, parameter: str) -> None:
+    function = f"void f(const View&, {parameter}) {{}}"
+    log = refusal("kit_type", of_function(tmp_path, function, "f(Tensor x, int? y) -> ()")).log
+    assert "a parameter is const View&, const View*, int64_t" in log
+
+
+@pytest.mark.parametrize("result", ["float", "std::optional<int64_t>", "IntList"])
+@pytest.mark.parametrize("in_tuple", [False, True])
+def test_wrong_result_type(native_cache: Path, tmp_path: Path, result: str, in_tuple: bool) -> None:
+    result = f"std::tuple<int64_t, {result}>" if in_tuple else result
+    function = f"{result} f(const View&) {{ throw 0; }}"
+    log = refusal("kit_type", of_function(tmp_path, function, "f(Tensor x) -> int")).log
+    assert "an op returns void, int64_t, double, bool, or a std::tuple of these" in log
+    assert log.count("error:") == 1
 
 
 @pytest.mark.parametrize(
@@ -171,6 +194,10 @@ def test_bad_input(native_cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert "no sources" in refusal("kit_none").summary
     assert "Did you mean 'add.cpp'?" in refusal("kit_gone", tmp_path / "ad.cpp").summary
     assert "is not a source file (.cpp," in refusal("kit_header", tmp_path / "a.h").summary
+    (tmp_path / "folder.cpp").mkdir()
+    assert "folder.cpp is a folder" in refusal("kit_folder", tmp_path / "folder.cpp").summary
+    with pytest.raises(TypeError, match="no command can have a NUL in it"):
+        native.load("kit_nul", [source], extra_cflags=["-D\0"])
     blocked = tmp_path / "file"
     blocked.touch()
     monkeypatch.setenv("OPWEAVE_CACHE_DIR", str(blocked))

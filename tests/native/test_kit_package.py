@@ -137,6 +137,10 @@ sources = ["csrc/*.cpp"]
             for name in ("опс", "class", "a-b")
         ),
         (PYPROJECT.replace("demo", "csrc.lambda"), "found 'csrc.lambda._C_ops'; names are ASCII"),
+        (
+            PYPROJECT.replace("demo._C_ops", "csrc.python"),
+            "The module csrc.python would hide {folder}/csrc/python.py; choose another name.",
+        ),
         (PYPROJECT.replace("demo", "csrc"), "No file in {folder} matches the source 'csrc/*.cpp'"),
     ],
 )
@@ -144,6 +148,7 @@ def test_bad_projects(
     tmp_path: Path, pyproject: str | None, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "python.py").touch()
     if pyproject is not None:
         (tmp_path / "pyproject.toml").write_text(pyproject, encoding="utf-8")
     with pytest.raises(SystemExit) as error:
@@ -167,7 +172,7 @@ def test_a_folder_that_exists(
 
 
 @pytest.mark.parametrize(
-    "name", ["Demo", "my-ops", "1st", "lambda", "torch", "json", "../x", "", 300 * "a"]
+    "name", ["Demo", "my-ops", "1st", "lambda", "torch", "json", "../x", "", "ops_", 300 * "a"]
 )
 def test_bad_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

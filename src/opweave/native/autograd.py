@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from opweave.native import lazy_views
+
 
 def autograd_watches() -> bool:
     """Whether grad mode is on, or forward-mode differentiation is going on."""
@@ -20,20 +22,20 @@ def call_watched(op: torch._ops.OpOverload, *arguments: Any) -> Any:
     So that a backward pass which needs the values from before notices, as with torch's own ops.
 
     Raises:
-        RuntimeError: a tensor that is written requires grad, or one has a tangent.
+        RuntimeError: a negated view is written; floating-point numbers are, in grad mode, and a
+            tensor requires grad; or a tensor has a tangent.
     """
+    lazy_views.check_none_written(op, *arguments)
     name = op._schema.name.partition("::")[2]
     tensors = {
         argument.name: (given, argument.is_write)
         for argument, given in zip(op._schema.arguments, arguments, strict=False)
         if isinstance(given, Tensor)
     }
-    for argument, (tensor, is_written) in tensors.items():
-        if is_written and tensor.requires_grad:
-            raise RuntimeError(
-                f"{name}: {argument} is written and requires grad, of which the op has no "
-                f"derivative; call it under torch.no_grad(), or with {argument}.detach()"
-            )
+    writes_numbers = any(written and t.is_floating_point() for t, written in tensors.values())
+    for argument, (tensor, _) in tensors.items():
+        if tensor.requires_grad and writes_numbers and torch.is_grad_enabled():
+            raise RuntimeError(_refusal(name, argument))
         if _has_tangent(tensor):
             raise RuntimeError(
                 f"{name}: {argument} has a tangent, of which the op has no derivative; call it on "
@@ -44,6 +46,26 @@ def call_watched(op: torch._ops.OpOverload, *arguments: Any) -> Any:
         if is_written and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
     return result
+
+
+def check_traced(op: str, *arguments: object) -> None:
+    """Check what `call_watched` checks, as far as Dynamo can trace it.
+
+    Raises:
+        RuntimeError: grad mode is on and a tensor requires grad.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for position, given in enumerate(arguments):
+        if isinstance(given, Tensor) and given.requires_grad:
+            raise RuntimeError(_refusal(op, f"argument {position}"))
+
+
+def _refusal(op: str, argument: str) -> str:
+    return (
+        f"{op}: {argument} requires grad, and the op has no derivative; call it under "
+        "torch.no_grad(), or with tensors that are detached (Tensor.detach)"
+    )
 
 
 def _has_tangent(tensor: Tensor) -> bool:

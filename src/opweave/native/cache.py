@@ -17,6 +17,7 @@ from opweave.native.errors import NativeBuildError
 from opweave.native.extension import Extension
 
 _MANIFEST = "files.json"
+_OWN = "."  # in a manifest, the digest of what was built
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ def content_key(extension: Extension) -> str:
     What the compilers turn out to read is compared afterwards, file by file.
     """
     compilers = [toolchain.cxx()] + ([toolchain.nvcc()] if extension.has_cuda else [])
+    given = [flag for compiler in compilers for flag in compiler.command[1:]]
     return _hash(
         [extension.module, extension.namespace],
         [[str(path), _source_digest(path)] for path in extension.sources],
@@ -59,7 +61,8 @@ def content_key(extension: Extension) -> str:
         builder.flags(extension),
         inputs.environment(),
         [[*compiler.command, compiler.version] for compiler in compilers],
-        [platform.machine(), _processor(extension), kit.fingerprint()],
+        [platform.machine(), _processor(*given, *extension.cflags, *extension.cuda_cflags)],
+        [kit.fingerprint()],
     )
 
 
@@ -74,14 +77,23 @@ def _find(folder: Path, filename: str) -> Path | None:
     """Return the module in *folder* whose build read what is there now."""
     digest = functools.cache(inputs.digest)
     for manifest in folder.glob(f"*/{_MANIFEST}"):
-        try:
-            files: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
+        files = _read_manifest(manifest)
         target = manifest.with_name(filename)
-        if target.is_file() and all(digest(path) == known for path, known in files.items()):
+        own = files.pop(_OWN, None)
+        if own is None or own != inputs.digest(target):  # damaged, or somebody took it
+            continue
+        if all(digest(path) == known for path, known in files.items()):
             return target
     return None
+
+
+def _read_manifest(path: Path) -> dict[str, str]:
+    """Return the digests in a manifest, by path; none if it cannot be read."""
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return files if isinstance(files, dict) else {}
 
 
 def _build_in(folder: Path, extension: Extension, *, verbose: bool) -> Path:
@@ -96,10 +108,11 @@ def _build_in(folder: Path, extension: Extension, *, verbose: bool) -> Path:
         files = {path: _read_digest(path, began) for path in read}
         ready = scratch / "ready"
         ready.mkdir()
-        (ready / _MANIFEST).write_text(json.dumps(files), encoding="utf-8")
-        built.rename(ready / built.name)
         target = folder / _hash(files.items())
-        shutil.rmtree(target, ignore_errors=True)  # one that somebody took the module from
+        manifest = {_OWN: inputs.digest(built), **files}
+        (ready / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        built.rename(ready / built.name)
+        shutil.rmtree(target, ignore_errors=True)  # a damaged one
         ready.rename(target)
     return target / built.name
 
@@ -117,9 +130,9 @@ def _read_digest(path: str, began: int) -> str:
     return inputs.digest(path) if was_there else f"written since {began}"
 
 
-def _processor(extension: Extension) -> str:
-    """Return what the processor can do, if the compiler is told to use all of it."""
-    if not any("native" in flag for flag in (*extension.cflags, *extension.cuda_cflags)):
+def _processor(*flags: str) -> str:
+    """Return what the processor can do, if *flags* tell a compiler to use all of it."""
+    if not any("native" in flag for flag in flags):
         return ""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -135,19 +148,30 @@ def _kit_objects(*, verbose: bool) -> Path:
         [*compiler.command, compiler.version],
         builder.kit_flags(),
         inputs.environment(),
-        [kit.fingerprint()],
+        [_processor(*compiler.command[1:]), kit.fingerprint()],
     )
     folder = folders.folder(f"kit-{key}")
     objects = folder / "objects"
-    if not objects.is_dir():
+    if not _is_whole(objects):
         with folders.locked(folder):
-            if not objects.is_dir():
+            if not _is_whole(objects):
                 with folders.scratch(folder) as scratch:
                     fresh = scratch / "objects"
                     fresh.mkdir()
                     builder.compile_kit(fresh, verbose=verbose)
+                    manifest = {path.name: inputs.digest(path) for path in fresh.glob("*.o")}
+                    (fresh / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+                    shutil.rmtree(objects, ignore_errors=True)  # damaged ones
                     fresh.rename(objects)
     return objects
+
+
+def _is_whole(objects: Path) -> bool:
+    """Whether the folder *objects* has the files that were compiled into it, as they were."""
+    files = _read_manifest(objects / _MANIFEST)
+    return bool(files) and all(
+        inputs.digest(objects / name) == known for name, known in files.items()
+    )
 
 
 def _hash(*parts: Iterable[object]) -> str:

@@ -11,12 +11,13 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.compiler import is_dynamo_compiling
 
 from opweave.ir.errors import did_you_mean
-from opweave.native import registration
-from opweave.native.autograd import autograd_watches, call_watched
+from opweave.native import lazy_views, registration
+from opweave.native.autograd import autograd_watches, call_watched, check_traced
 from opweave.native.errors import NativeImportError
 
 Function = Callable[..., Any]
@@ -151,17 +152,25 @@ def _check_devices(op: str, arguments: tuple[object, ...]) -> None:
 
 def function_of(op: str, raw: ModuleType, namespace: str, doors: Doors) -> Function:
     """Return *op* as one function that takes the cheapest door for each call."""
-    dispatched, watched = _dispatched(op, namespace, doors)
+    dispatched = _dispatched(op, namespace, doors)
+    watched: Function = dispatched
+    if isinstance(dispatched, OpOverload):
+        watched = partial(call_watched, dispatched)
     direct: Function = getattr(raw, op) if doors.direct else dispatched
 
     def call(*arguments: Any) -> Any:
-        if is_dynamo_compiling() or sees_every_call():
+        if is_dynamo_compiling():
+            check_traced(op, *arguments)
+            return dispatched(*arguments)
+        if sees_every_call():
             return dispatched(*arguments)
         if autograd_watches():
             return watched(*arguments)
         try:
             return direct(*arguments)
         except TypeError:  # not plain tensors: torch's dispatcher knows what they are
+            if isinstance(dispatched, OpOverload):
+                lazy_views.check_none_written(dispatched, *arguments)
             return dispatched(*arguments)
 
     call.__name__ = call.__qualname__ = op
@@ -170,13 +179,13 @@ def function_of(op: str, raw: ModuleType, namespace: str, doors: Doors) -> Funct
     return call
 
 
-def _dispatched(op: str, namespace: str, doors: Doors) -> tuple[Function, Function]:
-    """Return the op through torch's dispatcher: as it is, and where autograd watches."""
+def _dispatched(op: str, namespace: str, doors: Doors) -> Function:
+    """Return the op through torch's dispatcher."""
     if doors.problem is None:
-        found = getattr(getattr(torch.ops, namespace), op).default
-        return found, partial(call_watched, found)
+        found: OpOverload = getattr(getattr(torch.ops, namespace), op).default
+        return found
 
     def unavailable(*arguments: object) -> None:
         raise RuntimeError(f"torch.ops.{namespace}.{op} is not available: {doors.problem}.")
 
-    return unavailable, unavailable
+    return unavailable

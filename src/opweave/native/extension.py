@@ -84,6 +84,8 @@ def check_list(value: object, what: str, item: str) -> tuple[Any, ...]:
     for element in found:
         if not isinstance(element, kinds):
             raise TypeError(f"{what} must be a list of {item}s, found {element!r} in it.")
+        if "\0" in os.fspath(element):
+            raise TypeError(f"{what} has {element!r}, and no command can have a NUL in it.")
     return found
 
 
@@ -99,6 +101,8 @@ def check_sources(sources: Iterable[str | Path]) -> tuple[Path, ...]:
     for path in found:
         if path.suffix not in _SUFFIXES:
             raise NativeBuildError(f"{path} is not a source file ({', '.join(_SUFFIXES)}).")
+        if path.is_dir():
+            raise NativeBuildError(f"{path} is a folder; name the source files in it.")
         if not path.is_file():
             nearby = [p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES]
             raise NativeBuildError(

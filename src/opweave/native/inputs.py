@@ -53,7 +53,7 @@ def digest(path: str | Path) -> str:
     """Return a digest of a file's bytes; empty if it cannot be read."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:
+    except (OSError, ValueError):  # such as a NUL in its name
         return ""
 
 

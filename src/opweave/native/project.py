@@ -35,6 +35,10 @@ def build(folder: str | Path, *, verbose: bool = False) -> Built:
     table = _read(folder / "pyproject.toml")
     package, _, module = table["module"].rpartition(".")
     target = _package_folder(folder, package)
+    if (target / f"{module}.py").exists():
+        raise NativeBuildError(
+            f"The module {table['module']} would hide {target / module}.py; choose another name."
+        )
     extension = Extension(
         module=module,
         namespace=check_name(package.replace(".", "_")),
@@ -127,10 +131,8 @@ def _place(built: Path, folder: Path) -> Path:
     """Copy *built* into *folder* in one step: a process that has it open keeps the old file."""
     target = folder / built.name
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as scratch:
-            shutil.copyfile(built, scratch.name)
-        shutil.copymode(built, scratch.name)
-        os.replace(scratch.name, target)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:
+            os.replace(shutil.copy(built, scratch), target)
     except OSError as error:
         raise NativeBuildError(f"Cannot write {target}: {error.strerror}.") from error
     return target

@@ -37,8 +37,11 @@ def write_package(
     of *values*. Those in the folder ``package`` become the Python package.
 
     Raises:
-        error: a package of that name is installed, or the folder exists or cannot be written.
+        error: no project can have that name, a package of that name is installed, or the folder
+            exists or cannot be written.
     """
+    if name.endswith("_"):
+        raise error(f"{name!r} ends in an underscore, as no project's name may; choose another.")
     folder = parent / name
     filled = {"name": name, **(values or {})}
     try:

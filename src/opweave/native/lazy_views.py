@@ -1,0 +1,21 @@
+"""Views whose memory does not hold their values: negated and conjugated ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_none_written(op: torch._ops.OpOverload, *arguments: object) -> None:
+    """Check that *op* writes into no such view: torch would resolve it, and lose what is written.
+
+    Raises:
+        RuntimeError: it does.
+    """
+    for argument, given in zip(op._schema.arguments, arguments, strict=False):
+        if argument.is_write and isinstance(given, Tensor) and (given.is_neg() or given.is_conj()):
+            kind = "negated" if given.is_neg() else "conjugated"
+            raise RuntimeError(
+                f"{op._schema.name.partition('::')[2]}: {argument.name} is written and is a {kind} "
+                "view; write into another tensor, and copy_() that into the view"
+            )
