@@ -38,7 +38,8 @@ inline Vec rounded_result(Function function, Vec x) {
 // The results of a function of one vector, rounded to T.
 template <class T, class Function>
 struct Computed {
-  static constexpr int kBegun = kAtOnce;  // vectors before the first is stored
+  // Vectors before the first is stored. A Zen 4 has registers for eight of 16 bits.
+  static constexpr int kBegun = kIsZen && sizeof(T) == sizeof(uint16_t) ? 8 : kAtOnce;
 
   Vec of(Vec x) const { return rounded_result<T>(function, x); }
   template <class Numbers>  // Halves

@@ -7,7 +7,7 @@
 //   exp_of_negative  1.1  of x <= 0; 0 where float32 has denormals only
 //   expm1    1.7    of x <= 88.7; loses the sign of -0
 //   sigmoid  2.7    denormal results too
-//   tanh     2.2    odd
+//   tanh     2.6    odd
 //   erf      2.5    odd
 //
 // For results that are rounded to 16 bits, in fewer steps (errors relative to the result):
@@ -17,8 +17,8 @@
 //   rough_tanh     2^-19, absolute: near zero it has few digits, for 1 + tanh enough
 //   rough_normal   2^-16  of |x| <= 4: the distribution function of the normal distribution
 //
-// NaN gives NaN. The polynomials are minimax fits: exp's and tanh's are within 2^-28 of the
-// function, erf's within 2^-29, and the rough ones within 2^-18.
+// NaN gives NaN. The polynomials are minimax fits: exp's is within 2^-28 of the
+// function, that of ln(1 - erf) so near that erf is within 2^-27, the rough ones within 2^-18.
 #pragma once
 
 #include "kernels/vec.h"
@@ -81,29 +81,30 @@ inline Vec sigmoid(Vec x) {
   return ratio(numerator, add(e, splat(1)));
 }
 
+// exp(x) and a constant, -1 or 1, of x <= 0.
+struct ExponentialOfNegative {
+  explicit ExponentialOfNegative(Vec x)
+      : e(max(splat(-30), x), 127), power(power_of_bits(e.n_and_bias)) {}
+  Vec plus(float one) const { return fma(e.m, power, add(power, splat(one))); }
+
+  Exponential e;
+  Vec power;
+};
+
 inline Vec tanh(Vec x) {
   const Vec negative = negative_abs(x);
-  const Vec e = exp_in_range(max(splat(-30), add(negative, negative)));
-  const Vec large = ratio(sub(splat(1), e), add(e, splat(1)));
-  // Near zero that difference has no digits left.
-  const Vec square = mul(x, x);
-  const Vec p = polynomial(square, -3.33333e-01f, 1.3331959e-01f, -5.3786684e-02f, 2.0805385e-02f,
-                           -5.905869e-03f);
-  const Vec small = fma(mul(p, square), x, x);
-  return with_sign(select(less(negative, splat(-0.6f)), large, small), x);
+  const ExponentialOfNegative e(add(negative, negative));
+  return with_sign(ratio(e.plus(-1), e.plus(1)), x);
 }
 
 inline Vec erf(Vec x) {
-  const Vec negative = negative_abs(x);
-  // Above 0.9, -ln(1 - erf) is smooth; at 4, erf rounds to 1.
-  const Vec t = min(splat(4), sub(splat(0), negative));
-  const Vec log = polynomial(t, -1.6645201e-04f, -1.1277972e+00f, -6.369761e-01f, -1.04113646e-01f,
-                             2.2315199e-02f, -3.0654867e-03f, 1.9821926e-04f);
-  const Vec large = sub(splat(1), exp_in_range(log));
-  const Vec square = mul(x, x);
-  const Vec p = polynomial(square, 1.1283792e+00f, -3.7612635e-01f, 1.1283715e-01f,
-                           -2.6860509e-02f, 5.2038594e-03f, -8.1756397e-04f, 8.513105e-05f);
-  return select(less(negative, splat(-0.9f)), with_sign(large, x), mul(p, x));
+  // ln(1 - erf) is smooth, its first coefficient in two parts; at 4, erf rounds to 1.
+  const Vec t = min(splat(4), sub(splat(0), negative_abs(x)));
+  const Vec p = polynomial(t, 5.41e-8f, -6.3661938e-01f, -1.0277783e-01f, 1.9153064e-02f,
+                           1.6039576e-04f, -1.6670270e-03f, 6.3283655e-04f, -1.1764117e-04f,
+                           9.2562523e-06f);
+  const ExponentialOfNegative e(fma(t, splat(-1.12837923f), mul(p, t)));
+  return with_sign(e.plus(-1), x);
 }
 
 inline Vec rough_exp2(Vec x) {

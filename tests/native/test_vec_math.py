@@ -42,7 +42,7 @@ BOUNDS: dict[str, tuple[float, Function]] = {
     "exp_of_negative": (1.1, torch.exp),
     "expm1": (1.7, torch.expm1),
     "sigmoid": (2.7, torch.sigmoid),
-    "tanh": (2.2, torch.tanh),
+    "tanh": (2.6, torch.tanh),
     "erf": (2.5, torch.special.erf),
 }
 # The arguments for which it does, where those are not all.
