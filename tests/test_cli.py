@@ -131,6 +131,7 @@ def test_prompt_from_file_and_stdin(run: Run, source: str, tmp_path: Path) -> No
     [
         (("--prompt", "x", "--max-tokens", "-1"), ("max_tokens", "-1")),
         (("--prompt", "x", "--max-tokens", "many"), ("max-tokens", "many")),
+        (("--prompt", "x", "--max-tokens", "2.9"), ("max-tokens", "2.9")),
         (("--prompt", "x", "--temperature", "-0.5"), ("temperature", "-0.5")),
         (("--prompt", "x", "--temperature", "nan"), ("temperature", "nan")),
         (("--prompt", "x", "--top-p", "1.5"), ("top_p", "1.5")),
@@ -323,6 +324,21 @@ def test_other_errors_of_the_system_say_what_they_are(
     done = run("ops")
     assert_one_line_error(done, shown)
     assert "Cannot write" not in done.stderr
+
+
+def test_an_error_that_nobody_expected_is_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> None:
+        raise LookupError("of a kernel\nand more")
+
+    monkeypatch.setattr("opweave.ir.registry.Registry.ensure_ready", fails)
+    done = run("ops")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert f"LookupError: of a kernel (at {__file__}:" in done.stderr
+    monkeypatch.setenv("OPWEAVE_LOGGING_LEVEL", "debug")
+    with pytest.raises(LookupError):
+        run("ops")
 
 
 @pytest.mark.parametrize("width", ["0", "1", "2", "19", "x", "\N{SUPERSCRIPT TWO}"])

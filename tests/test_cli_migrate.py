@@ -277,6 +277,7 @@ def test_a_pluggable_layer_stays_one(run: Run, tmp_path: Path) -> None:
         (b"\xff\xfe\x00", "is not Python"),
         (b"a = 1\x00", "is not Python"),
         (b"(" * 500, "is not Python"),
+        (b"x = " + b"-" * 20_000 + b"1", "is nested too deeply"),
         (b"", "defines no layer"),
         (b"class A:\n    pass\n", "defines no layer"),
     ],

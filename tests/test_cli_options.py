@@ -110,6 +110,7 @@ def test_the_model(run: Run, command: str) -> None:
     ("option", "named"),
     [
         ("--cpu-threads=0", "cpu_threads=0"),
+        ("--cpu-threads=100000", "cpu_threads=100000 is more than"),
         ("--presence-penalty=3", "presence_penalty=3"),
         ("--min-p=2", "min_p=2"),
         ("--stop-token-id=-1", "stop_token_ids=-1"),

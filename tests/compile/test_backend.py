@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,44 @@ def test_gradients() -> None:
         compiled = torch.compile(model, backend=opweave.compile.backend, fullgraph=True)
         found = torch.autograd.grad(compiled(*inputs)[0].sum(), model.weight)
     torch.testing.assert_close(found, expected)
+
+
+def halved(x: Tensor) -> Tensor:
+    return torch.vmap(lambda t: ir.ops.silu_and_mul(t[:, :4]) + t[:, 4:6])(x)
+
+
+def derived(x: Tensor) -> Tensor:
+    grad = torch.func.grad(lambda t: ir.ops.rms_norm(t, W, 1e-6).square().sum())
+    found: Tensor = grad(x)
+    return found
+
+
+@pytest.mark.parametrize("function", [halved, derived])
+@pytest.mark.parametrize("codegen", [False, True])
+def test_transforms(function: Callable[[Tensor], Tensor], codegen: bool) -> None:
+    compiled = torch.compile(
+        function, backend=opweave.compile.backend, fullgraph=True, options={"codegen": codegen}
+    )
+    x = torch.randn(3, 4, 8)
+    torch.testing.assert_close(compiled(x), function(x))
+
+
+def test_an_op_is_first_used_in_a_transform(fresh_python: Any) -> None:
+    done = fresh_python("""
+        import torch
+        import opweave.compile
+        from opweave import ir, native
+        from opweave.ir import codegen
+
+        def halved(x):
+            return torch.vmap(lambda t: ir.ops.silu_and_mul(t))(x)
+
+        x = torch.randn(3, 4, 8)
+        found = torch.compile(halved, backend="opweave")(x)
+        torch.testing.assert_close(found, halved(x))
+        print(codegen._plain_check is not None or native.module() is None)
+    """)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_kernel_that_cannot_be_traced_stays_a_call() -> None:

@@ -31,6 +31,20 @@ def test_storage_key() -> None:
         assert compat.storage_key(fake.to_sparse()) is None
 
 
+def test_is_wrapped() -> None:
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        same = compat.storage_key(x) == compat.storage_key(x[1:]) == compat.storage_key(base)
+        seen.append((compat.is_wrapped(x), compat.is_wrapped(base), same))
+        return x.sum()
+
+    base = torch.zeros(2, 3)
+    torch.vmap(torch.func.grad(look))(base)
+    torch.func.grad(look)(base)
+    assert seen == [(True, False, True)] * 2
+
+
 def test_trace() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.silu(x)

@@ -45,6 +45,7 @@ CHECKED = {
     "onednn_linear",
     "is_in_vmap",
     "is_batched",
+    "no_transforms",
 }
 
 
@@ -161,6 +162,22 @@ def test_is_in_vmap_and_is_batched() -> None:
     torch.vmap(torch.func.grad(look))(torch.zeros(2, 2))
     outside, vmap, inner = (False, False, False), (True, True, False), (False, True, False)
     assert seen == [outside, vmap, outside, vmap, inner]
+
+
+def test_no_transforms() -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        with compat.no_transforms():
+            seen.append((compat.functorch_interpreter(), compat.dispatch_mode_count()))
+            torch.zeros(1).requires_grad_()
+        assert compat.is_in_vmap()
+        assert compat.dispatch_mode_count() == 1
+        return x.sum()
+
+    with FakeTensorMode():
+        torch.func.grad(lambda x: torch.vmap(look)(x).sum())(torch.zeros(2, 2))
+    assert seen == [(None, 0)]
 
 
 def test_functorch_interpreter() -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from conftest import FreshPython
 
-from .helpers import PLATFORM, files, plugin
+from .helpers import GENERAL, PLATFORM, files, plugin
 
 HERE = Path(__file__).parent
 
@@ -269,6 +269,27 @@ ROWS = {
         LOAD,
         "PluginFailedError",
         ("general plugin 'acme'", "OSError: no bus", "acme_module.py:8", "OPWEAVE_PLUGINS=-acme"),
+    ),
+    "an entry point that names nothing": Row(
+        files("acme", {GENERAL: {"acme": "acme_module:register:x y !!"}}, ""),
+        LOAD,
+        "PluginTypeError",
+        ("general plugin 'acme'", "'acme_module:register:x y !!' is no package.module:function"),
+    ),
+    "a general plugin raises what is no Exception": Row(
+        plugin("acme", "class Odd(BaseException): pass\ndef register(): raise Odd('no bus')"),
+        LOAD,
+        "PluginFailedError",
+        ("general plugin 'acme'", "Odd: no bus", "acme_module.py:2", "OPWEAVE_PLUGINS=-acme"),
+    ),
+    "a general plugin raises what cannot be shown": Row(
+        plugin(
+            "acme",
+            "class Odd(Exception):\n    def __str__(self): 1 / 0\ndef register(): raise Odd",
+        ),
+        LOAD,
+        "PluginFailedError",
+        ("general plugin 'acme'", "failed: Odd (at ", "OPWEAVE_PLUGINS=-acme"),
     ),
     "a general plugin raises when an op is used": Row(
         registers("acme", "of_acme", "raise OSError('no bus')"),

@@ -197,6 +197,7 @@ def test_root_path(start: Start) -> None:
     "wrong",
     [
         {"max_requests": 0}, {"max_body_bytes": 0}, {"request_timeout": -1.0},
+        {"request_timeout": 0.0}, {"body_timeout": 0.0},
         {"drain_timeout": float("nan")}, {"body_timeout": float("inf")}, {"root_path": "api"},
         {"root_path": "/api/"}, {"api_keys": ("",)}, {"api_keys": ("é",)}, {"api_keys": ("a b",)},
         {"served_model_names": ("",)},

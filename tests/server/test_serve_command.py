@@ -216,6 +216,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         ((CHECKPOINT, "--prt=1"), "--port"),
         ((CHECKPOINT, "--port=http"), "http"),
         ((CHECKPOINT, "--port=99999"), "99999"),
+        ((CHECKPOINT, "--port=80.5"), "80.5"),
         ((CHECKPOINT, "--host=no such host"), "no such host"),
         ((CHECKPOINT, "--host=192.0.2.1"), "192.0.2.1"),
         ((CHECKPOINT, "--log-level=LOUD"), "LOUD"),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 import torch
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 
 from opweave import __version__
+from opweave.cli.conversion import converted
 from opweave.cli.errors import CliError
-from opweave.cli.output import Results, fail, open_streams
+from opweave.cli.output import Results, fail, open_streams, show_error
+from opweave.config.environment import logging_level
 from opweave.ir.errors import OpweaveError
 
 app = App(
@@ -20,6 +23,7 @@ app = App(
     version=__version__,
     help_format="plaintext",
     console=Results(),
+    default_parameter=Parameter(converter=converted),
 )
 # Each is imported when it runs: the server need not wait for what the others use.
 COMMANDS = {
@@ -62,7 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             fail(str(error) or type(error).__name__)
         _discard_output()
         fail(f"Cannot write the output: {error.strerror or error}.")
+    except Exception as error:  # of a plugin's kernel, layer or pass, or a mistake of ours
+        if logging_level() == "DEBUG":
+            raise
+        show_error(f"{_described(error)} OPWEAVE_LOGGING_LEVEL=DEBUG shows how it came to that.")
+        sys.exit(1)
     sys.exit(code or 0)
+
+
+def _described(error: Exception) -> str:
+    """Return what *error* says in its first line, and where it was raised."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{said} (at {where.filename}:{where.lineno})."
 
 
 def _is_of_output(error: OSError) -> bool:

@@ -29,8 +29,15 @@ def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:
     return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
 
 
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether *tensor* is one of a transform's (``torch.vmap``, ``torch.func.grad``), of others."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def storage_key(tensor: Tensor) -> int | None:
     """Return what two tensors, real or fake, have in common if they are views of one storage."""
+    while is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     if tensor.layout is not torch.strided:
         return None
     return cast("int", cast("Any", tensor.untyped_storage())._cdata)

@@ -13,6 +13,16 @@ def check_count(owner: str, name: str, value: object, note: str = "") -> None:
         raise SettingError(f"{owner}: {name}={value!r} must be a positive integer{note}.")
 
 
+def api_key_fault(key: str) -> str | None:
+    """Return why no HTTP header can carry *key*, or None."""
+    if key.isascii() and key.isprintable() and " " not in key:
+        return None
+    return (
+        "An API key holds characters that no HTTP header can carry; use letters, digits and signs "
+        "of ASCII, without spaces."
+    )
+
+
 def check_flag(owner: str, name: str, value: object) -> None:
     """Raise :class:`SettingError` unless *value* is True or False."""
     if not isinstance(value, bool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -34,6 +35,8 @@ class KernelConfig(Config):
 
 
 LoadFormat = Literal["auto", "dummy"]
+# More of them crash the OpenMP library instead of being refused.
+_MOST_THREADS = max(1024, os.cpu_count() or 1)
 _PARTS = {"cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
 
 
@@ -74,6 +77,11 @@ class EngineConfig(Config):
         check_choice(type(self).__name__, "load_format", self.load_format, get_args(LoadFormat))
         if self.cpu_threads is not None:
             check_count(type(self).__name__, "cpu_threads", self.cpu_threads)
+            if self.cpu_threads > _MOST_THREADS:
+                raise SettingError(
+                    f"cpu_threads={self.cpu_threads} is more than {_MOST_THREADS}; the machine has "
+                    f"{os.cpu_count()} processors."
+                )
         for name, kind in _PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise SettingError(f"{name}={getattr(self, name)!r} should be a {kind.__name__}.")

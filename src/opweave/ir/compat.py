@@ -6,8 +6,8 @@ Nothing else in opweave reads a private name of torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -33,6 +33,16 @@ function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_ena
 
 # The innermost functorch transform (vmap, grad, ...), or None. Its tensors look like plain Tensors.
 functorch_interpreter: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+
+
+@contextmanager
+def no_transforms() -> Iterator[None]:
+    """In the block no transform of functorch and no TorchDispatchMode of this thread is active."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with temporarily_clear_interpreter_stack(), cast("Any", _disable_current_modes)():
+        yield
 
 
 def is_in_vmap() -> bool:

@@ -130,17 +130,24 @@ class Registry:
         """Run the first-use hook, if it has not run; other threads wait until it has."""
         if self._ready:
             return
+        with compat.no_transforms():  # what is loaded here serves calls without them, too
+            is_first = self._make_ready()
+        if is_first:
+            self._warn_of_unknown_ops()
+
+    def _make_ready(self) -> bool:
+        """Return whether nobody else did."""
         self._load_plugins()  # not under the lock: another thread's plugin may be registering here
         with self.lock, owned_by(None), journal.detached():
             if self._ready or self._preparing or self._hook is None:
-                return
+                return False
             self._preparing = True
             try:
                 self._hook(self)
                 self._ready = True
             finally:
                 self._preparing = False
-        self._warn_of_unknown_ops()
+        return True
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -32,7 +32,8 @@ def plain_check() -> Callable[..., bool] | None:
 
 
 def _answers_right(check: Callable[..., bool]) -> bool:
-    tensor, parameter = torch.empty(0), torch.nn.Parameter(torch.empty(0))
+    tensor = torch.empty(0, device="cpu")
+    parameter = torch.nn.Parameter(torch.empty(0, device="cpu"))
     with torch.no_grad():
         plain = check(tensor, parameter, None) and not check(None) and not check(tensor, 1)
     return plain and not any(_answers_in(check, tensor, state) for state in _states())

@@ -49,6 +49,11 @@ class Entry:
         )
         value = _BRACKETS.sub("", point.value).strip()
         entry = cls(point.name, point.group, value, owner, _point=point)
+        if point.pattern.match(point.value) is None:
+            message = (
+                f"{entry} names nothing to import: {point.value!r} is no package.module:function"
+            )
+            return replace(entry, fault=PluginTypeError(message))
         try:
             named = _relations(entry, point.value)
         except PluginTypeError as error:

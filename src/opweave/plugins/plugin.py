@@ -195,7 +195,9 @@ class Plugin:
     def _failing(self, verb: str, kind: type[PluginError]) -> Iterator[None]:
         try:
             yield
-        except (Exception, SystemExit) as error:  # what a plugin raises must not end the program
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # what a plugin raises must not end the program
             how = "failed" if kind is PluginFailedError else f"could not be {verb}"
             how = f"failed in {verb}" if kind is PluginHookError else how
             raise kind(f"{self.entry} {how}: {_one_line(error)}{_place(error)}") from error
@@ -248,7 +250,10 @@ def _is_for_the_user(error: BaseException | None) -> TypeGuard[OpweaveError]:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # a plugin's own __str__ can fail, too
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

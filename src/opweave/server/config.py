@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from opweave.config.checks import api_key_fault
 from opweave.server.errors import ServerConfigError
 
 MEBIBYTE = 1024 * 1024
@@ -46,11 +47,15 @@ class ServerConfig:
         for name in ("max_requests", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ServerConfigError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("body_timeout", "request_timeout", "drain_timeout"):
-            if not 0 <= getattr(self, name) < float("inf"):
+        for name in ("body_timeout", "request_timeout"):
+            if not 0 < getattr(self, name) < float("inf"):
                 raise ServerConfigError(
-                    f"{name}={getattr(self, name)} must be a number of seconds, at least 0."
+                    f"{name}={getattr(self, name)} must be a number of seconds, more than 0."
                 )
+        if not 0 <= self.drain_timeout < float("inf"):
+            raise ServerConfigError(
+                f"drain_timeout={self.drain_timeout} must be a number of seconds, at least 0."
+            )
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ServerConfigError(
                 f"root_path={self.root_path!r} must begin with a slash and end without one: /api."
@@ -59,8 +64,5 @@ class ServerConfig:
             if "" in getattr(self, kind):
                 raise ServerConfigError(f"One of {kind} is empty.")
         for key in self.api_keys:
-            if not key.isascii() or not key.isprintable() or " " in key:
-                raise ServerConfigError(
-                    "An API key holds characters that no HTTP header can carry; use letters, "
-                    "digits and signs of ASCII, without spaces."
-                )
+            if (fault := api_key_fault(key)) is not None:
+                raise ServerConfigError(fault)

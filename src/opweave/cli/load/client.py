@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from opweave.cli.errors import CliError
 from opweave.cli.load.plan import Load, arrivals, prompts
+from opweave.config.checks import api_key_fault
 
 if TYPE_CHECKING:
     import httpx
@@ -50,7 +51,8 @@ class Client:
         timeout: seconds without a byte after which a request has failed.
 
     Raises:
-        CliError: *url* is none, *timeout* is not positive, or httpx is not installed.
+        CliError: *url* is none, *timeout* is not positive, no header can carry *api_key*, or httpx
+            is not installed.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
@@ -63,6 +65,10 @@ class Client:
             raise CliError(f"{url!r} is no URL: {error}.") from error
         if base.scheme not in ("http", "https") or not base.host:
             raise CliError(f"{url!r} should be a server's URL, such as http://127.0.0.1:8000.")
+        if base.port is not None and not 0 < base.port < 65536:
+            raise CliError(f"{url!r} has the port {base.port}; ports are 1 to 65535.")
+        if (fault := api_key_fault(api_key or "")) is not None:
+            raise CliError(fault)
         self.url = str(base)
         self._client: httpx.AsyncClient = library.AsyncClient(
             base_url=base,

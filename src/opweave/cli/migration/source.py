@@ -57,8 +57,10 @@ def read(path: Path) -> Source:
         module = ast.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CliError(f"Cannot read {str(path)!r}: {error.strerror}.") from error
-    except (SyntaxError, UnicodeDecodeError, ValueError, RecursionError) as error:
+    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
         raise CliError(f"{str(path)!r} is not Python: {error}.") from error
+    except (MemoryError, RecursionError) as error:
+        raise CliError(f"{str(path)!r} is nested too deeply to be read.") from error
     calls = dict(_replacements_by_call(module))
     layers: dict[str, LayerClass] = {}
     for node in module.body:
