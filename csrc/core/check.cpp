@@ -96,7 +96,8 @@ void check_unit_stride(const View& view) {
   if (view.rank == 0) fail(view, "have at least one dimension", "a row of one element is [1]");
   const int last = view.rank - 1;
   if (view.sizes[last] <= 1 || view.strides[last] == 1 || view.element_count() == 0) return;
-  fail(view, "be contiguous in its last dimension", "call contiguous() on it, or, if it is written, give one that is");
+  fail(view, "be contiguous in its last dimension",
+       "call contiguous() on it, or, if it is written, give one that is");
 }
 
 void check_contiguous(const View& view) {
@@ -104,7 +105,8 @@ void check_contiguous(const View& view) {
   int64_t expected = 1;
   for (int d = view.rank - 1; d >= 0; --d) {
     if (view.sizes[d] != 1 && view.strides[d] != expected) {
-      fail(view, "be contiguous", "call contiguous() on it, or, if it is written, give one that is");
+      fail(view, "be contiguous",
+           "call contiguous() on it, or, if it is written, give one that is");
     }
     expected *= view.sizes[d];
   }

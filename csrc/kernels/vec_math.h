@@ -100,9 +100,9 @@ inline Vec tanh(Vec x) {
 inline Vec erf(Vec x) {
   // ln(1 - erf) is smooth, its first coefficient in two parts; at 4, erf rounds to 1.
   const Vec t = min(splat(4), sub(splat(0), negative_abs(x)));
-  const Vec p = polynomial(t, 5.41e-8f, -6.3661938e-01f, -1.0277783e-01f, 1.9153064e-02f,
-                           1.6039576e-04f, -1.6670270e-03f, 6.3283655e-04f, -1.1764117e-04f,
-                           9.2562523e-06f);
+  const Vec p =
+      polynomial(t, 5.41e-8f, -6.3661938e-01f, -1.0277783e-01f, 1.9153064e-02f, 1.6039576e-04f,
+                 -1.6670270e-03f, 6.3283655e-04f, -1.1764117e-04f, 9.2562523e-06f);
   const ExponentialOfNegative e(fma(t, splat(-1.12837923f), mul(p, t)));
   return with_sign(e.plus(-1), x);
 }
