@@ -45,7 +45,7 @@ struct View {
   const char* end() const { return data + extent() * element_size(); }
 };
 
-// The message names what native kernels take.
+// Throws: x must have a dtype that native kernels take, ...
 [[noreturn]] void fail_unknown_dtype(const View& view);
 
 inline int64_t View::element_size() const {
