@@ -82,7 +82,7 @@ View view_of(TorchTensor tensor, const Argument& argument) {
     throw std::runtime_error(argument.name + " must be a tensor, found None");
   }
   if (!is_read) throw std::runtime_error(argument.name + " must be on the CPU or a CUDA device");
-  if (view.data == nullptr && view.element_count() > 0) {
+  if (view.lacks_memory()) {
     throw std::runtime_error(argument.name + " has no memory: its storage was freed");
   }
   return view;

@@ -111,8 +111,7 @@ bool read_tensor(const Op& op, const Argument& argument, PyObject* object, View*
                                         : read_by_exchange(object, view);
   if (!is_read || !op.runs_on(view->device)) return raise_not_plain(op, argument);
   view->name = argument.name.c_str();
-  // A tensor of zeros that has no memory (torch makes them for forward derivatives).
-  if (view->data == nullptr && view->element_count() > 0) return raise_not_plain(op, argument);
+  if (view->lacks_memory()) return raise_not_plain(op, argument);
   return true;
 }
 

@@ -41,6 +41,9 @@ struct View {
     return last + 1;
   }
 
+  // Its storage was freed, or torch made zeros without one (for forward derivatives).
+  bool lacks_memory() const { return data == nullptr && element_count() > 0; }
+
   // The address after the last element.
   const char* end() const { return data + extent() * element_size(); }
 };

@@ -15,7 +15,7 @@ from opweave.cli.conversion import converted
 from opweave.cli.errors import CliError
 from opweave.cli.output import Results, fail, open_streams, show_error
 from opweave.config.environment import logging_level
-from opweave.ir.errors import OpweaveError
+from opweave.ir.errors import OpweaveError, described
 
 app = App(
     name="opweave",
@@ -69,17 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:  # of a plugin's kernel, layer or pass, or a mistake of ours
         if logging_level() == "DEBUG":
             raise
-        show_error(f"{_described(error)} OPWEAVE_LOGGING_LEVEL=DEBUG shows how it came to that.")
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        show_error(
+            f"{described(error, 1)} (at {where.filename}:{where.lineno}). "
+            "OPWEAVE_LOGGING_LEVEL=DEBUG shows how it came to that."
+        )
         sys.exit(1)
     sys.exit(code or 0)
-
-
-def _described(error: Exception) -> str:
-    """Return what *error* says in its first line, and where it was raised."""
-    text = next(iter(str(error).strip().splitlines()), "")
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return f"{said} (at {where.filename}:{where.lineno})."
 
 
 def _is_of_output(error: OSError) -> bool:

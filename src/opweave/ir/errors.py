@@ -132,3 +132,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(names) or 'none'}."
+
+
+def described(error: BaseException, lines: int | None = None) -> str:
+    """Return the type of *error* and what it says, or its first *lines* lines, in one line.
+
+    Examples:
+        >>> described(ValueError("a\\nb")), described(ValueError("a\\nb"), 1), described(KeyError())
+        ('ValueError: a b', 'ValueError: a', 'KeyError')
+    """
+    try:
+        text = str(error).strip()
+    except Exception:  # a plugin's own __str__ can fail, too
+        text = ""
+    said = " ".join(" ".join(text.splitlines()[:lines]).split())
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 from opweave.ir import journal
-from opweave.ir.errors import OpweaveError
+from opweave.ir.errors import OpweaveError, described
 from opweave.ir.owner import note_failure, owned_by
 from opweave.plugins.entry import Entry
 from opweave.plugins.errors import (
@@ -138,7 +138,7 @@ class Plugin:
         self.state, self.error = State.FAILED, self._with_remedy(error)
         cause = error.__cause__
         short = f"{error}".rstrip(".").removeprefix(f"{self.entry} ")
-        note_failure(self._label, short if cause is None else _one_line(cause))
+        note_failure(self._label, short if cause is None else described(cause))
         return self.error
 
     def reject(self, error: PluginError) -> PluginError:
@@ -200,7 +200,7 @@ class Plugin:
         except BaseException as error:  # what a plugin raises must not end the program
             how = "failed" if kind is PluginFailedError else f"could not be {verb}"
             how = f"failed in {verb}" if kind is PluginHookError else how
-            raise kind(f"{self.entry} {how}: {_one_line(error)}{_place(error)}") from error
+            raise kind(f"{self.entry} {how}: {described(error)}{_place(error)}") from error
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
@@ -247,14 +247,6 @@ class Plugin:
 
 def _is_for_the_user(error: BaseException | None) -> TypeGuard[OpweaveError]:
     return isinstance(error, OpweaveError) and not isinstance(error, PluginError)
-
-
-def _one_line(error: BaseException) -> str:
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # a plugin's own __str__ can fail, too
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _place(error: BaseException) -> str:
