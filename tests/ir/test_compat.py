@@ -45,6 +45,7 @@ CHECKED = {
     "onednn_linear",
     "is_in_vmap",
     "is_batched",
+    "unwrapped",
     "no_transforms",
 }
 
@@ -162,6 +163,20 @@ def test_is_in_vmap_and_is_batched() -> None:
     torch.vmap(torch.func.grad(look))(torch.zeros(2, 2))
     outside, vmap, inner = (False, False, False), (True, True, False), (False, True, False)
     assert seen == [outside, vmap, outside, vmap, inner]
+
+
+def test_unwrapped() -> None:
+    depths = []
+
+    def look(x: Tensor) -> Tensor:
+        depths.append(len(list(compat.unwrapped(x))))
+        return x.sum()
+
+    x = torch.zeros(2, 2)
+    look(x)
+    torch.vmap(torch.func.grad(look))(x)
+    assert depths == [1, 3]
+    assert [t is x for t in compat.unwrapped(x)] == [True]
 
 
 def test_no_transforms() -> None:

@@ -69,6 +69,9 @@ WRONG = [
     (pair, lambda x: (x, x, x), "a tuple of 2 Tensors, found tuple of 3"),
     (one, lambda x: None, "one Tensor, found NoneType"),
     (one, lambda x: (x, x), "one Tensor, found tuple of 2"),
+    (one, lambda x: 2.0, "one Tensor, found float"),
+    (pair, lambda x: (x, 2.0), "a tuple of 2 Tensors, found tuple of 2 with float in it"),
+    (pair, lambda x: 2.0, "a tuple of 2 Tensors, found float"),
 ]
 
 

@@ -19,6 +19,8 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from opweave.ir.compat import unwrapped
+
 __all__ = ["CustomGraphPass", "FakeTensorMode", "cache_directory", "compile_fx", "fake_mode_of"]
 
 InductorConfig = Mapping[str, Any]
@@ -36,8 +38,7 @@ def is_wrapped(tensor: Tensor) -> bool:
 
 def storage_key(tensor: Tensor) -> int | None:
     """Return what two tensors, real or fake, have in common if they are views of one storage."""
-    while is_wrapped(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    *_, tensor = unwrapped(tensor)
     if tensor.layout is not torch.strided:
         return None
     return cast("int", cast("Any", tensor.untyped_storage())._cdata)

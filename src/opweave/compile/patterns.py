@@ -23,6 +23,7 @@ from opweave.compile import compat
 from opweave.compile.nodes import ir_call, replace
 from opweave.compile.tracing import Trace, Tracer, arguments, inline
 from opweave.ir import IrOp
+from opweave.ir.errors import described
 from opweave.ir.impl import IrOpImpl
 from opweave.ir.priority import NATIVE
 
@@ -108,7 +109,7 @@ def _forms(
     try:
         found = [_pattern(op, first, second, tracer, expand=e) for e in (False, True)]
     except Exception as error:  # a definition may do anything; the table shows what went wrong
-        return [], [f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"]
+        return [], [described(error)[:200]]
     return found[: 1 if _same(found[0].graph, found[1].graph) else 2], []
 
 

@@ -18,6 +18,7 @@ from opweave.compile.nodes import IrCall, fake_of, tensors_of
 from opweave.compile.relocation import Relocation, are_movable, expressions
 from opweave.ir import IrOpImpl
 from opweave.ir.autocast import entered
+from opweave.ir.errors import described
 from opweave.ir.schema import Schema
 from opweave.ir.torch_ops import ANNOTATIONS, find_target
 
@@ -248,7 +249,7 @@ def _trace(function: Function, schema: Schema, values: Sequence[Any]) -> Trace:
         return Trace(compat.trace(flat, list(map(_apart, variables(values)))))
     except Exception as error:
         # Whatever a kernel's Python does that tracing cannot follow: it stays one opaque call.
-        return Trace(None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        return Trace(None, described(error)[:300])
 
 
 def _apart(value: Any) -> Any:

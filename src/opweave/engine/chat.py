@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.dependencies import require
 from opweave.engine.errors import ChatTemplateError
+from opweave.ir.errors import described
 
 _FILE = "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
@@ -112,7 +113,7 @@ class ChatTemplate:
         # What a template does with messages of any kind can fail in any way.
         except Exception as error:
             raise ChatTemplateError(
-                f"The chat template cannot handle the messages ({type(error).__name__}: {error})."
+                f"The chat template cannot handle the messages ({described(error)})."
             ) from error
         return text
 
@@ -143,7 +144,7 @@ def _compile(source: str, origin: str) -> Any:
     # Compiling computes what is constant, and nests as deeply as the template does.
     except Exception as error:
         raise ChatTemplateError(
-            f"The chat template ({origin}) cannot be compiled ({type(error).__name__}: {error})."
+            f"The chat template ({origin}) cannot be compiled ({described(error)})."
         ) from error
 
 

@@ -51,14 +51,18 @@ def is_in_vmap() -> bool:
     return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Vmap
 
 
+def unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield *tensor* and, from the innermost transform of functorch on, each that it wraps."""
+    functorch: Any = torch._C._functorch
+    yield tensor
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+        yield tensor
+
+
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether vmap, at whatever depth of transforms, maps over *tensor*."""
-    functorch: Any = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
+    return any(map(cast("Any", torch._C._functorch).is_batchedtensor, unwrapped(tensor)))
 
 
 # Dispatch keys that a thread includes while a dispatch mode, a functorch transform or

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from opweave.ir.errors import PredicateFailedError, PredicateSignatureError, SchemaMismatchError
+from opweave.ir.errors import (
+    PredicateFailedError,
+    PredicateSignatureError,
+    SchemaMismatchError,
+    described,
+)
 from opweave.ir.owner import Owner, current_owner
 from opweave.ir.rule import Custom, Rule, evaluator
 from opweave.ir.schema import check_same
@@ -106,7 +111,7 @@ class IrOpImpl:
                 return f"a tensor has the layout {odd[0].layout} (supports strided)"
             raise PredicateFailedError(
                 f"{self.op.name}: the predicate of provider {self.provider!r} ({self.site}) "
-                f"raised {type(error).__name__}: {error}. A predicate must answer True or False "
+                f"raised {described(error)}. A predicate must answer True or False "
                 "for any arguments of the op; mend it, or leave the provider out of the priority."
             ) from error
         if isinstance(self.supports_args, Rule):

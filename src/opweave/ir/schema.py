@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _EMPTY = inspect.Parameter.empty
 _TAKEN = ("annotated", "autocast", "donate", "entries", "torch_op", "using")
 _KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_OUTPUTS = (Tensor, torch.fx.Proxy)
 
 
 class Param(NamedTuple):
@@ -207,19 +208,23 @@ def _list_problem(param: Param, value: Any) -> str | None:
 
 
 def check_result(op: IrOp, result: Any, find_provider: Callable[[], str]) -> None:
-    """Raise InvalidResultError unless an implementation returned as many outputs as *op* has."""
+    """Raise InvalidResultError unless an implementation returned the outputs that *op* has."""
     count, is_tuple = op.schema.num_outputs, op.schema.returns_tuple
-    found = len(result) if isinstance(result, (tuple, list)) else None
-    if found == count if is_tuple else found is None and result is not None:
+    if isinstance(result, torch.fx.Proxy):
+        return  # a tracer's, for one output or for several
+    is_sequence = isinstance(result, (tuple, list))
+    outputs = result if is_sequence else [result]
+    wrong = [type(value).__name__ for value in outputs if not isinstance(value, _OUTPUTS)]
+    if is_sequence == is_tuple and len(outputs) == count and not wrong:
         return
-    if is_tuple and not isinstance(result, (Tensor, tuple, list, type(None))):
-        return  # what a tracer makes of several outputs
     provider = find_provider()
     wanted = f"a tuple of {count} Tensors" if is_tuple else "one Tensor"
-    size = "" if found is None else f" of {found}"
+    found = type(result).__name__
+    if is_sequence:
+        found += f" of {len(outputs)}" + (f" with {wrong[0]} in it" if wrong else "")
     raise InvalidResultError(
         f"{op.name}: the implementation {provider!r} ({op.impls[provider].site}) must return "
-        f"{wanted}, found {type(result).__name__}{size}."
+        f"{wanted}, found {found}."
     )
 
 

@@ -10,6 +10,7 @@ from starlette.routing import BaseRoute
 
 from opweave.config.http_routers import RouterFactory, routers
 from opweave.engine import EngineClient
+from opweave.ir.errors import described
 from opweave.plugins import resolve_obj_by_qualname
 from opweave.server.errors import ServerError
 
@@ -46,7 +47,7 @@ def _made(factory: RouterFactory | str, engine: EngineClient, who: str) -> APIRo
         router = make(engine)
     except Exception as error:  # it is a plugin's code
         raise PluginRouteError(
-            f"{who} cannot be made: {type(error).__name__}: {error}. Leave the plugin out with "
+            f"{who} cannot be made: {described(error)}. Leave the plugin out with "
             "OPWEAVE_PLUGINS=-name."
         ) from error
     if not isinstance(router, APIRouter):

@@ -14,6 +14,7 @@ from opweave.compile.errors import PluginPassError
 from opweave.compile.nodes import fake_of, tensors_of
 from opweave.compile.passes.cleanup import clean_up
 from opweave.compile.plugin_passes import PluginPass
+from opweave.ir.errors import described
 
 
 def run_plugin_pass(step: PluginPass, graph: Graph, context: Context) -> None:
@@ -32,7 +33,7 @@ def run_plugin_pass(step: PluginPass, graph: Graph, context: Context) -> None:
     except Exception as error:
         by = f" of plugin {step.owner}" if step.owner else ""
         raise PluginPassError(
-            f"compiler pass {step.name}{by} failed: {type(error).__name__}: {error}. Mend it, or "
+            f"compiler pass {step.name}{by} failed: {described(error)}. Mend it, or "
             "compile with the option plugin_passes=False."
         ) from error
 

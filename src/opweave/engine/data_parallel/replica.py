@@ -23,7 +23,7 @@ from opweave.engine.executor.agreement import Agreement
 from opweave.engine.loader import Progress
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput
 from opweave.engine.worker import share_of_host
-from opweave.ir.errors import OpweaveError
+from opweave.ir.errors import OpweaveError, described
 
 _log = logging.getLogger(__name__)
 
@@ -214,4 +214,4 @@ def portable(error: BaseException) -> Exception:
         found = None
     if isinstance(found, Exception) and repr(found) == repr(error):
         return found
-    return EngineError(f"{type(error).__name__}: {error}")
+    return EngineError(described(error))

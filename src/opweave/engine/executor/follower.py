@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store
 from opweave.engine.executor.agreement import Agreement
 from opweave.engine.executor.messages import Call, Failure, Reply, Start, Stop
 from opweave.engine.executor.rank import Rank
-from opweave.ir.errors import OpweaveError
+from opweave.ir.errors import OpweaveError, described
 from opweave.platforms import Platform
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def follow(connection: Connection, store: Store) -> int:
 
 def _refuse(connection: Connection, error: Exception) -> int:
     try:
-        connection.send_bytes(f"{type(error).__name__}: {error}".encode())
+        connection.send_bytes(described(error).encode())
     except OSError:  # it has gone
         _log.exception("a rank failed, and the first rank has gone")
     return 1
@@ -68,7 +68,7 @@ def _serve(connection: Connection, platform: Platform, store: Store) -> int:
         return 0
     except Exception as error:
         trace = None if isinstance(error, OpweaveError) else traceback.format_exc()
-        connection.send(Failure(f"{type(error).__name__}: {error}", trace))
+        connection.send(Failure(described(error), trace))
         return 1
     finally:
         if rank is not None:

@@ -37,7 +37,7 @@ from opweave.engine.loader import Progress
 from opweave.engine.sampler import Sampled
 from opweave.engine.step import SequenceStep
 from opweave.engine.worker import ModelFacts
-from opweave.ir.errors import OpweaveError
+from opweave.ir.errors import OpweaveError, described
 from opweave.platforms import Platform
 
 _log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class RankedExecutor(Executor):
         if isinstance(error, CommunicatorError | distributed.DistError):
             silent = ", ".join(map(str, self._peers.silent()))
             return self._peers.fail(f"{error} Ranks that have not finished the step: {silent}.")
-        self._peers.fail(f"rank 0 failed: {type(error).__name__}: {error}")
+        self._peers.fail(f"rank 0 failed: {described(error)}")
         return error
 
     def _running(self) -> Rank:
