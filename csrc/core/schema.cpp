@@ -1,6 +1,7 @@
 #include "schema.h"
 
 #include <algorithm>
+#include <sstream>
 #include <stdexcept>
 
 namespace opweave {
@@ -8,6 +9,14 @@ namespace {
 
 [[noreturn]] void reject(const std::string& text, const std::string& why) {
   throw std::invalid_argument("schema '" + text + "': " + why);
+}
+
+// A schema may be written in several lines.
+std::string in_one_line(const std::string& text) {
+  std::istringstream words(text);
+  std::string line;
+  for (std::string word; words >> word;) line += (line.empty() ? "" : " ") + word;
+  return line;
 }
 
 std::string trimmed(const std::string& text) {
@@ -143,7 +152,8 @@ std::string returns_name(const std::vector<Kind>& returns) {
   return "(" + text + ")";
 }
 
-Schema parse_schema(const std::string& text) {
+Schema parse_schema(const std::string& written) {
+  const std::string text = in_one_line(written);
   const size_t open = text.find('(');
   const size_t arrow = text.rfind("->");
   const size_t close = arrow == std::string::npos ? arrow : text.rfind(')', arrow);

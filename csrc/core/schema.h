@@ -36,7 +36,7 @@ struct Schema {
 // Parse "name(Tensor(a!) out, Tensor? weight, int[] sizes, float? epsilon) -> (int, float)".
 // Arguments are Tensor, int, float, bool and int[], each also with "?", without defaults; results
 // are int, float and bool. Throws std::invalid_argument for anything else.
-Schema parse_schema(const std::string& text);
+Schema parse_schema(const std::string& written);
 
 // How a schema spells a type: "Tensor?".
 std::string type_name(const Type& type);

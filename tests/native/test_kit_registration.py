@@ -43,6 +43,24 @@ def test_a_schema_that_torch_refuses(
     assert "kit_refused" not in opened_modules()
 
 
+def test_a_module_without_an_op(native_cache: Path, tmp_path: Path) -> None:
+    source = tmp_path / "nothing.cpp"
+    source.write_text("#include <opweave/extension.h>\n", encoding="utf-8")
+    with pytest.raises(NativeBuildError, match=r"^kit_nothing is built .* no source of it regist"):
+        native.load("kit_nothing", [source])
+    assert "kit_nothing" not in opened_modules()
+
+
+def test_a_schema_in_several_lines(native_cache: Path, tmp_path: Path) -> None:
+    source = add_source(tmp_path, "1", schema="add(\\n    Tensor(a!)\\t x\\n) -> ()")
+    module = native.load("kit_lines", [source])
+    assert module.add.direct.__doc__ == "add( Tensor(a!) x ) -> ()"
+    x = torch.zeros(1)
+    module.add(x)
+    torch.ops.kit_lines.add(x)
+    assert x.tolist() == [2]
+
+
 def test_the_corrected_source_loads(native_cache: Path, tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     good = add_source(tmp_path, "1")
@@ -90,6 +108,9 @@ class Raw(ModuleType):
 
 
 def test_import_module_refuses_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kit_raw", Raw(None))
+    with pytest.raises(NativeImportError, match=r"^kit_raw does not load: no source of it reg"):
+        native.import_module("kit_raw")
     refused = Raw(None, "f(Tensor x, int in) -> ()")
     monkeypatch.setitem(sys.modules, "kit_raw", refused)
     with pytest.raises(
@@ -132,8 +153,8 @@ def test_a_module_that_is_not_native(name: str) -> None:
     assert name.replace(".", "_") not in opened_modules()
 
 
-@pytest.mark.parametrize("name", ["", ".demo", "demo/_C_ops", "demo."])
-def test_what_is_not_the_name_of_a_module(name: str) -> None:
+@pytest.mark.parametrize("name", ["", ".demo", "demo/_C_ops", "demo.", 3])
+def test_what_is_not_the_name_of_a_module(name: Any) -> None:
     with pytest.raises(NativeImportError, match=f"^{name!r} is not the name of a module, such as"):
         native.import_module(name)
 

@@ -72,7 +72,7 @@ def import_module(name: str) -> NativeModule:
             take its ops.
         ModuleNotFoundError: there is no such package, or a module that it imports is missing.
     """
-    if not all(part.isidentifier() for part in name.split(".")):
+    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
         raise NativeImportError(f"{name!r} is not the name of a module, such as demo._C_ops.")
     namespace, _, last = name.rpartition(".")
     namespace = namespace.replace(".", "_") or last
@@ -115,11 +115,11 @@ def open_doors(raw: ModuleType, namespace: str) -> Doors:
 def _check_registration(raw: ModuleType, namespace: str) -> None:
     """Check that torch takes the ops of *raw*, before it gets any: torch forgets none."""
     found = registration.schemas(raw)
-    refusal = registration.refused_schema(found, namespace)
-    if refusal is None and raw.__file__ not in _opened:
-        refusal = registration.defined_before(found, namespace)
-    if refusal is not None:
-        raise NativeImportError(refusal)
+    problem = registration.refusal(found, namespace)
+    if problem is None and raw.__file__ not in _opened:
+        problem = registration.defined_before(found, namespace)
+    if problem is not None:
+        raise NativeImportError(problem)
 
 
 def sees_every_call() -> bool:

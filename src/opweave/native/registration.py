@@ -14,8 +14,10 @@ def schemas(raw: ModuleType) -> dict[str, str]:
     return {name: getattr(raw, name).__doc__ for name in names}
 
 
-def refused_schema(found: Mapping[str, str], namespace: str) -> str | None:
-    """Return which schema torch does not take, and why."""
+def refusal(found: Mapping[str, str], namespace: str) -> str | None:
+    """Return why a module with these schemas is of no use: it has none, or torch refuses one."""
+    if not found:
+        return "no source of it registers an op, in OPWEAVE_EXTENSION_MODULE(m) { m.def(...); }"
     attributes = dir(torch._ops._OpNamespace(namespace))  # such as name
     for op, schema in found.items():
         if op in attributes:

@@ -49,7 +49,7 @@ def check(extension: Extension, path: Path) -> None:
     if any(symbol in why for symbol in _CXX_SYMBOLS):
         compiler = toolchain.cxx().command[0]
         why += f"; {compiler} does not link the C++ library: name a C++ compiler, such as CXX=g++"
-    why = why or registration.refused_schema(answer.get("schemas", {}), extension.namespace)
+    why = why or registration.refusal(answer.get("schemas", {}), extension.namespace)
     if why:
         raise NativeBuildError(f"{extension.label} is built but does not load: {why}.")
 
