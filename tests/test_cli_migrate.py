@@ -269,6 +269,25 @@ def test_a_pluggable_layer_stays_one(run: Run, tmp_path: Path) -> None:
     assert "from opweave.layers import PluggableLayer" in found["sketch"]
 
 
+def test_a_name_that_is_a_constant(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(
+        'NAME, OTHER = "x", "y"\nBLOCK: str = "my_block"\nREPLACED = "silu_and_mul"\n'
+        "@PluggableLayer.register(BLOCK)\n"
+        "class Block(PluggableLayer):\n    def forward(self, x):\n        return x\n"
+        "@CustomOp.register(name=NAME)\n"
+        "class Unknown(CustomOp):\n    def forward_native(self, x):\n        return x\n"
+        "@CustomOp.register_oot(REPLACED)\n"
+        "class Mine(SiluAndMul):\n    def forward_oot(self, x):\n        return x\n"
+    )
+    classes = json.loads(run("migrate", path, "--json").stdout)["classes"]
+    assert [(c["registered"], c["replaces"]) for c in classes] == [
+        ("my_block", None),
+        (None, None),
+        (None, "silu_and_mul"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "part"),
     [
@@ -280,6 +299,7 @@ def test_a_pluggable_layer_stays_one(run: Run, tmp_path: Path) -> None:
         (b"x = " + b"-" * 20_000 + b"1", "is nested too deeply"),
         (b"", "defines no layer"),
         (b"class A:\n    pass\n", "defines no layer"),
+        (b"class A(CustomOp):\n    pass\n" * 2, "two layers called A, in lines 1 and 3. Rename"),
     ],
 )
 def test_bad_input_is_one_line(content: bytes | None, part: str, run: Run, tmp_path: Path) -> None:

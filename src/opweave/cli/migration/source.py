@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def read(path: Path) -> Source:
     """Read the module in file *path*.
 
     Raises:
-        CliError: it cannot be read, is not Python, or defines no layer.
+        CliError: it cannot be read, is not Python, defines no layer, or two of one name.
     """
     try:
         module = ast.parse(path.read_text(encoding="utf-8"))
@@ -61,10 +61,16 @@ def read(path: Path) -> Source:
         raise CliError(f"{str(path)!r} is not Python: {error}.") from error
     except (MemoryError, RecursionError) as error:
         raise CliError(f"{str(path)!r} is nested too deeply to be read.") from error
-    calls = dict(_replacements_by_call(module))
+    names = dict(_constants(module))
+    calls = dict(_replacements_by_call(module, names))
     layers: dict[str, LayerClass] = {}
     for node in module.body:
-        if isinstance(node, ast.ClassDef) and (found := _layer(node, layers, calls)):
+        if isinstance(node, ast.ClassDef) and (found := _layer(node, layers, calls, names)):
+            if found.name in layers:
+                raise CliError(
+                    f"{str(path)!r} defines two layers called {found.name}, in lines "
+                    f"{layers[found.name].node.lineno} and {node.lineno}. Rename one of them."
+                )
             layers[found.name] = found
     if not layers:
         raise CliError(
@@ -107,7 +113,10 @@ def is_registration_call(node: ast.AST) -> bool:
 
 
 def _layer(
-    node: ast.ClassDef, known: dict[str, LayerClass], calls: dict[str, str]
+    node: ast.ClassDef,
+    known: Mapping[str, LayerClass],
+    calls: Mapping[str, str],
+    names: Mapping[str, str],
 ) -> LayerClass | None:
     base = next(filter(None, map(last_name, node.bases)), "")
     kind = base if base in KINDS else known[base].kind if base in known else None
@@ -116,7 +125,7 @@ def _layer(
     for decorator in decorators:
         target = decorator.func if isinstance(decorator, ast.Call) else decorator
         assert isinstance(target, ast.Attribute)
-        name = _name_argument(decorator) if isinstance(decorator, ast.Call) else None
+        name = _name_argument(decorator, names) if isinstance(decorator, ast.Call) else None
         if target.attr == "register":
             registered = name
         else:
@@ -129,10 +138,26 @@ def _layer(
     return layer
 
 
-def _name_argument(call: ast.Call) -> str | None:
+def _name_argument(call: ast.Call, names: Mapping[str, str]) -> str | None:
     given = [*call.args, *(each.value for each in call.keywords if each.arg in ("name", None))]
-    strings = [each.value for each in given if isinstance(each, ast.Constant)]
-    return next((each for each in strings if isinstance(each, str)), None)
+    return next(filter(None, (_string(each, names) for each in given)), None)
+
+
+def _string(node: ast.expr, names: Mapping[str, str]) -> str | None:
+    """Return the string that *node* is, or that the module's constant of that name is."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _constants(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """Name and value of every string that the module assigns at its top level."""
+    for node in module.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            value = _string(node.value, {})
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if value is not None:
+                yield from ((t.id, value) for t in targets if isinstance(t, ast.Name))
 
 
 def _attributes(init: Function | None) -> Iterator[tuple[str, ast.expr]]:
@@ -148,7 +173,9 @@ def _attributes(init: Function | None) -> Iterator[tuple[str, ast.expr]]:
                 yield target.attr, value
 
 
-def _replacements_by_call(module: ast.Module) -> Iterator[tuple[str, str]]:
+def _replacements_by_call(
+    module: ast.Module, names: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     """Class and name of ``register_oot(_decorated_op_cls=..., name=...)``, in loops over a dict."""
     tables = {
         last_name(node.targets[0]): node.value
@@ -160,12 +187,13 @@ def _replacements_by_call(module: ast.Module) -> Iterator[tuple[str, str]]:
             table = next((tables[n.id] for n in ast.walk(node.iter) if _in(n, tables)), None)  # type: ignore[attr-defined]
             pairs = zip(table.keys, table.values, strict=True) if table else ()
             for key, value in pairs:
-                if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                    yield last_name(value), key.value
+                replaced = _string(key, names) if key is not None else None
+                if replaced is not None:
+                    yield last_name(value), replaced
         else:
             call = next(n for n in ast.walk(node) if isinstance(n, ast.Call))
             classes = [*call.args, *(each.value for each in call.keywords)]
-            name = _name_argument(call)
+            name = _name_argument(call, names)
             cls = next(filter(None, map(last_name, classes)), "")
             if name and cls:
                 yield cls, name
