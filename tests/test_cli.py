@@ -260,7 +260,8 @@ def test_doctor_and_generate_without_the_native_module() -> None:
 def test_a_variable_that_means_nothing_is_warned_of_once() -> None:
     done = run_anew("ops", "--json", OPWEAVE_BATCH_INVARIENT="1")
     assert done.returncode == 0
-    assert done.stderr.count("SettingWarning: OPWEAVE_BATCH_INVARIENT is set, but") == 1
+    assert done.stderr.startswith("opweave: SettingWarning: OPWEAVE_BATCH_INVARIENT is set, but")
+    assert done.stderr.count("\n") == 1
     assert "Did you mean 'OPWEAVE_BATCH_INVARIANT'?" in done.stderr
 
 

@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError, Parameter
 from opweave import __version__
 from opweave.cli.conversion import converted
 from opweave.cli.errors import CliError
-from opweave.cli.output import Results, fail, open_streams, show_error
+from opweave.cli.output import Results, fail, format_warnings, open_streams, show_error
 from opweave.config.environment import logging_level
 from opweave.ir.errors import OpweaveError, described
 
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 0, 1 (problem found), 2 (bad input) or 130 (interrupted)."""
     try:
         open_streams()
+        format_warnings()
         given = sys.argv[1:] if arguments is None else arguments
         if not given or given[0] in app.help_flags:
             app.resolved_commands()  # help says what each is for

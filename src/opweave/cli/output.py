@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -49,6 +50,26 @@ def open_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what cannot be encoded is shown escaped
             stream.reconfigure(errors="backslashreplace")
+
+
+def format_warnings() -> None:
+    """Show warnings of opweave in one line, without the place in the code that gives them."""
+    warnings.formatwarning = _formatted
+
+
+def _formatted(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    if not category.__module__.startswith("opweave."):
+        return _format_warning(message, category, filename, lineno, line)
+    return f"opweave: {category.__name__}: {' '.join(str(message).split())}\n"
+
+
+_format_warning = warnings.formatwarning
 
 
 def print_text(text: str) -> None:
