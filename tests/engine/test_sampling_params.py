@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from opweave.engine import EngineError, SamplingParams, SamplingParamsError
+from opweave.engine.request_seeds import RequestSeeds
 
 
 def test_defaults() -> None:
@@ -20,11 +21,18 @@ def test_defaults() -> None:
     assert SamplingParams(temperature=0).is_greedy
 
 
+def test_seeds() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams()
+    seeds = RequestSeeds(0)
+    assert [seeds.of(SamplingParams(seed=s)) for s in (5, -2, -(2**63))] == [5, 2**64 - 2, 2**63]
+    assert seeds.of(SamplingParams(seed=-1)) != seeds.of(SamplingParams(seed=-1))
+
+
 @pytest.mark.parametrize(
     "valid",
     [
         {"top_k": -1}, {"top_k": 50}, {"top_p": 1e-6}, {"top_p": 1}, {"max_tokens": 1},
-        {"max_tokens": None}, {"seed": 0}, {"seed": 2**63 - 1}, {"stop": "x"},
+        {"max_tokens": None}, {"seed": 0}, {"seed": 2**63 - 1}, {"seed": -(2**63)}, {"stop": "x"},
         {"stop": ["x", "yz"]}, {"stop": []}, {"temperature": 100.0}, {"ignore_eos": True},
         {"n": 1}, {"n": 128}, {"min_p": 0}, {"min_p": 1.0}, {"min_tokens": 16}, {"logprobs": 0},
         {"logprobs": 20}, {"prompt_logprobs": 3}, {"presence_penalty": -2}, {"logit_bias": None},
@@ -44,8 +52,8 @@ def test_what_is_allowed(valid: dict[str, Any]) -> None:
         {"max_tokens": True}, {"temperature": -0.1}, {"temperature": math.nan},
         {"temperature": math.inf}, {"temperature": "hot"}, {"temperature": None}, {"top_p": 0},
         {"top_p": 0.0}, {"top_p": 1.01}, {"top_p": -0.5}, {"top_p": math.nan}, {"top_p": "1"},
-        {"top_k": -2}, {"top_k": 2.0}, {"top_k": None}, {"seed": -1}, {"seed": 1.0},
-        {"seed": 2**63}, {"stop": ""}, {"stop": ["a", ""]}, {"stop": [1]}, {"stop": 5},
+        {"top_k": -2}, {"top_k": 2.0}, {"top_k": None}, {"seed": 1.0}, {"seed": 2**63},
+        {"seed": -(2**63) - 1}, {"stop": ""}, {"stop": ["a", ""]}, {"stop": [1]}, {"stop": 5},
         {"stop": None}, {"ignore_eos": 1}, {"temperature": True}, {"n": 0}, {"n": 129},
         {"n": True}, {"min_p": -0.1}, {"min_p": 1.1}, {"min_tokens": -1}, {"min_tokens": 17},
         {"logprobs": -1}, {"logprobs": 21}, {"logprobs": True}, {"prompt_logprobs": 1.0},

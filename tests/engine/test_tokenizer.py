@@ -43,21 +43,31 @@ def test_as_transformers(text: str, directory: Path, tokenizer: Tokenizer) -> No
     assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda tokenizer: tokenizer.encode("the quick dog " * 50_000),
+        lambda tokenizer: tokenizer.decode(list(range(3, VOCABULARY)) * 1000),
+    ],
+    ids=["encode", "decode"],
+)
+def test_other_threads_run_while_a_long_text_is_read(
+    tokenizer: Tokenizer, work: Callable[[Tokenizer], object]
+) -> None:
     ended: list[float] = []
 
-    def encode() -> None:
-        tokenizer.encode("the quick dog " * 50_000)
+    def run() -> None:
+        work(tokenizer)
         ended.append(time.perf_counter())
 
-    worker = threading.Thread(target=encode)
+    worker = threading.Thread(target=run)
     worker.start()
     ticks = []
     while worker.is_alive():
         time.sleep(0.001)
         ticks.append(time.perf_counter())
     worker.join()
-    # One at most if encoding held the interpreter; a busy machine has few turns to give.
+    # One at most if it held the interpreter; a busy machine has few turns to give.
     assert sum(tick < ended[0] for tick in ticks) > 3
 
 
@@ -211,6 +221,22 @@ def test_bytes_that_are_no_text_do_not_pile_up(tokenizer: Tokenizer, data: Any) 
         assert len(tokenizer.decode(ids[:count])) - len(text) <= 9
         assert tokenizer.decode(ids).startswith(text)
     assert text + decoder.finish() == tokenizer.decode(ids)
+
+
+def test_a_long_text_is_decoded_as_a_short_one(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Return the list. " * 500)
+    assert len(ids) > 2000
+    assert tokenizer.decode(ids) == "Return the list. " * 500
+    assert tokenizer.decode(ids, skip_special_tokens=False).startswith("<s>Return")
+
+
+@pytest.mark.parametrize("text", ["漢字 é", "🙂\u00a0a\n"])
+def test_the_bytes_of_tokens(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    parts = [tokenizer.bytes_of(token) for token in ids]
+    assert b"".join(part or b"?" for part in parts) == text.encode()
+    assert any("\ufffd" in tokenizer.piece(token) for token in ids)
+    assert tokenizer.bytes_of(EOS) == b"</s>"
 
 
 def test_the_text_of_one_token(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -231,6 +231,27 @@ def test_integers_are_numbers_too(server: Running) -> None:
     assert (params.temperature, params.logit_bias) == (1.0, {5: 1.0})
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "x", "priority": None, "seed": -1, "max_tokens": 1}),
+        (CHAT, {"messages": USER, "add_generation_prompt": None, "max_tokens": 1}),
+        (CHAT, {"messages": USER, "logprobs": False, "top_logprobs": 0, "max_tokens": 1}),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": None, "return_token_strs": None}),
+        ("/tokenize", {"messages": USER, "add_special_tokens": None}),
+        ("/v1/embeddings", {"input": "x", "encoding_format": None}),
+    ],
+)
+def test_null_is_the_default(start: Start, path: str, body: dict[str, Any]) -> None:
+    server = start(FakeEngine(embeds=True))
+    short = {name: value for name, value in body.items() if value not in (None, -1, False, 0)}
+    found, expected = (server.post(path, each).json() for each in (body, short))
+    for answer in (found, expected):
+        assert "error" not in answer
+        answer.pop("id", None)
+    assert found == expected
+
+
 def test_nesting_that_json_allows_is_no_harm(server: Running) -> None:
     nested: Any = {}
     for _ in range(200):

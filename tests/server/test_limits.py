@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from opweave.server import ServerConfig, ServerConfigError
+from opweave.server import ServerConfig, ServerConfigError, streaming
 from server.conftest import Running, Start
 from server.fake_engine import FakeEngine
 from server.test_errors import error_of
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 3}
+
+
+@contextmanager
+def stalled(where: tuple[str, int]) -> Iterator[None]:
+    """Ask for more than fits into the buffers of a connection, and read none of it."""
+    body = {"prompt": "x", "max_tokens": 200, "n": 64, "stream": True}
+    content = json.dumps(body).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(where)
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield
 
 
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -165,6 +180,52 @@ def test_a_stream_that_takes_too_long(start: Start) -> None:
     assert '"code": "timeout"' in text
     assert text.endswith("data: [DONE]\n\n")
     assert engine.aborted
+
+
+def test_a_client_that_reads_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_LAST_WORDS", 0.2)
+    server = start(config=ServerConfig(request_timeout=6.0))
+    with stalled(address(server)):
+        until(lambda: server.engine.finished["length"] == 1)
+        assert server.state.admission.active == 64  # the answers are there, and nobody takes them
+        until(lambda: server.state.admission.active == 0, 20)
+        assert server.post(COMPLETIONS, {"prompt": "x", "n": 64}).status_code == 200
+
+
+def test_reading_prompts_stops_nobody(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(FakeEngine(embeds=True))
+    is_reading = threading.Event()
+
+    def encode(text: str, **_: Any) -> list[int]:
+        is_reading.set()
+        time.sleep(0.02)
+        return [5]
+
+    monkeypatch.setattr(server.engine.tokenizer, "encode", encode)
+    texts = ["x" * 200] * 50
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/v1/embeddings", {"input": texts})
+        assert is_reading.wait(60)
+        assert server.get("/ping").status_code == 200
+        assert not answer.done()
+        assert len(answer.result().json()["data"]) == len(texts)
+
+
+def test_what_is_refused_is_not_read(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(config=ServerConfig(max_requests=4))
+    monkeypatch.setattr(server.engine.tokenizer, "encode", None)
+    for body in ({"prompt": ["x"] * 5}, {"prompt": ["x", "y"], "n": 3}):
+        assert error_of(server.post(COMPLETIONS, body), 400)["code"] == "too_many_answers"
+
+
+def test_a_connection_that_is_kept_is_fast(start: Start) -> None:
+    server = start()
+    times = []
+    for _ in range(20):
+        started = time.monotonic()
+        server.get("/ping")
+        times.append(time.monotonic() - started)
+    assert min(times[1:]) < 0.03  # acknowledgements are delayed by 40 ms
 
 
 def test_cors(start: Start) -> None:

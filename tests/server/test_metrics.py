@@ -76,6 +76,14 @@ def test_histograms_are_cumulative(start: Start) -> None:
     assert found[f"{name}_sum{sorted(LABELS.items())}"] == 5000.304
 
 
+def test_methods_that_nobody_knows_are_one(server: Running) -> None:
+    for number in range(5):
+        assert server.client.request(f"M{number}", "/health").status_code == 405
+    found = server.get("/metrics").text
+    assert 'http_requests_total{method="any",path="/health",status="405"} 5.0' in found
+    assert "M1" not in found
+
+
 def test_which_kernels_are_preferred(server: Running) -> None:
     ops = {each["op"]: each["preferred"] for each in server.get("/v1/ops").json()["data"]}
     found = values(server)

@@ -136,6 +136,7 @@ def test_the_log(command: Command, client: openai.OpenAI) -> None:
         model="pydoc", prompt="a secret prompt", max_tokens=1,
         extra_headers={"X-Request-Id": "mine"}, extra_body={"odd": 1},
     )  # fmt: skip
+    until(lambda: '"mine"' in command.log.read_text().rpartition("\n")[0])  # after the answer
     lines = [json.loads(line) for line in command.log.read_text().splitlines()]
     (access,) = [line for line in lines if line.get("request_id") == "mine"]
     assert (access["method"], access["path"]) == ("POST", "/v1/completions")

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.test_limits import until
+from server.test_limits import stalled, until
 
 TESTS = Path(__file__).parents[1]
 PATH = "/v1/completions"
@@ -198,6 +198,17 @@ def test_what_takes_too_long_is_told(serve: Callable[..., Served]) -> None:
     assert events[-2] == "data: [DONE]"
     assert json.loads(events[-3][6:])["error"]["code"] == "shutting_down"
     assert served.end()[0] == 0
+
+
+def test_a_client_that_reads_nothing(serve: Callable[..., Served]) -> None:
+    served = serve(0.0, drain=0.1)
+    with stalled((served.client.base_url.host, served.client.base_url.port or 0)):
+        until(lambda: served.running() == 1)
+        until(lambda: served.running() == 0)
+        served.stop()
+        code, _, log = served.end()
+    assert (code, "Traceback" in log) == (0, False), log
+    assert "64 answers have not finished" in log
 
 
 def test_a_second_signal_stops_at_once(serve: Callable[..., Served]) -> None:

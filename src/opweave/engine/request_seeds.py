@@ -20,5 +20,5 @@ class RequestSeeds:
     def of(self, params: SamplingParams) -> int:
         """Return the seed of a request: its own, or the next one."""
         if params.seed is not None:
-            return params.seed
+            return params.seed % 2**64
         return int(torch.randint(2**63 - 1, (), generator=self._generator))

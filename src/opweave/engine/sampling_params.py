@@ -23,9 +23,10 @@ class SamplingParams:
         top_p: sample among the most likely tokens that together reach this probability.
         top_k: sample among this many most likely tokens; 0 or -1: all.
         min_p: sample among the tokens at least this probable, relative to the most likely one.
-        seed: makes the draws of the request reproducible; None: the engine draws one. The model's
-            scores, and so the tokens, may still depend a little on what else runs, unless
-            OPWEAVE_BATCH_INVARIANT is set: see ``how-to/batch-invariance.md``.
+        seed: makes the draws of the request reproducible, any integer of 64 bits; None or -1: the
+            engine draws one. The model's scores, and so the tokens, may still depend a little on
+            what else runs, unless OPWEAVE_BATCH_INVARIANT is set: see
+            ``how-to/batch-invariance.md``.
         stop: one or more texts that end the request; none of them is part of its text.
         ignore_eos: go on after an end-of-text token.
         stop_token_ids: tokens that end the request, beside the end-of-text token; none of them is
@@ -78,7 +79,9 @@ class SamplingParams:
             raise SamplingParamsError(message, "top_p")
         _check_int("top_k", self.top_k, -1, "where 0 and -1 mean all tokens")
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, "or None")
+            _check_int("seed", self.seed, -(2**63), "or None")
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_int("n", self.n, 1, f"and at most {MAX_N}")
         if self.n > MAX_N:

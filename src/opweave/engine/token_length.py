@@ -28,19 +28,19 @@ def longest_token(backend: Any) -> int | None:
     """
     vocabulary = backend.get_vocab(with_added_tokens=True).keys()
     added = backend.get_added_tokens_decoder().values()
-    shrinks = _shrinks(_described(backend.normalizer))
+    shrinks = _shrinks(described(backend.normalizer))
     if (
         not vocabulary
         or shrinks is None
         or backend.truncation is not None
         or any(token.lstrip or token.rstrip for token in added)
-        or not _covers(_described(backend.pre_tokenizer), backend.model, vocabulary)
+        or not _covers(described(backend.pre_tokenizer), backend.model, vocabulary)
     ):
         return None
     return shrinks * max(map(len, vocabulary))
 
 
-def _described(part: Any) -> dict[str, Any]:
+def described(part: Any) -> dict[str, Any]:
     """Return what ``tokenizer.json`` says of a part."""
     found: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
     return found

@@ -11,11 +11,13 @@ from opweave.config import EngineConfig
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.dependencies import require
 from opweave.engine.errors import PromptError, TokenizerError
-from opweave.engine.token_length import longest_token
+from opweave.engine.token_bytes import token_bytes
+from opweave.engine.token_length import described, longest_token
 
 _log = logging.getLogger(__name__)
 
 _REPLACEMENT = "\ufffd"
+_SHORT = 1024  # tokens that are decoded sooner than a thread could take turns
 _CONTEXT = 8  # tokens of the prompt that decide how its continuation is decoded
 # No character has more bytes, and a token that is text at all has one: what is longer undecided
 # than twice that holds bytes that never become text.
@@ -64,7 +66,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of *ids*; bytes that are no text become U+FFFD."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < _SHORT:
+            text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return text
+        # A batch, for the same reason as above.
+        (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def piece(self, token_id: int) -> str:
@@ -77,6 +83,18 @@ class Tokenizer:
             ]
             known = self._pieces[token_id] = decoded[1][len(decoded[0]) :]
         return known
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """Return the bytes of one token; None: it is no text, and its bytes are not known."""
+        text = self.piece(token_id)
+        if _REPLACEMENT not in text:
+            return text.encode("utf-8")
+        token = self.token(token_id)
+        return None if token is None else token_bytes(token, self._decoder)
+
+    @cached_property
+    def _decoder(self) -> dict[str, Any]:
+        return described(self._backend.decoder)
 
     @cached_property
     def longest_token(self) -> int | None:

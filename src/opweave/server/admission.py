@@ -28,7 +28,7 @@ class Admission:
         Raises:
             ApiError: there are not that many; or the server is about to stop.
         """
-        self._check(count, param)
+        self.check(count, param=param)
         self.active += count
         self._idle.clear()
         try:
@@ -46,7 +46,8 @@ class Admission:
         """Wait until no place is held."""
         await self._idle.wait()
 
-    def _check(self, count: int, param: str) -> None:
+    def check(self, count: int, *, param: str) -> None:
+        """Raise ApiError if :meth:`places` would now."""
         if self.is_closed:
             raise ApiError(
                 "The server is shutting down and takes no more requests.",

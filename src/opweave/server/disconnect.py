@@ -44,23 +44,40 @@ class EventStream(Response):
     Args:
         events: yields the events as they are sent, and raises nothing.
         source: what *events* reads, which is to be closed even if *events* never started.
+        deadline: the loop's time when the last event must have been sent, whether or not the
+            client reads them.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], source: AsyncIterator[object]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        source: AsyncIterator[object],
+        *,
+        deadline: float,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._source = events, source
+        self._events, self._source, self._deadline = events, source, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
+        """Send the events.
+
+        Raises:
+            ClientGoneError: the client did not read them in time.
+        """
         sending = asyncio.create_task(self._send(send))
         hanging_up = asyncio.create_task(_disconnected(receive))
+        left = self._deadline - asyncio.get_running_loop().time()
         try:
-            await asyncio.wait({sending, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
+            done, _ = await asyncio.wait(
+                {sending, hanging_up}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            if sending in done:
                 sending.result()
+            elif not done:
+                raise ClientGoneError
         finally:
             await cancelled([sending, hanging_up])
             await self._events.aclose()

@@ -34,6 +34,7 @@ class Generation:
         param: the field of the request that the prompts come from.
         id: its id in responses; the engine knows each prompt by it and a number.
         created: in seconds since 1970.
+        deadline: the loop's time when it must have been answered.
     """
 
     server: ServerState
@@ -44,9 +45,12 @@ class Generation:
     param: str = "prompt"
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
+    deadline: float = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", f"{self.kind}-{uuid.uuid4().hex}")
+        now = asyncio.get_running_loop().time()
+        object.__setattr__(self, "deadline", now + self.server.config.request_timeout)
 
     @property
     def model(self) -> str:
@@ -60,7 +64,6 @@ class Generation:
             ApiError: too many requests are running, it takes too long, or the server stops.
             EngineError: what the engine raises.
         """
-        deadline = asyncio.get_running_loop().time() + self.server.config.request_timeout
         if self.server.config.log_prompts:
             _log.info("%s prompts %r", self.id, [p.text or p.ids for p in self.prompts])
         several = self.param if self.params.n == 1 else "n"
@@ -68,7 +71,7 @@ class Generation:
             async with aclosing(self._merged()) as outputs:
                 while True:
                     try:
-                        async with asyncio.timeout_at(deadline):
+                        async with asyncio.timeout_at(self.deadline):
                             index, output = await anext(outputs)
                     except StopAsyncIteration:
                         return

@@ -5,23 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from opweave.engine import Logprob
+from opweave.engine.tokenizer import Tokenizer
 from opweave.server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from opweave.server.protocol.completions import CompletionLogprobs
 
-_REPLACEMENT = "\ufffd"  # stands for bytes that are no text on their own
-
 
 def chat_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]] | None, count: int
+    token_ids: Sequence[int],
+    logprobs: Sequence[Mapping[int, Logprob]] | None,
+    count: int,
+    tokenizer: Tokenizer,
 ) -> ChatLogprobs | None:
     """Return them for a chat, with the *count* most likely tokens of each place."""
     if logprobs is None:
         return None
+
+    def entry(token: int, at: Mapping[int, Logprob]) -> TopLogprob:
+        found, known = at[token], tokenizer.bytes_of(token)
+        return TopLogprob(
+            token=found.decoded_token,
+            logprob=found.logprob,
+            bytes=None if known is None else list(known),
+        )
+
     return ChatLogprobs(
         content=[
             TokenLogprob(
-                **_entry(at[token]).model_dump(),
-                top_logprobs=[_entry(likely) for likely in _most_likely(at, count)],
+                **entry(token, at).model_dump(),
+                top_logprobs=[entry(likely, at) for likely in _most_likely(at, count)],
             )
             for token, at in zip(token_ids, logprobs, strict=True)
         ]
@@ -74,16 +85,10 @@ def _top(at: Mapping[int, Logprob], token: int, count: int) -> dict[str, float]:
     """Return the most likely tokens by their texts, and *token*, which is always there."""
     top: dict[str, float] = {}
     for likely in _most_likely(at, count):
-        top.setdefault(likely.decoded_token, likely.logprob)
+        top.setdefault(at[likely].decoded_token, at[likely].logprob)
     top[at[token].decoded_token] = at[token].logprob
     return top
 
 
-def _most_likely(at: Mapping[int, Logprob], count: int) -> list[Logprob]:
-    return sorted((each for each in at.values() if each.rank <= count), key=lambda e: e.rank)
-
-
-def _entry(token: Logprob) -> TopLogprob:
-    text = token.decoded_token
-    known = None if _REPLACEMENT in text else list(text.encode("utf-8"))
-    return TopLogprob(token=text, logprob=token.logprob, bytes=known)
+def _most_likely(at: Mapping[int, Logprob], count: int) -> list[int]:
+    return sorted((t for t in at if at[t].rank <= count), key=lambda token: at[token].rank)

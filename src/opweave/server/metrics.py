@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from http import HTTPMethod
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -74,9 +75,10 @@ class Metrics:
         )  # fmt: skip
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count one response; paths that no route knows are one, however many there are."""
+        """Count one response; paths and methods that nobody knows are one, however many."""
         path = getattr(scope.get("route"), "path", "unknown")
-        method = scope["method"] if path != "unknown" else "any"
+        is_known = path != "unknown" and scope["method"] in HTTPMethod.__members__
+        method = scope["method"] if is_known else "any"
         self._requests.labels(method, path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 

@@ -58,8 +58,11 @@ class Envelope:
         try:
             await self._app(scope, receive, send_on)
         except ClientGoneError:
+            if not status:
+                await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
             status = CLIENT_CLOSED_REQUEST
-            await Response(status_code=status)(scope, receive, send)
+        except asyncio.CancelledError:  # what a client has not read when the server ends
+            status = CLIENT_CLOSED_REQUEST
         except Exception as error:
             answer = error_response(api_error(error, request_id))
             if not status:

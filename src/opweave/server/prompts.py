@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 from opweave.engine import SamplingParams, TokenizerError
 from opweave.server.errors import ApiError
 from opweave.server.protocol.base import Input
 from opweave.server.protocol.chat import Conversation
 from opweave.server.state import ServerState
+
+T = TypeVar("T")
 
 _QUICK = 4096  # characters that are tokenized in a millisecond, without a thread
 
@@ -24,21 +27,30 @@ class Prompt:
     ids: list[int]
 
 
-async def read_prompts(given: Input, server: ServerState, *, param: str) -> list[Prompt]:
+async def read_prompts(
+    given: Input, server: ServerState, *, param: str, n: int = 1
+) -> list[Prompt]:
     """Return the prompts of a request, in their order.
 
+    Args:
+        given: one or several.
+        server: whose tokenizer reads them.
+        param: the field that they come from.
+        n: how many answers each of them is to have.
+
     Raises:
-        ApiError: there is none, or one is too long to be worth reading.
+        ApiError: there is none, one is too long to be worth reading, or there are too many.
     """
     several = _as_list(given)
     if not several:
         raise ApiError(f"{param} is empty; it must hold at least one prompt.", param=param)
-    for one in several:
-        if isinstance(one, str):
-            check_length(one, server, param=param)
+    server.admission.check(len(several) * n, param=param if n == 1 else "n")
+    texts = [one for one in several if isinstance(one, str)]
+    for text in texts:
+        check_length(text, server, param=param)
+    read = iter(await tokenize_all(texts, server))
     return [
-        Prompt(one, await tokenize(one, server)) if isinstance(one, str) else Prompt(None, one)
-        for one in several
+        Prompt(one, next(read)) if isinstance(one, str) else Prompt(None, one) for one in several
     ]
 
 
@@ -59,7 +71,7 @@ async def render(conversation: Conversation, server: ServerState) -> str:
         server.chat_template.render,
         [message.for_template() for message in conversation.messages],
         tools=conversation.tools,
-        add_generation_prompt=conversation.add_generation_prompt,
+        add_generation_prompt=conversation.add_generation_prompt is not False,
         **(conversation.chat_template_kwargs or {}),
     )
     return await asyncio.to_thread(write)
@@ -72,15 +84,51 @@ async def tokenize(text: str, server: ServerState, *, special: bool = True) -> l
         PromptError: the text holds half of a surrogate pair, as what a template makes may do.
         ApiError: there is no tokenizer.
     """
-    encode = partial(server.engine.tokenizer.encode, text, add_special_tokens=special)
+    (ids,) = await tokenize_all([text], server, special=special)
+    return ids
+
+
+async def tokenize_all(
+    texts: Sequence[str], server: ServerState, *, special: bool = True
+) -> list[list[int]]:
+    """Return the tokens of each text; raises as :func:`tokenize`."""
+
+    def encode() -> list[list[int]]:
+        read = server.engine.tokenizer.encode
+        return [read(text, add_special_tokens=special) for text in texts]
+
     try:
-        return encode() if len(text) < _QUICK else await asyncio.to_thread(encode)
+        return await _reading(server, encode, sum(map(len, texts)))
     except TokenizerError as error:
         raise ApiError(
             "The server has no tokenizer, since its weights are dummies: send token ids instead of "
             "text.",
             code="no_tokenizer",
         ) from error
+
+
+async def detokenize(ids: Sequence[int], server: ServerState, *, param: str) -> str:
+    """Return the text of *ids*.
+
+    Raises:
+        ApiError: the vocabulary has no such token.
+    """
+
+    def decode() -> str:
+        tokenizer = server.engine.tokenizer
+        for token in set(ids):
+            if tokenizer.token(token) is None:
+                raise ApiError(f"The vocabulary has no token {token}.", param=param)
+        return tokenizer.decode(ids)
+
+    return await _reading(server, decode, len(ids))
+
+
+async def _reading(server: ServerState, work: Callable[[], T], size: int) -> T:
+    """Return what *work* on so many characters or tokens returns; if it takes long, in a thread."""
+    if size < _QUICK:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(server.readers, work)
 
 
 def check_length(text: str, server: ServerState, *, param: str) -> None:

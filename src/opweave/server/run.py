@@ -40,7 +40,9 @@ def listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
+        # Only where the protocol is named does asyncio send small writes at once; a client that
+        # keeps its connection would wait 40 ms for the second one.
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except (OSError, UnicodeError) as error:
         raise AddressError(f"Cannot listen on {host!r}: {error}.") from error
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -115,6 +117,8 @@ async def _serve(
         if http.started:
             ready()
         await serving
+        if left := set(http.server_state.tasks):  # cancelled, and about to release what they hold
+            await asyncio.wait(left, timeout=_LAST_BYTES)
     finally:
         stop.restore()
         if watching is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated, cast
 
@@ -26,6 +28,7 @@ class ServerState:
         chat_template: turns conversations into prompts, if there is one.
         admission: how many requests there are.
         io_processor: answers requests of a form of its own, if there is one.
+        readers: tokenize what takes long; the engine keeps half of the processors.
         created: when the server was made, in seconds since 1970.
     """
 
@@ -34,6 +37,9 @@ class ServerState:
     chat_template: ChatTemplate | None
     admission: Admission
     io_processor: IOProcessor | None = None
+    readers: Executor = field(
+        default_factory=lambda: ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), "reader")
+    )
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -12,6 +12,7 @@ from opweave.server.disconnect import EventStream, unless_gone
 from opweave.server.errors import api_error
 from opweave.server.generation import Generation, Outputs
 
+_LAST_WORDS = 5.0  # seconds in which a client is to read what comes at the deadline
 Writer = Callable[[Outputs], AsyncGenerator[str, None]]
 
 
@@ -40,7 +41,7 @@ async def stream(generation: Generation, write: Writer, request: Request) -> Res
         await outputs.aclose()
         raise
     events = _guarded(write(_resumed(begun, outputs)), request.state.request_id)
-    return EventStream(events, outputs)
+    return EventStream(events, outputs, deadline=generation.deadline + _LAST_WORDS)
 
 
 async def _resumed(first: tuple[int, RequestOutput], rest: Outputs) -> Outputs:

@@ -59,7 +59,7 @@ class Conversation(RequestBody):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("chat_template_kwargs")
@@ -88,7 +88,7 @@ class ChatRequest(SamplingFields, Conversation):
             SamplingParamsError: a value is out of range.
             ApiError: the request contradicts itself, or asks for what there is not.
         """
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs=true.", param="top_logprobs")
         self._refuse_what_there_is_not()
         count = (self.top_logprobs or 0) if self.logprobs else None

@@ -11,7 +11,7 @@ class EmbeddingRequest(RequestBody):
     """Turn texts into vectors."""
 
     input: Input
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     user: Text | None = None
 

@@ -12,7 +12,7 @@ class ProcessRequest(RequestBody):
     """A request in the form of an I/O processor."""
 
     data: Any
-    priority: Priority = 0
+    priority: Priority | None = None
 
 
 class ProcessResponse(ResponseBody):

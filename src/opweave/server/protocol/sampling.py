@@ -57,7 +57,7 @@ class SamplingFields(RequestBody):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    priority: Priority = 0
+    priority: Priority | None = None
     response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")

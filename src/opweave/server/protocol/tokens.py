@@ -16,15 +16,25 @@ class TokenizePrompt(RequestBody):
     """A text to be split into tokens."""
 
     prompt: Text
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @property
+    def special(self) -> bool:
+        """Whether the tokenizer adds special tokens: yes, unless it must not."""
+        return self.add_special_tokens is not False
 
 
 class TokenizeConversation(Conversation):
     """A conversation to be split into tokens."""
 
-    add_special_tokens: bool = False
-    return_token_strs: bool = False
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @property
+    def special(self) -> bool:
+        """Whether the tokenizer adds special tokens: the template has them, unless it must."""
+        return bool(self.add_special_tokens)
 
 
 class TokenizeResponse(ResponseBody):

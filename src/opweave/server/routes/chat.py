@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
 
-from opweave.engine import RequestOutput
+from opweave.engine import CompletionOutput, RequestOutput
 from opweave.server.disconnect import unless_gone
 from opweave.server.generation import Generation, Outputs
 from opweave.server.logprobs import chat_logprobs
@@ -18,6 +18,7 @@ from opweave.server.protocol.chat import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
+    ChatLogprobs,
     ChatRequest,
     ChatResponse,
 )
@@ -38,7 +39,9 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
     check_length(text, server, param="messages")
     prompts = [Prompt(text, await tokenize(text, server, special=False))]
     check_context(prompts, params, server)
-    generation = Generation(server, "chatcmpl", prompts, params, body.priority, param="messages")
+    generation = Generation(
+        server, "chatcmpl", prompts, params, body.priority or 0, param="messages"
+    )
     writer = _Writer(generation, body)
     if body.stream:
         return await stream(generation, writer.events, request)
@@ -54,12 +57,11 @@ class _Writer:
     body: ChatRequest
 
     def response(self, output: RequestOutput) -> ChatResponse:
-        count = self.body.top_logprobs or 0
         choices = [
             ChatChoice(
                 index=answer.index,
                 message=AnswerMessage(content=answer.text),
-                logprobs=chat_logprobs(answer.token_ids, answer.logprobs, count),
+                logprobs=self._logprobs(answer),
                 finish_reason=answer.finish_reason,
                 stop_reason=answer.stop_reason,
             )
@@ -89,9 +91,13 @@ class _Writer:
         if self.body.includes_usage:
             yield self._chunk([], Usage.of(newest)).event()
 
+    def _logprobs(self, answer: CompletionOutput | Piece) -> ChatLogprobs | None:
+        count, tokenizer = self.body.top_logprobs or 0, self.generation.server.engine.tokenizer
+        return chat_logprobs(answer.token_ids, answer.logprobs, count, tokenizer)
+
     def _choices(self, index: int, piece: Piece) -> Iterator[ChatChunkChoice]:
         if piece.text or piece.logprobs:
-            logprobs = chat_logprobs(piece.token_ids, piece.logprobs, self.body.top_logprobs or 0)
+            logprobs = self._logprobs(piece)
             delta = {"content": piece.text}
             yield ChatChunkChoice(index=index, delta=delta, logprobs=logprobs)
         if piece.finish_reason is not None:

@@ -33,9 +33,9 @@ async def completions(body: CompletionRequest, request: Request, server: Server)
     """Continue one or more prompts."""
     server.accept(body, request)
     params = body.params()
-    prompts = await read_prompts(body.prompt, server, param="prompt")
+    prompts = await read_prompts(body.prompt, server, param="prompt", n=params.n)
     check_context(prompts, params, server)
-    generation = Generation(server, "cmpl", prompts, params, body.priority)
+    generation = Generation(server, "cmpl", prompts, params, body.priority or 0)
     writer = _Writer(generation, body)
     if body.stream:
         return await stream(generation, writer.events, request)

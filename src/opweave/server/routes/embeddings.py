@@ -49,7 +49,7 @@ def _check_dimensions(wanted: int | None, outputs: list[EmbeddingOutput]) -> Non
         )
 
 
-def _encoded(vector: list[float], form: str) -> list[float] | str:
-    if form == "float":
+def _encoded(vector: list[float], form: str | None) -> list[float] | str:
+    if form != "base64":
         return vector
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")

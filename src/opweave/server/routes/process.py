@@ -67,7 +67,7 @@ async def _answered(
     if processor.embeds:
         return await embed(prompts, server, param="data")
     check_context(prompts, params, server)
-    generation = Generation(server, "proc", prompts, params, body.priority, param="data")
+    generation = Generation(server, "proc", prompts, params, body.priority or 0, param="data")
     return await generation.answers()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from opweave.server.errors import ApiError
-from opweave.server.prompts import render, tokenize
+from opweave.server.disconnect import unless_gone
+from opweave.server.prompts import detokenize, render, tokenize
 from opweave.server.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -26,7 +26,8 @@ async def tokenize_text(
     """Split a prompt, or a conversation, into tokens."""
     server.accept(body, request)
     text = body.prompt if isinstance(body, TokenizePrompt) else await render(body, server)
-    ids = await tokenize(text, server, special=body.add_special_tokens)
+    reading = tokenize(text, server, special=body.special)
+    ids = await unless_gone(request, reading)
     token = server.engine.tokenizer.token
     return json_response(
         TokenizeResponse(
@@ -39,11 +40,8 @@ async def tokenize_text(
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
-async def detokenize(body: DetokenizeRequest, request: Request, server: Server) -> Response:
+async def detokenize_tokens(body: DetokenizeRequest, request: Request, server: Server) -> Response:
     """Join tokens to a text."""
     server.accept(body, request)
-    tokenizer = server.engine.tokenizer
-    for token in set(body.tokens):
-        if tokenizer.token(token) is None:
-            raise ApiError(f"The vocabulary has no token {token}.", param="tokens")
-    return json_response(DetokenizeResponse(prompt=tokenizer.decode(body.tokens)))
+    text = await unless_gone(request, detokenize(body.tokens, server, param="tokens"))
+    return json_response(DetokenizeResponse(prompt=text))
