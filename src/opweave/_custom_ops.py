@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from opweave import native
-from opweave.native.autograd import check_traced
+from opweave.native.autograd import call_traced
 from opweave.native.doors import Doors, function_of
 from opweave.native.loader import NAMESPACE
 
@@ -99,8 +99,7 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsil
 def _call(op: str, *arguments: object) -> None:
     if is_dynamo_compiling():
         _load()
-        check_traced(op, *arguments)
-        getattr(torch.ops.opweave_c, op).default(*arguments)
+        call_traced(op, getattr(torch.ops.opweave_c, op).default, *arguments)
     else:
         _function(op)(*arguments)
 

@@ -227,7 +227,7 @@ def test_warnings(blend: IrOp, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_donation(blend: IrOp) -> None:
     x = X.clone()
-    with blend.set_priority(["in_place"]):
+    with blend.set_priority(["in_place"]), torch.no_grad():
         assert blend(x, Y).equal(X + Y + 20)
         assert x.equal(X)
         given = blend.maybe_inplace(x, Y)

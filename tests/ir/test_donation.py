@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,13 @@ from opweave import ir
 from opweave.ir import compat
 from opweave.ir.donation import apart
 from opweave.ir.errors import DonationError
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    """In grad mode nothing is reused."""
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture
@@ -74,6 +81,24 @@ def test_kernels_reuse_what_is_given_up(
             if r.data_ptr() == t.data_ptr()
         } == reused
         torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("way", ["maybe_inplace", "using", "torch op"])
+@pytest.mark.parametrize("checks", [False, True])
+@pytest.mark.parametrize("provider", ["native", "second", "both"])
+def test_a_backward_pass_may_need_what_is_given_up(
+    op: ir.IrOp, provider: str, checks: bool, way: str
+) -> None:
+    op.registry.settings.check_donation = checks
+    call = donating(op, provider, way)
+    for _ in range(3):
+        x, xr, w = args()
+        factor, needed = torch.ones(4, 6, requires_grad=True), x + xr
+        with torch.enable_grad():
+            product = factor * x + factor * xr
+            call(x, xr, w)
+            (gradient,) = torch.autograd.grad(product.sum(), factor)
+        assert torch.equal(gradient, needed)
 
 
 def layouts() -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -250,6 +275,7 @@ def clone(x: Tensor) -> Tensor:
     return x.clone()
 
 
+@torch.enable_grad()
 def test_gradients_survive_check_mode(checked: ir.IrOp) -> None:
     leaf = torch.ones(4, 6, requires_grad=True)
     result, _ = checked.maybe_inplace(leaf * 2, leaf * 3, torch.ones(6))

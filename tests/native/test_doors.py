@@ -384,6 +384,25 @@ def test_a_graph_loses_nothing_unseen(module: ModuleType) -> None:
     assert torch.equal(compiled(ones(1, 4)), doubled(ones(1, 4)))
 
 
+@torch.enable_grad()
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_graph_counts_versions(module: ModuleType, backend: str) -> None:
+    def step(x: Tensor, weight: Tensor, needed: bool) -> Tensor:
+        y = x * 2
+        product = weight * y if needed else weight * (y + 0)
+        _custom_ops.rms_norm(y, x, None, 0.0)
+        return product + y
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    x, weight = torch.full((1, 4), 3.0), ones(1, 4).requires_grad_()
+    for call in (step, compiled):
+        out = call(x, weight, False)
+        (gradient,) = torch.autograd.grad(out.sum(), weight)
+        assert (out.tolist(), gradient.tolist()) == ([[7.0] * 4], [[6.0] * 4])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            call(x, weight, True).sum().backward()
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_lazy_view_is_not_written(module: ModuleType, grad: bool) -> None:
     for out in (torch._neg_view(ones(2, 4)), torch.ones(2, 4, dtype=torch.complex64).conj().imag):

@@ -15,6 +15,7 @@ from torch import Tensor
 from opweave.native import NativeModule
 
 from .kit_module import DOORS, NAME, SOURCE, door
+from .oracle import using_threads
 
 LONG = list(range(-50, 200))
 BIG = 2**63 - 1
@@ -109,6 +110,17 @@ def test_what_a_function_throws(kit: NativeModule, name: str) -> None:
         fail(x, [0], 4)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", DOORS)
+def test_what_a_loop_throws(kit: NativeModule, name: str, threads: int) -> None:
+    fail_in_loop, x = door(kit, name, "fail_in_loop"), torch.ones(64)
+    with using_threads(threads):
+        assert fail_in_loop(x, 64) is None
+        for first in (0, 1, 40, 63):
+            with pytest.raises(RuntimeError, match=r"^fail_in_loop: a row is bad"):
+                fail_in_loop(x, first)
+
+
 @pytest.mark.parametrize("name", DOORS)
 def test_tensors_side_by_side(kit: NativeModule, name: str) -> None:
     check_disjoint, both = door(kit, name, "check_disjoint"), torch.ones(5, 6)
@@ -172,6 +184,20 @@ def test_no_derivative_is_lost(kit: NativeModule, is_compiled: bool) -> None:
     with pytest.raises(RuntimeError, match=r"^write_all: .* requires grad, and the op has no deri"):
         call(x.requires_grad_())
     assert kit.give_int(x, 3) == 3  # nothing of which there is a derivative
+
+
+@torch.enable_grad()
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_integers_have_no_derivative(kit: NativeModule, is_compiled: bool) -> None:
+    def step(x: Tensor) -> Tensor:
+        out = torch.zeros(1, dtype=torch.int64)
+        kit.count(out, x)
+        return x * out
+
+    call = torch.compile(step, fullgraph=True, backend="aot_eager") if is_compiled else step
+    x = torch.ones(3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(call(x).sum(), x)
+    assert gradient.tolist() == [3, 3, 3]
 
 
 def test_a_number_breaks_the_graph(kit: NativeModule) -> None:

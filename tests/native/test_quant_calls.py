@@ -138,6 +138,28 @@ def test_the_ops_refuse_with_value_errors(module: ModuleType) -> None:
             op(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("static_quant_fp8", ()),
+        ("static_quant_int8", ()),
+        ("dynamic_per_token_quant_fp8", ()),
+        ("rms_norm_static_quant_fp8", (None, 1e-6)),
+        ("silu_and_mul_static_quant_fp8", ()),
+        ("linear_w8a16", (torch.arange(-24, 24, dtype=INT8).view(8, 6),)),
+    ],
+)
+def test_a_scale_of_many_dimensions(
+    module: ModuleType, name: str, others: tuple[object, ...]
+) -> None:
+    op, x, scale = getattr(ir.ops, name), random(4, 6, dtype=torch.float32), torch.tensor([0.25])
+    wide = scale.view([1] * 9)
+    assert op.dispatch(x, *others, wide).provider != "opweave_c"
+    got, wanted = op(x, *others, wide), op(x, *others, scale)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=0.07, atol=0.1)
+
+
 # Graphs
 
 

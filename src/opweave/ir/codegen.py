@@ -193,10 +193,12 @@ class Generator:
         copy = self.bind(copying(impl), f"_copying_{impl.provider}")
         if not self.path.donates:
             return copy
-        if ALIAS_SAFE in impl.traits:
-            return direct
-        self.namespace["_overlapping"] = partial(overlapping, self.path.op)
-        return f"{copy} if {self._may_overlap()} and _overlapping({self.call}) else {direct}"
+        # In grad mode a backward pass may need what is given up, whatever requires grad.
+        test = "not _without_grad and _is_grad_enabled()"
+        if ALIAS_SAFE not in impl.traits:
+            self.namespace["_overlapping"] = partial(overlapping, self.path.op)
+            test = f"({test}) or {self._may_overlap()} and _overlapping({self.call})"
+        return f"{copy} if {test} else {direct}"
 
     def _may_overlap(self) -> str:
         """A quick test that is true wherever an activation may share elements with an argument."""
@@ -218,7 +220,8 @@ class Generator:
         required = [p.name for p in self.schema.tensors if not p.is_optional]
         tests = self._plain_tests("        ")
         if _plain_check is None or not required or self.schema.tensor_lists:
-            return ["    if (", *tests, "    ):"]
+            before = ["    _without_grad = False"] if self.path.donates else []
+            return [*before, "    if (", *tests, "    ):"]
         self.namespace["_is_plain"] = _plain_check
         optional = [p.name for p in self.schema.tensors if p.is_optional]
         check = [
@@ -226,7 +229,9 @@ class Generator:
             *(f"{name} is not None" for name in required[1:]),
             "_forward_ad._current_level < 0",
         ]
-        return [f"    if ({' and '.join(check)}) or (", *tests, "    ):"]
+        # If it is true, grad mode is off.
+        name = "_without_grad := " if self.path.donates else ""
+        return [f"    if ({name}{' and '.join(check)}) or (", *tests, "    ):"]
 
     def _plain_tests(self, indent: str) -> list[str]:
         """What that condition is made of, asked of torch fact by fact; a line for each test."""

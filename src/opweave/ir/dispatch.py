@@ -151,12 +151,13 @@ class Path:
         for recorder in scope.recorders if scope else ():
             recorder(selection, values)
         args, kwargs = self.op.schema.split(values)
-        # Autograd may need the activations later, whoever gives them up.
-        reuse = self.donates and not differentiable and not overlapping(self.op, *args, **kwargs)
+        # In grad mode a backward pass may need the activations, whoever gives them up.
+        may_reuse = self.donates and not torch.is_grad_enabled()
+        reuse = may_reuse and not overlapping(self.op, *args, **kwargs)
         run = selection.impl.impl_fn if reuse else functional(selection.impl)
         result = run(*args, **kwargs)
         check_result(self.op, result, lambda: selection.provider)
-        if self.donates and self.op.registry.settings.check_donation and not differentiable:
+        if may_reuse and self.op.registry.settings.check_donation:
             poison_unused(self.op, values, result)
         return result
 

@@ -48,17 +48,32 @@ def call_watched(op: torch._ops.OpOverload, *arguments: Any) -> Any:
     return result
 
 
-def check_traced(op: str, *arguments: object) -> None:
-    """Check what `call_watched` checks, as far as Dynamo can trace it.
+def call_traced(name: str, op: torch._ops.OpOverload, *arguments: Any) -> Any:
+    """Do what `call_watched` does, as far as Dynamo can trace it.
 
     Raises:
-        RuntimeError: grad mode is on and a tensor requires grad.
+        RuntimeError: floating-point numbers are written, in grad mode, and a tensor requires grad.
     """
     if not torch.is_grad_enabled():
-        return
-    for position, given in enumerate(arguments):
-        if isinstance(given, Tensor) and given.requires_grad:
-            raise RuntimeError(_refusal(op, f"argument {position}"))
+        return op(*arguments)
+    written = [arguments[place] for place in _written_places(op)]
+    if any(t is not None and t.is_floating_point() for t in written):
+        for place, given in enumerate(arguments):
+            if isinstance(given, Tensor) and given.requires_grad:
+                raise RuntimeError(_refusal(name, f"argument {place}"))
+    result = op(*arguments)
+    for tensor in written:
+        if tensor is not None:
+            torch.autograd.graph.increment_version(tensor)
+    return result
+
+
+def _written_places(op: torch._ops.OpOverload) -> list[int]:
+    return [place for place, argument in enumerate(op._schema.arguments) if argument.is_write]
+
+
+# Dynamo then runs the function while tracing instead of tracing it; see _custom_ops.py.
+_written_places._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refusal(op: str, argument: str) -> str:

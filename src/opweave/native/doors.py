@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from opweave.ir.errors import did_you_mean
 from opweave.native import lazy_views, registration
-from opweave.native.autograd import autograd_watches, call_watched, check_traced
+from opweave.native.autograd import autograd_watches, call_traced, call_watched
 from opweave.native.errors import NativeImportError
 
 Function = Callable[..., Any]
@@ -52,6 +53,7 @@ class NativeModule(ModuleType):
         problem = registration.failure(doors.problem)
         if problem is not None:
             raise NativeImportError(problem)
+        _mark_caches(raw, namespace)
         for op in registration.schemas(raw):
             setattr(self, op, function_of(op, raw, namespace, doors))
 
@@ -112,6 +114,17 @@ def open_doors(raw: ModuleType, namespace: str) -> Doors:
     return Doors(direct, problem)
 
 
+def _mark_caches(raw: ModuleType, namespace: str) -> None:
+    """Keep torch from taking graphs from its caches that were made for other schemas.
+
+    An op that did not say that it writes is left out of a graph; torch's key of it has names only.
+    """
+    found = sorted(registration.schemas(raw).values())
+    mark = f" {namespace}:{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
+    if mark not in torch.compiler.config.cache_key_tag:
+        torch.compiler.config.cache_key_tag += mark
+
+
 def _check_registration(raw: ModuleType, namespace: str) -> None:
     """Check that torch takes the ops of *raw*, before it gets any: torch forgets none."""
     found = registration.schemas(raw)
@@ -153,15 +166,14 @@ def _check_devices(op: str, arguments: tuple[object, ...]) -> None:
 def function_of(op: str, raw: ModuleType, namespace: str, doors: Doors) -> Function:
     """Return *op* as one function that takes the cheapest door for each call."""
     dispatched = _dispatched(op, namespace, doors)
-    watched: Function = dispatched
+    watched = traced = dispatched
     if isinstance(dispatched, OpOverload):
-        watched = partial(call_watched, dispatched)
+        watched, traced = partial(call_watched, dispatched), partial(call_traced, op, dispatched)
     direct: Function = getattr(raw, op) if doors.direct else dispatched
 
     def call(*arguments: Any) -> Any:
         if is_dynamo_compiling():
-            check_traced(op, *arguments)
-            return dispatched(*arguments)
+            return traced(*arguments)
         if sees_every_call():
             return dispatched(*arguments)
         if autograd_watches():

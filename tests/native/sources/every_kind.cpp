@@ -61,6 +61,18 @@ void fail(const View&, IntList list, std::optional<int64_t> kind) {
 
 void check_apart(const View& left, const View& right) { check_disjoint(left, right); }
 
+void count(const View& out, const View& x) {
+  check_dtype(out, {OPWEAVE_INT64});
+  *reinterpret_cast<int64_t*>(out.data) = x.element_count();
+}
+
+// Throws in the loop, from `first` on.
+void fail_in_loop(const View& x, int64_t first) {
+  for_rows(x.element_count(), int64_t{1} << 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) check(i < first, "a row is bad");
+  });
+}
+
 // Reports what parse_schema says about one of these.
 const char* const kBadSchemas[] = {
     "f",
@@ -111,6 +123,8 @@ OPWEAVE_EXTENSION_MODULE(m) {
   m.def("give_several(Tensor x, int[] list, float? f) -> (int count, float sum, bool is_empty)",
         give_several);
   m.def("fail(Tensor x, int[] list, int? kind) -> ()", fail);
+  m.def("count(Tensor(a!) out, Tensor x) -> ()", count);
+  m.def("fail_in_loop(Tensor x, int first) -> ()", fail_in_loop);
   m.def("check_disjoint(Tensor(a!) left, Tensor right) -> ()", check_apart);
   m.def("try_schema(Tensor x, int i) -> ()", try_schema);
 }

@@ -13,6 +13,12 @@ from opweave.ir.rule import Rule, TensorRule
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_DIMS = 8  # of a tensor that kernels take
 HAS_DIMS = rules.ndim("x", *range(1, MAX_DIMS + 1))
+SCALE = (
+    rules.cpu("scale")
+    & rules.dtype("scale", torch.float32)
+    & rules.contiguous("scale")
+    & rules.ndim("scale", *range(MAX_DIMS + 1))
+)
 INPUT = rules.cpu("x") & rules.dtype("x", *FLOATS) & HAS_DIMS
 ROWS = INPUT & rules.unit_stride("x")
 
@@ -22,7 +28,8 @@ def one_float32(name: str) -> Rule:
     count = TensorRule(
         (name,), "{t}.numel() == 1", lambda n, t: f"{n}: {t.numel()} elements (supports 1)"
     )
-    return rules.cpu(name) & rules.dtype(name, torch.float32) & count
+    dims = rules.ndim(name, *range(MAX_DIMS + 1))
+    return rules.cpu(name) & rules.dtype(name, torch.float32) & dims & count
 
 
 def in_memory_order(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ from opweave.ir import compat, rules
 from opweave.ir.ops.linear import linear as op
 from opweave.ir.ops.linear import linear_w8a16 as op_w8a16
 from opweave.ir.ops.linear import scales_rows
-from opweave.kernels.opweave_c.arguments import ROWS
+from opweave.kernels.opweave_c.arguments import ROWS, SCALE
 from opweave.kernels.opweave_c.doors import STATUS, implements, native_op
 from opweave.kernels.opweave_c.outputs import new_rows
 
@@ -140,9 +140,7 @@ compat.trace_instead(_torchs_linear, functional.linear)
     ROWS
     & _WEIGHT
     & rules.dtype("weight", torch.int8, torch.float8_e4m3fn)
-    & rules.cpu("scale")
-    & rules.dtype("scale", torch.float32)
-    & rules.contiguous("scale")
+    & SCALE
     & (rules.same_dtype("x", "bias") | rules.dtype("bias", torch.float32))
     & rules.custom(_fits_w8a16, "shapes do not fit"),
     traits=(),

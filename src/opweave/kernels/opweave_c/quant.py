@@ -7,7 +7,7 @@ from torch import Tensor
 
 from opweave.ir import rules
 from opweave.ir.ops import quant as ops
-from opweave.kernels.opweave_c.arguments import ROWS, one_float32
+from opweave.kernels.opweave_c.arguments import ROWS, SCALE, one_float32
 from opweave.kernels.opweave_c.doors import implements, native_op
 from opweave.kernels.opweave_c.outputs import new_rows, row_scales
 
@@ -20,11 +20,7 @@ _dynamic_per_tensor_quant = native_op("dynamic_per_tensor_quant_fp8")
 _per_token_group_quant = native_op("per_token_group_quant_fp8")
 
 _STATIC = (
-    ROWS
-    & rules.cpu("scale")
-    & rules.dtype("scale", torch.float32)
-    & rules.contiguous("scale")
-    & rules.custom(lambda x, scale: ops.scale_covers(scale, x), "scale does not fit x")
+    ROWS & SCALE & rules.custom(lambda x, scale: ops.scale_covers(scale, x), "scale does not fit x")
 )
 
 
