@@ -269,6 +269,58 @@ def test_a_pluggable_layer_stays_one(run: Run, tmp_path: Path) -> None:
     assert "from opweave.layers import PluggableLayer" in found["sketch"]
 
 
+@pytest.mark.parametrize(
+    ("body", "argument"),
+    [
+        ("x.add_(1)\n        return x * 2", "x"),
+        ("return x if len(x) else x * 2", "x"),
+        ("return x * 2, y", "y"),
+        ("x[0][1] = 3\n        return x * 2", "x"),
+        ("x += 1\n        return x * 2", "x"),
+    ],
+)
+def test_what_works_in_place_is_no_op(body: str, argument: str, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(CLASS.format(base="CustomOp", more=", y", body=body))
+    found = json.loads(run("migrate", path, "--json").stdout)
+    assert f"it writes to its argument {argument}, or returns it" in notes(found, "A")
+    path.write_text(CLASS.format(base="CustomOp", more=", y", body=f"x = x * 1; {body}"))
+    found = json.loads(run("migrate", path, "--json").stdout)
+    assert ("it writes" in notes(found, "A")) is (argument == "y")
+
+
+def test_locals_do_not_hide_attributes(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(
+        "import torch\n"
+        "from torch import Tensor, nn\n"
+        "from vllm.model_executor.custom_op import CustomOp\n"
+        '@CustomOp.register("plus_one")\n'
+        "class PlusOne(CustomOp):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.weight = nn.Parameter(torch.ones(4))\n"
+        "        self.eps: float = 5.0\n"
+        "    def forward_native(self, x: Tensor) -> Tensor:\n"
+        "        weight = self.weight + 1\n"
+        "        return [x * weight + self.weight for eps in [1]][0] + self.eps\n"
+        "    def forward_cuda(self, x: Tensor) -> Tensor:\n"
+        "        return torch.ops.mine.plus_one(x, self.weight, self.eps)\n"
+        '@CustomOp.register_oot("plus_one")\n'
+        "class Mine(PlusOne):\n"
+        "    def forward_oot(self, x: Tensor) -> Tensor:\n"
+        "        weight_ = self.weight + 1\n"
+        "        return x + weight_\n"
+    )
+    found = json.loads(run("migrate", path, "--json").stdout)
+    sketch = found["sketch"]
+    assert "def _plus_one(x: Tensor, weight_: torch.Tensor, eps_: float) -> Tensor:" in sketch
+    assert "weight = weight_ + 1" in sketch
+    assert "return [x * weight + weight_ for eps in [1]][0] + eps_" in sketch
+    assert "plus_one(x, weight_, eps_)" in sketch
+    assert "its own weight_ would hide an argument" in notes(found, "Mine")
+
+
 def test_a_name_that_is_a_constant(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text(

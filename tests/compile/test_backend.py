@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import opweave.compile
-from opweave import ir
+from opweave import ir, native
 from opweave.compile import CompileError, Report, UnloweredOpError, pipeline
 from opweave.compile.nodes import ir_calls
+from opweave.ir import rules
 
 from .blocks import BLOCKS, Model, OpCalls, model_inputs
 
@@ -147,6 +148,88 @@ def test_a_kernel_that_cannot_be_traced_stays_a_call() -> None:
             (node,) = opweave.compile.report().nodes
             assert node.chosen == "opaque"
             assert "this kernel looks at pointers" in node.stage
+
+
+WRONG = {
+    "three": lambda x: (x, x, x),
+    "number": lambda x: 5,
+    "dtype": lambda x: x.double() + 1,
+    "dimensions": lambda x: x.unsqueeze(0) + 1,
+}
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_outputs_that_the_op_does_not_have(wrong: str, inplace: bool) -> None:
+    with ir.isolated_registry():
+
+        @ir.register_op(allow_inplace=True)
+        def plus(x: Tensor) -> Tensor:
+            return x + 1
+
+        plus.register_impl(wrong, inplace=inplace)(WRONG[wrong])
+        plus.set_default([wrong])
+        named = rf"plus: the implementation '{wrong}' .* returns \(.*\), but the op's definition"
+        with pytest.raises(Exception, match=named):
+            torch.compile(
+                lambda x: plus(x * 2), backend=opweave.compile.backend, options={"codegen": False}
+            )(torch.ones(3))
+
+
+def test_an_implementation_that_calls_its_own_op() -> None:
+    with ir.isolated_registry():
+
+        @ir.register_op
+        def endless(x: Tensor) -> Tensor:
+            return x + 1
+
+        endless.register_impl("circle")(lambda x: endless(x.contiguous()))
+        endless.set_default(["circle"])
+        with pytest.raises(Exception, match=r"call each other, 16 deep .*: 'circle' of endless"):
+            torch.compile(endless, backend=opweave.compile.backend)(torch.ones(3))
+
+
+UNBACKED = {
+    "fused_add_rms_norm": lambda x: ir.ops.fused_add_rms_norm(x * 1, x * 2, None, 1e-6)[0],
+    "rms_norm": lambda x: ir.ops.rms_norm(x, None, 1e-6),
+    "silu_and_mul": ir.ops.silu_and_mul,
+    "linear": lambda x: ir.ops.linear(x, torch.ones(4, 8), None),
+    "static_quant_fp8": lambda x: ir.ops.static_quant_fp8(x, torch.tensor([0.05])),
+}
+
+
+@pytest.mark.parametrize("op", UNBACKED)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_only_the_data_tells(op: str) -> None:
+    def step(x: Tensor, mask: Tensor) -> Tensor:
+        return UNBACKED[op](x[mask]).float()
+
+    compiled = torch.compile(step, backend=opweave.compile.backend, fullgraph=True)
+    for rows in (4, 2, 1):
+        x, mask = torch.randn(4, 8), torch.arange(4) < rows
+        torch.testing.assert_close(compiled(x, mask), step(x, mask))
+    ran = {node.op: node.chosen for node in opweave.compile.report().nodes}
+    assert ran == {op: "opweave_c" if native.available() else "native"}
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_size_rule_of_a_size_that_only_the_data_tells() -> None:
+    with ir.isolated_registry():
+
+        @ir.register_op
+        def plus(x: Tensor) -> Tensor:
+            return x + 1
+
+        plus.register_impl("even", supports_args=rules.last_dim_multiple_of("x", 2))(plus.native)
+        plus.set_default(["even"])
+        compiled = torch.compile(
+            lambda x, mask: plus(x[mask]), backend=opweave.compile.backend, fullgraph=True
+        )
+        x = torch.arange(4.0)
+        assert compiled(x, x > 1).tolist() == [3, 4]
+        (node,) = opweave.compile.report().nodes
+    assert node.chosen == "native"
+    assert "a size that only the data will tell" in str(node)
 
 
 def test_lower_for_another_backend() -> None:

@@ -49,6 +49,9 @@ KERNELS = """
     def reads_module(x):
         return x * constants.SCALE
 
+    def elsewhere(x):
+        return doubled(x)
+
     SCALE = float(os.environ.get("FP_SCALE", "1"))
 
     def reads_global(x):
@@ -115,7 +118,8 @@ def forget() -> None:
     importlib.invalidate_caches()
     for name in [n for n in sys.modules if n.startswith("fp_")]:
         del sys.modules[name]
-    for cached in (fingerprint.of_file, fingerprint._of_module, sources.files_of, sources._used_by):
+    cached_in = (fingerprint.of_file, fingerprint._of_module, fingerprint._of_installed)
+    for cached in (*cached_in, sources.files_of, sources._used_by):
         cached.cache_clear()
 
 
@@ -163,6 +167,23 @@ def test_a_decorator_of_another_package_counts(process: Process) -> None:
     first = process(lambda k: k.decorated())
     process.change("fp_other.py", "return function(x)", "return function(x) + 1")
     assert process(lambda k: k.decorated()) != first
+
+
+def test_a_function_of_another_package_counts(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = process(lambda k: k.elsewhere)
+    process.change("fp_other.py", "return x * 2", "return x * 3")
+    assert process(lambda k: k.elsewhere) != first
+    process.write("fp_other.py", FILES["fp_other.py"])
+    assert process(lambda k: k.elsewhere) == first
+    # An installed one counts by its version, and its own file.
+    monkeypatch.setattr(sources, "_INSTALLED", {str(process.folder)})
+    versions = [process(lambda k: k.elsewhere)]
+    for text in (FILES["fp_other.py"] + "    __version__ = '2'", FILES["fp_other.py"]):
+        process.write("fp_other.py", text)
+        versions.append(process(lambda k: k.elsewhere))
+    assert versions[0] != versions[1] != versions[2] == versions[0]
 
 
 @pytest.mark.parametrize(

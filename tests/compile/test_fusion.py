@@ -360,6 +360,86 @@ def test_a_composite_of_ones_own() -> None:
     assert names(found) == ["scaled_twice"]
 
 
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ("alpha", None),
+        ("broadcast", r"operand \d of add is float32\[4, 1, 8\], not float32\[4, 4, 8\]"),
+        ("constant", r"operand \d of mul"),
+        ("mode", r"sub is aten\.sub\.Tensor, not aten\.add\.Tensor"),
+    ],
+)
+def test_what_looks_like_a_composite(form: str, reason: str | None) -> None:
+    """Nothing is fused whose operands, numbers or ops are others than the composite's."""
+    inputs = torch.randn(4, 8), torch.randn(4, 4, 8) if form == "broadcast" else torch.randn(4, 8)
+    with ir.isolated_registry():
+
+        @ir.register_op(native_traits=["rowwise"])
+        def shifted(x: Tensor, n: int) -> Tensor:
+            return x + n
+
+        def declare(native: Any, other: Any = None) -> None:
+            def inputs(num_tokens: int = 4) -> tuple[Any, ...]:
+                rows = torch.randn(2, num_tokens, 8)
+                return rows[0], rows[1] if other is None else other
+
+            op = ir.register_op(native, name=f"composite_{form}", composite=True)
+            op.register_input_generator(inputs)
+            op.register_impl("ours")(native)
+            op.set_default(["ours"])
+            assert [row.failure for row in fusion_table() if row.composite == op.name] == [""]
+
+        def alpha(x: Tensor, y: Tensor) -> Tensor:
+            return torch.add(shifted(x, 1), y, alpha=2)
+
+        def broadcast(x: Tensor, y: Tensor) -> Tensor:
+            return shifted(x, 1) + y
+
+        def constant(x: Tensor, n: int) -> Tensor:
+            return shifted(x, n) * 2
+
+        def mode(x: Tensor, kind: str = "add") -> Tensor:
+            return shifted(x, 1) + 1 if kind == "add" else shifted(x, 1) - 1
+
+        if form == "alpha":
+            declare(alpha)
+            found = fused(lambda x, y: (torch.add(y, shifted(x, 1), alpha=2),), *inputs)
+        elif form == "broadcast":
+            declare(broadcast)
+            found = fused(lambda x, y: (shifted(x, 1).unsqueeze(1) + y,), *inputs)
+        elif form == "constant":
+            declare(constant, 2)
+            found = fused(lambda x, y: (shifted(x, 3) * 3,), *inputs)
+        else:
+            declare(mode, "sub")
+            found = fused(lambda x, y: (shifted(x, 1) - 1,), *inputs)
+    assert names(found) == []
+    assert reason is None or any(re.search(reason, f.reason) for f in found), found
+
+
+def test_an_op_with_the_name_of_a_method() -> None:
+    """A composite may use the method, whether the op is in the graph or not."""
+    with ir.isolated_registry():
+
+        @ir.register_op
+        def clip(x: Tensor) -> Tensor:
+            return x * 1
+
+        @ir.register_op
+        def shifted(x: Tensor) -> Tensor:
+            return x + 1
+
+        def shifted_and_clipped(x: Tensor) -> Tensor:
+            return shifted(x).clip(-1, 1)
+
+        op = ir.register_op(shifted_and_clipped, composite=True)
+        op.register_input_generator(lambda num_tokens=4: (torch.randn(num_tokens),))
+        op.register_impl("ours")(lambda x: (x + 1).clip(-1, 1))
+        op.set_default(["ours"])
+        found = fused(lambda x: (shifted(x).clip(-1, 1),), torch.randn(6))
+    assert names(found) == ["shifted_and_clipped"]
+
+
 def test_the_table() -> None:
     table = fusion_table()
     assert {row.composite for row in table} >= {composite for composite, _ in FORMS.values()}

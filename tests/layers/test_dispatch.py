@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from opweave import platforms
 from opweave.config import CompilationConfig, compilation_config
@@ -15,6 +18,14 @@ from opweave.layers import CustomOp
 from .conftest import Named
 
 pytestmark = pytest.mark.usefixtures("registries")
+
+
+class Scale(CustomOp):
+    factor = 2.0
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
 
 METHODS = {
     "cuda": "forward_cuda",
@@ -133,6 +144,22 @@ def test_it_is_decided_when_an_op_is_built() -> None:
         disabled = op()
         assert enabled() == "forward_cpu"
     assert disabled() == "forward_native"
+
+
+@pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle", "replica"])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_copy_runs_with_what_it_has(way: str, compiles: bool) -> None:
+    config = CompilationConfig(custom_ops="none" if compiles else "all")
+    with compilation_config(config):
+        op = Scale(compile_native=compiles)
+    made: Scale = {
+        "copy": copy.copy,
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda op: pickle.loads(pickle.dumps(op)),
+        "replica": lambda op: op._replicate_for_data_parallel(),
+    }[way](op)
+    made.factor = 9.0
+    assert (made(torch.ones(1)).item(), op(torch.ones(1)).item()) == (9, 2)
 
 
 def test_each_config_counts_what_is_built_under_it(config: CompilationConfig) -> None:

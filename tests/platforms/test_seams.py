@@ -6,12 +6,12 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from conftest import FreshCases
 from opweave import ir
@@ -146,19 +146,75 @@ def test_a_pass_that_fails_names_itself_and_its_owner(module: ModuleType) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "named"),
+    ("name", "named"),
     [
-        ("acme_seams.nothing", PluginPassError, "is 3; it should be a function"),
-        ("acme_seams.Graph", ReferenceNameError, "has no 'Graph'"),
-        ("no_module_of_this_name.x", ReferenceNameError, "no_module_of_this_name"),
+        ("acme_seams.nothing", "is 3; it should be a function"),
+        ("acme_seams.Graph", r"of plugin extra \(acme-extra 2.0\): .* has no 'Graph'"),
+        ("no_module_of_this_name.x", "no module 'no_module_of_this_name'.*plugin_passes=False"),
     ],
 )
-def test_a_pass_that_is_none(
-    name: str, error: type[Exception], named: str, module: ModuleType
-) -> None:
-    register_pass(name)
-    with pytest.raises(error, match=named):
+def test_a_pass_that_is_none(name: str, named: str, module: ModuleType) -> None:
+    with owned_by(OWNER):
+        register_pass(name)
+    with pytest.raises(PluginPassError, match=named):
         plugin_passes()
+
+
+@pytest.mark.parametrize("name", ["", "acme", "acme seams.x", drop_relu, 3])
+def test_a_name_that_is_none(name: Any, module: ModuleType) -> None:
+    with pytest.raises(ReferenceNameError, match="is no qualified name"):
+        register_pass(name)
+
+
+def last(graph: Graph) -> Node:
+    return next(reversed(graph.nodes))
+
+
+def drop_output(graph: Graph, _: Context) -> None:
+    graph.erase_node(last(graph))
+
+
+def add_input(graph: Graph, _: Context) -> None:
+    with graph.inserting_before(next(iter(graph.nodes))):
+        graph.placeholder("another")
+
+
+def add_result(graph: Graph, _: Context) -> None:
+    (results,) = last(graph).args
+    last(graph).args = ((*cast("tuple[Node, ...]", results), None),)
+
+
+def break_call(graph: Graph, _: Context) -> None:
+    ir_calls(graph)[0].node.args = ()
+
+
+def break_value(graph: Graph, _: Context) -> None:
+    next(iter(graph.nodes)).meta["val"] = "none"
+
+
+def leave(graph: Graph, _: Context) -> None:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("step", "named"),
+    [
+        (drop_output, "the graph had output nodes 1, and has 0 now"),
+        (add_input, "the graph had inputs"),
+        (add_result, "the graph had outputs 1, and has 2 now"),
+        (break_call, "TypeError: relu2.* missing 1 required"),
+        (break_value, "has str for its meta"),
+        (leave, "SystemExit: 3"),
+    ],
+)
+def test_a_pass_that_breaks_the_graph(step: Any, named: str, module: Any) -> None:
+    module.breaking = step
+    with owned_by(OWNER):
+        register_pass("acme_seams.breaking")
+    with pytest.raises(Exception, match=named) as raised:
+        graphs(squares, torch.randn(2, 4))
+    for part in ("PluginPassError", "acme_seams.breaking", "extra (acme-extra 2.0)"):
+        assert part in str(raised.value)
 
 
 def test_a_pass_is_registered_once(module: ModuleType) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from opweave import native
 from opweave.compile.footprint import Footprint
-from opweave.compile.sources import files_of
+from opweave.compile.sources import files_of, top_of
 from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.impl import custom_functions
 from opweave.ir.rule import Rule
@@ -110,12 +110,20 @@ def _footprint(functions: Iterable[Any]) -> Footprint:
 
 def _of_footprint(footprint: Footprint) -> str:
     modules = [_of_module(module) for _, module in sorted(footprint.modules.items())]
-    return digest_of([*footprint.facts, *modules])
+    installed = [_of_installed(module) for _, module in sorted(footprint.installed.items())]
+    return digest_of([*footprint.facts, *modules, *installed])
 
 
 @cache
 def _of_module(module: ModuleType) -> str:
     return digest_of(map(of_file, files_of(module)))
+
+
+@cache
+def _of_installed(module: ModuleType) -> str:
+    package = sys.modules.get(top_of(module.__name__))
+    version = str(getattr(package, "__version__", ""))
+    return digest_of([module.__name__, version, of_file(module.__file__)])
 
 
 def _rule_text(rule: Rule) -> str:

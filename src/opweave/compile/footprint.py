@@ -37,13 +37,15 @@ class Footprint:
 
     A function counts by its bytecode, by the module it is from (see
     :mod:`opweave.compile.sources`), by what it holds (closure, defaults, arguments of a
-    ``partial``), and by the globals that it names: constants, and functions and classes that are of
-    the same package or have no source file. Torch and Python's own library count by their versions.
+    ``partial``), and by the globals that it names: constants, functions and classes that are of the
+    same package or have no source file, and modules of other packages. Torch and Python's own
+    library count by their versions.
     """
 
     def __init__(self) -> None:
         self.facts: list[str] = []
         self.modules: dict[str, ModuleType] = {}
+        self.installed: dict[str, ModuleType] = {}
         self.has_source = True  # whether every function met has a file
         self._met: dict[object, object] = {}  # with the values, so that their ids stay theirs
 
@@ -135,6 +137,7 @@ class Footprint:
             self._all((name, value))
             return
         if not _is_at_home(value, home):
+            self._elsewhere(_module_of(value))
             return
         if not isinstance(value, ModuleType) and callable(value):
             self._all((name, value))
@@ -142,6 +145,14 @@ class Footprint:
             self._met[id(value), id(used)] = used
             for attribute in used:
                 self._named(attribute, vars(value).get(attribute), home, used)
+
+    def _elsewhere(self, module: ModuleType | None) -> None:
+        """Add a module of another package: installed, it counts by its version and its file."""
+        if module is not None and sources.is_installed(module):
+            if not _is_versioned(module):
+                self.installed[module.__name__] = module
+        else:
+            self._module(module)
 
     def _module(self, module: ModuleType | None) -> None:
         if module is not None and not _is_versioned(module):

@@ -82,8 +82,9 @@ class _Search:
     def _operands(self, wanted: Node, node: Node) -> None:
         orders = [operands(node)]
         if node.target in COMMUTATIVE:
-            first, second, *rest = orders[0]
-            orders.append([second, first, *rest])
+            first, second, *alpha = orders[0]
+            if alpha in ([], [1]):
+                orders.append([second, first, *alpha])
         misses: list[NoMatchError] = []
         for order in orders:
             saved = dict(self.nodes), dict(self.scalars)
@@ -240,9 +241,14 @@ def _mismatch(match: Match, tracer: Tracer) -> str:
     if len(expected) != len(match.inner):
         return f"{pattern.op.name} is another chain of ops for these arguments"
     for want, have in zip(expected, match.inner, strict=True):
-        see = _rows if _is_rowwise(have) else _seen
-        for place, (a, b) in enumerate(zip(operands(want), operands(have), strict=True)):
-            if have.target not in COMMUTATIVE and see(a) != see(b):
+        if kind(want) != kind(have):
+            return f"{have.name} is {_name(have)}, not {_name(want)}"
+        see = _rows if _is_rowwise(want) and _is_rowwise(have) else _seen
+        wanted, found = operands(want), operands(have)
+        if have.target in COMMUTATIVE and [*map(see, wanted)] != [*map(see, found)]:
+            wanted[:2] = wanted[1::-1]
+        for place, (a, b) in enumerate(zip(wanted, found, strict=True)):
+            if see(a) != see(b):
                 return f"operand {place} of {have.name} is {_show(b)}, not {_show(a)}"
         if see(want) != see(have):
             return f"{have.name} gives {_show(have)}, not {_show(want)}"
@@ -250,9 +256,12 @@ def _mismatch(match: Match, tracer: Tracer) -> str:
 
 
 def _is_rowwise(node: Node) -> bool:
+    """Whether how the rows are arranged does not matter: in a sum or product, if all are alike."""
     call = ir_call(node)
     if call is None:
-        return node.target in COMMUTATIVE
+        fakes = [fake_of(value) for value in operands(node) if isinstance(value, Node)]
+        shapes = {fake.shape for fake in fakes if isinstance(fake, Tensor)}
+        return node.target in COMMUTATIVE and len(shapes) == 1
     return ROWWISE in call.op.impls[NATIVE].traits
 
 

@@ -31,6 +31,7 @@ from opweave.compile import fingerprint
 from opweave.compile.errors import PluginPassError
 from opweave.platforms.passes import PassReference, pass_references
 from opweave.plugins import resolve_obj_by_qualname
+from opweave.plugins.errors import ReferenceNameError
 
 if TYPE_CHECKING:
     from opweave.compile.context import Context
@@ -58,15 +59,21 @@ def plugin_passes() -> tuple[PluginPass, ...]:
     """Return the passes that plugins and the platform bring, in the order in which they run.
 
     Raises:
-        PluginPassError: one is no function of a graph and a context.
-        ReferenceNameError: one does not exist.
+        PluginPassError: one does not exist, or is no function of a graph and a context.
     """
     return tuple(map(_resolve, pass_references()))
 
 
 def _resolve(reference: PassReference) -> PluginPass:
-    function = resolve_obj_by_qualname(reference.qualname)
     owner = "" if reference.owner is None else str(reference.owner)
+    try:
+        function = resolve_obj_by_qualname(reference.qualname)
+    except ReferenceNameError as error:
+        by = f" of plugin {owner}" if owner else ""
+        raise PluginPassError(
+            f"there is no compiler pass {reference.qualname}{by}: {error} To go on without it, "
+            "compile with the option plugin_passes=False."
+        ) from error
     try:
         inspect.signature(function).bind(None, None)
     except (TypeError, ValueError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
@@ -16,6 +17,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _IMPORT = dis.opmap["IMPORT_NAME"]
+_INSTALLED = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
 _NOTHING = compile("", "", "exec")
 
 
@@ -42,6 +44,12 @@ def together(module: ModuleType, other: ModuleType) -> bool:
         return True
     scripts = all(not m.__package__ for m in (module, other))
     return scripts and folder_of(module) == folder_of(other)
+
+
+def is_installed(module: ModuleType) -> bool:
+    """Whether a module is in a folder for installed packages, whose versions tell them apart."""
+    file = getattr(module, "__file__", None) or ""
+    return any(file.startswith(folder + os.sep) for folder in _INSTALLED)
 
 
 def top_of(name: str) -> str:

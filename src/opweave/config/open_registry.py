@@ -87,7 +87,7 @@ class OpenRegistry(Generic[T]):
 
 
 def _by(owner: Owner | None) -> str:
-    return "opweave's" if owner is None else f"that of plugin {owner}"
+    return "opweave's or the program's" if owner is None else f"that of plugin {owner}"
 
 
 def _whose(owner: Owner | None) -> str:

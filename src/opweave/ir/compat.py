@@ -6,6 +6,7 @@ Nothing else in opweave reads a private name of torch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
@@ -105,6 +106,22 @@ empty_strided_cpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], tor
 
 # Whether two tensors are views of one storage.
 share_storage: Callable[[torch.Tensor, torch.Tensor], bool] = cast("Any", torch._C)._is_alias_of
+
+
+def decided(condition: bool | torch.SymBool, *, otherwise: bool) -> bool:
+    """Return *condition*, or *otherwise* if it is about a size that only the data will tell."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental import symbolic_shapes
+
+    guard = symbolic_shapes.guard_or_true if otherwise else symbolic_shapes.guard_or_false
+    return guard(condition)
+
+
+def depends_on_data(error: Exception) -> bool:
+    """Whether *error* says that a condition is about a size that only the data will tell."""
+    module: Any = sys.modules.get("torch.fx.experimental.symbolic_shapes")  # long to import
+    return module is not None and isinstance(error, module.GuardOnDataDependentSymNode)
 
 
 def has_onednn() -> bool:

@@ -6,6 +6,8 @@ kernel does not reuse the memory. In check mode (``OPWEAVE_CHECK_DONATION=1``) i
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +15,13 @@ import torch
 from torch import Tensor
 
 from opweave.ir import compat
+from opweave.ir.compat import decided
 from opweave.ir.selection import tensors_in
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
+
+Test = Callable[..., bool]
 
 
 def overlapping(op: IrOp, *args: Any, **kwargs: Any) -> bool:
@@ -44,19 +49,39 @@ def poison_unused(op: IrOp, values: tuple[Any, ...], result: Any) -> None:
             _poison(tensor)
 
 
+def _if_known(otherwise: bool) -> Callable[[Test], Test]:
+    """Let a function answer *otherwise* where sizes decide that only the data will tell."""
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def ask(*tensors: Tensor) -> bool:
+            try:
+                return test(*tensors)
+            except Exception as error:
+                if not compat.depends_on_data(error):
+                    raise
+                return otherwise
+
+        return ask
+
+    return decorate
+
+
+@_if_known(otherwise=True)
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two indices of a tensor may lead to one element, as in an expanded one."""
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride < extent:
-            return tensor.numel() > 0
+        if decided(size > 1, otherwise=True) and decided(stride < extent, otherwise=True):
+            return decided(tensor.numel() > 0, otherwise=True)
         extent += stride * (size - 1)
     return False
 
 
+@_if_known(otherwise=False)
 def apart(a: Tensor, b: Tensor) -> bool:
     """Whether two views of one storage are rows that do not touch each other."""
-    if a.numel() == 0 or b.numel() == 0:
+    if decided(a.numel() == 0, otherwise=False) or decided(b.numel() == 0, otherwise=False):
         return True
     if a.element_size() != b.element_size():
         return False  # offsets count elements
@@ -74,6 +99,7 @@ def apart(a: Tensor, b: Tensor) -> bool:
     return start_a + a_width <= start_b or start_b + b_width <= start_a
 
 
+@_if_known(otherwise=False)
 def covers(a: Tensor, b: Tensor) -> bool:
     """Whether every element of *b* is known to be one of *a*, a view of the same storage."""
     if a.element_size() != b.element_size():
@@ -91,7 +117,8 @@ def _rows(tensor: Tensor) -> tuple[list[tuple[int, int]], int]:
 
     Dimensions that count the same rows, such as tokens and heads, are one.
     """
-    dims = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    dims = [(n, stride) for n, stride in sizes if decided(n != 1, otherwise=True)]
     width = 1
     while dims and dims[-1][1] == width:
         width *= dims.pop()[0]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from opweave.ir import compat
 from opweave.ir.errors import (
     PredicateFailedError,
     PredicateSignatureError,
@@ -106,6 +107,8 @@ class IrOpImpl:
             if answer:
                 return None
         except Exception as error:
+            if compat.depends_on_data(error):
+                return "it needs to know a size that only the data will tell"
             odd = [t for t in values if isinstance(t, Tensor) and t.layout is not torch.strided]
             if odd and isinstance(self.supports_args, Rule):
                 return f"a tensor has the layout {odd[0].layout} (supports strided)"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from types import MethodType
+from typing import Any, Self, TypeVar
 
 from torch import nn
 
@@ -107,6 +108,21 @@ class CustomOp(Replaceable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method chosen when the op was built."""
         return self._forward_method(*args, **kwargs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._rebind()
+
+    def _replicate_for_data_parallel(self) -> Self:
+        replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica._rebind()
+        return replica
+
+    def _rebind(self) -> None:
+        """Let a copy run its own method: a shallow one has that of the original."""
+        method = self._forward_method
+        if isinstance(method, MethodType) and isinstance(method.__self__, type(self)):
+            self._forward_method = MethodType(method.__func__, self)
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the op in plain PyTorch."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from opweave import platforms
 from opweave.config.open_registry import OpenRegistry
 from opweave.ir.owner import Owner
+from opweave.plugins.qualname import split_qualname
 
 registered_passes: OpenRegistry[str] = OpenRegistry("compiler pass")
 """What :func:`register_pass` was given."""
@@ -28,7 +29,9 @@ def register_pass(qualname: str) -> None:
 
     Raises:
         DuplicateNameError: (a ValueError) it is registered already.
+        ReferenceNameError: (an ImportError) it is no such name.
     """
+    split_qualname(qualname)
     registered_passes.add(qualname, qualname)
 
 

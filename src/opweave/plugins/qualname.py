@@ -16,7 +16,7 @@ def resolve_obj_by_qualname(name: str) -> Any:
         ReferenceNameError: (an ImportError) the name is malformed, or there is no such module or
             no such object in it. What importing the module raises is not caught.
     """
-    module_name, attributes = _split(name)
+    module_name, attributes = split_qualname(name)
     found: Any = _import(module_name, name)
     for attribute in attributes:
         try:
@@ -30,8 +30,14 @@ def resolve_obj_by_qualname(name: str) -> Any:
     return found
 
 
-def _split(name: str) -> tuple[str, list[str]]:
-    module, _, attributes = name.partition(":") if ":" in name else name.rpartition(".")
+def split_qualname(name: str) -> tuple[str, list[str]]:
+    """Return the module and the attributes of a qualified name; imports nothing.
+
+    Raises:
+        ReferenceNameError: (an ImportError) the name is malformed.
+    """
+    text = name if isinstance(name, str) else ""
+    module, _, attributes = text.partition(":") if ":" in text else text.rpartition(".")
     parts = [*module.split("."), *attributes.split(".")]
     if not all(part.isidentifier() for part in parts):
         raise ReferenceNameError(

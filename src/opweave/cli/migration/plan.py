@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from opweave import layers as own_layers
 from opweave.cli.migration.providers import guess_provider
-from opweave.cli.migration.rewrite import Rewritten, rewrite
+from opweave.cli.migration.reuse import changed_or_returned
+from opweave.cli.migration.rewrite import Rewritten, bound_names, rewrite
 from opweave.cli.migration.source import Function, LayerClass, Source, is_kernel, snake
 from opweave.cli.migration.types import (
     Argument,
@@ -89,8 +90,9 @@ def _custom_op(made: Plan, source: Source) -> None:
     if layer.registered in own_layers.op_registry:
         made.stays = False
         made.notes.append(
-            f"opweave has this layer: {own_class(layer.registered)}. Use it; to change it, derive "
-            "from it and register the class with register_oot."
+            f"opweave has a layer of this name: {own_class(layer.registered)}. If it computes the "
+            "same, use it; to change it, derive from it and register the class with register_oot. "
+            "If not, keep this class under another name."
         )
     made.op = _op(made, source)
     if made.op is not None:
@@ -124,8 +126,7 @@ def _op(made: Plan, source: Source) -> OpPlan | None:
     if native is None:
         made.notes.append("It has no forward_native of its own, so there is nothing to declare.")
         return None
-    output = returned(native)
-    problem = _no_function(native) or ("" if output else "it returns a tensor or a tuple")
+    problem = _no_function(native)
     if problem:
         made.notes.append(
             f"forward_native is no op: {problem}. Write one function for each form, with "
@@ -134,8 +135,11 @@ def _op(made: Plan, source: Source) -> OpPlan | None:
         return None
     arguments = _arguments(native, layer, made.notes)
     body = rewrite(native, layer, {a.attribute: a.name for a in arguments if a.attribute})
-    if body.problems:
-        made.notes.append(f"forward_native is no op: {'; '.join(body.problems)}.")
+    problems = list(body.problems)
+    if (given := changed_or_returned(native)) is not None:
+        problems.append(f"it writes to its argument {given}, or returns it")
+    if problems:
+        made.notes.append(f"forward_native is no op: {'; '.join(problems)}.")
         return None
     known = _declared(name)
     if known is not None:
@@ -147,7 +151,7 @@ def _op(made: Plan, source: Source) -> OpPlan | None:
             f"({', '.join(a.name for a in known.arguments)}). Use it if it is the same function."
         )
         name = f"{snake(source.path.stem)}_{name}"
-    return OpPlan(name, arguments, output, body)
+    return OpPlan(name, arguments, returned(native), body)
 
 
 def _implementations(made: Plan, source: Source, methods: Iterable[str]) -> None:
@@ -178,13 +182,18 @@ def _arguments(native: Function, layer: LayerClass, notes: list[str]) -> list[Ar
         Argument(arg.arg, annotation_of(arg, default), ast.unparse(default) if default else None)
         for arg, default in list(zip(native.args.args, defaults, strict=True))[1:]
     ]
-    names, used = {argument.name for argument in own}, []
+    methods = [layer.methods[name] for name in PLATFORM_METHODS if name in layer.methods]
+    names = set().union(*map(bound_names, [native, *methods]))
+    used = []
     for name in _used_attributes(native, layer):
         kind = attribute_type(name, layer)
         if kind is None:
             kind = "float"
             notes.append(f"The type of {name} is a guess: float.")
-        used.append(Argument(f"{name}_" if name in names else name, kind, None, name))
+        argument = name
+        while argument in names:
+            argument += "_"
+        used.append(Argument(argument, kind, None, name))
     required = [argument for argument in own if argument.default is None]
     return [*required, *used, *(argument for argument in own if argument.default is not None)]
 
@@ -209,6 +218,8 @@ def _no_function(native: Function) -> str:
         return "it has keyword-only parameters"
     if native.decorator_list:
         return "it is decorated"
+    if not returned(native):
+        return "it returns a tensor or a tuple"
     return ""
 
 

@@ -33,8 +33,19 @@ def rewrite(function: Function, layer: LayerClass, arguments: Mapping[str, str])
     rewritten = Rewritten()
     rewriter = _Rewriter(layer, arguments, rewritten)
     rewritten.body = [rewriter.visit(copy.deepcopy(statement)) for statement in function.body]
+    hidden = rewriter.replaced & bound_names(function)
+    rewritten.problems += [f"its own {name} would hide an argument" for name in sorted(hidden)]
     rewritten.problems = list(dict.fromkeys(rewritten.problems))
     return rewritten
+
+
+def bound_names(function: Function) -> set[str]:
+    """Return the names that *function*, or a function in it, gives to values."""
+    return {
+        node.id if isinstance(node, ast.Name) else node.arg
+        for node in ast.walk(function)
+        if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and _is_stored(node))
+    }
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -42,6 +53,7 @@ class _Rewriter(ast.NodeTransformer):
         self, layer: LayerClass, arguments: Mapping[str, str], rewritten: Rewritten
     ) -> None:
         self.layer, self.arguments, self.rewritten = layer, arguments, rewritten
+        self.replaced: set[str] = set()  # names that stand for attributes now
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         if not (isinstance(node.value, ast.Name) and node.value.id == "self"):
@@ -52,6 +64,7 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(node.ctx, ast.Store):
             self._problem(f"it assigns self.{name}")
         elif name in self.arguments:
+            self.replaced.add(self.arguments[name])
             return ast.Name(self.arguments[name], ast.Load())
         elif value is not None and is_kernel(value):
             return copy.deepcopy(value)
@@ -71,6 +84,10 @@ class _Rewriter(ast.NodeTransformer):
 
     def _problem(self, text: str) -> None:
         self.rewritten.problems.append(text)
+
+
+def _is_stored(node: ast.Name) -> bool:
+    return not isinstance(node.ctx, ast.Load)
 
 
 def _is_static(method: Function) -> bool:

@@ -12,7 +12,9 @@ import threading
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
+from torch.nn import functional
 
 from opweave.compile import compat
 from opweave.compile.context import Context
@@ -119,10 +121,17 @@ def _composites(graph: Graph, context: Context) -> list[IrOp]:
 
 
 def _parts_are(present: set[IrOp], op: IrOp) -> bool:
-    """Whether the ops that the definition of *op* names are in the graph, or their parts are."""
-    named = set(op.native.__code__.co_names) - {op.name}
+    """Whether the ops that the definition of *op* names are in the graph, or their parts are.
+
+    A name that tensors or torch's functions have, too, such as ``clip``, may be theirs.
+    """
+    named = {n for n in op.native.__code__.co_names if n != op.name and not _is_torchs(n)}
     parts = [op.registry.ops[name] for name in sorted(named & op.registry.ops.keys())]
     return all(p in present or (p.composite and _parts_are(present, p)) for p in parts)
+
+
+def _is_torchs(name: str) -> bool:
+    return hasattr(Tensor, name) or hasattr(functional, name)
 
 
 def _try(

@@ -6,6 +6,7 @@ implementation in place of the op.
 
 from __future__ import annotations
 
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from opweave.compile.context import Context
@@ -16,16 +17,30 @@ from opweave.ir import Selection
 
 STAGE = "lower functional"
 KEPT = "opweave_kept"
+_DEEPEST = 16  # calls of implementations inside of each other; three are many
 
 
 def lower_functional(graph: Graph, context: Context) -> None:
     """Inline every functional implementation, and those inside of it."""
     later: set[Node] = set()
-    while nodes := [call.node for call in ir_calls(graph) if call.node not in later]:
-        for node in nodes:
+    for _ in range(_DEEPEST):
+        calls = [call for call in ir_calls(graph) if call.node not in later]
+        if not calls:
+            return
+        for node in [call.node for call in calls]:
             call = ir_call(node)  # anew: its arguments may have been replaced since
             if call and not _lower(graph, call, context):
                 later.add(node)
+    raise CompileError(_endless(calls, context))
+
+
+def _endless(calls: list[IrCall], context: Context) -> str:
+    chosen = {call.op.name: context.plan.select(call).provider for call in calls}
+    named = ", ".join(f"{provider!r} of {op}" for op, provider in chosen.items())
+    return (
+        f"implementations call each other, {_DEEPEST} deep and more: {named}. One calls the op "
+        "that it implements; let it call the op's .native, or another op."
+    )
 
 
 def _lower(graph: Graph, call: IrCall, context: Context) -> bool:
@@ -35,8 +50,7 @@ def _lower(graph: Graph, call: IrCall, context: Context) -> bool:
     trace = context.tracer.trace(selection.impl, call.fakes, autocast=call.autocast)
     if trace.failure or trace.mutates:
         return False
-    if call.autocast:
-        _check_dtypes(call, trace)
+    check_outputs(call, selection, trace)
     context.describe(call, selection, STAGE)
     replace(call, inline(graph, trace, call.node, arguments(call)))
     return True
@@ -53,13 +67,32 @@ def is_kept(call: IrCall) -> bool:
     return KEPT in call.node.meta
 
 
-def _check_dtypes(call: IrCall, trace: Trace) -> None:
-    """Raise CompileError unless autocast leaves results with the dtypes that the graph expects."""
-    expected = [tensor.dtype for tensor in tensors_of(call.node)]
-    found = [fake_of(node).dtype for node in trace.outputs]
-    if found != expected:
+def check_outputs(call: IrCall, selection: Selection, trace: Trace) -> None:
+    """Check that the outputs of an implementation are as many and what the graph expects.
+
+    Raises:
+        CompileError: they are not.
+    """
+    expected, found = (
+        ", ".join(map(_described, outputs)) for outputs in (tensors_of(call.node), trace.outputs)
+    )
+    if found == expected:
+        return
+    who = f"{call.op.name}: the implementation {selection.provider!r} ({selection.impl.site})"
+    if not call.autocast:
         raise CompileError(
-            f"{call.op.name} returns {found} under torch.autocast ({call.autocast}), but its fake "
-            f"implementation says {expected}. Call it under torch.autocast(..., enabled=False), or "
-            "let the fake implementation ask torch.is_autocast_enabled()."
+            f"{who} returns ({found}), but the op's definition, or its fake implementation, "
+            f"says ({expected}). Mend it, or leave the provider out of the priority."
         )
+    raise CompileError(
+        f"{who} returns ({found}) under torch.autocast ({call.autocast}), but the op's fake "
+        f"implementation says ({expected}). Call it under torch.autocast(..., enabled=False), or "
+        "let the fake implementation ask torch.is_autocast_enabled()."
+    )
+
+
+def _described(output: object) -> str:
+    fake = fake_of(output) if isinstance(output, Node) else output
+    if not isinstance(fake, Tensor):
+        return type(fake).__name__
+    return f"{fake.dtype} of {fake.ndim} dimensions"

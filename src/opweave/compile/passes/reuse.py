@@ -30,9 +30,10 @@ from opweave.compile.aliases import Aliases, overlap
 from opweave.compile.context import Context
 from opweave.compile.log import logger
 from opweave.compile.nodes import IrCall, fake_of, ir_call, ir_calls, replace, tensors_of
-from opweave.compile.passes.lowering import is_kept, keep_as_call
+from opweave.compile.passes.lowering import check_outputs, is_kept, keep_as_call
 from opweave.compile.report import Reuse
 from opweave.compile.tracing import Trace, arguments, flat_nodes, inline
+from opweave.ir.compat import decided
 from opweave.ir.donation import overlaps_itself
 from opweave.ir.selection import Selection
 
@@ -53,6 +54,8 @@ def _lower(graph: Graph, call: IrCall, aliases: Aliases, context: Context) -> No
     selection = context.plan.select(call)
     described = context.describe(call, selection, STAGE)
     trace = context.tracer.trace(selection.impl, call.fakes, autocast=call.autocast)
+    if not trace.failure:
+        check_outputs(call, selection, trace)
     if selection.impl.inplace and not trace.failure:
         layouts_differ = not _keeps_promise(call, trace)
         refusals = _refusals(call, aliases, context, layouts_differ=layouts_differ)
@@ -174,4 +177,5 @@ def _keeps_promise(call: IrCall, trace: Trace) -> bool:
 
 def _strides(tensor: Tensor) -> list[int]:
     """Return the strides that matter: those of dimensions with more than one element."""
-    return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return [stride for size, stride in dims if decided(size != 1, otherwise=True)]
