@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -223,6 +227,14 @@ def test_warnings(blend: IrOp, caplog: pytest.LogCaptureFixture) -> None:
     assert "priority not set" in unset
     assert "blend" in incomplete
     assert "fallback to native" in incomplete
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))]
+)
+def test_a_copy_is_the_op(again: Callable[[Any], Any]) -> None:
+    assert again(ir.ops.rms_norm) is ir.ops.rms_norm
+    assert again({"op": ir.ops.rms_norm})["op"] is ir.ops.rms_norm
 
 
 def test_donation(blend: IrOp) -> None:

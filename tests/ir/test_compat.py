@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,6 +47,8 @@ CHECKED = {
     "is_in_vmap",
     "is_batched",
     "unwrapped",
+    "decided",
+    "depends_on_data",
     "no_transforms",
 }
 
@@ -163,6 +166,19 @@ def test_is_in_vmap_and_is_batched() -> None:
     torch.vmap(torch.func.grad(look))(torch.zeros(2, 2))
     outside, vmap, inner = (False, False, False), (True, True, False), (False, True, False)
     assert seen == [outside, vmap, outside, vmap, inner]
+
+
+def test_sizes_that_only_the_data_tells() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        size = mode.from_tensor(torch.ones(3)).nonzero().shape[0]
+        for otherwise in (False, True):
+            assert compat.decided(size > 2, otherwise=otherwise) is otherwise
+            assert compat.decided(size == size * 1, otherwise=otherwise)
+            assert compat.decided(condition=False, otherwise=otherwise) is False
+        with pytest.raises(Exception, match="data-dependent") as raised:
+            bool(size > 2)
+    assert compat.depends_on_data(raised.value)  # type: ignore[arg-type]
+    assert not compat.depends_on_data(ValueError("data-dependent"))
 
 
 def test_unwrapped() -> None:

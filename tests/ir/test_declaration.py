@@ -82,6 +82,29 @@ def test_defaults_that_torch_cannot_write_are_refused(default: str) -> None:
         declare(f"x: Tensor, y: {default}")
 
 
+@pytest.mark.parametrize(
+    ("annotation", "default", "kind"),
+    [
+        (int, 1.5, "int"),
+        (int, True, "int"),
+        (int, None, "int"),
+        (bool, 1, "bool"),
+        (str, 1, "str"),
+        (int | None, "a", r"int \| None"),
+        (list[int], [1], r"list\[int\]"),
+    ],
+)
+def test_defaults_of_another_type(
+    registry: ir.Registry, annotation: Any, default: object, kind: str
+) -> None:
+    def made(x: Tensor, y: Any = default) -> Tensor:
+        return x
+
+    made.__annotations__["y"] = annotation
+    with pytest.raises(InvalidOpError, match=rf"'made': the default .* of 'y' is no {kind}\. Mend"):
+        ir.register_op(made)
+
+
 def test_a_type_that_torch_has_not_is_refused_in_few_words() -> None:
     with pytest.raises(InvalidOpError, match="An op takes Tensor, int, float") as caught:
         declare("x: Tensor, y: dict = None")

@@ -28,8 +28,7 @@ def contribute(digest: Callable[[], str]) -> None:
 
     Constants, code and its source are in the keys already. What is not: files and environment
     variables that a kernel reads when it runs, the contents of lists, dictionaries, tensors and
-    objects, functions of other packages that it calls by a global name, and names that are computed
-    (``getattr``, ``importlib``).
+    objects, and names that are computed (``getattr``, ``importlib``).
     """
     _providers.append(digest)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _EMPTY = inspect.Parameter.empty
 _TAKEN = ("annotated", "autocast", "donate", "entries", "torch_op", "using")
 _KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_PLAIN = frozenset({int, float, bool, str})
 _OUTPUTS = (Tensor, torch.fx.Proxy)
 
 
@@ -278,9 +279,24 @@ def _params(function: Callable[..., Any], op_name: str, hints: Mapping[str, Any]
                 f"op {op_name!r}: parameter {name!r} needs a type annotation, such as Tensor, "
                 "Tensor | None, float, int or str."
             )
+        if not _is_default(p.default, hints[name]):
+            kind = hints[name].__name__ if isinstance(hints[name], type) else hints[name]
+            raise InvalidOpError(
+                f"op {op_name!r}: the default {p.default!r} of {name!r} is no {kind}. Mend one of "
+                "them; a default of None needs '| None', and those of lists can only be None."
+            )
         keyword_only = p.kind is inspect.Parameter.KEYWORD_ONLY
         result.append(Param(name, hints[name], p.default, keyword_only))
     return result
+
+
+def _is_default(value: object, annotation: Any) -> bool:
+    """Whether a parameter annotated so may have the default *value*, as far as torch lets it."""
+    kinds = _union_members(annotation) or (annotation,)
+    if value is _EMPTY or isinstance(value, (list, tuple, Tensor)):
+        return value is _EMPTY
+    is_plain = not _PLAIN.isdisjoint(kinds)
+    return not is_plain or type(value) in kinds or (type(value) is int and float in kinds)
 
 
 def _default_problem(params: Iterable[Param]) -> str | None:

@@ -85,7 +85,7 @@ def check_outputs(call: IrCall, selection: Selection, trace: Trace) -> None:
             f"says ({expected}). Mend it, or leave the provider out of the priority."
         )
     raise CompileError(
-        f"{who} returns ({found}) under torch.autocast ({call.autocast}), but the op's fake "
+        f"{who} returns ({found}) under torch.autocast ({call.autocast}), but its fake "
         f"implementation says ({expected}). Call it under torch.autocast(..., enabled=False), or "
         "let the fake implementation ask torch.is_autocast_enabled()."
     )

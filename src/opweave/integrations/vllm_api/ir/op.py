@@ -83,6 +83,9 @@ class IrOp:
         _, found, summary = str(self.wrapped).partition(": ")
         return f"{self!r}: {summary}" if found else repr(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return wrapper_of, (self.wrapped,)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if compat.is_dynamo_compiling() or torch_wrap_enabled():
             return self.wrapped(*args, **kwargs)
