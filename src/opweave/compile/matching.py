@@ -81,10 +81,9 @@ class _Search:
 
     def _operands(self, wanted: Node, node: Node) -> None:
         orders = [operands(node)]
-        if node.target in COMMUTATIVE:
+        if _is_commutative(node):
             first, second, *alpha = orders[0]
-            if alpha in ([], [1]):
-                orders.append([second, first, *alpha])
+            orders.append([second, first, *alpha])
         misses: list[NoMatchError] = []
         for order in orders:
             saved = dict(self.nodes), dict(self.scalars)
@@ -245,7 +244,7 @@ def _mismatch(match: Match, tracer: Tracer) -> str:
             return f"{have.name} is {_name(have)}, not {_name(want)}"
         see = _rows if _is_rowwise(want) and _is_rowwise(have) else _seen
         wanted, found = operands(want), operands(have)
-        if have.target in COMMUTATIVE and [*map(see, wanted)] != [*map(see, found)]:
+        if _is_commutative(have) and [*map(see, wanted)] != [*map(see, found)]:
             wanted[:2] = wanted[1::-1]
         for place, (a, b) in enumerate(zip(wanted, found, strict=True)):
             if see(a) != see(b):
@@ -253,6 +252,11 @@ def _mismatch(match: Match, tracer: Tracer) -> str:
         if see(want) != see(have):
             return f"{have.name} gives {_show(have)}, not {_show(want)}"
     return ""
+
+
+def _is_commutative(node: Node) -> bool:
+    """Whether the first two operands may change places: those of a sum unless one is scaled."""
+    return node.target in COMMUTATIVE and operands(node)[2:] in ([], [1])
 
 
 def _is_rowwise(node: Node) -> bool:
