@@ -46,7 +46,9 @@ def test_a_schema_that_torch_refuses(
 def test_a_module_without_an_op(native_cache: Path, tmp_path: Path) -> None:
     source = tmp_path / "nothing.cpp"
     source.write_text("#include <opweave/extension.h>\n", encoding="utf-8")
-    with pytest.raises(NativeBuildError, match=r"^kit_nothing is built .* no source of it regist"):
+    with pytest.raises(
+        NativeBuildError, match=r"^kit_nothing is built .* no source of it registers"
+    ):
         native.load("kit_nothing", [source])
     assert "kit_nothing" not in opened_modules()
 
@@ -109,7 +111,9 @@ class Raw(ModuleType):
 
 def test_import_module_refuses_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kit_raw", Raw(None))
-    with pytest.raises(NativeImportError, match=r"^kit_raw does not load: no source of it reg"):
+    with pytest.raises(
+        NativeImportError, match=r"^kit_raw does not load: no source of it registers"
+    ):
         native.import_module("kit_raw")
     refused = Raw(None, "f(Tensor x, int in) -> ()")
     monkeypatch.setitem(sys.modules, "kit_raw", refused)
