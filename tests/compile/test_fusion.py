@@ -335,6 +335,31 @@ def test_fusion_keeps_donations() -> None:
         torch.testing.assert_close(found.float(), wanted.float(), atol=2e-2, rtol=2e-2)
 
 
+def test_sizes_may_vary() -> None:
+    def function(a: Tensor, r: Tensor) -> Tensor:
+        return o.rms_norm(a + r, W, 1e-5)
+
+    compiled = torch.compile(
+        function, backend=opweave.compile.backend, dynamic=True, options={"codegen": False}
+    )
+    for tokens in (3, 5):
+        a, r = x(tokens, H), x(tokens, H)
+        torch.testing.assert_close(compiled(a, r), function(a, r), atol=2e-2, rtol=2e-2)
+    assert names(opweave.compile.report().fusions) == ["fused_add_rms_norm"]
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_only_the_data_tells() -> None:
+    def function(a: Tensor, r: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return o.rms_norm(a[first] + r[second].sum(0, keepdim=True), W, 1e-5)
+
+    compiled = torch.compile(function, backend=opweave.compile.backend, options={"codegen": False})
+    masks = torch.arange(T) < 3, torch.arange(T) < 5
+    a, r = x(), x()
+    torch.testing.assert_close(compiled(a, r, *masks), function(a, r, *masks), atol=2e-2, rtol=2e-2)
+    assert names(opweave.compile.report().fusions) == []
+
+
 def test_a_composite_of_ones_own() -> None:
     """Adding a fusion is: declare the composite, register a kernel."""
     with ir.isolated_registry():

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from opweave.compile.nodes import fake_of, ir_call
 from opweave.compile.patterns import Pattern, definition, is_op, operands, strip_views
 from opweave.compile.tracing import Tracer
+from opweave.ir.compat import depends_on_data
 from opweave.ir.priority import NATIVE
 from opweave.ir.traits import ROWWISE
 
@@ -144,7 +145,12 @@ def find(pattern: Pattern, anchor: Node, tracer: Tracer) -> Match:
     reasons = []
     for nodes in _bindings(pattern, search.nodes):
         match = Match(pattern, nodes, _values(pattern, nodes, search.scalars))
-        reason = _mismatch(match, tracer)
+        try:
+            reason = _mismatch(match, tracer)
+        except Exception as error:
+            if not depends_on_data(error):
+                raise
+            reason = "sizes that only the data will tell decide whether it is there"
         if not reason:
             _check_escapes(match)
             _check_order(match)
@@ -264,8 +270,8 @@ def _is_rowwise(node: Node) -> bool:
     call = ir_call(node)
     if call is None:
         fakes = [fake_of(value) for value in operands(node) if isinstance(value, Node)]
-        shapes = {fake.shape for fake in fakes if isinstance(fake, Tensor)}
-        return node.target in COMMUTATIVE and len(shapes) == 1
+        shapes = [fake.shape for fake in fakes if isinstance(fake, Tensor)]
+        return node.target in COMMUTATIVE and all(shape == shapes[0] for shape in shapes)
     return ROWWISE in call.op.impls[NATIVE].traits
 
 
