@@ -99,7 +99,7 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsil
 def _call(op: str, *arguments: object) -> None:
     if is_dynamo_compiling():
         _load()
-        call_traced(op, getattr(torch.ops.opweave_c, op).default, *arguments)
+        call_traced(getattr(torch.ops.opweave_c, op).default, *arguments)
     else:
         _function(op)(*arguments)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from opweave.native import lazy_views
+from opweave.native.arguments import arguments_of, name_of
 
 
 def autograd_watches() -> bool:
@@ -26,10 +27,10 @@ def call_watched(op: torch._ops.OpOverload, *arguments: Any) -> Any:
             tensor requires grad; or a tensor has a tangent.
     """
     lazy_views.check_none_written(op, *arguments)
-    name = op._schema.name.partition("::")[2]
+    name = name_of(op)
     tensors = {
-        argument.name: (given, argument.is_write)
-        for argument, given in zip(op._schema.arguments, arguments, strict=False)
+        argument: (given, is_written)
+        for (argument, is_written), given in zip(arguments_of(op), arguments, strict=False)
         if isinstance(given, Tensor)
     }
     writes_numbers = any(written and t.is_floating_point() for t, written in tensors.values())
@@ -48,7 +49,7 @@ def call_watched(op: torch._ops.OpOverload, *arguments: Any) -> Any:
     return result
 
 
-def call_traced(name: str, op: torch._ops.OpOverload, *arguments: Any) -> Any:
+def call_traced(op: torch._ops.OpOverload, *arguments: Any) -> Any:
     """Do what `call_watched` does, as far as Dynamo can trace it.
 
     Raises:
@@ -56,24 +57,17 @@ def call_traced(name: str, op: torch._ops.OpOverload, *arguments: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return op(*arguments)
-    written = [arguments[place] for place in _written_places(op)]
+    named = list(zip(arguments_of(op), arguments, strict=False))
+    written = [given for (_, is_written), given in named if is_written]
     if any(t is not None and t.is_floating_point() for t in written):
-        for place, given in enumerate(arguments):
+        for (argument, _), given in named:
             if isinstance(given, Tensor) and given.requires_grad:
-                raise RuntimeError(_refusal(name, f"argument {place}"))
+                raise RuntimeError(_refusal(name_of(op), argument))
     result = op(*arguments)
     for tensor in written:
         if tensor is not None:
             torch.autograd.graph.increment_version(tensor)
     return result
-
-
-def _written_places(op: torch._ops.OpOverload) -> list[int]:
-    return [place for place, argument in enumerate(op._schema.arguments) if argument.is_write]
-
-
-# Dynamo then runs the function while tracing instead of tracing it; see _custom_ops.py.
-_written_places._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refusal(op: str, argument: str) -> str:

@@ -168,7 +168,7 @@ def function_of(op: str, raw: ModuleType, namespace: str, doors: Doors) -> Funct
     dispatched = _dispatched(op, namespace, doors)
     watched = traced = dispatched
     if isinstance(dispatched, OpOverload):
-        watched, traced = partial(call_watched, dispatched), partial(call_traced, op, dispatched)
+        watched, traced = partial(call_watched, dispatched), partial(call_traced, dispatched)
     direct: Function = getattr(raw, op) if doors.direct else dispatched
 
     def call(*arguments: Any) -> Any:

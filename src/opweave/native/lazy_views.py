@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opweave.native.arguments import arguments_of, name_of
+
 
 def check_none_written(op: torch._ops.OpOverload, *arguments: object) -> None:
     """Check that *op* writes into no such view: torch would resolve it, and lose what is written.
@@ -12,10 +14,10 @@ def check_none_written(op: torch._ops.OpOverload, *arguments: object) -> None:
     Raises:
         RuntimeError: it does.
     """
-    for argument, given in zip(op._schema.arguments, arguments, strict=False):
-        if argument.is_write and isinstance(given, Tensor) and (given.is_neg() or given.is_conj()):
+    for (name, is_written), given in zip(arguments_of(op), arguments, strict=False):
+        if is_written and isinstance(given, Tensor) and (given.is_neg() or given.is_conj()):
             kind = "negated" if given.is_neg() else "conjugated"
             raise RuntimeError(
-                f"{op._schema.name.partition('::')[2]}: {argument.name} is written and is a {kind} "
-                "view; write into another tensor, and copy_() that into the view"
+                f"{name_of(op)}: {name} is written and is a {kind} view; write into another "
+                "tensor, and copy_() that into the view"
             )

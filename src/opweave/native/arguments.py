@@ -1,0 +1,21 @@
+"""What the schema of an op says about its arguments."""
+
+from __future__ import annotations
+
+import torch
+
+
+def name_of(op: torch._ops.OpOverload) -> str:
+    """Return the op's name without its namespace."""
+    return op._schema.name.partition("::")[2]
+
+
+def arguments_of(op: torch._ops.OpOverload) -> tuple[tuple[str, bool], ...]:
+    """Return the name of each argument, and whether it is written."""
+    return tuple((argument.name, argument.is_write) for argument in op._schema.arguments)
+
+
+# Dynamo then runs the functions while tracing instead of tracing them, since it cannot follow what
+# reads a schema; see _custom_ops.py.
+name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+arguments_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
