@@ -121,6 +121,23 @@ def test_completion_logprobs_and_echo(client: OpenAI, server: Running, stream: b
     assert found["text_offset"] == [0, *itertools.accumulate(lengths)][:-1]
 
 
+def test_parts_of_characters_are_told_apart_by_their_bytes(client: OpenAI) -> None:
+    text = "\u6f22\u5b57 \ufffd"
+    answer = client.completions.create(
+        model=MODEL, prompt=text, max_tokens=1, logprobs=3, echo=True
+    )
+    found = answer.choices[0].logprobs
+    assert found is not None
+    names = (found.tokens or [])[1:-1]  # the first one has no values, the last is the answer's
+    parts = [name.removeprefix("bytes:") for name in names if name.startswith("bytes:")]
+    assert len(parts) > 2
+    written = b"".join(
+        bytes.fromhex(name[6:].replace("\\x", " ")) if name.startswith("bytes:") else name.encode()
+        for name in names
+    )
+    assert text.encode().endswith(written)
+
+
 def test_the_token_that_was_taken_is_among_the_likely_ones(client: OpenAI) -> None:
     # The engine takes the second most likely one.
     answer = client.completions.create(model=MODEL, prompt="Return", max_tokens=5, logprobs=1)

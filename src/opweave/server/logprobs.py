@@ -9,6 +9,8 @@ from opweave.engine.tokenizer import Tokenizer
 from opweave.server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from opweave.server.protocol.completions import CompletionLogprobs
 
+_REPLACEMENT = "\ufffd"
+
 
 def chat_logprobs(
     token_ids: Sequence[int],
@@ -44,6 +46,7 @@ def completion_logprobs(
     logprobs: Sequence[Mapping[int, Logprob] | None] | None,
     count: int,
     offsets: list[int],
+    tokenizer: Tokenizer,
     *,
     first: str = "",
 ) -> CompletionLogprobs | None:
@@ -54,15 +57,28 @@ def completion_logprobs(
         logprobs: theirs; None where there is nothing before the token.
         count: how many of the most likely tokens to name.
         offsets: where each token begins in the text.
+        tokenizer: it knows the bytes of a token that is a part of a character.
         first: the text of a token without any.
     """
     if logprobs is None:
         return None
+
+    def name(token: int, at: Mapping[int, Logprob]) -> str:
+        return _unique(at[token].decoded_token, tokenizer, token)
+
+    def top(at: Mapping[int, Logprob], token: int) -> dict[str, float]:
+        """Return the most likely tokens by name, and *token*, which is always there."""
+        found: dict[str, float] = {}
+        for likely in _most_likely(at, count):
+            found.setdefault(name(likely, at), at[likely].logprob)
+        found[name(token, at)] = at[token].logprob
+        return found
+
     pairs = list(zip(token_ids, logprobs, strict=True))
     return CompletionLogprobs(
-        tokens=[first if at is None else at[token].decoded_token for token, at in pairs],
+        tokens=[first if at is None else name(token, at) for token, at in pairs],
         token_logprobs=[None if at is None else at[token].logprob for token, at in pairs],
-        top_logprobs=[None if at is None else _top(at, token, count) for token, at in pairs]
+        top_logprobs=[None if at is None else top(at, token) for token, at in pairs]
         if count
         else None,
         text_offset=offsets,
@@ -81,13 +97,14 @@ def joined(one: CompletionLogprobs | None, two: CompletionLogprobs | None) -> Co
     )
 
 
-def _top(at: Mapping[int, Logprob], token: int, count: int) -> dict[str, float]:
-    """Return the most likely tokens by their texts, and *token*, which is always there."""
-    top: dict[str, float] = {}
-    for likely in _most_likely(at, count):
-        top.setdefault(at[likely].decoded_token, at[likely].logprob)
-    top[at[token].decoded_token] = at[token].logprob
-    return top
+def _unique(text: str, tokenizer: Tokenizer, token: int) -> str:
+    """Return the text of *token*, or its bytes, as OpenAI writes them, if they are no character.
+
+    All parts of characters have the same text, U+FFFD.
+    """
+    if _REPLACEMENT not in text or (known := tokenizer.bytes_of(token)) is None:
+        return text
+    return text if known == text.encode() else "bytes:" + "".join(f"\\x{b:02x}" for b in known)
 
 
 def _most_likely(at: Mapping[int, Logprob], count: int) -> list[int]:

@@ -116,15 +116,16 @@ class _Writer:
             return None
         known = None if self.body.writes_nothing else piece.logprobs
         places = growing.offsets.add(piece.token_ids)
-        answer = completion_logprobs(piece.token_ids, known, count, places)
+        tokenizer, ids = self.generation.server.engine.tokenizer, output.prompt_token_ids
+        answer = completion_logprobs(piece.token_ids, known, count, places, tokenizer)
         if not (self.body.echo and growing.is_new):
             return answer
-        tokenizer, ids = self.generation.server.engine.tokenizer, output.prompt_token_ids
         places = prompt_offsets(tokenizer, ids, growing.prompt)
         first = tokenizer.decode(ids[:1])
-        return joined(
-            completion_logprobs(ids, output.prompt_logprobs, count, places, first=first), answer
+        prompt = completion_logprobs(
+            ids, output.prompt_logprobs, count, places, tokenizer, first=first
         )
+        return joined(prompt, answer)
 
     def _offsets(self, output: RequestOutput, start: int) -> Offsets:
         return Offsets(
