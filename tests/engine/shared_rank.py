@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,7 +29,7 @@ def _follow_each(orders: Connection, ends: Connection) -> None:
     while (order := orders.recv()) is not None:
         connection, port = order
         torch.compiler.reset()
-        code = follow(connection, TCPStore(HOST, port, is_master=False))
+        code = follow(connection, partial(TCPStore, HOST, port, is_master=False))
         with socket.socket(fileno=os.dup(connection.fileno())) as ended:
             ended.shutdown(socket.SHUT_RDWR)  # as at the end of a process, for who still reads it
         ends.send(code)

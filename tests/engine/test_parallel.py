@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +33,10 @@ from opweave.engine import (
 from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.executor import RankedExecutor, is_follower
 from opweave.engine.executor.agreement import Agreement
+from opweave.engine.executor.follower import AGREED
 from opweave.engine.executor.launch import Launch
+from opweave.engine.executor.messages import Start
+from opweave.engine.executor.processes import HOST, Process
 from opweave.engine.loader import load_model
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave.layers.errors import ShardingError
@@ -190,6 +194,24 @@ def test_no_rank_outlives_the_engine(
     assert ended.returncode == code, ended.stderr
     (pid,) = map(int, ended.stdout.split())
     wait_until(lambda: not is_alive(pid))
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_rank_that_never_met_its_engine_does_not_outlive_it(
+    has_begun: bool, tmp_path: Path
+) -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+    process = Process(port)  # where nobody is any more
+    try:
+        if has_begun:
+            process.connection.send_bytes(Agreement.here().to_json().encode())
+            assert process.connection.recv_bytes() == AGREED
+            process.connection.send(Start(1, 2, 0, tmp_path, two_ranks(), 60.0, None))
+        process.connection.close()
+        assert process.end(6 * SOON) == "exited with code 1"
+    finally:
+        process.kill()
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, path: Path, **changes: Any) -> str:

@@ -8,6 +8,7 @@ import pickle
 import signal
 import threading
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
@@ -25,11 +26,15 @@ AGREED = b"agreed"
 _GRACE = 5.0  # seconds to finish after the first rank has gone
 
 
-def follow(connection: Connection, store: Store) -> int:
+def follow(connection: Connection, open_store: Callable[[], Store]) -> int:
     """Do what the first rank says until it stops; return the exit code of the process.
 
     Without the first rank, the process ends, whatever it does just then. Ctrl-C and SIGTERM, which
     reach all processes of a terminal or a service, are the first rank's business.
+
+    Args:
+        connection: to the first rank.
+        open_store: returns where the ranks meet. It may wait long for a first rank that has gone.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -39,8 +44,8 @@ def follow(connection: Connection, store: Store) -> int:
         platform = agreement.impose()
         with agreement.selection():
             connection.send_bytes(AGREED)
-            return _serve(connection, platform, store)
-    except EOFError:
+            return _serve(connection, platform, open_store)
+    except (EOFError, ConnectionError):  # the first rank has gone
         return 1
     except Exception as error:  # whatever it is, the first rank must hear of it
         return _refuse(connection, error)
@@ -54,7 +59,7 @@ def _refuse(connection: Connection, error: Exception) -> int:
     return 1
 
 
-def _serve(connection: Connection, platform: Platform, store: Store) -> int:
+def _serve(connection: Connection, platform: Platform, open_store: Callable[[], Store]) -> int:
     inbox: SimpleQueue[Call | Stop] = SimpleQueue()
     start = connection.recv()
     assert isinstance(start, Start), start
@@ -62,7 +67,7 @@ def _serve(connection: Connection, platform: Platform, store: Store) -> int:
     threading.Thread(target=_read, args=(connection, inbox, finished), daemon=True).start()
     rank = None
     try:
-        rank = Rank(start, platform, store)
+        rank = Rank(start, platform, open_store())
         while isinstance(call := inbox.get(), Call):
             connection.send(Reply(call.number, _do(rank, call)))
         return 0

@@ -81,7 +81,7 @@ class RankedExecutor(Executor):
             launch.check_size(size)
             store, local = launch.store(timeout), launch.local_size
             if launch.rank:
-                sys.exit(follow(launch.connect(store), store))
+                sys.exit(follow(launch.connect(store), lambda: store))
             peers = Peers(launch.accept(store, timeout), {})
         start = Start(0, size, 0, Path(model), config, timeout, _threads(config, platform, local))
         self._rank: Rank | None = None

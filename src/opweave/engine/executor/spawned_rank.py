@@ -6,6 +6,7 @@ Its arguments are the number of the socket to the engine, and the port of the st
 from __future__ import annotations
 
 import sys
+from functools import partial
 from multiprocessing.connection import Connection
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -15,5 +16,4 @@ from opweave.engine.executor.processes import HOST
 
 if __name__ == "__main__":
     descriptor, port = map(int, sys.argv[1:])
-    store = TCPStore(HOST, port, is_master=False)
-    sys.exit(follow(Connection(descriptor), store))
+    sys.exit(follow(Connection(descriptor), partial(TCPStore, HOST, port, is_master=False)))
