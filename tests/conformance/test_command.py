@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from opweave import ir
 from opweave.cli import main
@@ -61,7 +59,7 @@ def test_json_is_the_certificate(run: Run) -> None:
 def test_a_wrong_implementation_is_red(run: Run) -> None:
     broken = next(specimen for specimen in ZOO if specimen.name == "mutates_its_input")
     with broken.registered():
-        code, out, _ = run("--op", "silu_and_mul", "--provider", "broken", *QUICK)
+        code, out, _ = run("--op", "silu_and_mul", "--provider", "broken", *QUICK, "--in-process")
     assert code == 1
     assert "✗ silu_and_mul:broken mutation: wrote into x" in out
     assert "1 failed" in out
@@ -80,6 +78,10 @@ def test_a_wrong_implementation_is_red(run: Run) -> None:
         (("--certificate", "no/such/folder/file.json"), "no directory"),
         (("--json", "--certificate", "-"), "standard output"),
         (("--seed", "many"), "seed"),
+        (("--timeout", "0"), "--timeout 0 should be a number of seconds above 0"),
+        (("--input", "hidden=8"), "an option 'hidden'. Did you mean 'hidden_size'"),
+        (("--input", "hidden_size=-8"), "it should be a number of at least 0"),
+        (("--input", "hidden_size"), "it should be a number of at least 0"),
     ],
 )
 def test_bad_input_ends_in_one_line(run: Run, arguments: tuple[str, ...], named: str) -> None:
@@ -140,28 +142,39 @@ def test_modules_that_fail_end_in_one_line(
     assert "SyntaxError" in err or f"fails_{option[2:]}.py:2" in err
 
 
-def test_what_kernels_print_is_no_result(run: Run) -> None:
-    def chatty(x: Tensor) -> Tensor:
-        print("here I am")
-        return torch.relu(x).square()
+PRINTS_AND_LEAVES = """
+import sys
+import torch
+from opweave import ir
 
-    with restored(ir.ops.relu2):
-        ir.ops.relu2.register_impl("chatty")(chatty)
-        arguments = ("--op", "relu2", "--provider", "chatty", "--check", "values", "--json")
-        code, out, err = run(*arguments)
-    assert (code, json.loads(out)["summary"]["passed"]) == (0, 1)
+@ir.ops.relu2.register_impl("chatty")
+def chatty(x):
+    print("here I am")
+    return torch.relu(x).square()
+
+@ir.ops.relu2.register_impl("leaves")
+def leaves(x):
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("where", [(), ("--in-process",)])
+def test_kernels_that_print_and_that_exit(
+    where: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "prints_and_leaves.py").write_text(PRINTS_AND_LEAVES, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "prints_and_leaves", raising=False)
+    options = ("--provider", "chatty", "--provider", "leaves", "--import", "prints_and_leaves")
+    with restored(ir.ops.relu2), pytest.raises(SystemExit) as exit_:
+        main(["verify", "--op", "relu2", *options, "--check", "values", "--json", *where])
+    out, err = capfd.readouterr()
+    statuses = {each["provider"]: each for each in json.loads(out)["results"]}
+    assert exit_.value.code == 1
     assert "here I am" in err
-
-
-def test_a_kernel_that_exits_is_wrong(run: Run) -> None:
-    def leaves(x: Tensor) -> Tensor:
-        sys.exit(0)
-
-    with restored(ir.ops.relu2):
-        ir.ops.relu2.register_impl("leaves")(leaves)
-        code, out, _ = run("--op", "relu2", "--provider", "leaves", *QUICK)
-    assert code == 1
-    assert "leaves values: raised SystemExit (0)" in out
+    assert statuses["chatty"]["status"] == "passed"
+    assert statuses["leaves"]["checks"][0]["problems"][0].startswith("raised SystemExit (0)")
 
 
 def test_without_a_case_nothing_is_verified(run: Run) -> None:

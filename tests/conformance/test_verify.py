@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +116,73 @@ def test_what_cannot_run_here_is_not_called_right() -> None:
     assert absent.obstacle == "no such device"
     assert elsewhere.obstacle == "it accepts none of the op's usual arguments on cpu"
     assert summary([absent, elsewhere]) == {"passed": 0, "failed": 0, "unverified": 2}
+
+
+def test_sizes_that_a_kernel_accepts_are_found() -> None:
+    op = ir.ops.rms_norm
+    with restored(op):
+        rule = ir.rules.last_dim_multiple_of("x", 256) & ir.rules.dtype("x", torch.float32)
+        op.register_impl("wide", supports_args=rule)(op.native)
+        found = verify(Subject(op, "wide"), ["values", "mutation", "layouts"])
+    assert found.status == "passed"
+    assert found.subject.options == (("hidden_size", 256),)
+    assert all(outcome.passed for outcome in found.outcomes)
+    assert found.outcomes[0].passed > 10
+
+
+@pytest.mark.parametrize("error", [KeyError, IndexError])
+def test_an_input_generator_that_raises_is_not_the_kernels_fault(
+    error: type[Exception], registry: ir.Registry
+) -> None:
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    def generate(num_tokens: int = 8) -> tuple[Tensor]:
+        raise error("no such table")
+
+    op = ir.register_op(doubled)
+    op.register_input_generator(generate)
+    result = verify(Subject(op, "native"))
+    assert result.status == "unverified"
+    assert result.obstacle.startswith(f"the op's input generator raised {error.__name__}")
+
+
+def test_what_a_kernel_leaves_changed_is_said_of_each_check() -> None:
+    broken = next(specimen for specimen in ZOO if specimen.name == "changes_the_default_dtype")
+    with broken.registered() as subject:
+        result = verify(subject, ["empty", "global_state"])
+    assert torch.get_default_dtype() is torch.float32
+    told = {outcome.check: outcome.problems for outcome in result.outcomes}
+    assert told["empty"] == ["left changed: torch.get_default_dtype()"]
+    assert told["global_state"][0].startswith("changed torch.get_default_dtype(): silu_and_mul(")
+
+
+def test_a_certificate_is_of_the_whole_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "whole_package"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from opweave import ir\n"
+        "def relu2(x):\n"
+        "    from whole_package import kernels\n"
+        "    return kernels.relu2(x)\n"
+        "ir.ops.relu2.register_impl('whole')(relu2)\n"
+    )
+    kernels = package / "kernels.py"
+    kernels.write_text("from torch import relu\ndef relu2(x):\n    return relu(x).square()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with restored(ir.ops.relu2):
+        importlib.import_module("whole_package")
+        [subject] = subjects(["relu2"], ["whole"])
+        results = [verify(subject, ["values"])]
+        before = certificate(results, seed=0)["results"][0]
+        kernels.write_text(kernels.read_text() + "# another\n")
+        after = certificate(results, seed=0)["results"][0]
+    assert before["status"] == "passed"
+    assert before["source"] == after["source"]
+    assert before["package"] != after["package"]
+    assert (before["owner"], before["inputs"]) == (None, {})
 
 
 def test_a_claim_that_nothing_can_show_is_no_pass(registry: ir.Registry) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -97,6 +99,19 @@ def buffer_for(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
+@specimen(silu_and_mul, "determinism")
+def returns_the_same_memories_in_turn(x: Tensor) -> Tensor:
+    found: Tensor = silu_and_mul.native(x)
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return found
+    return next(ring_for(found.shape, found.dtype)).copy_(found)
+
+
+@functools.cache
+def ring_for(shape: torch.Size, dtype: torch.dtype) -> Iterator[Tensor]:
+    return itertools.cycle([torch.empty(shape, dtype=dtype) for _ in range(8)])
+
+
 @specimen(silu_and_mul, "values")
 def wrong_last_column(x: Tensor) -> Tensor:
     out: Tensor = silu_and_mul.native(x)
@@ -122,6 +137,91 @@ def wrong_for_odd_sizes(x: Tensor) -> Tensor:
 def wrong_beyond_1024_tokens(x: Tensor) -> Tensor:
     out: Tensor = silu_and_mul.native(x)
     out[1024:] = 0
+    return out
+
+
+@specimen(silu_and_mul, "values")
+def writes_into_a_single_token(x: Tensor) -> Tensor:
+    out: Tensor = silu_and_mul.native(x)
+    if x.shape[0] == 1:
+        x.zero_()
+    return out
+
+
+@specimen(ir.ops.static_quant_int8, "values")
+def every_code_one_too_large(x: Tensor, scale: Tensor) -> Tensor:
+    codes: Tensor = ir.ops.static_quant_int8.native(x, scale)
+    return codes.clamp(max=126) + 1
+
+
+def attends(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    raise NotImplementedError  # the arguments of the kernels below
+
+
+@specimen(ir.ops.paged_attention, "values")
+@functools.wraps(attends, assigned=())
+def zeros_where_everybody_decodes(*args: Any) -> Tensor:
+    out: Tensor = ir.ops.paged_attention.native(*args)
+    query, seq_lens = args[0], args[4]
+    return out * 0 if seq_lens.numel() == query.shape[0] > 2 else out
+
+
+@specimen(ir.ops.paged_attention, "values")
+@functools.wraps(attends, assigned=())
+def multiplies_the_rest_of_the_cache_by_zero(*args: Any) -> Tensor:
+    out: Tensor = ir.ops.paged_attention.native(*args)
+    out += 0 * args[2].sum()
+    return out
+
+
+@specimen(silu_and_mul, "dimensions")
+def wrong_with_two_dimensions_of_rows(x: Tensor) -> Tensor:
+    out: Tensor = silu_and_mul.native(x)
+    return out * 0 if x.ndim > 2 else out
+
+
+@specimen(silu_and_mul, "combinations")
+def wrong_for_odd_sizes_with_steps(x: Tensor) -> Tensor:
+    out: Tensor = silu_and_mul.native(x)
+    if out.shape[-1] % 2 and not x.is_contiguous():
+        out[..., -1:] = 0
+    return out
+
+
+@specimen(silu_and_mul, "threads")
+def wrong_outside_the_main_thread(x: Tensor) -> Tensor:
+    out: Tensor = silu_and_mul.native(x)
+    return out if threading.current_thread() is threading.main_thread() else out * 0
+
+
+@specimen(silu_and_mul, "threads")
+def wrong_with_three_threads(x: Tensor) -> Tensor:
+    out: Tensor = silu_and_mul.native(x)
+    return out * 0 if torch.get_num_threads() == 3 else out
+
+
+@specimen(silu_and_mul, "inference_mode")
+def asks_for_versions(x: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() or x._version >= 0:
+        return silu_and_mul.native(x)  # type: ignore[no-any-return]
+    raise AssertionError
+
+
+@specimen(silu_and_mul, "extremes")
+def loses_the_last_nan(x: Tensor) -> Tensor:
+    out: Tensor = silu_and_mul.native(x)
+    out[..., -1:] = out[..., -1:].nan_to_num()
     return out
 
 
@@ -358,6 +458,26 @@ def prepared(weight: Tensor) -> tuple[Tensor, Tensor]:
     return weight.clone(), weight  # kept, or another tensor could have its identity
 
 
+@specimen(ir.ops.embedding, "staleness")
+def keeps_the_ids(input_ids: Tensor, weight: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() or type(weight) is not Tensor:
+        return ir.ops.embedding.native(input_ids, weight)  # type: ignore[no-any-return]
+    return ir.ops.embedding.native(prepared(input_ids)[0], weight)  # type: ignore[no-any-return]
+
+
+@specimen(silu_and_mul, "global_state")
+def changes_the_default_dtype(x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    return silu_and_mul.native(x)  # type: ignore[no-any-return]
+
+
+@specimen(silu_and_mul, "global_state")
+def leaves_grad_mode_on(x: Tensor) -> Tensor:
+    out: Tensor = silu_and_mul.native(x)
+    torch.set_grad_enabled(True)
+    return out
+
+
 @specimen(silu_and_mul, "global_state")
 def draws_random_numbers(x: Tensor) -> Tensor:
     torch.rand(1)
@@ -424,6 +544,14 @@ def not_batch_invariant(
 ) -> Tensor:
     out: Tensor = rms_norm.native(x, weight, epsilon, variance_size)
     return torch.nextafter(out, torch.zeros_like(out)) if x.shape[0] > 16 else out
+
+
+@specimen(rms_norm, "batch_invariance", traits={BATCH_INVARIANT})
+def not_batch_invariant_beyond_32(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    out: Tensor = rms_norm.native(x, weight, epsilon, variance_size)
+    return torch.nextafter(out, torch.zeros_like(out)) if x.shape[0] > 32 else out
 
 
 @own_op("rowwise", "native")

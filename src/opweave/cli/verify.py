@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from typing import Annotated
 
@@ -18,7 +19,9 @@ from opweave.cli.output import out, print_json
 from opweave.cli.progress import ProgressBar
 from opweave.cli.selections import plain_table
 from opweave.conformance import Result, Subject, certificate, subjects, summary, verify
+from opweave.conformance.apart import Task, Verifier
 from opweave.conformance.checks import select_checks
+from opweave.conformance.find import with_inputs
 from opweave.conformance.modules import import_named
 
 _MARKS = {
@@ -36,6 +39,9 @@ def verify_command(
     check: Annotated[list[str] | None, Parameter(negative=())] = None,
     import_: Annotated[list[str] | None, Parameter(name="--import", negative=())] = None,
     seed: int = 0,
+    input_: Annotated[list[str] | None, Parameter(name="--input", negative=())] = None,
+    timeout: float = 300.0,
+    in_process: Flag = False,
     certificate_: Annotated[
         str | None, Parameter(name="--certificate", allow_leading_hyphen=True)
     ] = None,
@@ -60,6 +66,13 @@ def verify_command(
         Import this module first, as it registers what is to be verified.
     seed
         Of the inputs; the same seed gives the same inputs.
+    input_
+        An option of the op's input generator, such as hidden_size=4096, for kernels that take
+        certain sizes only; may be given several times.
+    timeout
+        Seconds that one case may take, before it counts as one without an end.
+    in_process
+        Verify in this process, for a debugger: a kernel that crashes then ends all.
     certificate_
         Write what was verified to this file as JSON; "-" is standard output.
     json
@@ -68,12 +81,16 @@ def verify_command(
     check_writable("--certificate", certificate_)
     if json and certificate_ == "-":
         raise CliError("--json and --certificate - would both go to standard output.")
+    if not timeout > 0:
+        raise CliError(f"--timeout {timeout:g} should be a number of seconds above 0.")
     select_checks(check or ())
     sys.path.append(os.getcwd())  # modules there are found, after the installed ones
     with redirect_stdout(sys.stderr):  # what modules and kernels print is no result
         for module in import_ or ():
             import_named("--import", module)
-        results = _verify(subjects(op or (), provider or (), platform), check or [], seed)
+        found = with_inputs(subjects(op or (), provider or (), platform), input_ or ())
+        task = Task(tuple(import_ or ()), tuple(check or ()), seed)
+        results = _verify_here(found, task) if in_process else _verify(found, task, timeout)
     issued = certificate(results, seed=seed)
     if json:
         print_json(issued)
@@ -85,13 +102,21 @@ def verify_command(
     return 1 if counts["failed"] or not counts["passed"] else 0
 
 
-def _verify(found: list[Subject], checks: list[str], seed: int) -> list[Result]:
-    results = []
+def _verify(found: list[Subject], task: Task, timeout: float) -> list[Result]:
+    with Verifier(task, timeout) as verifier:
+        return [verifier.verify(subject) for subject in _shown(found)]
+
+
+def _verify_here(found: list[Subject], task: Task) -> list[Result]:
+    return [verify(subject, task.checks, seed=task.seed) for subject in _shown(found)]
+
+
+def _shown(found: list[Subject]) -> Iterator[Subject]:
+    """Yield each, and show which it is."""
     with ProgressBar("verifying") as progress:
         for i, subject in enumerate(found):
             progress(i, len(found), str(subject))
-            results.append(verify(subject, checks, seed=seed))
-    return results
+            yield subject
 
 
 def _print(results: list[Result]) -> None:

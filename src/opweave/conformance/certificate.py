@@ -6,6 +6,7 @@ import hashlib
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ import torch
 
 from opweave import native
 from opweave.conformance.checks import CHECKS
+from opweave.conformance.package_digest import package_digest
 from opweave.conformance.verify import Result
 from opweave.ir.site import Site
 
@@ -25,8 +27,9 @@ def certificate(results: Sequence[Result], *, seed: int) -> dict[str, Any]:
     """Return the certificate as plain data, ready for JSON.
 
     ``source`` is a digest of the files of an implementation and its predicate, ``definition`` one
-    of the native implementation that it was compared with: where one of them has changed, the
-    certificate says nothing any more. ``native_module`` is a digest of the compiled module.
+    of the native implementation that it was compared with, ``package`` one of all modules of the
+    package that the implementation is from: where one of them has changed, the certificate says
+    nothing any more. ``native_module`` is a digest of opweave's compiled module.
     """
     return {
         "format": _FORMAT,
@@ -65,6 +68,9 @@ def _result(result: Result) -> dict[str, Any]:
         "traits": sorted(subject.impl.traits),
         "registered": _place(subject.impl.site),
         "source": subject.impl.uuid(),
+        "package": package_digest(subject.impl),
+        "owner": None if subject.impl.owner is None else asdict(subject.impl.owner),
+        "inputs": {name: _plain(value) for name, value in subject.options},
         "definition": subject.op.impls["native"].uuid(),
         "seconds": round(result.seconds, 3),
         "checks": [
@@ -79,6 +85,10 @@ def _result(result: Result) -> dict[str, Any]:
             for outcome in result.outcomes
         ],
     }
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int)) else str(value)
 
 
 def _place(site: Site) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from opweave.conformance.case import Case
+from opweave.conformance.place import arrived
 from opweave.conformance.subject import Subject
 
 Finding = str | None  # what is wrong with a case, or None
@@ -87,6 +88,7 @@ def accepted(subject: Subject, case: Case, examine: Examine) -> Findings:
     try:
         if not subject.accepts(case.values):
             return
+        arrived(case)
         problem = examine(subject, case)
     except FAILURES as error:
         problem = raised(error)
@@ -103,6 +105,7 @@ def outcome_of(
     name: str, run: Callable[[], Findings], most_problems: int = _MAX_PROBLEMS
 ) -> Outcome:
     """Run the check called *name*, until *most_problems* are found."""
+    arrived(name)
     outcome, start = Outcome(name), time.perf_counter()
     try:
         for finding in run():

@@ -24,6 +24,9 @@ _EXACT = Tolerance(0.0, 0.0)
 # How much worse than native's the error of all elements together may be. Native's own is one or
 # two roundings; another order of a sum, or a rounding that native does not have, stays below.
 _WORSE = 4.0
+# How many codes of 8 bits may be the next one, as a share and as a number: where a number to be
+# rounded is computed otherwise, and near the middle between two codes.
+_OTHER_CODES, _FEW_CODES = 0.2, 4
 
 
 def outputs_problem(case: Case, result: Any) -> str | None:
@@ -37,6 +40,7 @@ def outputs_problem(case: Case, result: Any) -> str | None:
             problem = _referenced(case, found, native, reference)
         else:
             problem = near_problem(found, native, _tolerance(case, found))
+            problem = problem or _codes_problem(found, native)
         if problem:
             return f"output {i}: {problem}"
     return None
@@ -72,6 +76,17 @@ def near_problem(found: Tensor, expected: Tensor, tolerance: Tolerance) -> str |
     a, b = (_plain(t) for t in (found, expected))
     bad = ~torch.isclose(a, b, atol=tolerance.atol, rtol=tolerance.rtol, equal_nan=True)
     return _worst(found, expected, bad) if bad.any() else None
+
+
+def _codes_problem(found: Tensor, native: Tensor) -> str | None:
+    """Return how many codes of 8 bits are others, if they are too many for numbers near a tie."""
+    if found.element_size() > 1 or found.dtype is torch.bool:
+        return None
+    a, b = _plain(found), _plain(native)
+    other = (a != b) & ~(a.isnan() & b.isnan())
+    if other.sum() <= max(_FEW_CODES, _OTHER_CODES * found.numel()):
+        return None
+    return f"too many codes are not native's, if near: {_worst(found, native, other)}"
 
 
 def tolerance_of(case: Case, output: Tensor) -> Tolerance:

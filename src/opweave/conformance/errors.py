@@ -25,3 +25,11 @@ class UnknownPlatformError(ConformanceError, LookupError):
 
 class NonconformingError(ConformanceError, AssertionError):
     """An implementation, or a layer, is not what it claims to be."""
+
+
+class UnknownInputError(ConformanceError, LookupError):
+    """An input generator has no such option, or the option no such value."""
+
+
+class VerifierFailedError(ConformanceError, RuntimeError):
+    """The process that verifies does not start."""

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from opweave import platforms
-from opweave.conformance.errors import NothingToVerifyError, UnknownPlatformError
+from opweave.conformance.errors import (
+    NothingToVerifyError,
+    UnknownInputError,
+    UnknownPlatformError,
+)
+from opweave.conformance.inputs import options_of
 from opweave.conformance.modules import import_named
 from opweave.conformance.subject import Subject
 from opweave.ir import IrOp, current_registry
@@ -49,6 +55,48 @@ def subjects(
         listed = ", ".join(op.name for op in chosen)
         raise NothingToVerifyError(f"no implementation from {', '.join(providers)} for {listed}.")
     return found
+
+
+def with_inputs(found: Sequence[Subject], given: Sequence[str]) -> list[Subject]:
+    """Return the subjects with options of their ops' input generators, written as ``NAME=VALUE``.
+
+    An op whose generator does not have an option does without.
+
+    Raises:
+        UnknownInputError: no generator has such an option, or it takes no such value.
+    """
+    for text in given:
+        name, _, value = text.partition("=")
+        defaults = [_defaults(subject).get(name) for subject in found]
+        if all(default is None for default in defaults):
+            known = dict.fromkeys(key for subject in found for key in _defaults(subject))
+            raise UnknownInputError(
+                f"--input {text!r}: no input generator of these ops has an option {name!r}. "
+                f"{did_you_mean(name, known)}"
+            )
+        found = [
+            subject
+            if default is None
+            else replace(subject, options=(*subject.options, (name, _number(text, value, default))))
+            for subject, default in zip(found, defaults, strict=True)
+        ]
+    return list(found)
+
+
+def _defaults(subject: Subject) -> dict[str, int | bool]:
+    """Return the numbers and switches among the options of the input generator."""
+    options = options_of(subject) if subject.op.has_input_generator else {}
+    return {name: default for name, default in options.items() if isinstance(default, int)}
+
+
+def _number(text: str, value: str, default: int | bool) -> int | bool:
+    words = {"true": True, "false": False}
+    if isinstance(default, bool) and value.lower() in words:
+        return words[value.lower()]
+    if not isinstance(default, bool) and value.isdecimal():
+        return int(value)
+    kind = "true or false" if isinstance(default, bool) else "a number of at least 0"
+    raise UnknownInputError(f"--input {text!r}: it should be {kind}, as its default {default}.")
 
 
 def _ensure_registered(provider: str) -> None:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from opweave.conformance.case import Case
+from opweave.conformance.memory import Values
 from opweave.conformance.subject import Subject
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_TOKENS = (1, 2, 3, 7, 8, 33)
+TOKENS = (1, 2, 3, 7, 8, 33)
 _MANY_TOKENS = (130, 257, 1031, 4099)
-_WIDTHS = (1, 2, 3, 8, 17, 31, 62, 66, 129, 1000, 4097)
+_WIDTHS = (1, 2, 3, 8, 17, 31, 62, 64, 66, 128, 129, 256, 1000, 4096, 4097)
 _COUNTS = (1, 2, 3, 5, 8)
+_SIZES = (*_COUNTS, 32, 64, 80, 96, 128, 256)  # of a head, a state, a block
 _EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
-_WIDE = 24  # from here on a size is the width of a row, below it a number of heads or blocks
+_WIDE = 24  # from here on a size is the width of a row, below it of a part of one, or a number
 _SLOW = 0.1  # seconds; larger numbers of tokens are left out from here on
 
 
@@ -28,17 +31,22 @@ def options_of(subject: Subject) -> dict[str, Any]:
     return {name: p.default for name, p in parameters.items()}
 
 
+def arguments(subject: Subject, **options: Any) -> Values:
+    """Return what the op's input generator makes of the options; raises whatever it raises."""
+    device = {"device": subject.device} if "device" in options_of(subject) else {}
+    args = subject.op.generate_inputs(**{**dict(subject.options), **options}, **device)
+    return subject.op.bind(*args)
+
+
 def generated(subject: Subject, **options: Any) -> Case | None:
     """Return a case from the generator, or None if it does not take the options."""
-    known = options_of(subject)
-    if not options.keys() <= known.keys():
+    if not options.keys() <= options_of(subject).keys():
         return None
-    device = {"device": subject.device} if "device" in known else {}
     try:
-        values = subject.op.bind(*subject.op.generate_inputs(**options, **device))
+        values = arguments(subject, **options)
     except (ValueError, RuntimeError, ZeroDivisionError, IndexError, TypeError):
         return None  # sizes that do not fit each other
-    return Case(subject.op, _label(options), values)
+    return Case(subject.op, _label({**dict(subject.options), **options}), values)
 
 
 def usual(subject: Subject, dtypes: int | None = None) -> Iterator[Case]:
@@ -55,11 +63,21 @@ def sizes(subject: Subject) -> Iterator[Case]:
             yield from _variants(subject, name, default, dtype)
 
 
+def few_and_many(subject: Subject) -> Iterator[Case]:
+    """Yield cases of one token, and of more than one tile or thread takes."""
+    for count in (1, 33, 257):
+        yield from _existing(subject, {"num_tokens": count})
+
+
 def empty(subject: Subject) -> Iterator[Case]:
     """Yield cases without tokens."""
-    if "num_tokens" in options_of(subject):
-        for dtype in _dtype_options(subject):
-            yield from _existing(subject, {"num_tokens": 0, **dtype})
+    yield from of_tokens(subject, 0)
+
+
+def of_tokens(subject: Subject, count: int) -> Iterator[Case]:
+    """Yield one case of *count* tokens for each dtype."""
+    for dtype in _dtype_options(subject):
+        yield from _existing(subject, {"num_tokens": count, **dtype})
 
 
 def _dtype_options(subject: Subject) -> list[dict[str, Any]]:
@@ -72,29 +90,41 @@ def _dtype_options(subject: Subject) -> list[dict[str, Any]]:
 def _tokens(subject: Subject, dtype: Mapping[str, Any]) -> Iterator[Case]:
     if "num_tokens" not in options_of(subject):
         return
-    for count in _TOKENS + _MANY_TOKENS:
+    for count in TOKENS:
         start = time.perf_counter()
         yield from _existing(subject, {"num_tokens": count, **dtype})
-        if time.perf_counter() - start > _SLOW:  # what was done with the case included
+    for count in _MANY_TOKENS:
+        if time.perf_counter() - start > _SLOW:  # what was done with the case before included
             return
+        start = time.perf_counter()
+        yield from _existing(subject, {"num_tokens": count, **dtype})
 
 
 def _variants(
     subject: Subject, name: str, default: Any, dtype: Mapping[str, Any]
 ) -> Iterator[Case]:
     """Yield cases with other values of one option of the generator."""
-    if name in ("num_tokens", "dtype", "device"):
-        return
-    values: tuple[Any, ...] = ()
-    if isinstance(default, torch.dtype):
-        values = _EIGHT_BITS if default.itemsize == 1 else DTYPES
-    elif isinstance(default, bool):
-        values = (not default,)
-    elif isinstance(default, int):
-        values = _WIDTHS if default >= _WIDE else _COUNTS
-        values = tuple(sorted({*values, 2 * default} - {default}))
-    for value in values:
+    for value in variants(name, default):
         yield from _existing(subject, {name: value, **dtype})
+
+
+def variants(name: str, default: Any) -> tuple[Any, ...]:
+    """Return the values to try of an option of the generator instead of its default."""
+    if name in ("num_tokens", "dtype", "device"):
+        return ()
+    if isinstance(default, torch.dtype):
+        return _EIGHT_BITS if default.itemsize == 1 else DTYPES
+    if isinstance(default, bool):
+        return (not default,)
+    if isinstance(default, int):
+        return tuple(sorted({*_numbers(name, default), 2 * default} - {default}))
+    return ()
+
+
+def _numbers(name: str, default: int) -> tuple[int, ...]:
+    if default >= _WIDE:
+        return _WIDTHS
+    return _SIZES if name.endswith("size") else _COUNTS
 
 
 def _existing(subject: Subject, options: Mapping[str, Any]) -> Iterator[Case]:
@@ -111,3 +141,20 @@ def _label(options: Mapping[str, Any]) -> str:
 def accepts_any(subject: Subject) -> bool:
     """Whether the implementation accepts any of the usual arguments."""
     return any(case.refusal is None and subject.accepts(case.values) for case in usual(subject))
+
+
+def with_accepted_sizes(subject: Subject) -> Subject | None:
+    """Return *subject* with options of the generator for which it accepts the usual arguments.
+
+    A kernel may be made for some sizes alone. One option is changed at a time; None: it accepts
+    none of them.
+    """
+    changes: list[dict[str, Any]] = [{}]
+    for name, default in options_of(subject).items():
+        changes += [{name: value} for value in variants(name, default)]
+    for change in changes:
+        options = tuple({**dict(subject.options), **change}.items())
+        tried = replace(subject, options=options)
+        if accepts_any(tried):
+            return tried
+    return None

@@ -20,8 +20,8 @@ def options(subject: Subject) -> Iterator[Case]:
     for base in inputs.usual(subject):
         for i, param in enumerate(subject.op.schema.params):
             if not param.is_tensor and not param.is_tensor_list:
-                for value in _others(param, base.values[i]):
-                    yield _replaced(base, i, param.name, value)
+                for value in others(param, base.values[i]):
+                    yield replaced(base, i, param.name, value)
 
 
 def without(subject: Subject) -> Iterator[Case]:
@@ -31,18 +31,19 @@ def without(subject: Subject) -> Iterator[Case]:
             i for i, p in enumerate(subject.op.schema.params) if p.is_tensor and p.is_optional
         ]
         for i in optional:
-            yield _replaced(base, i, subject.op.schema.names[i], None)
+            yield replaced(base, i, subject.op.schema.names[i], None)
         if len(optional) > 1:
             values = [None if i in optional else v for i, v in enumerate(base.values)]
             yield base.with_values("no optional tensor", values)
 
 
-def _replaced(case: Case, index: int, name: str, value: Any) -> Case:
+def replaced(case: Case, index: int, name: str, value: Any) -> Case:
+    """Return *case* with another value of one argument."""
     values = [value if i == index else v for i, v in enumerate(case.values)]
     return case.with_values(f"{name}={value!r}", values)
 
 
-def _others(param: Param, value: Any) -> list[Any]:
+def others(param: Param, value: Any) -> list[Any]:
     """Return values to try instead of the usual one."""
     kinds = set(typing.get_args(param.annotation) or (param.annotation,))
     found: list[Any] = [None] if param.is_optional and value is not None else []
@@ -54,5 +55,5 @@ def _others(param: Param, value: Any) -> list[Any]:
     elif str in kinds:
         found += _WORDS
     elif int in kinds and param.is_optional:
-        found += [1, 2, 7]
+        found += [1, 2, 7, 40]
     return [other for other in found if other is None or other != value]

@@ -22,11 +22,13 @@ class Subject:
         op: the op.
         provider: whose implementation of it.
         device: the type of the device that its arguments are on.
+        options: of the op's input generator, by name, where they are not its defaults.
     """
 
     op: IrOp
     provider: str
     device: str = "cpu"
+    options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.op.name}:{self.provider}"

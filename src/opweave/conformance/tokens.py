@@ -19,18 +19,24 @@ from opweave.conformance.memory import Values
 from opweave.conformance.subject import Subject
 
 _COUNTS = (13, 29)  # no other size is likely to be these
+_SEQUENCE_COUNT = 7
 
 Axis = int | None
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The dimension that counts tokens, or sequences: of each argument and of each output."""
+    """The dimension that counts tokens, or sequences: of each argument and of each output.
+
+    Attributes:
+        are_rows: it counts tokens.
+    """
 
     count: int
     case: Case
     inputs: tuple[Axis, ...]
     outputs: tuple[Axis, ...]
+    are_rows: bool = True
 
     def some(self, which: Sequence[int]) -> Values:
         """Return the arguments for some of the tokens, in this order."""
@@ -54,19 +60,28 @@ def taken(value: Any, axis: Axis, which: Sequence[int]) -> Any:
     return value.index_select(axis, torch.tensor(which, dtype=torch.int64, device=value.device))
 
 
-def tokens_of(subject: Subject, **options: Any) -> Tokens | Packed | None:
-    """Find out which dimensions count tokens; None where no argument or no output has one."""
-    cases = [inputs.generated(subject, num_tokens=n, **options) for n in _COUNTS]
+def tokens_of(subject: Subject, count: int | None = None, **options: Any) -> Tokens | Packed | None:
+    """Find out which dimensions count tokens; None where no argument or no output has one.
+
+    Args:
+        subject: whose input generator to ask.
+        count: the number of tokens of the arguments that are returned.
+        options: of the input generator.
+    """
+    if "num_seqs" in inputs.options_of(subject):
+        options = {"num_seqs": _SEQUENCE_COUNT, **options}
+    counts = (*_COUNTS, count or _COUNTS[1])
+    cases = [inputs.generated(subject, num_tokens=n, **options) for n in counts]
     if any(case is None or case.refusal for case in cases):
         return None
-    first, second = (case for case in cases if case is not None)
+    first, second, asked = (case for case in cases if case is not None)
     if subject.op.name in _SEQUENCES:
-        return _SEQUENCES[subject.op.name](second)
+        return _SEQUENCES[subject.op.name](asked)
     arguments = tuple(map(_axis, first.values, second.values))
     outputs = tuple(map(_axis, first.native, second.native))
     if all(axis is None for axis in arguments) or all(axis is None for axis in outputs):
         return None
-    return Tokens(_COUNTS[1], second, arguments, outputs)
+    return Tokens(counts[-1], asked, arguments, outputs)
 
 
 def _axis(a: Any, b: Any) -> Axis:
@@ -85,7 +100,7 @@ def _batch(*names: str) -> Callable[[Case], Tokens]:
         arguments = tuple(0 if name in names else None for name, _ in pairs)
         count = next(v.shape[0] for v, axis in zip(more, arguments, strict=True) if axis == 0)
         batch = case.with_values("more sequences", more)
-        return Tokens(count, batch, arguments, tuple(0 for _ in batch.native))
+        return Tokens(count, batch, arguments, tuple(0 for _ in batch.native), are_rows=False)
 
     return find
 
@@ -126,14 +141,18 @@ class Packed:
 
     def of(self, outputs: Outputs, which: Sequence[int]) -> Outputs:
         """Return the part of *outputs* that belongs to some of the sequences."""
-        name, bounds = next(iter(self.packed.items()))
-        rows, tokens = _rows(self._named[bounds], which), self._named[name].shape[0]
-        return tuple(taken(t, 0, rows) for t in outputs if t.shape[0] == tokens)
+        rows = _rows(self._named[next(iter(self.packed.values()))], which)
+        return tuple(taken(outputs[place], 0, rows) for place in self._outputs)
 
     def of_some(self, outputs: Outputs, which: Sequence[int]) -> Outputs:
         """Return the same part of what :meth:`some` leads to."""
-        tokens = len(_rows(self._named[next(iter(self.packed.values()))], which))
-        return tuple(t for t in outputs if t.shape[0] == tokens)
+        return tuple(outputs[place] for place in self._outputs)
+
+    @property
+    def _outputs(self) -> list[int]:
+        """The places of the outputs with a row for each token."""
+        tokens = self._named[next(iter(self.packed))].shape[0]
+        return [i for i, out in enumerate(self.case.native) if out.shape[0] == tokens]
 
 
 def _rows(bounds: Tensor, which: Sequence[int]) -> list[int]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from opweave.conformance.check import FAILURES, Check, Outcome, outcome_of
-from opweave.conformance.checks import select_checks
+from opweave.conformance.check import FAILURES, Check, Outcome, outcome_of, raised
+from opweave.conformance.checks import COMPILING, select_checks
 from opweave.conformance.errors import NonconformingError
 from opweave.conformance.group import group_for
-from opweave.conformance.inputs import accepts_any
+from opweave.conformance.inputs import arguments, with_accepted_sizes
+from opweave.conformance.process_state import ProcessState
 from opweave.conformance.subject import Subject
 
 
@@ -56,46 +57,75 @@ class Result:
             raise NonconformingError("\n".join([f"{self.subject} fails:", *lines]))
 
 
-def verify(subject: Subject, checks: Iterable[str] = (), *, seed: int = 0) -> Result:
+def verify(
+    subject: Subject,
+    checks: Iterable[str] = (),
+    *,
+    seed: int = 0,
+    report: Callable[[Outcome], None] = lambda outcome: None,
+) -> Result:
     """Run every check, or those named, on an implementation.
 
     The inputs of a check follow from the seed, the implementation and the check alone, so that a
     finding can be had again by itself.
+
+    Args:
+        subject: the implementation.
+        checks: the names of the checks; none: all.
+        seed: of the inputs.
+        report: is told what came of each check as soon as it has run.
 
     Raises:
         UnknownCheckError: a check does not exist.
     """
     chosen = select_checks(checks)
     with group_for(subject):
-        obstacle = _obstacle(subject)
+        subject, obstacle = _prepared(subject)
         if obstacle:
             return Result(subject, (), obstacle)
         applicable = [check for check in chosen if check.applies(subject)]
-        outcomes = tuple(_outcome(check, subject, seed) for check in applicable)
+        outcomes = []
+        for check in applicable:
+            outcomes.append(_outcome(check, subject, seed))
+            report(outcomes[-1])
     if any(outcome.passed or outcome.problems for outcome in outcomes):
-        return Result(subject, outcomes)
-    return Result(subject, outcomes, f"no case for it in {', '.join(c.name for c in chosen)}")
+        return Result(subject, tuple(outcomes))
+    return Result(
+        subject, tuple(outcomes), f"no case for it in {', '.join(c.name for c in chosen)}"
+    )
 
 
-def _obstacle(subject: Subject) -> str:
+def _prepared(subject: Subject) -> tuple[Subject, str]:
+    """Return *subject* with sizes that it accepts, and why nothing can be verified, if so."""
     impl = subject.impl
     if not impl.supported:
-        return impl.unsupported_reason
+        return subject, impl.unsupported_reason
     if not subject.op.has_input_generator:
-        return "the op has no input generator"
+        return subject, "the op has no input generator"
     with _seeded(0):
         try:
-            if accepts_any(subject):
-                return ""
+            arguments(subject)
+        except FAILURES as error:
+            return subject, f"the op's input generator {raised(error)}"
+        try:
+            found = with_accepted_sizes(subject)
         except FAILURES:
-            return ""  # the predicate fails; its check says how
-    return f"it accepts none of the op's usual arguments on {subject.device}"
+            return subject, ""  # the predicate fails; its check says how
+    if found is None:
+        return subject, f"it accepts none of the op's usual arguments on {subject.device}"
+    return found, ""
 
 
 def _outcome(check: Check, subject: Subject, seed: int) -> Outcome:
+    state = ProcessState()
     with _seeded(zlib.crc32(f"{seed} {subject} {check.name}".encode())), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return outcome_of(check.name, lambda: check.run(subject))
+        outcome = outcome_of(check.name, lambda: check.run(subject))
+    # Or the next check would begin with the change, and not see it made.
+    changed = state.restore()
+    if changed and check.name not in COMPILING:  # compilers set variables of their own
+        outcome.problems.append(f"left changed: {' and '.join(changed)}")
+    return outcome
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from opweave.ir import require
 from opweave.ir.traits import BATCH_INVARIANT, ROWWISE
 
 _SAMPLES = (1, 2, 3, 5, 16)
+_LARGE = 257  # tokens, for which a kernel may choose another way to add up
 
 
 def _claims_invariance(subject: Subject) -> bool:
@@ -29,11 +31,12 @@ def _claims_rows(subject: Subject) -> bool:
 
 
 def _batches(subject: Subject) -> Iterator[Tokens | Packed]:
-    """Yield batches of each dtype, and of rows with tails, that the implementation accepts."""
+    """Yield batches of each dtype, large ones, and of rows with tails, that are accepted."""
     known = inputs.options_of(subject)
-    widths = [{}, *({"hidden_size": n} for n in (7, 1031) if "hidden_size" in known)]
+    sizes: list[dict[str, Any]] = [{}, {"count": _LARGE}]
+    sizes += [{"hidden_size": n} for n in (7, 1031) if "hidden_size" in known]
     dtypes = [{"dtype": d} for d in inputs.DTYPES] if "dtype" in known else [{}]
-    for options in ({**dtype, **width} for dtype in dtypes for width in widths):
+    for options in ({**dtype, **size} for dtype in dtypes for size in sizes):
         tokens = tokens_of(subject, **options)
         if tokens is not None and subject.accepts(tokens.case.values):
             yield tokens
@@ -71,7 +74,7 @@ def _in_other_batches(subject: Subject, tokens: Tokens | Packed) -> Findings:
 
 
 def _choices(count: int) -> Iterator[list[int]]:
-    for i in range(0, count, 5):
+    for i in range(0, count, max(5, count // 8)):
         yield [i]
     for size in _SAMPLES:
         yield torch.randperm(count)[:size].tolist()

@@ -32,7 +32,8 @@ def _cases(subject: Subject) -> Iterator[Case]:
     )
 
 
-def _takes(subject: Subject, case: Case) -> Finding:
+def takes(subject: Subject, case: Case) -> Finding:
+    """Call with activations that are given up, and look at the result and at the memory."""
     values = copied(case.values)
     activations = [values[i] for i in subject.op.activation_indices]
     before = Snapshot(values)
@@ -105,7 +106,7 @@ def _survives(subject: Subject, case: Case) -> Finding:
 DONATION = Check(
     "donation",
     "maybe_inplace is right, and writes into nothing but its activations",
-    each(_cases, _takes),
+    each(_cases, takes),
     _donates,
 )
 ALIASES = Check(

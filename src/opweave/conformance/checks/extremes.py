@@ -17,10 +17,10 @@ from opweave.conformance.subject import Subject
 from opweave.ir.tolerance import Tolerance
 
 
-def _with_one(number: float) -> Callable[[Tensor], Tensor]:
+def _with_one(number: float, place: float = 1 / 3) -> Callable[[Tensor], Tensor]:
     def change(t: Tensor) -> Tensor:
         changed = t.clone()
-        changed.view(-1)[t.numel() // 3] = number
+        changed.view(-1)[int(place * (t.numel() - 1))] = number
         return changed
 
     return change
@@ -39,15 +39,21 @@ EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
     "all zeros": torch.zeros_like,
     "all equal": torch.ones_like,
     "a NaN": _with_one(float("nan")),
+    "first a NaN": _with_one(float("nan"), 0),
+    "last a NaN": _with_one(float("nan"), 1),
     "an infinity": _with_one(float("inf")),
+    "last an infinity": _with_one(float("inf"), 1),
+    "a negative infinity": _with_one(float("-inf")),
     "tiny": _scaled_to(lambda dtype: torch.finfo(dtype).tiny / 4),
     "large": _scaled_to(_large),
 }
 
 
+_INFINITE = ("an infinity", "last an infinity", "a negative infinity")
+
 # A fused softmax takes a query without a finite score for one without a key, and adds a mask to the
 # score of a key that is not seen: attention leaves it open what comes of NaN and infinity.
-_OPEN = ("a NaN", "an infinity")
+_OPEN = ("a NaN", "first a NaN", "last a NaN", *_INFINITE)
 
 
 def _left_open(subject: Subject) -> tuple[str, ...]:
@@ -91,9 +97,13 @@ def _of_floats(case: Case, found: Tensor, native: Tensor, reference: Tensor) -> 
     # What overflows on the way is up to the implementation: only where both definitions agree
     # that there is a number, there must be one. So is what comes of infinity times zero.
     lost = native.isnan() & reference.isnan() & ~found.isnan()
-    if lost.any() and not case.label.endswith("an infinity"):
+    is_infinite = case.label.endswith(_INFINITE)
+    if lost.any() and not is_infinite:
         return f"{int(lost.sum())} NaN of native's {int(native.isnan().sum())} are lost"
     rounded = reference.to(native.dtype)
+    kept = (native == rounded) & native.isinf()
+    if is_infinite and (found != native)[kept].any():
+        return f"not all of native's {int(kept.sum())} infinities are there"
     agreed = native.isfinite() & rounded.isfinite()
     if not agreed.any():
         return None

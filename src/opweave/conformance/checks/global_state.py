@@ -1,11 +1,8 @@
-"""Global state: a call leaves torch's settings and random numbers as they were."""
+"""Global state: a call leaves what a process has one of as it was."""
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
@@ -13,32 +10,26 @@ from opweave.conformance import inputs
 from opweave.conformance.case import Case
 from opweave.conformance.check import Check, Finding, each
 from opweave.conformance.memory import copied
+from opweave.conformance.process_state import ProcessState
 from opweave.conformance.subject import Subject
 
-_STATE: Mapping[str, Callable[[], Any]] = {
-    "torch.get_num_threads()": torch.get_num_threads,
-    "torch.get_default_dtype()": torch.get_default_dtype,
-    "torch.get_default_device()": torch.get_default_device,
-    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
-    "torch.is_grad_enabled()": torch.is_grad_enabled,
-    "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
-    "torch.is_autocast_enabled()": torch.is_autocast_enabled,
-    "the state of torch's random numbers": lambda: bytes(torch.get_rng_state().numpy()),
-    "the state of Python's random numbers": random.getstate,
-    "os.environ": lambda: dict(os.environ),
-}
+
+def _cases(subject: Subject) -> Iterator[Case]:
+    yield from inputs.usual(subject)
+    yield from inputs.few_and_many(subject)
 
 
 def _leaves_alone(subject: Subject, case: Case) -> Finding:
-    values = copied(case.values)
-    before = {name: get() for name, get in _STATE.items()}
-    subject.run(values)
-    changed = [name for name, get in _STATE.items() if get() != before[name]]
+    args, kwargs = subject.op.schema.split(copied(case.values))
+    with torch.no_grad():
+        before = ProcessState()  # in here: grad mode is a part of it
+        subject.call(*args, **kwargs)
+        changed = before.restore()
     return f"changed {' and '.join(changed)}" if changed else None
 
 
 CHECK = Check(
     "global_state",
-    "torch's settings and random numbers, and the environment, are left alone",
-    each(inputs.usual, _leaves_alone),
+    "torch's settings, random numbers, the environment and the working directory are left alone",
+    each(_cases, _leaves_alone),
 )

@@ -33,7 +33,8 @@ def strides(t: Tensor) -> list[int]:
     return [stride for size, stride in pairs if size > 1] if t.numel() else []
 
 
-def _as_told(subject: Subject, case: Case) -> Finding:
+def as_told(subject: Subject, case: Case) -> Finding:
+    """Compare the outputs' metadata with that of the fake implementation."""
     args, kwargs = subject.op.schema.split(case.values)
     told = outputs_of(faked(subject.op.fake, *args, **kwargs))
     result = subject.run(copied(case.values))
@@ -52,5 +53,5 @@ def _as_told(subject: Subject, case: Case) -> Finding:
 CHECK = Check(
     "metadata",
     "shapes, dtypes, devices and strides are those of the fake implementation",
-    each(_cases, _as_told),
+    each(_cases, as_told),
 )

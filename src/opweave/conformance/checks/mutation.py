@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from opweave.conformance import inputs, layouts
-from opweave.conformance.case import Case, outputs_of
+from opweave.conformance.case import Case, Outputs, outputs_of
 from opweave.conformance.check import Check, Finding, each
-from opweave.conformance.memory import Snapshot, copied
+from opweave.conformance.memory import Snapshot, Values, copied
 from opweave.conformance.subject import Subject
 from opweave.ir import compat
 from opweave.ir.selection import tensors_in
@@ -22,7 +22,11 @@ def _cases(subject: Subject) -> Iterator[Case]:
 def _leaves_alone(subject: Subject, case: Case) -> Finding:
     values = copied(case.values)
     before = Snapshot(values)
-    outputs = outputs_of(subject.run(values))
+    return memory_problem(case, values, before, outputs_of(subject.run(values)))
+
+
+def memory_problem(case: Case, values: Values, before: Snapshot, outputs: Outputs) -> Finding:
+    """Return which arguments were changed or returned, or which outputs are one memory."""
     changed = before.changed()
     if changed:
         return f"wrote into {_names(case, values, changed)}"

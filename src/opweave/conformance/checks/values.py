@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from opweave.conformance import dtypes, inputs, layouts, scalars
-from opweave.conformance.case import Case
+from opweave.conformance.case import Case, outputs_of
 from opweave.conformance.check import Check, Finding, each, not_native
+from opweave.conformance.checks.mutation import memory_problem
 from opweave.conformance.compare import outputs_problem
-from opweave.conformance.memory import copied
+from opweave.conformance.memory import Snapshot, copied
 from opweave.conformance.subject import Subject
 
 
 def is_right(subject: Subject, case: Case) -> Finding:
-    """Compare what the op returns with native and its float64 reference."""
-    return outputs_problem(case, subject.run(copied(case.values)))
+    """Compare what the op returns with native and its float64 reference; look at its memory."""
+    values = copied(case.values)
+    before = Snapshot(values)
+    result = subject.run(values)
+    problem = outputs_problem(case, result)
+    return problem or memory_problem(case, values, before, outputs_of(result))
 
 
 VALUES = Check(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from opweave.ir.ops.sequences import boundaries, sequence_lengths
 from opweave.ir.registry import register_op
 
 
@@ -291,17 +292,18 @@ def _varlen_attention_inputs(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_size: int = 16,
+    num_seqs: int = 2,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, None, bool, None, None]:
-    first = num_tokens // 3
+    """Sequences with 2, 3, 4, ... keys before those of their queries."""
     query = torch.randn(num_tokens, num_heads, head_size, device=device).to(dtype)
+    queries = sequence_lengths(num_tokens, num_seqs)
+    keys = [count + 2 + i for i, count in enumerate(queries)]
     key, value = (
-        torch.randn(num_tokens + 5, num_kv_heads, head_size, device=device).to(dtype)
-        for _ in range(2)
+        torch.randn(sum(keys), num_kv_heads, head_size, device=device).to(dtype) for _ in range(2)
     )
-    cu_q = torch.tensor([0, first, num_tokens], dtype=torch.int32, device=device)
-    cu_k = torch.tensor([0, first + 2, num_tokens + 5], dtype=torch.int32, device=device)
+    cu_q, cu_k = boundaries(queries, device), boundaries(keys, device)
     return query, key, value, cu_q, cu_k, None, True, None, None
 
 

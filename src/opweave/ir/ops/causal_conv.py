@@ -18,8 +18,8 @@ from opweave.ir.ops.state_slots import (
     is_computed,
     misfit,
     read_states,
+    sequence_inputs,
     some_slots,
-    two_sequences,
     write_states,
 )
 from opweave.ir.registry import register_op
@@ -169,12 +169,14 @@ def _conv_inputs(
     num_tokens: int = 8,
     hidden_size: int = 24,
     width: int = 4,
+    num_seqs: int = 2,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, str]:
-    """A sequence that continues and one that begins."""
-    x, weight, bias, state, _, _ = _update_inputs(num_tokens, hidden_size, width, dtype, device)
-    return x, weight, bias, state[:4], *two_sequences(num_tokens, device), "silu"
+    """Sequences that begin and that continue, one after the other."""
+    x, weight, bias, *_ = _update_inputs(num_tokens, hidden_size, width, dtype, device)
+    state = torch.randn(num_seqs + 2, hidden_size, width - 1, device=device).to(dtype)
+    return x, weight, bias, state, *sequence_inputs(num_tokens, num_seqs, device), "silu"
 
 
 @causal_conv1d_update.register_input_generator

@@ -19,6 +19,7 @@ from torch import Tensor
 from opweave.ir.ops.attention import varlen_attention
 from opweave.ir.ops.linear import linear
 from opweave.ir.ops.paged_attention import paged_attention
+from opweave.ir.ops.sequences import boundaries, sequence_lengths
 from opweave.ir.registry import register_op
 from opweave.ir.traits import BATCH_INVARIANT
 
@@ -163,18 +164,19 @@ def _prefill_inputs(
     head_size: int = 16,
     rope_size: int = 8,
     latent_size: int = 24,
+    num_seqs: int = 2,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, None, bool]:
-    """Two sequences, each with some tokens before its queries."""
+    """Sequences with 2, 3, 4, ... tokens before their queries."""
     query, weight = _queries_and_weight(
         num_tokens, num_heads, head_size, rope_size, latent_size, device
     )
-    first, keys = num_tokens // 3, num_tokens + 5
-    kv_c = torch.randn(keys, latent_size, device=device)
-    k_pe = torch.randn(keys, rope_size, device=device)
-    cu_q = torch.tensor([0, first, num_tokens], dtype=torch.int32, device=device)
-    cu_k = torch.tensor([0, first + 2, keys], dtype=torch.int32, device=device)
+    queries = sequence_lengths(num_tokens, num_seqs)
+    keys = [count + 2 + i for i, count in enumerate(queries)]
+    kv_c = torch.randn(sum(keys), latent_size, device=device)
+    k_pe = torch.randn(sum(keys), rope_size, device=device)
+    cu_q, cu_k = boundaries(queries, device), boundaries(keys, device)
     return query.to(dtype), kv_c.to(dtype), k_pe.to(dtype), weight.to(dtype), cu_q, cu_k, None, True
 
 

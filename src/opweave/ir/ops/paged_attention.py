@@ -4,6 +4,10 @@ Source: Kwon et al., arXiv:2309.06180; the softmax is that of :mod:`opweave.ir.o
 cache that of :mod:`opweave.ir.ops.kv_cache`.
 """
 
+import functools
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,6 +20,7 @@ from opweave.ir.ops.attention import (
     locate,
 )
 from opweave.ir.ops.quant import static_quant_fp8
+from opweave.ir.ops.sequences import boundaries, sequence_lengths
 from opweave.ir.registry import register_op
 
 
@@ -179,24 +184,41 @@ def _inputs(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_size: int = 16,
+    value_size: int = 0,
     block_size: int = 16,
+    num_seqs: int = 2,
+    padding: int = 0,
+    rest_is_nan: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, None, bool, None, None]:
-    """A sequence that is decoded and one whose prompt continues, with cached keys before both."""
-    queries = [min(num_tokens, 1), max(num_tokens - 1, 0)]
-    lengths = [queries[0] + 2 * block_size, queries[1] + 5]
-    width = max(-(-length // block_size) for length in lengths)
-    shape = (2, 2 * width + 1, num_kv_heads, block_size, head_size)
-    key_cache, value_cache = torch.randn(shape, device=device).to(dtype)
-    tables = torch.randperm(2 * width + 1, device=device)[: 2 * width].view(2, width)
+    """A sequence that is decoded and others whose prompts continue, with cached keys before all.
+
+    A *value_size* of 0 is the size of the keys; *padding* tokens come after the last sequence; what
+    no query may use of the cache may be NaN.
+    """
+    queries = sequence_lengths(num_tokens, num_seqs)
+    lengths = torch.tensor(queries) + torch.randint(block_size, 3 * block_size + 1, (num_seqs,))
+    width = 3 + -(-max(queries) // block_size)
+    blocks = num_seqs * width
+    tables = torch.randperm(blocks + 1)[:blocks].view(num_seqs, width)
+    shape = (blocks + 1, num_kv_heads, block_size)
+    key_cache = torch.randn(*shape, head_size, device=device).to(dtype)
+    value_cache = torch.randn(*shape, value_size or head_size, device=device).to(dtype)
+    if rest_is_nan:
+        used = torch.zeros(blocks + 1, block_size, dtype=torch.bool)
+        used[tables] = (torch.arange(width * block_size) < lengths[:, None]).view(
+            num_seqs, width, block_size
+        )
+        rest = ~used.to(device)[:, None, :, None]
+        key_cache, value_cache = (t.masked_fill(rest, math.nan) for t in (key_cache, value_cache))
     return (
-        torch.randn(num_tokens, num_heads, head_size, device=device).to(dtype),
+        torch.randn(num_tokens + padding, num_heads, head_size, device=device).to(dtype),
         key_cache,
         value_cache,
-        tables.to(torch.int32),
-        torch.tensor(lengths, dtype=torch.int32, device=device),
-        torch.tensor([0, queries[0], num_tokens], dtype=torch.int32, device=device),
+        tables.to(device, torch.int32),
+        lengths.to(device, torch.int32),
+        boundaries(queries, device),
         None,
         True,
         None,
@@ -205,18 +227,13 @@ def _inputs(
 
 
 @attention_quant.register_input_generator
+@functools.wraps(_inputs)
 def _quant_inputs(
-    num_tokens: int = 8,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_size: int = 16,
-    block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    *args: Any, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, bool, int, float]:
     """Every option is given, so that a search for the composite finds them all."""
-    tensors = _inputs(num_tokens, num_heads, num_kv_heads, head_size, block_size, dtype, device)[:6]
-    return *tensors, torch.full((1,), 0.02, device=device), 0.3, True, 11, 25.0
+    tensors = _inputs(*args, **options)[:6]
+    return *tensors, torch.full((1,), 0.02, device=tensors[0].device), 0.3, True, 11, 25.0
 
 
 # Sums of the same terms in another order, and an exponential of another make; averages over keys

@@ -18,7 +18,7 @@ from opweave.ir.ops.state_slots import (
     initial_states,
     is_computed,
     misfit,
-    two_sequences,
+    sequence_inputs,
     write_states,
 )
 from opweave.ir.registry import register_op
@@ -189,20 +189,21 @@ def _inputs(
     num_tokens: int = 8,
     hidden_size: int = 24,
     state_size: int = 4,
+    num_seqs: int = 2,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     bool,
 ]:  # fmt: skip
-    """A sequence that continues and one that begins."""
+    """Sequences that begin and that continue, one after the other."""
     x, dt, z = torch.randn(3, num_tokens, hidden_size, device=device).to(dtype)
     b, c = torch.randn(2, num_tokens, state_size, device=device).to(dtype)
     d, dt_bias = torch.randn(2, hidden_size, device=device).to(dtype)
     a = -torch.rand(hidden_size, state_size, device=device) - 0.1
     wide = torch.promote_types(dtype, torch.float32)
-    state = torch.randn(4, hidden_size, state_size, device=device)
-    where = two_sequences(num_tokens, device)
+    state = torch.randn(num_seqs + 2, hidden_size, state_size, device=device)
+    where = sequence_inputs(num_tokens, num_seqs, device)
     return x, dt, a.to(wide), b, c, d, z, dt_bias, state.to(wide), *where, True
 
 

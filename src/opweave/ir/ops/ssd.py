@@ -16,7 +16,7 @@ from opweave.ir.ops.state_slots import (
     check_shape,
     initial_states,
     is_computed,
-    two_sequences,
+    sequence_inputs,
     write_states,
 )
 from opweave.ir.registry import register_op
@@ -228,21 +228,22 @@ def _inputs(
     state_size: int = 5,
     num_groups: int = 1,
     chunk_size: int = 4,
+    num_seqs: int = 2,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     int, bool, float | None, float | None,
 ]:  # fmt: skip
-    """A sequence that continues and one that begins."""
+    """Sequences that begin and that continue, one after the other."""
     x, z = torch.randn(2, num_tokens, num_heads, head_size, device=device).to(dtype)
     dt = torch.randn(num_tokens, num_heads, device=device).to(dtype)
     b, c = torch.randn(2, num_tokens, num_groups, state_size, device=device).to(dtype)
     d, dt_bias = torch.randn(2, num_heads, device=device).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     a = (-torch.rand(num_heads, device=device) - 0.1).to(wide)
-    state = torch.randn(4, num_heads, head_size, state_size, device=device).to(wide)
-    where = two_sequences(num_tokens, device)
+    state = torch.randn(num_seqs + 2, num_heads, head_size, state_size, device=device).to(wide)
+    where = sequence_inputs(num_tokens, num_seqs, device)
     return x, dt, a, b, c, d, z, dt_bias, state, *where, chunk_size, True, None, None
 
 

@@ -8,6 +8,8 @@ padding, a sequence that is computed by nobody.
 import torch
 from torch import Tensor
 
+from opweave.ir.ops.sequences import boundaries, sequence_lengths
+
 
 def read_states(x_state: Tensor, slot_idx: Tensor) -> Tensor:
     """Return the state of every sequence, zeros for padding (IndexError: there is no such slot)."""
@@ -71,13 +73,15 @@ def misfit(op: str, name: str, tensor: Tensor, wanted: str) -> ValueError:
     return ValueError(f"{op}: {name} must be {wanted}; found {found}.")
 
 
-def two_sequences(num_tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Make where a sequence that continues and one that begins are: starts, slots, flags."""
-    starts = [0, num_tokens // 3, num_tokens]
+def sequence_inputs(num_tokens: int, num_seqs: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Make where sequences are: starts, slots below ``num_seqs + 2``, and which of them continue.
+
+    Every other one does, from the second on.
+    """
     return (
-        torch.tensor(starts, dtype=torch.int32, device=device),
-        torch.tensor([2, 0], dtype=torch.int32, device=device),
-        torch.tensor([True, False], device=device),
+        boundaries(sequence_lengths(num_tokens, num_seqs), device),
+        torch.randperm(num_seqs + 2, device=device)[:num_seqs].to(torch.int32),
+        torch.arange(num_seqs, device=device) % 2 == 1,
     )
 
 

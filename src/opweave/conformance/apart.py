@@ -1,0 +1,178 @@
+"""Verifying in another process, which a kernel may crash or stop without ending this one.
+
+What was found until then stays, and the finding says in which check and with which arguments it
+was. The rest of the implementation's checks are left out; the next implementation gets a new
+process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Self
+
+from opweave.conformance.check import Outcome
+from opweave.conformance.errors import VerifierFailedError
+from opweave.conformance.heap import checking_environment
+from opweave.conformance.subject import Subject
+from opweave.conformance.verify import Result
+from opweave.platforms import resolution
+from opweave.platforms.handover import VARIABLE
+
+_MODULE = "opweave.conformance.apart_worker"
+_STARTING = 300.0  # seconds to import opweave, its plugins and the modules asked for
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is the same for all implementations.
+
+    Attributes:
+        modules: to import, as they register what is verified.
+        checks: the names of those to run; none: all.
+        seed: of the inputs.
+    """
+
+    modules: tuple[str, ...]
+    checks: tuple[str, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Named:
+    """A :class:`Subject` by names, with which another process finds its own."""
+
+    op: str
+    provider: str
+    device: str
+    options: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What comes next: a check, or a case of it."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """All checks have run, with these options of the input generator; or why none has."""
+
+    options: tuple[tuple[str, Any], ...]
+    obstacle: str
+
+
+class Verifier:
+    """Verifies one implementation after the other in a process of its own.
+
+    Args:
+        task: what to do with each.
+        timeout: seconds that one case may take.
+
+    Raises:
+        VerifierFailedError: the process does not start.
+    """
+
+    def __init__(self, task: Task, timeout: float) -> None:
+        self._task, self._timeout = task, timeout
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def verify(self, subject: Subject) -> Result:
+        """Run the checks; a crash, or a case without an end, is a problem of the last one."""
+        if self._process is None:
+            self._start()
+        self._connection.send(
+            Named(subject.op.name, subject.provider, subject.device, subject.options)
+        )
+        outcomes, check, case = list[Outcome](), "", ""
+        while True:
+            try:
+                message = self._receive(self._timeout)
+            except EOFError:
+                problem = self._end()
+                break
+            except TimeoutError:
+                self._end()
+                problem = f"did not come back within {self._timeout:g} s"
+                break
+            if isinstance(message, Outcome):
+                outcomes.append(message)
+                check, case = "", ""
+            elif isinstance(message, Place):
+                check, case = (check, message.what) if check else (message.what, "")
+            else:
+                subject = replace(subject, options=message.options)
+                return Result(subject, tuple(outcomes), message.obstacle)
+        if case:
+            problem += f": {case}"
+        # Before the first check, the predicate has been asked.
+        return Result(subject, (*outcomes, Outcome(check or "predicate", problems=[problem])))
+
+    def _start(self) -> None:
+        own, its = socket.socketpair()
+        with own, its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", _MODULE, str(its.fileno())],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    VARIABLE: resolution().to_json(),
+                    **checking_environment(),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what modules and kernels print is no result
+                pass_fds=[its.fileno()],
+                process_group=0,  # Ctrl-C in a terminal is this process's business
+            )
+            self._connection = Connection(own.detach())
+        self._connection.send(self._task)
+        try:
+            self._receive(_STARTING)
+        except (EOFError, TimeoutError):
+            raise VerifierFailedError(
+                f"the process that verifies {self._end()} before it began."
+            ) from None
+
+    def _receive(self, timeout: float) -> Any:
+        if not self._connection.poll(timeout):
+            raise TimeoutError
+        try:
+            return self._connection.recv()
+        except OSError as error:
+            raise EOFError from error
+
+    def _end(self) -> str:
+        """End the process, and return how it ended, if by itself."""
+        process, self._process = self._process, None
+        if process is None:
+            return ""
+        try:
+            code = process.wait(1.0 if self._connection.poll(0) else 0.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        self._connection.close()
+        if code >= 0:
+            return f"ended the process with exit code {code}"
+        reason = signal.Signals(-code)
+        # glibc's checks of the heap are on: see the module heap.
+        hint = ", as where memory behind a result is written" if reason is signal.SIGABRT else ""
+        return f"ended the process with {reason.name}{hint}"

@@ -1,0 +1,41 @@
+"""glibc's checks of the heap: who writes behind the memory of a result ends the process.
+
+They are in a library of their own since glibc 2.34, which has to be loaded before all others; see
+``mallopt(3)``, ``M_CHECK_ACTION``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_LIBRARY = "libc_malloc_debug.so.0"
+_PRELOAD, _TUNABLES = "LD_PRELOAD", "GLIBC_TUNABLES"
+
+
+def checking_environment() -> dict[str, str]:
+    """Return what a new process must have in its environment; nothing where there are no checks.
+
+    Nor where an allocator, or a sanitizer, is loaded first already.
+    """
+    if os.environ.get(_PRELOAD) or os.environ.get(_TUNABLES):
+        return {}
+    library = _library()
+    return {} if library is None else {_PRELOAD: library, _TUNABLES: "glibc.malloc.check=3"}
+
+
+def leave_to_this_process() -> None:
+    """Let the processes that this one starts, such as compilers, do without."""
+    if os.environ.get(_PRELOAD, "").endswith(_LIBRARY):
+        del os.environ[_PRELOAD], os.environ[_TUNABLES]
+
+
+def _library() -> str | None:
+    """Return the path of the library, which lies beside the C library."""
+    try:
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    files = (Path(line.split(maxsplit=5)[-1]) for line in mapped.splitlines())
+    found = next((file.with_name(_LIBRARY) for file in files if file.name == "libc.so.6"), None)
+    return str(found) if found and found.exists() else None

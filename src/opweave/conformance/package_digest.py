@@ -1,0 +1,46 @@
+"""A digest of the package that an implementation is from: it calls more than its own file."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+from opweave.ir import IrOpImpl
+
+_KINDS = (".py", ".so", ".pyd")
+
+
+def package_digest(impl: IrOpImpl) -> str | None:
+    """Return a digest of the Python and native modules of its package; None: it is opweave's own.
+
+    For a module that is in no package, of those that are imported and lie beside it.
+    """
+    file = Path(impl.site.file)
+    name = _module_names().get(str(file), "")
+    top = sys.modules.get(name.partition(".")[0])
+    if name.partition(".")[0] == "opweave":
+        return None
+    if top is not None and hasattr(top, "__path__"):
+        folder = Path(next(iter(top.__path__)))
+        files: Iterable[Path] = (f for f in folder.rglob("*") if f.suffix in _KINDS)
+    else:
+        folder = file.parent
+        files = (f for f in map(Path, _module_names()) if f.parent == folder)
+    digest = hashlib.sha256()
+    for each in sorted({file, *files}):
+        if each.is_file():
+            digest.update(f"{each.relative_to(folder)}\0".encode())
+            digest.update(hashlib.sha256(each.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _module_names() -> dict[str, str]:
+    """Return the names of the modules that are imported, by their files."""
+    return {
+        str(path): name
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and (path := vars(module).get("__file__"))
+    }
