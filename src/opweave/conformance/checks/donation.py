@@ -27,6 +27,7 @@ def _cases(subject: Subject) -> Iterator[Case]:
     yield from chain(
         inputs.usual(subject),
         inputs.empty(subject),
+        inputs.few_and_many(subject),
         scalars.without(subject),
         layouts.laid_out(subject),
     )
