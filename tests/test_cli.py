@@ -319,11 +319,12 @@ def test_other_errors_of_the_system_say_what_they_are(
     run: Run, monkeypatch: pytest.MonkeyPatch, error: OSError, shown: str
 ) -> None:
     def fails(*args: object) -> None:
+        error.add_note("in relu2:acme")
         raise error
 
     monkeypatch.setattr("opweave.ir.registry.Registry.ensure_ready", fails)
     done = run("ops")
-    assert_one_line_error(done, shown)
+    assert_one_line_error(done, f"{shown} [in relu2:acme]")
     assert "Cannot write" not in done.stderr
 
 
@@ -331,12 +332,15 @@ def test_an_error_that_nobody_expected_is_one_line(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: object) -> None:
-        raise LookupError("of a kernel\nand more")
+        error = LookupError("of a kernel\nand more")
+        error.add_note("in relu2:acme,\nof the plugin acme")
+        raise error
 
     monkeypatch.setattr("opweave.ir.registry.Registry.ensure_ready", fails)
     done = run("ops")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert f"LookupError: of a kernel (at {__file__}:" in done.stderr
+    told = "LookupError: of a kernel [in relu2:acme, of the plugin acme]"
+    assert f"{told} (at {__file__}:" in done.stderr
     monkeypatch.setenv("OPWEAVE_LOGGING_LEVEL", "debug")
     with pytest.raises(LookupError):
         run("ops")

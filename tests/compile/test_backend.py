@@ -155,12 +155,14 @@ WRONG = {
     "number": lambda x: 5,
     "dtype": lambda x: x.double() + 1,
     "dimensions": lambda x: x.unsqueeze(0) + 1,
+    "sizes": lambda x: x[:1] + 1,
 }
 
 
 @pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_outputs_that_the_op_does_not_have(wrong: str, inplace: bool) -> None:
+def test_outputs_that_the_op_does_not_have(wrong: str, dynamic: bool, inplace: bool) -> None:
     with ir.isolated_registry():
 
         @ir.register_op(allow_inplace=True)
@@ -172,7 +174,10 @@ def test_outputs_that_the_op_does_not_have(wrong: str, inplace: bool) -> None:
         named = rf"plus: the implementation '{wrong}' .* returns \(.*\), but the op's definition"
         with pytest.raises(Exception, match=named):
             torch.compile(
-                lambda x: plus(x * 2), backend=opweave.compile.backend, options={"codegen": False}
+                lambda x: plus(x * 2),
+                backend=opweave.compile.backend,
+                dynamic=dynamic,
+                options={"codegen": False},
             )(torch.ones(3))
 
 

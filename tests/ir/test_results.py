@@ -94,6 +94,111 @@ def test_results_of_another_number_are_refused(
         call(x)
 
 
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x[..., ::2], x[..., 1::2].to(torch.int8)
+
+
+OTHER = {  # native, kernel, what its result is, and what it should be
+    "dtype": (one, lambda x: x.double(), r"float64\[2, 3\] cpu", r"float32\[2, 3\] cpu"),
+    "sizes": (one, lambda x: x[:1], r"float32\[1, 3\] cpu", r"float32\[2, 3\] cpu"),
+    "dimensions": (one, lambda x: x[None], r"float32\[1, 2, 3\] cpu", r"float32\[2, 3\] cpu"),
+    "device": (one, lambda x: x.to("meta"), r"float32\[2, 3\] meta", r"float32\[2, 3\] cpu"),
+    "second": (
+        halves,
+        lambda x: (x[..., ::2], x[..., 1::2]),
+        r"float32\[2, 1\] cpu as output 1",
+        r"int8\[2, 1\] cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", OTHER)
+@pytest.mark.parametrize("way", ["call", "scope", "torch op", "record", "donating", "keyword"])
+def test_results_of_another_kind_are_refused(registry: ir.Registry, wrong: str, way: str) -> None:
+    native, kernel, found, wanted = OTHER[wrong]
+    activations = ["x"] if native is one else []
+    op = ir.register_op(allow_inplace=native is one, activations=activations)(native)
+    op.register_impl("kernel", inplace=way == "donating" and native is one)(kernel)
+    op.set_default(["kernel"])
+    call: Any = {"torch op": op.torch_op, "keyword": lambda x: op(x=x)}.get(way, op)
+    if way == "donating" and native is one:
+        call = op.maybe_inplace
+    scope: Any = {"record": ir.record, "scope": lambda: ir.priority({op.name: ["kernel"]})}
+    refused = pytest.raises(
+        InvalidResultError,
+        match=rf"{op.name}: .*'kernel' \({__file__}:\d+\) returned {found} where .* has {wanted}",
+    )
+    for _ in range(2):  # it stays wrong
+        with scope.get(way, ir.record)(), refused:
+            call(X.clone())
+
+
+def test_one_row_does_not_tell_the_shape(registry: ir.Registry) -> None:
+    op = ir.register_op(one)
+    op.register_impl("kernel")(lambda x: x[:1] * 2)
+    op.set_default(["kernel"])
+    for _ in range(3):
+        op(X[:1])
+    with pytest.raises(InvalidResultError, match="returned"):
+        op(X)
+
+
+def test_metadata_is_looked_at_once(registry: ir.Registry) -> None:
+    op = ir.register_op(one)
+    foretold = []
+    op.register_fake(lambda x: foretold.append(x) or torch.empty_like(x))  # type: ignore[arg-type]
+    op.register_impl("kernel")(lambda x: x * 2)
+    op.set_default(["kernel"])
+    for _ in range(3):
+        op(X)
+    for call in (op.using("kernel"), op.torch_op):
+        call(X)
+    with ir.record(), ir.priority({op.name: ["kernel"]}):
+        op(X)
+    assert len(foretold) == 1
+
+
+def test_what_only_the_data_tells_is_taken(registry: ir.Registry) -> None:
+    @ir.register_op
+    def positive(x: Tensor) -> Tensor:
+        return x[x > 0]
+
+    positive.register_impl("kernel")(lambda x: x.flatten()[x.flatten() > 0])
+    assert torch.equal(positive.using("kernel")(X), torch.ones(6))
+
+
+def test_a_composite_is_foretold_without_kernels(registry: ir.Registry) -> None:
+    @ir.register_op
+    def inner(x: Tensor) -> Tensor:
+        return x * 2
+
+    @ir.register_op(composite=True)
+    def outer(x: Tensor) -> Tensor:
+        return inner(inner(x)) + 1
+
+    @inner.register_impl("kernel")
+    def _(x: Tensor) -> Tensor:
+        assert x.device.type == "cpu"
+        return x * 2
+
+    inner.set_default(["kernel"])
+    outer.register_impl("kernel")(lambda x: x * 4)
+    outer.register_impl("wrong")(lambda x: (x * 4).double())
+    with pytest.raises(InvalidResultError):
+        outer.using("wrong")(X)
+    assert torch.equal(outer.using("kernel")(X), X * 4)
+
+
+def test_autocast_decides_the_dtype(registry: ir.Registry) -> None:
+    @ir.register_op
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        return x @ y
+
+    product.register_impl("kernel")(lambda x, y: x.mm(y))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert product.using("kernel")(X, X.T).dtype == torch.bfloat16
+
+
 def test_a_list_of_results_will_do(registry: ir.Registry) -> None:
     op = ir.register_op(pair)
     op.register_impl("kernel")(lambda x: [x, x * 2])

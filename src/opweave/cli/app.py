@@ -15,7 +15,7 @@ from opweave.cli.conversion import converted
 from opweave.cli.errors import CliError
 from opweave.cli.output import Results, fail, format_warnings, open_streams, show_error
 from opweave.config.environment import logging_level
-from opweave.ir.errors import OpweaveError, described
+from opweave.ir.errors import OpweaveError, described, notes
 
 app = App(
     name="opweave",
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except CycloptsError as error:
         fail(f"{error} Try: opweave --help")
     except (CliError, OpweaveError, torch.OutOfMemoryError) as error:
-        fail(str(error))
+        fail(f"{error}{notes(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0)
     except OSError as error:
         if not _is_of_output(error):
-            fail(str(error) or type(error).__name__)
+            fail(f"{str(error) or type(error).__name__}{notes(error)}")
         _discard_output()
         fail(f"Cannot write the output: {error.strerror or error}.")
     except Exception as error:  # of a plugin's kernel, layer or pass, or a mistake of ours

@@ -14,8 +14,14 @@ It looks like this (print any with ``op.dispatch_source``)::
                     _run = _impl_native
             except _Exception:
                 return _slow(x, weight, epsilon, variance_size)
-            return _run(x, weight, epsilon, variance_size)
+            try: return _run(x, weight, epsilon, variance_size)
+            except _Exception as _error:
+                _note(_error, _run)
+                raise
         return _slow(x, weight, epsilon, variance_size)
+
+That ``try`` costs nothing, as it stands in one line with the call. At first an implementation is in
+a wrapper that looks at what it returns, and then takes itself away.
 
 Everything but the parameters starts with an underscore, which parameters of ops may not. Dynamo
 never sees this function: it traces a call of the torch op instead.
@@ -25,9 +31,10 @@ from __future__ import annotations
 
 import enum
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
+from types import CellType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +55,7 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any]
 PlainCheck = Callable[..., bool]
+ResultCheck = Callable[[IrOpImpl, Any, Sequence[Any], Mapping[str, Any]], bool]
 PLAIN_TYPES = frozenset({Tensor, Parameter})
 
 _plain_check: PlainCheck | None = None
@@ -73,12 +81,19 @@ class Kind(enum.Enum):
 
 
 class Generator:
-    """Writes and compiles the function of one path; *found* is None while nothing is prepared."""
+    """Writes and compiles the function of one path; *found* is None while nothing is prepared.
 
-    def __init__(self, path: Path, found: list[Candidate] | None, *, in_scope: bool) -> None:
-        self.path, self.found, self.in_scope = path, found, in_scope
+    *check* raises if what an implementation returned is wrong, and says whether that is enough.
+    """
+
+    def __init__(
+        self, path: Path, found: list[Candidate] | None, check: ResultCheck, *, in_scope: bool
+    ) -> None:
+        self.path, self.found, self.check, self.in_scope = path, found, check, in_scope
         self.schema: Schema = path.op.schema
         self.call = self.schema.call()
+        self.runs: dict[str, IrOpImpl] = {}  # by name, what the generated code can run
+        self.owners: dict[int, IrOpImpl] = {}  # the same by id, as not every callable has a hash
         self.namespace: dict[str, Any] = {
             **self.schema.defaults,
             "_Tensor": Tensor,
@@ -93,6 +108,7 @@ class Generator:
             "_current_scope": current_scope,
             "_scoped": path.scoped,
             "_slow": path.slow,
+            "_note": self._note,
             "_has_torch_function": compat.has_torch_function_unary,
             "_function_mode_enabled": compat.function_mode_enabled,
             "_dispatch_mode_count": compat.dispatch_mode_count,
@@ -122,6 +138,9 @@ class Generator:
         exec(compile(source, filename, "exec"), module)
         function = module["make"](**self.namespace)
         function.__qualname__ = name  # what Python says of a missing argument
+        for free, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
+            if free in self.runs:
+                cell.cell_contents = self._looked_at(self.runs[free], cell)
         return "\n".join(lines), function
 
     def bind(self, value: object, name: str = "") -> str:
@@ -131,6 +150,22 @@ class Generator:
         name = name or f"_constant_{len(self.namespace)}"
         self.namespace[name] = value
         return name
+
+    def _looked_at(self, impl: IrOpImpl, cell: CellType) -> Function:
+        """Return the function in *cell* as one that checks results, until it puts it back there."""
+        run: Function = cell.cell_contents
+
+        def looked_at(*args: Any, **kwargs: Any) -> Any:
+            result = run(*args, **kwargs)
+            if self.check(impl, result, args, kwargs):
+                cell.cell_contents = run
+            return result
+
+        self.owners[id(looked_at)] = self.owners[id(run)] = impl
+        return looked_at
+
+    def _note(self, error: Exception, run: Function) -> None:
+        self.owners[id(run)].add_note(error)
 
     def _lines(self) -> list[str]:
         slow = f"return _slow({self.call})"
@@ -167,15 +202,20 @@ class Generator:
                 break
         else:
             branches.append((None, slow))  # no implementation has the required traits
-        run = f"{indent}return _run({self.call})"
+        run = [
+            f"{indent}try: return _run({self.call})",
+            f"{indent}except _Exception as _error:",
+            f"{indent}    _note(_error, _run)",
+            f"{indent}    raise",
+        ]
         if branches[0][0] is None:
             statement = branches[0][1]
-            return [indent + statement] if statement == slow else [indent + statement, run]
+            return [indent + statement, *(() if statement == slow else run)]
         chain = []
         for i, (condition, statement) in enumerate(branches):
             head = "else" if condition is None else f"{'elif' if i else 'if'} {condition}"
             chain += [f"{indent}    {head}:", f"{indent}        {statement}"]
-        return [f"{indent}try:", *chain, f"{indent}except _Exception:", f"{indent}    {slow}", run]
+        return [f"{indent}try:", *chain, f"{indent}except _Exception:", f"{indent}    {slow}", *run]
 
     def _condition(self, impl: IrOpImpl) -> str | None:
         predicate = impl.supports_args
@@ -187,10 +227,10 @@ class Generator:
         return f"(_answer := {accepts}({self.call})) is True"
 
     def _runner(self, impl: IrOpImpl) -> str:
-        direct = self.bind(impl.impl_fn, f"_impl_{impl.provider}")
+        direct = self._bind_run(impl, impl.impl_fn, f"_impl_{impl.provider}")
         if not impl.inplace:
             return direct
-        copy = self.bind(copying(impl), f"_copying_{impl.provider}")
+        copy = self._bind_run(impl, copying(impl), f"_copying_{impl.provider}")
         if not self.path.donates:
             return copy
         # In grad mode a backward pass may need what is given up, whatever requires grad.
@@ -199,6 +239,10 @@ class Generator:
             self.namespace["_overlapping"] = partial(overlapping, self.path.op)
             test = f"({test}) or {self._may_overlap()} and _overlapping({self.call})"
         return f"{copy} if {test} else {direct}"
+
+    def _bind_run(self, impl: IrOpImpl, function: Function, name: str) -> str:
+        self.runs[name] = impl
+        return self.bind(function, name)
 
     def _may_overlap(self) -> str:
         """A quick test that is true wherever an activation may share elements with an argument."""

@@ -7,7 +7,6 @@ that calls :func:`opweave.ir.selection.select`.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -16,7 +15,8 @@ from opweave.ir import compat
 from opweave.ir.codegen import PLAIN_TYPES, Function, Generator, Kind, functional
 from opweave.ir.donation import overlapping, poison_unused
 from opweave.ir.priority import Entries
-from opweave.ir.schema import check_result, check_types
+from opweave.ir.results import check_result
+from opweave.ir.schema import check_types
 from opweave.ir.scope import Scope, current_scope, entered
 from opweave.ir.selection import (
     Candidate,
@@ -93,7 +93,9 @@ class Path:
         if found is None:
             self.source, self.function = "", _unprepared(self)
         else:
-            self.source, self.function = Generator(self, found, in_scope=False).compile()
+            self.source, self.function = Generator(
+                self, found, check_result, in_scope=False
+            ).compile()
         if self.callee is not None:
             compat.trace_instead(self.function, _traced)
             setattr(type(self.callee), "__call__", self.function)  # noqa: B010 (not to be typed)
@@ -104,7 +106,6 @@ class Path:
         found = scope.compiled.get(key)
         if found is None:
             found = scope.compiled[key] = self._recorded if scope.recorders else self._in_scope()
-            return partial(self._checked, found)
         return found
 
     def _in_scope(self) -> Function:
@@ -112,7 +113,8 @@ class Path:
         key = (policy.priority, tuple(policy.required.items()))
         found = self._by_policy.get(key)
         if found is None:
-            _, found = Generator(self, candidates(self.op, policy), in_scope=True).compile()
+            given = candidates(self.op, policy)
+            _, found = Generator(self, given, check_result, in_scope=True).compile()
             self._by_policy[key] = found
         return found
 
@@ -122,19 +124,12 @@ class Path:
     def slow(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call that the fast path does not cover, or cover yet."""
         if self.op.ensure_prepared(self):
-            return self._checked(self.function, self.op, *args, **kwargs)
+            return self.function(self.op, *args, **kwargs)
         values = self.op.bind(*args, **kwargs)
         if self.kind is not Kind.KERNEL and _needs_dispatcher(values):
             return self.torch_op(*args, **kwargs)
         check_types(self.op, values)
         return self._execute(values)
-
-    def _checked(self, function: Function, callee: object, *args: Any, **kwargs: Any) -> Any:
-        """Call the generated function, and look at the result; only once, for it takes time."""
-        result = function(callee, *args, **kwargs)
-        find = partial(self.op.dispatch_at, self.call_site, *args, **kwargs)
-        check_result(self.op, result, lambda: find().provider)
-        return result
 
     @property
     def torch_op(self) -> Function:
@@ -154,9 +149,11 @@ class Path:
         # In grad mode a backward pass may need the activations, whoever gives them up.
         may_reuse = self.donates and not torch.is_grad_enabled()
         reuse = may_reuse and not overlapping(self.op, *args, **kwargs)
-        run = selection.impl.impl_fn if reuse else functional(selection.impl)
-        result = run(*args, **kwargs)
-        check_result(self.op, result, lambda: selection.provider)
+        impl = selection.impl
+        run = impl.impl_fn if reuse else functional(impl)
+        with impl.noting():
+            result = run(*args, **kwargs)
+        check_result(impl, result, args, kwargs)
         if may_reuse and self.op.registry.settings.check_donation:
             poison_unused(self.op, values, result)
         return result

@@ -135,7 +135,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def described(error: BaseException, lines: int | None = None) -> str:
-    """Return the type of *error* and what it says, or its first *lines* lines, in one line.
+    """Return the type of *error*, what it says, or its first *lines* lines, and notes, in a line.
 
     Examples:
         >>> described(ValueError("a\\nb")), described(ValueError("a\\nb"), 1), described(KeyError())
@@ -146,4 +146,16 @@ def described(error: BaseException, lines: int | None = None) -> str:
     except Exception:  # a plugin's own __str__ can fail, too
         text = ""
     said = " ".join(" ".join(text.splitlines()[:lines]).split())
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return f"{type(error).__name__}{f': {said}' if said else ''}{notes(error)}"
+
+
+def notes(error: BaseException) -> str:
+    """Return the notes of *error* in brackets, to follow what it says.
+
+    Examples:
+        >>> error = ValueError("a")
+        >>> error.add_note("in b")
+        >>> notes(error)
+        ' [in b]'
+    """
+    return "".join(f" [{' '.join(str(note).split())}]" for note in getattr(error, "__notes__", ()))

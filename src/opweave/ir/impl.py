@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ from opweave.ir.errors import (
     SchemaMismatchError,
     described,
 )
-from opweave.ir.owner import Owner, current_owner
+from opweave.ir.owner import Owner, current_owner, way_out
+from opweave.ir.priority import NATIVE
 from opweave.ir.rule import Custom, Rule, evaluator
 from opweave.ir.schema import check_same
 from opweave.ir.site import Site
@@ -86,6 +88,32 @@ class IrOpImpl:
         """Whether there is no predicate."""
         return self.supports_args is None
 
+    @property
+    def place(self) -> str:
+        """Where it was registered, and by which plugin, if one did."""
+        return f"{self.site}" if self.owner is None else f"{self.site}, of the plugin {self.owner}"
+
+    @property
+    def way_out(self) -> str:
+        """A sentence on how to go on without the plugin that registered it, if one did."""
+        return way_out(self.owner)
+
+    def add_note(self, error: Exception) -> None:
+        """Say in a note of *error*, which has left its function, whose function that is."""
+        if self.owner is None and self.provider == NATIVE:
+            return  # the op itself refuses its arguments
+        note = f"in {self.op.name}:{self.provider} ({self.place}).{self.way_out}"
+        error.add_note(note.removesuffix("."))
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Call :meth:`add_note` if the block, which runs its function, raises."""
+        try:
+            yield
+        except Exception as error:
+            self.add_note(error)
+            raise
+
     @cached_property
     def _accepts(self) -> Callable[..., bool]:
         predicate = self.supports_args
@@ -113,9 +141,10 @@ class IrOpImpl:
             if odd and isinstance(self.supports_args, Rule):
                 return f"a tensor has the layout {odd[0].layout} (supports strided)"
             raise PredicateFailedError(
-                f"{self.op.name}: the predicate of provider {self.provider!r} ({self.site}) "
+                f"{self.op.name}: the predicate of provider {self.provider!r} ({self.place}) "
                 f"raised {described(error)}. A predicate must answer True or False "
                 "for any arguments of the op; mend it, or leave the provider out of the priority."
+                f"{self.way_out}"
             ) from error
         if isinstance(self.supports_args, Rule):
             named = dict(zip(self.op.schema.names, values, strict=True))

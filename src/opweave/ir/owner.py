@@ -60,6 +60,25 @@ def is_own_import() -> bool:
 
 
 _PACKAGE = __name__.partition(".")[0] + "."
+_ways_out: dict[Owner, str] = {}
+
+
+def note_way_out(owner: Owner, setting: str) -> None:
+    """Remember the *setting* that leaves a plugin out, such as ``"OPWEAVE_PLUGINS=-acme"``."""
+    _ways_out[owner] = setting
+
+
+def way_out(owner: Owner | None) -> str:
+    """Return a sentence on how to go on without a plugin, for messages about what it has done.
+
+    Examples:
+        >>> way_out(None)
+        ''
+    """
+    setting = None if owner is None else _ways_out.get(owner)
+    return "" if setting is None else f" To go on without the plugin: {setting}."
+
+
 _failures: dict[str, str] = {}
 
 

@@ -16,7 +16,6 @@ from opweave.ir import compat
 from opweave.ir.errors import (
     InvalidArgumentError,
     InvalidOpError,
-    InvalidResultError,
     SchemaMismatchError,
 )
 
@@ -27,7 +26,6 @@ _EMPTY = inspect.Parameter.empty
 _TAKEN = ("annotated", "autocast", "donate", "entries", "torch_op", "using")
 _KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _PLAIN = frozenset({int, float, bool, str})
-_OUTPUTS = (Tensor, torch.fx.Proxy)
 
 
 class Param(NamedTuple):
@@ -206,27 +204,6 @@ def _list_problem(param: Param, value: Any) -> str | None:
         if not isinstance(item, Tensor) and not (item is None and param.has_optional_items):
             return f"{type(item).__name__} at [{i}]"
     return None
-
-
-def check_result(op: IrOp, result: Any, find_provider: Callable[[], str]) -> None:
-    """Raise InvalidResultError unless an implementation returned the outputs that *op* has."""
-    count, is_tuple = op.schema.num_outputs, op.schema.returns_tuple
-    if isinstance(result, torch.fx.Proxy):
-        return  # a tracer's, for one output or for several
-    is_sequence = isinstance(result, (tuple, list))
-    outputs = result if is_sequence else [result]
-    wrong = [type(value).__name__ for value in outputs if not isinstance(value, _OUTPUTS)]
-    if is_sequence == is_tuple and len(outputs) == count and not wrong:
-        return
-    provider = find_provider()
-    wanted = f"a tuple of {count} Tensors" if is_tuple else "one Tensor"
-    found = type(result).__name__
-    if is_sequence:
-        found += f" of {len(outputs)}" + (f" with {wrong[0]} in it" if wrong else "")
-    raise InvalidResultError(
-        f"{op.name}: the implementation {provider!r} ({op.impls[provider].site}) must return "
-        f"{wanted}, found {found}."
-    )
 
 
 def _difference(expected: inspect.Signature, found: inspect.Signature) -> str | None:

@@ -115,8 +115,9 @@ class TorchOps:
                 return torch_op(*args, **kwargs)
         using = kwargs.get("using", "") if annotated else ""
         policy = policy_for(self.op, call_site(using), differentiable=True)
-        with entered(kwargs.get("autocast", "") if annotated else ""):
-            return functional(select(self.op, values, policy).impl)(*args, **own)
+        impl = select(self.op, values, policy).impl
+        with entered(kwargs.get("autocast", "") if annotated else ""), impl.noting():
+            return functional(impl)(*args, **own)
 
     def _batched(self, *args: Any, using: str = "", **kwargs: Any) -> Any:
         policy = policy_for(self.op, call_site(using))
@@ -124,7 +125,8 @@ class TorchOps:
         scope = current_scope()
         for recorder in scope.recorders if scope else ():
             recorder(selection, self.op.bind(*args, **kwargs))
-        return self.op.native(*args, **kwargs)
+        with selection.impl.noting():
+            return self.op.native(*args, **kwargs)
 
     def _fake(self, *args: Any, **kwargs: Any) -> Any:
         return self.op.fake(*args, **kwargs)

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from opweave.ir import journal
 from opweave.ir.errors import OpweaveError, described
-from opweave.ir.owner import note_failure, owned_by
+from opweave.ir.owner import note_failure, note_way_out, owned_by
 from opweave.plugins.entry import Entry
 from opweave.plugins.errors import (
     PluginError,
@@ -54,6 +54,7 @@ class Plugin:
         self._called, self._seconds = False, 0.0
         self._journals: list[journal.Journal] = []
         self._modules: frozenset[str] = frozenset()  # those there before it was imported
+        note_way_out(entry.owner, policy.leaving_out(entry.name))
         if not policy.permits(entry.name):
             self.state, self.detail = State.EXCLUDED, "left out by OPWEAVE_PLUGINS"
         elif entry.fault is not None:

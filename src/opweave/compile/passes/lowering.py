@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from opweave.compile.context import Context
 from opweave.compile.errors import CompileError
@@ -73,26 +74,45 @@ def check_outputs(call: IrCall, selection: Selection, trace: Trace) -> None:
     Raises:
         CompileError: they are not.
     """
-    expected, found = (
-        ", ".join(map(_described, outputs)) for outputs in (tensors_of(call.node), trace.outputs)
-    )
-    if found == expected:
+    wanted, returned = tensors_of(call.node), trace.outputs
+    if len(wanted) == len(returned) and all(map(_alike, wanted, returned)):
         return
-    who = f"{call.op.name}: the implementation {selection.provider!r} ({selection.impl.site})"
+    expected, found = (", ".join(map(_described, outputs)) for outputs in (wanted, returned))
+    who = f"{call.op.name}: the implementation {selection.provider!r} ({selection.impl.place})"
     if not call.autocast:
         raise CompileError(
             f"{who} returns ({found}), but the op's definition, or its fake implementation, "
             f"says ({expected}). Mend it, or leave the provider out of the priority."
+            f"{selection.impl.way_out}"
         )
     raise CompileError(
         f"{who} returns ({found}) under torch.autocast ({call.autocast}), but its fake "
         f"implementation says ({expected}). Call it under torch.autocast(..., enabled=False), or "
-        "let the fake implementation ask torch.is_autocast_enabled()."
+        f"let the fake implementation ask torch.is_autocast_enabled().{selection.impl.way_out}"
+    )
+
+
+def _alike(wanted: object, returned: object) -> bool:
+    """Whether two outputs may be the same: a trace of another call has symbols of its own."""
+    a, b = map(_fake, (wanted, returned))
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return False
+    return (
+        a.dtype == b.dtype
+        and a.ndim == b.ndim
+        and not any(
+            (type(m) is int or type(n) is int) and statically_known_true(m != n)
+            for m, n in zip(a.shape, b.shape, strict=True)
+        )
     )
 
 
 def _described(output: object) -> str:
-    fake = fake_of(output) if isinstance(output, Node) else output
+    fake = _fake(output)
     if not isinstance(fake, Tensor):
         return type(fake).__name__
-    return f"{fake.dtype} of {fake.ndim} dimensions"
+    return f"{fake.dtype}[{', '.join(map(str, fake.shape))}]"
+
+
+def _fake(output: object) -> object:
+    return fake_of(output) if isinstance(output, Node) else output
