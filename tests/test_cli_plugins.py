@@ -164,6 +164,42 @@ def test_what_is_well(fresh_cases: FreshCases) -> None:
     )
 
 
+OVERRIDING = """
+def register():
+    from opweave import ir
+
+    @ir.ops.relu2.register_impl("shared", override=True)
+    def _(x):
+        return ir.ops.relu2.native(x)
+
+    ir.ops.relu2.set_default(["shared"])
+"""
+
+
+def test_what_is_replaced(fresh_cases: FreshCases) -> None:
+    code = """
+    import warnings
+    warnings.simplefilter("ignore")  # told there as well
+    report, text = doctor()
+    rows = {
+        (each["kind"], each["name"], each["owner"]["plugin"]): each["replaced_by"]
+        for each in report["overrides"]
+    }
+    second = {"plugin": "second", "distribution": "b-dist", "version": "0.1.0"}
+    assert rows == {
+        ("implementation", "relu2:shared", "first"): second,
+        ("default of", "relu2", "first"): second,
+        ("implementation", "relu2:shared", "second"): None,
+        ("default of", "relu2", "second"): None,
+    }
+    assert "relu2:shared first (a-dist 0.1.0) replaced by second (b-dist 0.1.0)" in text
+    """
+    points = "[opweave.general_plugins]\n{0} = {0}:register\n"
+    first = distribution("a-dist", points.format("first"), first=OVERRIDING)
+    second = distribution("b-dist", points.format("second"), second=OVERRIDING)
+    fresh_cases([case(code, {**first, **second})])
+
+
 def test_what_is_broken(fresh_cases: FreshCases) -> None:
     broken = """
     report, text = doctor()

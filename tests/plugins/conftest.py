@@ -27,7 +27,8 @@ def installed(
     The registry of ops is the test's own, and modules are forgotten afterwards.
     """
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(owner, "_failures", {})
+    for notes in ("_absences", "_ways_out"):
+        monkeypatch.setattr(owner, notes, {})
     before = set(sys.modules)
 
     def install(*distributions: Mapping[str, str], policy: Policy | None = None) -> Loader:

@@ -10,13 +10,14 @@ from rich.markup import escape
 from opweave.cli.examination import Examination
 from opweave.cli.flag import Flag
 from opweave.cli.output import out, print_json
+from opweave.cli.plugin_options import PluginOption
 from opweave.cli.plugin_tables import owner_text, plugin_table
 from opweave.cli.selections import plain_table
 
 _LISTED = ("versions", "native", "environment")  # sections of keys and values
 
 
-def doctor(*, json: Flag = False) -> int:
+def doctor(*, plugin: PluginOption = None, json: Flag = False) -> int:
     """Show versions, the platform and why it is that, plugins, what they replace, and problems.
 
     Loads every plugin, as a run would. Exits with 1 if a problem was found.
@@ -26,7 +27,7 @@ def doctor(*, json: Flag = False) -> int:
     json
         Print JSON.
     """
-    report = Examination().report()
+    report = Examination(plugin).report()
     if json:
         print_json(report)
     else:
@@ -89,10 +90,14 @@ def _print_plugins(plugins: list[dict[str, Any]], overrides: list[dict[str, Any]
     out.print(plugin_table(plugins) if plugins else "  none is installed")
     if overrides:
         out.print("[bold]registered by plugins[/]")
-        table = plain_table("kind", "name", "owner")
+        table = plain_table("kind", "name", "owner", "")
         for each in overrides:
-            owner = owner_text(each["owner"])
-            table.add_row(escape(each["kind"]), escape(each["name"]), escape(owner))
+            by = each["replaced_by"]
+            replaced = f"replaced by {owner_text(by)}" if by else ""
+            table.add_row(
+                *map(escape, (each["kind"], each["name"], owner_text(each["owner"]))),
+                f"[yellow]{escape(replaced)}[/]",
+            )
         out.print(table)
 
 

@@ -10,9 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from opweave import native
+from opweave.cli.plugin_options import GivenOptions, set_options
 from opweave.config import current_compilation_config, environment, file
 from opweave.config.plugin_settings import plugin_settings
 from opweave.ir import current_registry
+from opweave.ir.description import owner_in_force
 from opweave.ir.errors import OpweaveError, SettingWarning
 from opweave.platforms import Platform, Resolution, resolution
 from opweave.platforms.contract import members
@@ -31,9 +33,13 @@ _PACKAGES = ("opweave", "torch", "safetensors", "tokenizers", "numpy", "cyclopts
 
 
 class Examination:
-    """Loads everything that a run would load, and keeps what went wrong."""
+    """Loads everything that a run would load, and keeps what went wrong.
 
-    def __init__(self) -> None:
+    Args:
+        options: of plugins, as the command line gives them.
+    """
+
+    def __init__(self, options: GivenOptions = None) -> None:
         self.problems: list[str] = []
         self.found: Resolution | None = None
         with warnings.catch_warnings():
@@ -41,6 +47,7 @@ class Examination:
                 warnings.simplefilter("ignore", category)
             plugged = self._step(load_general_plugins)
             if self._step(self._resolve) and plugged:
+                self._step(lambda: set_options(options))
                 self._step(current_registry().check_settings)
         self._step(current_compilation_config)
         self._step(environment.check_declared)
@@ -126,7 +133,12 @@ class Examination:
             passes = [f"compiler pass {each.qualname}" for each in self._passes()]
             registered += [(what, owner) for what in passes if (what, owner) not in registered]
         return [
-            {"kind": kind, "name": name, "owner": owner}
+            {
+                "kind": kind,
+                "name": name,
+                "owner": owner,
+                "replaced_by": _replacing(kind, name, owner),
+            }
             for what, owner in registered
             for kind, _, name in [what.rpartition(" ")]
         ]
@@ -135,6 +147,17 @@ class Examination:
         found: list[Any] = []
         self._step(lambda: found.extend(pass_references()))
         return [each for each in found if self.found and each.owner == self.found.owner]
+
+
+def _replacing(kind: str, name: str, owner: dict[str, str]) -> dict[str, str] | None:
+    """Return the plugin that has put its own in the place of what *owner* registered, if any."""
+    registry, now = current_registry(), None
+    if kind == "implementation":
+        op, _, provider = name.partition(":")
+        now = owner_in_force(registry.op(op), provider)
+    elif kind == "default of":
+        now = registry.settings.default_owner(name)
+    return None if now is None or asdict(now) == owner else asdict(now)
 
 
 def _settings() -> list[dict[str, Any]]:

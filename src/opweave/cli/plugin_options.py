@@ -1,4 +1,4 @@
-"""The option ``--plugin.<plugin>.<key>=value``, shared by the commands that run models."""
+"""The option ``--plugin.<plugin>.<key>=value``, shared by the commands that load plugins."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from opweave import platforms
 from opweave.config.plugin_options import apply_plugin_options
 from opweave.plugins import load_general_plugins
 
+GivenOptions = dict[str, dict[str, str]] | None
+"""Texts by plugin and key."""
+
 PluginOption = Annotated[
-    dict[str, dict[str, str]] | None,
+    GivenOptions,
     Parameter(
         name="--plugin",
         negative=(),
@@ -22,7 +25,7 @@ PluginOption = Annotated[
 ]
 
 
-def apply_plugins(values: dict[str, dict[str, str]] | None) -> None:
+def apply_plugins(values: GivenOptions) -> None:
     """Load what declares options, and set those that were given.
 
     Raises:
@@ -31,6 +34,15 @@ def apply_plugins(values: dict[str, dict[str, str]] | None) -> None:
     """
     load_general_plugins()
     platforms.resolution()
+    set_options(values)
+
+
+def set_options(values: GivenOptions) -> None:
+    """Set the options that were given, of what has been loaded.
+
+    Raises:
+        SettingError: an option is unknown, or a value is of another type than the option.
+    """
     apply_plugin_options(
         {
             f"{plugin}.{key}": text

@@ -7,6 +7,7 @@ from typing import Any
 
 from opweave.ir.impl import IrOpImpl
 from opweave.ir.op import IrOp
+from opweave.ir.owner import Owner
 from opweave.ir.selection import policy_for
 
 
@@ -28,6 +29,11 @@ def describe(op: IrOp) -> dict[str, Any]:
         ],
         "implementations": [_implementation(impl) for impl in op.impls.values()],
     }
+
+
+def owner_in_force(op: IrOp, provider: str) -> Owner | None:
+    """Return the plugin whose implementation *provider* now stands for; loads nothing."""
+    return op._impls[provider].owner
 
 
 def _implementation(impl: IrOpImpl) -> dict[str, Any]:

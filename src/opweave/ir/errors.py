@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from opweave.ir.owner import failures_note
+from opweave.ir.owner import absences_note
 
 
 class OpweaveError(Exception):
@@ -21,11 +21,11 @@ class OpweaveError(Exception):
 class UnknownError(OpweaveError):
     """Base class of errors about a name that nobody has registered.
 
-    The message goes on with the plugins that failed to load, since one of them may have it.
+    The message goes on with the plugins that are absent, since one of them may have it.
     """
 
     def __init__(self, message: str) -> None:
-        note = failures_note()
+        note = absences_note()
         super().__init__(message if message.endswith(note) else message + note)
 
 
@@ -79,6 +79,10 @@ class UnknownOpWarning(UserWarning):
 
 class SettingWarning(UserWarning):
     """A setting cannot be followed, or means nothing, and nothing follows from it."""
+
+
+class ReplacedWarning(UserWarning):
+    """A plugin puts its own in the place of what another plugin has set."""
 
 
 class UnknownProviderError(UnknownError, IrError, LookupError):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opweave.ir import compat, journal, tolerance
+from opweave.ir import compat, journal, settings, tolerance
 from opweave.ir.codegen import Function, Kind
 from opweave.ir.dispatch import Callee, Path
 from opweave.ir.errors import (
@@ -26,7 +26,7 @@ from opweave.ir.impl import IrOpImpl, Predicate
 from opweave.ir.names import check_is_not_ours, check_op_name, check_provider_name
 from opweave.ir.overloads import CallSite, IrOpInplaceOverload, TracedCallSite
 from opweave.ir.owner import current_owner
-from opweave.ir.priority import NATIVE, Entries, Source, parse
+from opweave.ir.priority import NATIVE, Entries, parse
 from opweave.ir.schema import Schema, check_same
 from opweave.ir.scope import Scope, current_scope, entered
 from opweave.ir.selection import needs_gradient, policy_for, select
@@ -223,9 +223,9 @@ class IrOp(Callee):
         Raises:
             UnknownProviderError: a provider is not registered.
         """
-        entries = parse(providers, f"{self.name}.set_default(...)") if providers else None
+        entries = parse(providers, settings.default_origin(self.name)) if providers else None
         self.check_providers(entries or ())
-        self.registry.settings.set_priority_of(Source.SET_DEFAULT, self.name, entries)
+        self.registry.settings.set_default(self.name, entries)
 
     def set_priority(self, providers: Sequence[str]) -> AbstractContextManager[None]:
         """Prefer *providers* inside a ``with`` block; see :func:`opweave.ir.priority`."""

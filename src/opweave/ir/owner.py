@@ -79,24 +79,26 @@ def way_out(owner: Owner | None) -> str:
     return "" if setting is None else f" To go on without the plugin: {setting}."
 
 
-_failures: dict[str, str] = {}
+_absences: dict[str, str] = {}
 
 
-def note_failure(plugin: str, cause: str | None) -> None:
-    """Remember that a plugin failed to load; with None, that it has loaded after all."""
-    _failures.pop(plugin, None)
-    if cause is not None:
-        _failures[plugin] = cause
+def note_absence(plugin: str, why: str | None) -> None:
+    """Remember why a plugin registered nothing, ``"failed to load"``; None: it has after all."""
+    _absences.pop(plugin, None)
+    if why is not None:
+        _absences[plugin] = why
 
 
-def failures_note() -> str:
-    """Return a sentence for each plugin that failed, for messages about what it may have brought.
+def absences_note() -> str:
+    """Return a sentence for each reason why plugins are absent, for messages about unknown names.
 
     Examples:
-        >>> failures_note()
+        >>> absences_note()
         ''
     """
+    absent: dict[str, list[str]] = {}
+    for plugin, why in _absences.items():
+        absent.setdefault(why, []).append(plugin)
     return "".join(
-        f" It may be of {plugin}, which failed to load: {cause}."
-        for plugin, cause in _failures.items()
+        f" It may be of {' or '.join(plugins)}, which {why}." for why, plugins in absent.items()
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 
+from opweave.ir import journal
+from opweave.ir.errors import ReplacedWarning
+from opweave.ir.owner import Owner, current_owner, way_out
 from opweave.ir.priority import Entries, Source, parse
 from opweave.ir.traits import check_traits
 
@@ -16,6 +20,7 @@ class Settings:
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
         self._priorities: dict[Source, dict[str, Entries]] = {}
+        self._default_owners: dict[str, Owner | None] = {}
         self._required: dict[Source, dict[str, str]] = {}
         self._check_donation = False
 
@@ -34,13 +39,35 @@ class Settings:
         self._priorities[source] = {op: parse(names, named(op)) for op, names in lists.items()}
         self._on_change()
 
-    def set_priority_of(self, source: Source, op: str, entries: Entries | None) -> None:
-        """Replace the list of *source* for one op; None takes it away."""
-        lists = self._priorities.setdefault(source, {})
+    def set_default(self, op: str, entries: Entries | None) -> None:
+        """Replace the default of one op, as the current owner's; None takes it away.
+
+        A plugin that replaces what somebody else has set is warned of: which of the two is the last
+        is no choice that anybody made.
+        """
+        defaults = self._priorities.setdefault(Source.SET_DEFAULT, {})
+        before, owner = (defaults.get(op), self.default_owner(op)), current_owner()
+        if before[0] is not None and owner not in (None, before[1]):
+            warnings.warn(_replaced(op, before[0], owner), ReplacedWarning, stacklevel=3)
+        self._enter_default(op, entries, owner)
+
+        def undo() -> None:
+            if defaults.get(op) is entries:
+                self._enter_default(op, *before)
+
+        journal.enter(f"default of {op}", undo)
+
+    def default_owner(self, op: str) -> Owner | None:
+        """Return the plugin whose default of the op holds, if it is one's."""
+        return self._default_owners.get(op)
+
+    def _enter_default(self, op: str, entries: Entries | None, owner: Owner | None) -> None:
+        defaults = self._priorities[Source.SET_DEFAULT]
         if entries is None:
-            lists.pop(op, None)
+            defaults.pop(op, None)
         else:
-            lists[op] = entries
+            defaults[op] = entries
+        self._default_owners[op] = owner
         self._on_change()
 
     def priorities(self, op: str) -> list[Entries]:
@@ -78,3 +105,18 @@ class Settings:
     def check_donation(self, on: bool) -> None:
         self._check_donation = on
         self._on_change()
+
+
+def default_origin(op: str) -> str:
+    """Return the origin of a default that is set here and now."""
+    owner = current_owner()
+    return f"{op}.set_default(...)" + ("" if owner is None else f" of the plugin {owner}")
+
+
+def _replaced(op: str, before: Entries, owner: Owner | None) -> str:
+    names = ",".join(map(str, before))
+    return (
+        f"{op}: the plugin {owner} sets a default in place of {names} ({before[0].origin}). A "
+        f"priority of yours is stronger than both, such as OPWEAVE_IR_OP_PRIORITY__{op.upper()}="
+        f"{names}.{way_out(owner)}"
+    )

@@ -51,6 +51,7 @@ class Loader:
         self.plugins = [Plugin(entry, policy) for entry in find(points)]
         for plugin in self._not_selected():
             plugin.detail = f"{PLATFORM}={policy.platform} selects another"
+            plugin.note_absence(f"{PLATFORM}={policy.platform} leaves out")
         policy.check(plugin.entry.name for plugin in self.plugins)
         # Two locks: a general plugin may ask for the current platform, whoever resolves it.
         self._general_lock, self._platform_lock = threading.RLock(), threading.RLock()
@@ -199,6 +200,7 @@ class Loader:
             raise plugin.reject(error) from None
         plugin.returned, plugin.detail = claim, "" if claim is None else claim.why
         plugin.state = State.DECLINED if claim is None else State.CLAIMED
+        plugin.note_absence("says that its device is not here" if claim is None else None)
 
     def _load_general(self) -> dict[str, PluginError]:
         plugins = self.of_group(GENERAL_PLUGINS)

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from opweave.ir import journal
 from opweave.ir.errors import OpweaveError, described
-from opweave.ir.owner import note_failure, note_way_out, owned_by
+from opweave.ir.owner import note_absence, note_way_out, owned_by
 from opweave.plugins.entry import Entry
 from opweave.plugins.errors import (
     PluginError,
@@ -24,7 +24,7 @@ from opweave.plugins.errors import (
 )
 from opweave.plugins.groups import GENERAL_PLUGINS, GROUPS, PLATFORM_PLUGINS
 from opweave.plugins.limits import Limits, OvertimeError, is_standard, run_within
-from opweave.plugins.policy import STRICT, TIMEOUT, Policy
+from opweave.plugins.policy import PLUGINS, STRICT, TIMEOUT, Policy
 from opweave.plugins.record import PluginRecord, State
 
 # What these raise about names that are taken is for the plugin's authors, not for the user.
@@ -56,7 +56,8 @@ class Plugin:
         self._modules: frozenset[str] = frozenset()  # those there before it was imported
         note_way_out(entry.owner, policy.leaving_out(entry.name))
         if not policy.permits(entry.name):
-            self.state, self.detail = State.EXCLUDED, "left out by OPWEAVE_PLUGINS"
+            self.state, self.detail = State.EXCLUDED, f"left out by {PLUGINS}"
+            self.note_absence(f"{PLUGINS} leaves out")
         elif entry.fault is not None:
             self.fail(entry.fault)
 
@@ -139,7 +140,7 @@ class Plugin:
         self.state, self.error = State.FAILED, self._with_remedy(error)
         cause = error.__cause__
         short = f"{error}".rstrip(".").removeprefix(f"{self.entry} ")
-        note_failure(self._label, short if cause is None else described(cause))
+        self.note_absence(f"failed to load: {short if cause is None else described(cause)}")
         return self.error
 
     def reject(self, error: PluginError) -> PluginError:
@@ -158,9 +159,9 @@ class Plugin:
         full.__cause__ = error.__cause__
         return full.with_traceback(error.__traceback__)
 
-    @property
-    def _label(self) -> str:
-        return f"{GROUPS[self.entry.group].kind} {self.entry.owner}"
+    def note_absence(self, why: str | None) -> None:
+        """Remember why the plugin registers nothing, for those who miss it; None: it does."""
+        note_absence(f"{GROUPS[self.entry.group].kind} {self.entry.owner}", why)
 
     def _check_function(self) -> None:
         wanted = f"{self.entry} is {self.loaded!r}; it should be {self._contract}"
@@ -229,7 +230,7 @@ class Plugin:
 
     def _succeed(self) -> None:
         self.state, self.error = State.LOADED, None
-        note_failure(self._label, None)
+        self.note_absence(None)
 
     def _undo(self, modules: Collection[str]) -> None:
         """Take everything back, so that the next attempt begins anew."""
