@@ -14,6 +14,7 @@ from opweave.cli.errors import CliError
 from opweave.cli.files import STDOUT, check_writable, write, write_json
 from opweave.cli.flag import Flag
 from opweave.cli.output import out
+from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
 from opweave.cli.progress import ProgressBar
 from opweave.cli.prompts import check_utf8
@@ -37,6 +38,7 @@ def explain(
     prompt: str = PROMPT,
     dtype: str = "auto",
     ir_op_priority: PriorityOption = None,
+    plugin: PluginOption = None,
 ) -> None:
     """Show which kernels the model in a directory runs, and why the others do not.
 
@@ -57,6 +59,7 @@ def explain(
     """
     check_utf8(prompt)
     _check(html, json, compiles=compile)
+    apply_plugins(plugin)
     apply_priorities(ir_op_priority)
     if compile:
         _compiled(model, prompt, dtype, json, html)

@@ -11,6 +11,7 @@ from opweave.cli.compilation import CompilationOption, apply_compilation
 from opweave.cli.errors import CliError
 from opweave.cli.flag import Flag
 from opweave.cli.output import out, print_json
+from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
 from opweave.ir import IrOp, current_registry, policy_for
 from opweave.ir.description import describe
@@ -23,6 +24,7 @@ def ops(
     *,
     ir_op_priority: PriorityOption = None,
     compilation_config: CompilationOption = None,
+    plugin: PluginOption = None,
     json: Flag = False,
 ) -> None:
     """List the ops with their implementations, and the layers; or describe one.
@@ -36,6 +38,7 @@ def ops(
     """
     from opweave.cli.layers import layer_table, layers
 
+    apply_plugins(plugin)
     apply_priorities(ir_op_priority)
     apply_compilation(compilation_config)
     name = op.replace("-", "_") if op else None

@@ -16,6 +16,7 @@ from opweave.cli.errors import CliError
 from opweave.cli.files import check_writable, write_json
 from opweave.cli.flag import Flag
 from opweave.cli.output import out, print_json
+from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.progress import ProgressBar
 from opweave.cli.selections import plain_table
 from opweave.conformance import Result, Subject, certificate, subjects, summary, verify
@@ -45,6 +46,7 @@ def verify_command(
     certificate_: Annotated[
         str | None, Parameter(name="--certificate", allow_leading_hyphen=True)
     ] = None,
+    plugin: PluginOption = None,
     json: Flag = False,
 ) -> int:
     """Verify implementations: values, memory, metadata, traits, predicates, compiled calls.
@@ -88,6 +90,7 @@ def verify_command(
     with redirect_stdout(sys.stderr):  # what modules and kernels print is no result
         for module in import_ or ():
             import_named("--import", module)
+        apply_plugins(plugin)
         found = with_inputs(subjects(op or (), provider or (), platform), input_ or ())
         task = Task(tuple(import_ or ()), tuple(check or ()), seed)
         results = _verify_here(found, task) if in_process else _verify(found, task, timeout)
