@@ -158,6 +158,18 @@ def test_metadata_is_looked_at_once(registry: ir.Registry) -> None:
     assert len(foretold) == 1
 
 
+def test_a_call_without_tensors_is_looked_at(registry: ir.Registry) -> None:
+    @ir.register_op
+    def zeros(ys: list[Tensor]) -> Tensor:
+        return torch.zeros(2)
+
+    zeros.register_impl("kernel")(lambda ys: torch.zeros(2))
+    zeros.register_impl("wrong")(lambda ys: torch.zeros(3))
+    assert torch.equal(zeros.using("kernel")([]), torch.zeros(2))
+    with pytest.raises(InvalidResultError, match=r"returned float32\[3\] cpu"):
+        zeros.using("wrong")([])
+
+
 def test_what_only_the_data_tells_is_taken(registry: ir.Registry) -> None:
     @ir.register_op
     def positive(x: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def check_result(
     if looks < _MOST_LOOKS:
         given = tensors_in([*args, *kwargs.values()])
         # What is wrong with a shape may not show in one row, which is what a warm-up may be.
-        one_row = given[0].shape[:1] == (1,)
+        one_row = bool(given) and given[0].shape[:1] == (1,)
         if not (looks and one_row):
             _check_metadata(impl, result, given, args, kwargs)
         _looks[impl] = looks = looks + 1 if one_row else _MOST_LOOKS
