@@ -251,5 +251,18 @@ def test_weights_that_do_not_fit() -> None:
     for shape in ((1011, 4), (1010, 5), (4,)):
         with pytest.raises(WeightLoadError, match=r"model.embed: weight"):
             load(layer.weight, torch.ones(shape))
-    with pytest.raises(WeightLoadError, match=r"of 1010 ids, or 1026 with the added ones"):
+    with pytest.raises(
+        WeightLoadError,
+        match=r"takes \(1010, 4\) or \(1026, 4\), a row for each id, or \(544, 4\),",
+    ):
         load(layer.weight, torch.ones(1024, 4))
+
+
+def test_a_table_of_the_padded_size_is_of_another_vocabulary() -> None:
+    head = ParallelLMHead(100, 4, bias=True)
+    with pytest.raises(
+        WeightLoadError, match=r"\(128, 4\); it takes \(100, 4\), a row for each id\."
+    ):
+        load(head.weight, torch.ones(128, 4))
+    with pytest.raises(WeightLoadError, match=r"\(128,\); it takes \(100,\), a row for each id\."):
+        load(head.bias, torch.ones(128))

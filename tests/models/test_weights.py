@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from opweave.engine import Checkpoint, CheckpointError, load_model
 from opweave.engine.checkpoint import TensorFile
+from opweave.layers import TensorParallel, tensor_parallel
 from opweave.models import CheckpointModel, WeightsError, build_model
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
+FILE = "model.safetensors"
+LLAMA = ("llama", "biases", "tied", "qwen2", "qwen3")  # of the one fixture, the others
+LAYERS = (
+    "mixtral",
+    "qwen3_moe_mixed",
+    "deepseek",
+    "deepseek_direct",
+    "gemma3_untied",
+    "mamba2",
+    "bert",
+    "qwen2_vision",
+)
+
+
+def alone_of_two() -> AbstractContextManager[None]:
+    """One of two ranks, without the other."""
+    return tensor_parallel(TensorParallel(1, 2, lambda x: x, lambda x, dim=-1: x))
 
 
 @pytest.fixture
@@ -86,6 +107,37 @@ def test_layers_that_predict_further_tokens_are_passed_over(saved: Saved) -> Non
     further = {name.replace(".1.", ".2.", 1): t for name, t in tensors.items() if ".1." in name}
     assert any(name.startswith("model.layers.2.") for name in further)
     model.load_weights({**tensors, **further}.items())
+
+
+@pytest.mark.parametrize("kind", [*LLAMA, *LAYERS])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_half_a_tensor_fits_no_rank_of_two(
+    kind: str,
+    dim: int,
+    checkpoint: Checkpoints,
+    layer_checkpoint: Checkpoints,
+    tmp_path: Path,
+) -> None:
+    """A tensor of the size of a rank's part is no part: the checkpoint is of a smaller model."""
+    path, _ = (checkpoint if kind in LLAMA else layer_checkpoint)(kind)
+    shutil.copy(path / "config.json", tmp_path)
+    tensors = load_file(path / FILE)
+    halves = {n: t.narrow(dim, 0, t.shape[dim] // 2).clone() for n, t in tensors.items()}
+    save_file(halves, tmp_path / FILE)
+    smaller = sum(half.shape != tensors[name].shape for name, half in halves.items())
+    message = f" {smaller} do not fit: "
+    with alone_of_two(), pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path)
+
+
+def test_a_padded_vocabulary_does_not_fit(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """The table has as many rows as the model's, which are more than there are ids."""
+    path, _ = checkpoint("llama")
+    config = (path / "config.json").read_text().replace('"vocab_size": 320', '"vocab_size": 319')
+    (tmp_path / "config.json").write_text(config)
+    shutil.copy(path / FILE, tmp_path)
+    with pytest.raises(CheckpointError, match=r"2 do not fit: .*\(320, 64\); it takes \(319, 64\)"):
+        load_model(tmp_path)
 
 
 def test_a_dtype_that_cannot_be_followed_is_named(

@@ -13,6 +13,7 @@ from torch import Tensor
 from opweave.engine import huge_pages
 from opweave.engine.checkpoint import Checkpoint, TensorFile
 from opweave.engine.errors import CheckpointError, InvalidArgumentError
+from opweave.layers.parallel import ALONE, tensor_parallel
 from opweave.models import (
     CausalLM,
     CheckpointModel,
@@ -157,14 +158,18 @@ def _shapes(files: Iterable[TensorFile]) -> dict[str, tuple[int, ...]]:
 
 
 def _check_shapes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Load shapes alone, before memory is allocated: wrong sizes may ask for any amount of it."""
+    """Load shapes alone, before memory is allocated: wrong sizes may ask for any amount of it.
+
+    They are loaded as one rank without others loads them. A checkpoint holds whole tensors, and a
+    layer of several ranks would take one of a rank's size for that rank's part.
+    """
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > len(shapes):  # they would be built one by one
         raise CheckpointError(
             f"config.json says num_hidden_layers={layers}, but the checkpoint has {len(shapes)} "
             "tensors."
         )
-    with torch.device("meta"):
+    with torch.device("meta"), tensor_parallel(ALONE):
         planned = _planned(config)
         _fill(planned, ((name, torch.empty(shape)) for name, shape in shapes.items()))
 

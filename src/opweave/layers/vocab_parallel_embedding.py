@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opweave import ir
-from opweave.layers.errors import LayerArgumentError
+from opweave.layers.errors import LayerArgumentError, WeightLoadError
 from opweave.layers.linear import LinearMethod, QuantConfig, UnquantizedLinearMethod
 from opweave.layers.parallel import ALONE, current_tensor_parallel
 from opweave.layers.pluggable_layer import PluggableLayer
@@ -123,26 +123,42 @@ class VocabParallelEmbedding(PluggableLayer):
 
         Args:
             param: a parameter of this layer.
-            loaded_weight: with the rows of all base ids, or of all ids, or this rank's rows.
+            loaded_weight: with the rows of all base ids, or of all ids, or, one rank of several,
+                this rank's rows.
 
         Raises:
             WeightLoadError: the shape of *loaded_weight* is none of these.
         """
         dim, what = dim_of(param, "output_dim"), describe(self, self.prefix, param)
-        if dim is None or loaded_weight.ndim != param.ndim:
+        if dim is None:
             return fill(param.data, loaded_weight, what)
-        shard, count = self.shard, loaded_weight.shape[dim]
-        if count not in (self.org_vocab_size, self.num_embeddings):
-            what += f" (of {self.org_vocab_size} ids, or {self.num_embeddings} with the added ones)"
-            return fill(param.data, loaded_weight, what)
+        shard, sizes = self.shard, (self.org_vocab_size, self.num_embeddings)
+        if loaded_weight.ndim != param.ndim or loaded_weight.shape[dim] not in sizes:
+            return self._load_part(param, loaded_weight, dim, what)
         ids = loaded_weight.narrow(dim, shard.org_start, shard.num_org)
         # Not zeros_like: where shapes alone are loaded (on meta), torch imports sympy for it.
         values = param.data.new_zeros(param.shape)
         fill(values.narrow(dim, 0, shard.num_org), ids, what)
-        if count > self.org_vocab_size:
+        if loaded_weight.shape[dim] > self.org_vocab_size:
             ids = loaded_weight.narrow(dim, shard.added_start, shard.num_added_here)
             fill(values.narrow(dim, shard.org_rows, shard.num_added_here), ids, what)
         return fill(param.data, values, what)
+
+    def _load_part(self, param: nn.Parameter, loaded: Tensor, dim: int, what: str) -> None:
+        """Fill *param* with this rank's rows, padding included.
+
+        One rank alone has no such part: a table of its padded size is of another vocabulary.
+        """
+        if self.tp_size > 1 and loaded.shape == param.shape:
+            return fill(param.data, loaded, what)
+        wanted = [list(param.shape) for _ in range(2)]
+        wanted[0][dim], wanted[1][dim] = self.org_vocab_size, self.num_embeddings
+        shapes = " or ".join(dict.fromkeys(str(tuple(shape)) for shape in wanted))
+        part = f", or {tuple(param.shape)}, the part of this rank" if self.tp_size > 1 else ""
+        raise WeightLoadError(
+            f"{what} is loaded with a tensor of shape {tuple(loaded.shape)}; it takes {shapes}, a "
+            f"row for each id{part}. The checkpoint and the model's configuration disagree."
+        )
 
     def get_sharded_to_full_mapping(self) -> list[int] | None:
         """Return where each row of a whole table is in those of all ranks, one after the other.
