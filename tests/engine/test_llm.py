@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from models.tiny_checkpoints import BOS, EOS, KINDS, VOCABULARY, random_ids, write_tokenizer
+from models.tiny_checkpoints import (
+    BOS,
+    EOS,
+    KINDS,
+    VOCABULARY,
+    YARN,
+    random_ids,
+    write_checkpoint,
+    write_tokenizer,
+)
 from opweave import ir
 from opweave.config import EngineConfig, KernelConfig
 from opweave.engine import (
@@ -69,6 +78,16 @@ def reference(model: Any, prompt: list[int], count: int, **options: Any) -> list
     )
     result: list[int] = generated[0, len(prompt) :].tolist()
     return result
+
+
+def test_the_context_is_as_long_as_the_rope_is_stretched(tmp_path: Path) -> None:
+    """Qwen's recipe: max_position_embeddings is still the context of training."""
+    recipe = {**YARN, "factor": 4.0, "original_max_position_embeddings": 32}
+    model = write_checkpoint(tmp_path, "qwen2", max_position_embeddings=32, rope_parameters=recipe)
+    llm, prompts = LLM(tmp_path), [random_ids(7, 100), random_ids(8, 31)]
+    assert tokens(llm, prompts) == [reference(model, p, 14, eos_token_id=None) for p in prompts]
+    with pytest.raises(PromptError, match=r"context is 128 tokens"):
+        llm.generate([random_ids(9, 128)], GREEDY)
 
 
 @pytest.mark.parametrize("kind", KINDS)

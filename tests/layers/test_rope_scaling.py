@@ -162,6 +162,9 @@ def test_yarn_without_a_factor_takes_the_quotient_of_the_contexts() -> None:
         ({"rope_dim": 66}, "rotary_dim=66"),
         ({"mrope_section": [16, 16]}, "mrope_section"),
         ({"mrope_section": [16, 8, 9]}, "mrope_section"),
+        ({"mrope_section": "abc"}, "mrope_section must be a list of integers, found 'abc'"),
+        ({"mrope_section": [16, 8, 8], "mrope_interleaved": 1}, "mrope_interleaved must be true"),
+        ({**PARAMETERS["longrope-long"], "attention_factor": "1"}, "attention_factor.*'1'"),
     ],
 )
 def test_mistakes(parameters: dict[str, Any], match: str) -> None:

@@ -32,6 +32,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+LINEAR = {"type": "linear", "factor": 2.0}
 OLD_YARN = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -88,6 +89,14 @@ def test_gemma_has_a_rope_for_each_layer_type() -> None:
     assert thetas == [1e6, 1e4]
 
 
+def test_the_context_of_gemma_is_the_shortest_of_its_ropes() -> None:
+    stretched = {"rope_type": "linear", "factor": 8.0}
+    sizes = {**SIZES, "max_position_embeddings": 100}
+    assert Gemma3Config.from_hf({**sizes, "rope_scaling": stretched}).max_positions == 100
+    both = {"full_attention": stretched, "sliding_attention": {**stretched, "factor": 2.0}}
+    assert Gemma3Config.from_hf({**sizes, "rope_parameters": both}).max_positions == 200
+
+
 @pytest.mark.parametrize(("changes", "period"), [({}, 6), ({"sliding_window_pattern": 3}, 3)])
 def test_every_nth_layer_of_gemma_sees_everything(changes: dict[str, Any], period: int) -> None:
     ours = Gemma3Config.from_hf({**SIZES, **changes})
@@ -112,6 +121,10 @@ DEEPSEEK, GEMMA, BERT = DeepseekV3Config, Gemma3Config, BertConfig
 UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
     (DEEPSEEK, {"hidden_act": "gelu"}, "'gelu'.* Supported: silu"),
     (DEEPSEEK, {"quantization_config": {"bits": 8}}, "quantization_config"),
+    (DEEPSEEK, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*linear"),
+    (DEEPSEEK, {"partial_rotary_factor": 0.5}, "'partial_rotary_factor': 0.5"),
+    (GEMMA, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'.*linear"),
+    (GEMMA, {"partial_rotary_factor": 0.5}, "'partial_rotary_factor': 0.5"),
     (GEMMA, {"hidden_activation": "gelu"}, "Supported: gelu_pytorch_tanh"),
     (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     (GEMMA, {"layer_types": ["chunked"] * 7}, "'chunked'.*full_attention, sliding_attention"),
@@ -126,6 +139,7 @@ INVALID: list[tuple[Any, dict[str, Any], str]] = [
     (DEEPSEEK, {"topk_group": 9}, "9 'topk_group'"),
     (DEEPSEEK, {"qk_rope_head_dim": 7}, "'qk_rope_head_dim': 7"),
     (DEEPSEEK, {"first_k_dense_replace": -1}, "integer from 0"),
+    (DEEPSEEK, {"rope_scaling": {**LINEAR, "mscale_all_dim": "x"}}, "'mscale_all_dim': 'x'"),
     (DEEPSEEK, {"hidden_size": None}, "lacks 'hidden_size'"),
     (GEMMA, {"num_key_value_heads": 3}, "not a multiple"),
     (GEMMA, {"layer_types": ["full_attention"]}, "1 'layer_types' for 7 layers"),

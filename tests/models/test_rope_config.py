@@ -9,7 +9,7 @@ import pytest
 from models.tiny_checkpoints import LLAMA3_ROPE, YARN
 from opweave.models import InvalidConfigError, UnsupportedModelError
 from opweave.models.fields import Fields
-from opweave.models.rope_config import rope_parameters
+from opweave.models.rope_config import max_positions, rope_parameters
 
 
 def read(config: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -44,12 +44,21 @@ def test_or_else_it_is_the_context_of_the_model(parameters: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("rope", "error", "message"),
     [
-        ({"rope_type": "spiral"}, UnsupportedModelError, "'spiral'.* default, dynamic, linear"),
+        (
+            {"rope_type": "spiral"},
+            UnsupportedModelError,
+            "'spiral'.*: default, linear, llama3, yarn",
+        ),
+        ({"rope_type": "dynamic", "factor": 2.0}, UnsupportedModelError, "'dynamic'"),
+        ({"rope_type": "longrope", "factor": 2.0}, UnsupportedModelError, "'longrope'"),
+        ({"type": "mrope", "mrope_section": [2, 1, 1]}, UnsupportedModelError, "'mrope'"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "0.5, .*Supported: 1.0"),
+        ({"partial_rotary_factor": "1"}, InvalidConfigError, "positive number"),
+        ({"rope_dim": 8}, UnsupportedModelError, "'rope_dim'.*heads are rotated whole"),
         ({"rope_type": 3}, InvalidConfigError, "'rope_type': 3; it must be a string"),
         ({"rope_theta": -1}, InvalidConfigError, "positive number"),
         ({"rope_type": "linear"}, InvalidConfigError, "'rope_parameters' in config.json: .*factor"),
         ({**LLAMA3_ROPE, "high_freq_factor": 1.0}, InvalidConfigError, "low_freq_factor=1.0"),
-        ({"rope_type": "longrope", "short_factor": 3}, InvalidConfigError, "must be a list"),
         ({"factor": float("inf")}, InvalidConfigError, "'factor': inf; it must be finite"),
         ({"long_factor": [1.0, float("nan")]}, InvalidConfigError, r"\[1.0, nan\]; it must be fin"),
         ({"rope_type": "linear", "factor": 1e9}, InvalidConfigError, "5.12e.11 positions; there"),
@@ -59,6 +68,17 @@ def test_or_else_it_is_the_context_of_the_model(parameters: dict[str, Any]) -> N
             "makes no table: cannot convert",
         ),
         ({**YARN, "original_max_position_embeddings": 0.5}, InvalidConfigError, "by zero"),
+        ({**YARN, "rope_theta": 1.0}, InvalidConfigError, "makes no table: .*by zero"),
+        ({**YARN, "beta_fast": "32"}, InvalidConfigError, "beta_fast must be .*number, found '32'"),
+        ({**YARN, "beta_fast": False}, InvalidConfigError, "beta_fast must be .*, found False"),
+        ({**YARN, "beta_slow": [1]}, InvalidConfigError, r"beta_slow must be .*, found \[1\]"),
+        ({**YARN, "attention_factor": -1}, InvalidConfigError, "attention_factor must be a pos"),
+        ({**YARN, "attention_factor": 0}, InvalidConfigError, "attention_factor must be a pos"),
+        ({**YARN, "mscale": -1}, InvalidConfigError, "mscale must be a positive number"),
+        ({**YARN, "mscale_all_dim": "x"}, InvalidConfigError, "mscale_all_dim must be"),
+        ({**YARN, "truncate": "x"}, InvalidConfigError, "truncate must be true or false, found"),
+        ({"mrope_section": 3}, InvalidConfigError, "mrope_section must be a list of integers"),
+        ({"mrope_section": [1.5]}, InvalidConfigError, r"mrope_section .*, found \[1.5\]"),
     ],
 )
 def test_errors(rope: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -73,6 +93,26 @@ def test_a_table_has_as_many_positions_as_can_be_told_apart() -> None:
         rope_parameters(Fields({}), 10**9)
 
 
-def test_a_model_may_support_some_types_only() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'yarn'.*Supported: default, linear"):
-        read({"rope_parameters": YARN}, supported=("default", "linear"))
+def test_null_and_zero_mean_what_they_mean_to_transformers() -> None:
+    absent = {"beta_fast": 0, "beta_slow": None, "mscale": 0, "attention_factor": None}
+    read({"rope_parameters": {**YARN, **absent, "truncate": False, "mrope_section": None}})
+
+
+@pytest.mark.parametrize("share", ["partial_rotary_factor", "rope_dim"])
+def test_a_part_of_a_head_may_be_named_beside_the_others(share: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"^config\.json has '{share}'"):
+        read({share: 0.5})
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({}, 512),
+        ({"rope_type": "linear", "factor": 2.5}, 1280),
+        (LLAMA3_ROPE, 512),
+        ({**YARN, "original_max_position_embeddings": 512}, 1536),  # Qwen's recipe
+        ({**YARN, "original_max_position_embeddings": 100}, 512),  # DeepSeek's: named already
+    ],
+)
+def test_the_longest_sequence_is_that_of_the_table(rope: dict[str, Any], longest: int) -> None:
+    assert max_positions(read({"rope_parameters": rope}), 512) == longest

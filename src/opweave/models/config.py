@@ -9,7 +9,7 @@ from typing import Any
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
 from opweave.models.heads import read_heads
-from opweave.models.rope_config import rope_parameters
+from opweave.models.rope_config import max_positions, rope_parameters
 
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -18,7 +18,6 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3ForCausalLM",
 )
 _MAX_POSITIONS = dict(zip(SUPPORTED_ARCHITECTURES, (2048, 131072, 32768, 32768), strict=True))
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -57,6 +56,11 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     dtype: str | None = None
 
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence that the rope has positions for."""
+        return max_positions(self.rope, self.max_position_embeddings)
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
         """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
@@ -73,7 +77,7 @@ class LlamaConfig:
         fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
         fields.refuse_quantized()
         layers = fields.count("num_hidden_layers")
-        max_positions = fields.count("max_position_embeddings", _MAX_POSITIONS[architecture])
+        positions = fields.count("max_position_embeddings", _MAX_POSITIONS[architecture])
         biased = fields.flag("attention_bias", False) and architecture in (
             "LlamaForCausalLM",
             "Qwen3ForCausalLM",
@@ -85,9 +89,9 @@ class LlamaConfig:
             intermediate_size=fields.count("intermediate_size"),
             num_hidden_layers=layers,
             **_heads(fields, architecture),
-            max_position_embeddings=max_positions,
+            max_position_embeddings=positions,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=_rope(fields, max_positions),
+            rope=rope_parameters(fields, positions),
             windows=_windows(fields, architecture, layers),
             qkv_bias=biased or architecture == "Qwen2ForCausalLM",
             o_bias=biased,
@@ -113,13 +117,6 @@ def _heads(fields: Fields, architecture: str) -> dict[str, int]:
     kv_heads = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
     head_dim = 128 if architecture == "Qwen3ForCausalLM" else None
     return read_heads(fields, kv_heads=kv_heads.get(architecture), head_dim=head_dim)
-
-
-def _rope(fields: Fields, positions: int) -> dict[str, Any]:
-    rope = rope_parameters(fields, positions, supported=_ROPE_TYPES)
-    for share in (fields.number("partial_rotary_factor", 1.0), rope.get("partial_rotary_factor")):
-        fields.require("partial_rotary_factor", share, 1.0, None)
-    return rope
 
 
 def _windows(fields: Fields, architecture: str, layers: int) -> tuple[int | None, ...]:

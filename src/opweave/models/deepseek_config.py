@@ -9,7 +9,7 @@ from typing import Any
 
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
-from opweave.models.rope_config import rope_parameters
+from opweave.models.rope_config import max_positions, rope_parameters
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class DeepseekV3Config:
     num_nextn_predict_layers: int
     dtype: str | None
 
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence that the rope has positions for."""
+        return max_positions(self.rope, self.max_position_embeddings)
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DeepseekV3Config:
         """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
@@ -97,7 +102,7 @@ class DeepseekV3Config:
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
             rope_interleave=fields.flag("rope_interleave", True),
-            softmax_scale=(nope + turned) ** -0.5 * _stretch(rope) ** 2,
+            softmax_scale=_softmax_scale(nope + turned, rope),
             attention_bias=fields.flag("attention_bias", False),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             num_nextn_predict_layers=fields.natural("num_nextn_predict_layers", 1),
@@ -120,9 +125,15 @@ class DeepseekV3Config:
             )
 
 
+def _softmax_scale(size: int, rope: Mapping[str, Any]) -> float:
+    stretch = _stretch(rope)
+    return float(size**-0.5) * stretch * stretch
+
+
 def _stretch(rope: Mapping[str, Any]) -> float:
     """Return by how much a longer context sharpens the attention: YaRN, arXiv:2309.00071."""
-    every, factor = rope.get("mscale_all_dim"), rope.get("factor")
-    if rope["rope_type"] == "default" or not every or not factor or factor <= 1:
+    key, factor = "mscale_all_dim", rope.get("factor")
+    if rope["rope_type"] == "default" or not rope.get(key) or not factor or factor <= 1:
         return 1.0
-    return 0.1 * float(every) * math.log(factor) + 1.0
+    every = Fields(rope, "'rope_parameters' in config.json").number(key)
+    return 0.1 * every * math.log(factor) + 1.0

@@ -75,7 +75,7 @@ class Gemma3ForCausalLM(CausalLM):
             size,
             dtype=dtype,
             tied=config.tie_word_embeddings,
-            max_positions=config.max_position_embeddings,
+            max_positions=config.max_positions,
             soft_cap=config.final_logit_softcapping,
         )
         self.config = config

@@ -8,7 +8,7 @@ from typing import Any
 
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
-from opweave.models.rope_config import read_rope
+from opweave.models.rope_config import max_positions, read_rope, require_whole_heads
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
@@ -66,6 +66,7 @@ class Gemma3Config:
         heads, kv_heads = fields.count("num_attention_heads"), fields.count("num_key_value_heads")
         fields.require_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads)
         positions = fields.count("max_position_embeddings", 131_072)
+        require_whole_heads(fields)
         return cls(
             vocab_size=fields.count("vocab_size"),
             hidden_size=fields.count("hidden_size"),
@@ -86,6 +87,14 @@ class Gemma3Config:
             tie_word_embeddings=fields.flag("tie_word_embeddings", True),
             dtype=fields.dtype(),
         )
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence that the ropes of all layers have positions for."""
+        longest = (
+            max_positions(rope, self.max_position_embeddings) for rope in self.ropes.values()
+        )
+        return min(longest)
 
     def window(self, layer: int) -> int | None:
         """Return how many positions the attention of *layer* sees; None: all."""

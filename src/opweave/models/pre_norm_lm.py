@@ -22,7 +22,7 @@ class PreNormConfig(Protocol):
     @property
     def num_hidden_layers(self) -> int: ...
     @property
-    def max_position_embeddings(self) -> int: ...
+    def max_positions(self) -> int: ...
     @property
     def rms_norm_eps(self) -> float: ...
     @property
@@ -56,5 +56,5 @@ class PreNormLM(CausalLM):
             config.hidden_size,
             dtype=dtype,
             tied=config.tie_word_embeddings,
-            max_positions=config.max_position_embeddings,
+            max_positions=config.max_positions,
         )

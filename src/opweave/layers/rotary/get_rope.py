@@ -14,7 +14,7 @@ from opweave.layers.registry import replacement
 from opweave.layers.rotary.apply_rotary_emb import ApplyRotaryEmb
 from opweave.layers.rotary.dual_chunk import DualChunkRotaryEmbedding
 from opweave.layers.rotary.mrope import MRotaryEmbedding
-from opweave.layers.rotary.parameters import Context, number, read_scaling
+from opweave.layers.rotary.parameters import Context, flag, number, read_scaling, sections
 from opweave.layers.rotary.rotary_embedding import RotaryEmbedding
 
 Rope = RotaryEmbedding | DualChunkRotaryEmbedding
@@ -61,10 +61,11 @@ def get_rope(
     else:
         context = Context(max_position, max_position if max_model_len is None else max_model_len)
         options = {"scaling": read_scaling(parameters, context)}
-        if "mrope_section" in parameters:
+        section = sections(parameters)
+        if section is not None:
             cls = MRotaryEmbedding
-            options["mrope_section"] = tuple(parameters["mrope_section"])
-            options["mrope_interleaved"] = bool(parameters.get("mrope_interleaved", False))
+            options["mrope_section"] = section
+            options["mrope_interleaved"] = flag(parameters, "mrope_interleaved", False)
     base = number(parameters, "rope_theta", 10000.0)
     size = _rotary_dim(head_size, parameters)
     sizes = (head_size, size, max_position, base, is_neox_style, dtype)

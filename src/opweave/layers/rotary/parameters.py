@@ -61,6 +61,45 @@ def number(parameters: Mapping[str, Any], key: str, default: float | None = None
     return found
 
 
+def flag(parameters: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Return a boolean.
+
+    Raises:
+        LayerArgumentError: it is something else.
+    """
+    found = parameters.get(key, default)
+    if not isinstance(found, bool):
+        raise LayerArgumentError(f"rope_parameters: {key} must be true or false, found {found!r}.")
+    return found
+
+
+def sections(parameters: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return ``mrope_section``, the number of pairs of each axis; None: it is absent or null.
+
+    Raises:
+        LayerArgumentError: it is no list of integers.
+    """
+    found = parameters.get("mrope_section")
+    if found is None:
+        return None
+    if not isinstance(found, list | tuple) or not all(type(size) is int for size in found):
+        raise LayerArgumentError(
+            f"rope_parameters: mrope_section must be a list of integers, found {found!r}."
+        )
+    return tuple(found)
+
+
+def _number_or_none(parameters: Mapping[str, Any], key: str) -> float | None:
+    return None if parameters.get(key) is None else number(parameters, key)
+
+
+def _number_or(parameters: Mapping[str, Any], key: str, default: float) -> float:
+    """Return a positive number; null and zero mean *default*, as they do to transformers."""
+    found = parameters.get(key)
+    absent = found is None or (found == 0 and found is not False)
+    return default if absent else number(parameters, key)
+
+
 def _default(parameters: Mapping[str, Any], context: Context) -> Scaling:
     return Scaling()
 
@@ -93,13 +132,12 @@ def _yarn(parameters: Mapping[str, Any], context: Context) -> Scaling:
     return YarnScaling(
         number(parameters, "factor", context.max_position / original),
         original,
-        # Null and zero mean the default, as they do to transformers.
-        parameters.get("beta_fast") or 32.0,
-        parameters.get("beta_slow") or 1.0,
-        parameters.get("attention_factor"),
-        parameters.get("mscale") or 0.0,
-        parameters.get("mscale_all_dim") or 0.0,
-        parameters.get("truncate", True),
+        _number_or(parameters, "beta_fast", 32.0),
+        _number_or(parameters, "beta_slow", 1.0),
+        _number_or_none(parameters, "attention_factor"),
+        _number_or(parameters, "mscale", 0.0),
+        _number_or(parameters, "mscale_all_dim", 0.0),
+        flag(parameters, "truncate", True),
     )
 
 
@@ -116,7 +154,8 @@ def _longrope(parameters: Mapping[str, Any], context: Context) -> Scaling:
         tuple(factors),
         number(parameters, "factor", context.max_position / original),
         original,
-        parameters.get(f"{length}_mscale", parameters.get("attention_factor")),
+        _number_or_none(parameters, f"{length}_mscale")
+        or _number_or_none(parameters, "attention_factor"),
     )
 
 
