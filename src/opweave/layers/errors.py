@@ -17,7 +17,7 @@ class LayerNameError(LayerError, ValueError):
 
 
 class DuplicateLayerError(LayerError, ValueError):
-    """The name stands for another layer already, or the class has another replacement already."""
+    """Another layer has the name, or the index, already; or the class has another replacement."""
 
 
 class InvalidLayerError(LayerError, TypeError):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from opweave.engine.kv import EveryToken, Retention, SequenceState, Window
+from opweave.layers.errors import DuplicateLayerError
 from opweave.layers.mamba.stateful import StatefulLayer, state_dtype
 from opweave.models.attention import Attention
 from opweave.models.latent_attention import LatentAttention
@@ -121,24 +122,38 @@ def cache_specs(model: nn.Module, dtype: torch.dtype) -> dict[int | str, CacheSp
     Args:
         model: whose modules say it themselves.
         dtype: of its activations.
+
+    Raises:
+        DuplicateLayerError: two layers have the same index or name, and so would keep what they
+            have in one place.
     """
     found: dict[int | str, CacheSpec] = {}
-    for module in model.modules():
-        if isinstance(module, Attention):
-            rows = module.cached
-            sizes = rows.num_heads, rows.key_size, rows.value_size, dtype
-            found[rows.layer] = (
-                FullAttentionSpec(*sizes)
-                if rows.window is None
-                else SlidingWindowSpec(*sizes, rows.window)
+    holders: dict[int | str, str] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, Attention | LatentAttention | StatefulLayer):
+            continue
+        layer = module.prefix if isinstance(module, StatefulLayer) else module.cached.layer
+        if layer in holders:
+            raise DuplicateLayerError(
+                f"{holders[layer]} and {name} are both layer {layer!r} to the cache, which would "
+                "mix up what they keep. Give each layer of the model an index or prefix of its own."
             )
-        elif isinstance(module, LatentAttention):
-            found[module.cached.layer] = LatentAttentionSpec(module.cached.key_size, dtype)
-        elif isinstance(module, StatefulLayer):
-            found[module.prefix] = StateSpaceSpec(
-                tuple(
-                    StateSpec(kind, shape, state_dtype(dtype, kind))
-                    for kind, shape in module.state_shapes.items()
-                )
-            )
+        found[layer], holders[layer] = _spec(module, dtype), name
     return found
+
+
+def _spec(module: Attention | LatentAttention | StatefulLayer, dtype: torch.dtype) -> CacheSpec:
+    if isinstance(module, StatefulLayer):
+        return StateSpaceSpec(
+            tuple(
+                StateSpec(kind, shape, state_dtype(dtype, kind))
+                for kind, shape in module.state_shapes.items()
+            )
+        )
+    rows = module.cached
+    if isinstance(module, LatentAttention):
+        return LatentAttentionSpec(rows.key_size, dtype)
+    sizes = rows.num_heads, rows.key_size, rows.value_size, dtype
+    if rows.window is None:
+        return FullAttentionSpec(*sizes)
+    return SlidingWindowSpec(*sizes, rows.window)
