@@ -11,6 +11,8 @@ from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
 from opweave.models.rope_config import max_positions, rope_parameters
 
+_SCORED = 2  # experts of a group
+
 
 @dataclass(frozen=True)
 class DeepseekV3Config:
@@ -68,12 +70,14 @@ class DeepseekV3Config:
         A key that is absent means what it means to transformers.
 
         Raises:
-            UnsupportedModelError: an activation or quantization that is not supported.
+            UnsupportedModelError: an activation, rope, routing or quantization that is not
+                supported.
             InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
         """
         fields = Fields(config)
         fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
         fields.refuse_quantized()
+        _require_routing(fields)
         nope, turned = fields.count("qk_nope_head_dim", 128), fields.count("qk_rope_head_dim", 64)
         positions = fields.count("max_position_embeddings", 4096)
         rope = rope_parameters(fields, positions)
@@ -118,11 +122,29 @@ class DeepseekV3Config:
                 f"'n_group', of which {self.topk_group} 'topk_group' are chosen; groups must be "
                 "equal, and no more can be chosen than there are."
             )
+        size = self.n_routed_experts // self.n_group
+        if size < _SCORED:
+            raise InvalidConfigError(
+                f"{name} has {self.n_routed_experts} 'n_routed_experts' in {self.n_group} "
+                f"'n_group', {size} in each; the score of a group is that of its best {_SCORED}."
+            )
+        if self.num_experts_per_tok > self.topk_group * size:
+            raise InvalidConfigError(
+                f"{name} has 'num_experts_per_tok': {self.num_experts_per_tok}, but 'topk_group': "
+                f"{self.topk_group} groups of {size} experts hold {self.topk_group * size}."
+            )
         if self.qk_rope_head_dim % 2:
             raise InvalidConfigError(
                 f"{name} has 'qk_rope_head_dim': {self.qk_rope_head_dim}; rotary embedding needs "
                 "pairs."
             )
+
+
+def _require_routing(fields: Fields) -> None:
+    """Raise UnsupportedModelError unless experts are chosen as in DeepSeek-V3."""
+    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        fields.require(key, fields.text(key, only), only)
+    fields.require("moe_layer_freq", fields.count("moe_layer_freq", 1), 1)
 
 
 def _softmax_scale(size: int, rope: Mapping[str, Any]) -> float:

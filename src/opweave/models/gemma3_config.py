@@ -53,8 +53,8 @@ class Gemma3Config:
         A key that is absent means what it means to transformers.
 
         Raises:
-            UnsupportedModelError: an activation, layer type or quantization that is not supported,
-                or attention to later tokens.
+            UnsupportedModelError: an activation, rope, layer type or quantization that is not
+                supported, or attention to later tokens.
             InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
         """
         fields = Fields(config)

@@ -69,7 +69,7 @@ class MixtureConfig:
         A key that is absent means what it means to transformers.
 
         Raises:
-            UnsupportedModelError: an activation or quantization that is not supported.
+            UnsupportedModelError: an activation, rope or quantization that is not supported.
             InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
         """
         fields = Fields(config)
