@@ -281,11 +281,12 @@ def test_old_frequencies_are_ignored(copy: Copy) -> None:
     load_model(path)
 
 
-def test_quantized_tensors_are_refused(copy: Copy) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_quantised_tensors_are_refused(dtype: torch.dtype, copy: Copy) -> None:
     path = copy("llama")
     name = "model.layers.0.mlp.up_proj.weight"
-    edit(path, lambda t: t.update({name: torch.zeros(96, 64, dtype=torch.int8)}))
-    with pytest.raises(CheckpointError, match=r"up_proj.weight: it has dtype torch.int8"):
+    edit(path, lambda t: t.update({name: torch.zeros(96, 64).to(dtype)}))
+    with pytest.raises(CheckpointError, match=rf"up_proj.weight: it has dtype {dtype}; quantised"):
         load_model(path)
 
 

@@ -120,7 +120,12 @@ UNSUPPORTED = {
     "rope": (raw(rope_scaling={"rope_type": "longrope"}), "'longrope'.* default, linear, llama3"),
     "old rope": (raw(rope_scaling={"type": "dynamic", "factor": 2.0}), "'dynamic'.* default"),
     "partial": (raw(partial_rotary_factor=0.5), "partial_rotary_factor.*Supported: 1.0"),
-    "quantized": (raw(quantization_config={"bits": 4}), "quantization_config"),
+    "quantised": (
+        raw(quantization_config={"quant_method": "fp8"}),
+        r"quantised checkpoints \(quant_method 'fp8'\) are not supported; use unquantised weights",
+    ),
+    "quantised somehow": (raw(quantization_config={"bits": 4}), r"\(quant_method None\)"),
+    "quantised by name": (raw(quantization_config="awq"), r"\(quant_method 'awq'\)"),
     "layer type": (
         raw("Qwen2", num_key_value_heads=4, use_sliding_window=True, layer_types=["chunked"] * 3),
         "'chunked'.* full_attention, sliding_attention",

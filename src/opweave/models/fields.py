@@ -109,8 +109,16 @@ class Fields:
                     raise self._wrong(key, value, "finite")
 
     def refuse_quantized(self) -> None:
-        """Raise UnsupportedModelError if the checkpoint is quantized."""
-        self.require("quantization_config", self.values.get("quantization_config"), None)
+        """Raise UnsupportedModelError if the checkpoint is quantised."""
+        key = "quantization_config"
+        found = self.values.get(key)
+        if found is None:
+            return
+        method = found.get("quant_method") if isinstance(found, Mapping) else found
+        raise UnsupportedModelError(
+            f"{self.name} has {key!r}: quantised checkpoints (quant_method {_shown(method)}) are "
+            "not supported; use unquantised weights."
+        )
 
     def _value(self, key: str, default: object, kind: str) -> object:
         value = self.values.get(key)

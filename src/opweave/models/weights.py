@@ -34,11 +34,13 @@ class Place(NamedTuple):
         """Load *tensor*, with the layer's loader or as a whole.
 
         Raises:
-            ValueError: it does not fit, or holds no floating-point numbers.
+            ValueError: it does not fit, holds no floating-point numbers, or such of one byte where
+                the parameter has wider ones: they have a scale, which would be left out.
         """
-        if not tensor.is_floating_point():
+        narrow = tensor.dtype.itemsize == 1 < self.parameter.dtype.itemsize
+        if narrow or not tensor.is_floating_point():
             raise ValueError(
-                f"it has dtype {tensor.dtype}; quantized checkpoints are not supported"
+                f"it has dtype {tensor.dtype}; quantised checkpoints are not supported"
             )
         loader = getattr(self.parameter, "weight_loader", None)
         if loader is not None:
