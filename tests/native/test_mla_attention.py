@@ -49,6 +49,7 @@ class Sequences:
         return out
 
 
+@pytest.mark.parametrize("provider", ["native", "row_by_row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize(
@@ -57,11 +58,12 @@ class Sequences:
     ids=str,
 )
 def test_the_absorbed_form_is_the_expanded_form(
-    lengths: list[tuple[int, int]], block_size: int, dtype: torch.dtype
+    lengths: list[tuple[int, int]], block_size: int, dtype: torch.dtype, provider: str
 ) -> None:
-    for scale in (None, 0.2):
-        sequences = Sequences(lengths, dtype)
-        check(prefill, sequences.decode(block_size, scale), sequences.prefill(scale))
+    with ir.priority(mla_attention_decode=f"{provider}!"):
+        for scale in (None, 0.2):
+            sequences = Sequences(lengths, dtype)
+            check(prefill, sequences.decode(block_size, scale), sequences.prefill(scale))
 
 
 def test_a_step_at_a_time_is_one_prefill() -> None:
@@ -108,6 +110,34 @@ def test_a_sequence_has_the_same_bits_in_any_batch() -> None:
             alone.weight = together.weight
             assert torch.equal(alone.prefill(), expected[start_q : start_q + new])
             start_q, start_k = start_q + new, start_k + total
+
+
+def test_a_step_has_the_same_bits_in_any_batch() -> None:
+    lengths = [(1, 7), (2, 19), (1, 1)]
+    together = Sequences(lengths, torch.bfloat16)
+    with ir.require("batch_invariant"):
+        expected = together.decode(16)
+        parts = zip(
+            lengths,
+            together.query.split(together.new),
+            together.rows.split(together.all),
+            expected.split(together.new),
+            strict=True,
+        )
+        for length, query, rows, wanted in parts:
+            alone = Sequences([length], torch.bfloat16)
+            alone.query, alone.rows, alone.weight = query, rows, together.weight
+            assert torch.equal(alone.decode(4), wanted)
+
+
+@pytest.mark.parametrize("provider", ["native", "row_by_row"])
+def test_a_block_that_the_cache_does_not_have(provider: str) -> None:
+    s = Sequences([(1, 3)], torch.float32)
+    cache, lens = torch.zeros(2, 4, LATENT + ROPE), torch.tensor([3], dtype=torch.int32)
+    for block in (2, -1):
+        tables = torch.tensor([[block]], dtype=torch.int32)
+        with pytest.raises(IndexError):
+            decode.using(f"{provider}!")(s.query, cache, s.weight, tables, lens, s.cu_q)
 
 
 Change = Callable[..., tuple[Tensor, ...]]

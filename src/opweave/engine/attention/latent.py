@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -13,10 +14,15 @@ from opweave.engine.attention.backend import AttentionBackend
 from opweave.engine.attention.batch import SequenceBatch
 from opweave.engine.attention.specs import CacheSpec, LatentAttentionSpec
 from opweave.engine.kv import NULL_BLOCK
+from opweave.ir.traits import BATCH_INVARIANT
 
 
 class LatentPagedAttention(AttentionBackend):
-    """``mla_attention_decode`` where one token is new, ``mla_attention_prefill`` for the rest."""
+    """``mla_attention_decode`` where one token is new, ``mla_attention_prefill`` for the rest.
+
+    Where batch invariance is required, prefill for all. The two round differently, and whether a
+    token is computed alone or with those before it depends on the rest of the batch.
+    """
 
     name: ClassVar[str] = "latent_paged"
 
@@ -46,6 +52,8 @@ class LatentPagedAttention(AttentionBackend):
         self._rows, self._no_values = ir.ops.reshape_and_cache.maybe_inplace(
             row, row[..., :0], self._rows, self._no_values, metadata.slot_mapping
         )
+        if metadata.num_decodes and _must_not_vary():
+            metadata = replace(metadata, num_decodes=0)
         decodes, parts = metadata.num_decodes, []
         if decodes or not metadata.num_prefills:
             parts.append(
@@ -77,3 +85,7 @@ class LatentPagedAttention(AttentionBackend):
         rows = self._rows[tables, 0].flatten(1, 2)  # (sequences, positions, row)
         positions = torch.arange(rows.shape[1], device=rows.device)
         return rows[positions < lengths[batch.num_decodes :, None]]
+
+
+def _must_not_vary() -> bool:
+    return BATCH_INVARIANT in ir.policy_for(ir.ops.mla_attention_decode).required

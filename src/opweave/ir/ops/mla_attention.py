@@ -100,11 +100,7 @@ def mla_attention_decode(
         IndexError: a block that is used is not in the cache (RuntimeError from native kernels,
             which also check lengths).
     """
-    name = "mla_attention_decode"
-    latent = kv_b_weight.shape[-1]
-    if kv_cache.ndim != 3 or kv_cache.shape[2] < latent:
-        raise _misfit(name, "kv_cache", kv_cache, f"(blocks, block_size, {latent} + rope)")
-    sizes = _sizes(name, query, kv_b_weight, latent, kv_cache.shape[2] - latent)
+    latent, sizes = kv_b_weight.shape[-1], check_decode(query, kv_cache, kv_b_weight)
     weights = torch.unflatten(kv_b_weight, 0, (sizes.heads, -1))
     w_uk, w_uv = weights.split_with_sizes([sizes.nope, sizes.value], 1)
     absorbed = torch.einsum("tnp,npl->tnl", query[..., : sizes.nope], w_uk)
@@ -122,13 +118,23 @@ def mla_attention_decode(
     return torch.einsum("tnl,nvl->tnv", attended[..., :latent], w_uv).contiguous()
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
+    """Of a latent attention: heads, and the parts of a head that are not rotated."""
+
     heads: int
     nope: int
     value: int
 
 
-def _sizes(name: str, query: Tensor, kv_b_weight: Tensor, latent: int, rope: int) -> _Sizes:
+def check_decode(query: Tensor, kv_cache: Tensor, kv_b_weight: Tensor) -> Sizes:
+    """Return the sizes; raise ValueError if they do not fit together."""
+    name, latent = "mla_attention_decode", kv_b_weight.shape[-1]
+    if kv_cache.ndim != 3 or kv_cache.shape[2] < latent:
+        raise _misfit(name, "kv_cache", kv_cache, f"(blocks, block_size, {latent} + rope)")
+    return _sizes(name, query, kv_b_weight, latent, kv_cache.shape[2] - latent)
+
+
+def _sizes(name: str, query: Tensor, kv_b_weight: Tensor, latent: int, rope: int) -> Sizes:
     if query.ndim != 3 or query.shape[1] == 0 or query.shape[2] < rope:
         raise _misfit(name, "query", query, f"(tokens, heads, nope + {rope})")
     heads, nope = query.shape[1], query.shape[2] - rope
@@ -140,7 +146,7 @@ def _sizes(name: str, query: Tensor, kv_b_weight: Tensor, latent: int, rope: int
     if kv_b_weight.dtype != query.dtype:
         wanted = f"{str(query.dtype).removeprefix('torch.')}, as query is"
         raise _misfit(name, "kv_b_weight", kv_b_weight, wanted)
-    return _Sizes(heads, nope, rows // heads - nope)
+    return Sizes(heads, nope, rows // heads - nope)
 
 
 def _misfit(name: str, argument: str, tensor: Tensor, wanted: str) -> ValueError:

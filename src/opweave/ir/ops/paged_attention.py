@@ -158,6 +158,11 @@ def _check_layout(
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.dtype != query.dtype:
             raise _misfit(name, cache, f"{_plain(query.dtype)}, as query is")
+    check_tables(block_tables, seq_lens, cu_seqlens_q)
+
+
+def check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> None:
+    """Raise ValueError unless these describe the same number of sequences, in int32."""
     if block_tables.ndim != 2 or block_tables.dtype != torch.int32:
         raise _misfit("block_tables", block_tables, "int32, (sequences, max_blocks)")
     sequences = block_tables.shape[0]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from opweave.ir import ops
 from opweave.ir.ops.attention import check_attention, check_varlen
+from opweave.ir.ops.mla_attention import check_decode
+from opweave.ir.ops.paged_attention import check_tables
 from opweave.ir.traits import BATCH_INVARIANT
 from opweave.kernels.row_by_row.opaque import opaque
 
@@ -60,6 +63,39 @@ def varlen_attention(
         k = slice(starts_k[i], starts_k[i + 1])
         _attend(out[q], query[q], key[k], value[k], scale, causal, window, soft_cap)
     return out
+
+
+@ops.mla_attention_decode.register_impl("row_by_row", traits={BATCH_INVARIANT})
+@opaque(ops.mla_attention_decode)
+def mla_attention_decode(
+    query: Tensor,
+    kv_cache: Tensor,
+    kv_b_weight: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    latent, sizes = kv_b_weight.shape[-1], check_decode(query, kv_cache, kv_b_weight)
+    check_tables(block_tables, seq_lens, cu_seqlens_q)
+    weights = torch.unflatten(kv_b_weight, 0, (sizes.heads, -1))
+    w_uk, w_uv = weights.split_with_sizes([sizes.nope, sizes.value], 1)
+    plain, rotated = query[..., : sizes.nope], query[..., sizes.nope :]
+    absorbed = torch.cat((_each_token("tnp,npl->tnl", plain, w_uk), rotated), -1)
+    attended = query.new_zeros(*query.shape[:2], latent)
+    starts, scale = cu_seqlens_q.tolist(), query.shape[2] ** -0.5 if scale is None else scale
+    for i, keys in enumerate(seq_lens.tolist()):
+        q = slice(starts[i], starts[i + 1])
+        blocks = block_tables[i, : -(-keys // kv_cache.shape[1])]
+        rows = kv_cache.index_select(0, blocks).flatten(0, 1)[:keys, None]
+        _attend(attended[q], absorbed[q], rows, rows[..., :latent], scale, True, None, None)
+    return _each_token("tnl,nvl->tnv", attended, w_uv)
+
+
+def _each_token(equation: str, tokens: Tensor, weight: Tensor) -> Tensor:
+    # Copies, so that memory alignment is the same whatever the position in the batch.
+    rows = [torch.einsum(equation, row.clone()[None], weight) for row in tokens]
+    return torch.cat(rows) if rows else torch.einsum(equation, tokens, weight)
 
 
 def _attend(
