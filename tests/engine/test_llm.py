@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -350,7 +352,8 @@ def test_settings_that_contradict_or_are_unknown(checkpoint: Checkpoints, tmp_pa
     with pytest.raises(CheckpointError, match="not a directory"):
         LLM(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"no tokenizer.json"):
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(TokenizerError, match=r"no tokenizer.json.* another kind"):
         LLM(tmp_path)
 
 
@@ -371,6 +374,26 @@ def test_scores_that_are_no_numbers_are_an_error(checkpoint: Checkpoints) -> Non
     model_of(llm).model.norm.weight.fill_(float("nan"))
     with pytest.raises(NonFiniteLogitsError):
         llm.generate("a", GREEDY)
+
+
+def test_a_checkpoint_without_a_tokenizer(
+    checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, model = checkpoint("llama")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(path / name, tmp_path)
+    llm, whole = LLM(tmp_path), reference(model, PROMPTS[1], 14, eos_token_id=None)
+    assert "prompts must be token ids" in caplog.text
+    (answer,) = llm.generate(PROMPTS[1], GREEDY)
+    assert answer.outputs[0].token_ids == whole
+    assert answer.outputs[0].text == "".join(f"<{i}>" for i in whole)
+    with pytest.raises(TokenizerError, match=r"give token ids instead of the text 'a'"):
+        llm.generate("a")
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": whole[2]}))
+    (answer,) = LLM(tmp_path).generate(PROMPTS[1], replace(GREEDY, ignore_eos=False))
+    assert answer.outputs[0].finish_reason == "stop"
+    assert answer.outputs[0].token_ids == whole[: whole.index(whole[2]) + 1]
 
 
 def test_dummy_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:

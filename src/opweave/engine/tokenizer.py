@@ -19,6 +19,8 @@ _log = logging.getLogger(__name__)
 _REPLACEMENT = "\ufffd"
 _SHORT = 1024  # tokens that are decoded sooner than a thread could take turns
 _CONTEXT = 8  # tokens of the prompt that decide how its continuation is decoded
+# The files of tokenizers, of any kind.
+_KINDS = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 # No character has more bytes, and a token that is text at all has one: what is longer undecided
 # than twice that holds bytes that never become text.
 _BYTES = 4
@@ -107,16 +109,8 @@ class Tokenizer:
         return token
 
     def _special_ids(self, checkpoint: Checkpoint, kind: str) -> list[int]:
-        for file in ("generation_config.json", "config.json"):
-            given = (checkpoint.json(file) or {}).get(f"{kind}_token_id")
-            ids: list[Any] = given if isinstance(given, list) else [given]
-            if ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-                return ids
-            if ids not in ([], [None]):
-                _log.warning(
-                    "%s: %s_token_id=%r is ignored: it is neither a token id nor a list of them",
-                    checkpoint.path / file, kind, given,
-                )  # fmt: skip
+        if configured := _configured_ids(checkpoint, kind):
+            return configured
         token = (checkpoint.json("tokenizer_config.json") or {}).get(f"{kind}_token")
         text = token.get("content") if isinstance(token, dict) else token
         known = self._backend.token_to_id(text) if isinstance(text, str) else None
@@ -124,7 +118,7 @@ class Tokenizer:
 
 
 class AbsentTokenizer(Tokenizer):
-    """Stands for the tokenizer of a checkpoint that is only a configuration.
+    """Stands for the tokenizer of a checkpoint that has none.
 
     Prompts must be token ids. The text of a token is its number, ``<17>``: an answer grows, and a
     stream of it has events, as with a tokenizer.
@@ -132,7 +126,8 @@ class AbsentTokenizer(Tokenizer):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._path = checkpoint.path
-        self.eos_token_ids, self.bos_token_id = frozenset(), None
+        self.eos_token_ids = frozenset(_configured_ids(checkpoint, "eos"))
+        self.bos_token_id = next(iter(_configured_ids(checkpoint, "bos")), None)
         self.special_ids, self.longest_token = frozenset(), None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -151,13 +146,18 @@ class AbsentTokenizer(Tokenizer):
 
 
 def tokenizer_of(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
-    """Return the tokenizer of *checkpoint*, which dummy weights do not need.
+    """Return the tokenizer of *checkpoint*, or what stands for it where there is none.
 
     Raises:
-        TokenizerError: it is missing or damaged.
+        TokenizerError: it is damaged, or of another kind, which dummy weights do not need.
     """
-    is_needed = config.load_format != "dummy" or (checkpoint.path / "tokenizer.json").exists()
-    return (Tokenizer if is_needed else AbsentTokenizer)(checkpoint)
+    if (checkpoint.path / "tokenizer.json").exists():
+        return Tokenizer(checkpoint)
+    if config.load_format != "dummy":
+        if any(file for kind in _KINDS for file in checkpoint.path.glob(kind)):
+            return Tokenizer(checkpoint)  # which says what to do
+        _log.warning("%s has no tokenizer: prompts must be token ids", checkpoint.path)
+    return AbsentTokenizer(checkpoint)
 
 
 class IncrementalDecoder:
@@ -223,6 +223,21 @@ class IncrementalDecoder:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
+
+
+def _configured_ids(checkpoint: Checkpoint, kind: str) -> list[int]:
+    """Return the ids that end or begin a text, as the model's configuration says; or none."""
+    for file in ("generation_config.json", "config.json"):
+        given = (checkpoint.json(file) or {}).get(f"{kind}_token_id")
+        ids: list[Any] = given if isinstance(given, list) else [given]
+        if ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            return ids
+        if ids not in ([], [None]):
+            _log.warning(
+                "%s: %s_token_id=%r is ignored: it is neither a token id nor a list of them",
+                checkpoint.path / file, kind, given,
+            )  # fmt: skip
+    return []
 
 
 def _load(checkpoint: Checkpoint) -> Any:

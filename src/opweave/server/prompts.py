@@ -101,8 +101,8 @@ async def tokenize_all(
         return await _reading(server, encode, sum(map(len, texts)))
     except TokenizerError as error:
         raise ApiError(
-            "The server has no tokenizer, since its weights are dummies: send token ids instead of "
-            "text.",
+            "The server has no tokenizer, since the model's directory has none: send token ids "
+            "instead of text.",
             code="no_tokenizer",
         ) from error
 
