@@ -267,6 +267,28 @@ def test_sizes_that_no_tensor_has(key: str, copy: Copy) -> None:
         load_model(path)
 
 
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size"])
+@pytest.mark.parametrize(
+    ("size", "what"),
+    [(2**62, "names sizes that no tensor has"), (2**45, "asks for more memory than there is")],
+)
+def test_sizes_that_no_made_up_tensor_has(key: str, size: int, what: str, copy: Copy) -> None:
+    path = copy("llama")
+    edit_config(path, **{key: size})
+    with pytest.raises(CheckpointError, match=rf"^config.json {what}: .+$"):
+        load_model(path, load_format="dummy")
+
+
+def test_more_layers_than_could_be_built(copy: Copy) -> None:
+    path = copy("llama")
+    edit_config(path, num_hidden_layers=10**9)
+    message = "num_hidden_layers=1000000000, but "
+    with pytest.raises(CheckpointError, match=f"{message}there can be 4096"):
+        load_model(path, load_format="dummy")
+    with pytest.raises(CheckpointError, match=rf"{message}the number of tensors is \d+\.$"):
+        load_model(path)
+
+
 def test_long_lists_are_cut(copy: Copy) -> None:
     path = copy("llama")
     edit(path, lambda t: t.update({f"extra.{i:02}": torch.zeros(1) for i in range(15)}))

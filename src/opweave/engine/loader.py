@@ -25,6 +25,12 @@ from opweave.models import (
 from opweave.models.fields import Fields
 from opweave.models.weights import shown_name
 
+_MOST_LAYERS = 4096  # of a model whose weights are made up: no tensors say how many there are
+# What torch says, which has no classes for it, and what it means.
+_TOO_LARGE = {
+    "verflow": "names sizes that no tensor has",
+    "DefaultCPUAllocator": "asks for more memory than there is",
+}
 Progress = Callable[[int, int], None]
 LoadFormat = Literal["auto", "dummy"]
 
@@ -70,7 +76,8 @@ def load_model(
     model_class(config)
     named = _named_dtype(dtype, config)
     if load_format == "dummy":
-        model = build_model(config, dtype=named or torch.float32)
+        _check_layers(config, _MOST_LAYERS, "there can be")
+        model = _build(config, named or torch.float32)
         huge_pages.move_parameters(model)
         model.fill_randomly(seed)
         return model.eval()
@@ -79,7 +86,7 @@ def load_model(
         shapes = _shapes(files)
         checkpoint.check_index(shapes)
         _check_shapes(config, shapes)
-        model = build_model(config, dtype=named or _dtype_of(files))
+        model = _build(config, named or _dtype_of(files))
         huge_pages.move_parameters(model)
         _fill(model, _tensors(files, progress or (lambda *_: None)))
     return model.eval()
@@ -163,25 +170,28 @@ def _check_shapes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     They are loaded as one rank without others loads them. A checkpoint holds whole tensors, and a
     layer of several ranks would take one of a rank's size for that rank's part.
     """
-    layers = config.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > len(shapes):  # they would be built one by one
-        raise CheckpointError(
-            f"config.json says num_hidden_layers={layers}, but the checkpoint has {len(shapes)} "
-            "tensors."
-        )
+    _check_layers(config, len(shapes), "the number of tensors is")
     with torch.device("meta"), tensor_parallel(ALONE):
-        planned = _planned(config)
+        planned = _build(config, torch.float32)
         _fill(planned, ((name, torch.empty(shape)) for name, shape in shapes.items()))
 
 
-def _planned(config: Mapping[str, Any]) -> CheckpointModel:
+def _check_layers(config: Mapping[str, Any], most: int, what: str) -> None:
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > most:  # they would be built one by one
+        raise CheckpointError(f"config.json says num_hidden_layers={layers}, but {what} {most}.")
+
+
+def _build(config: Mapping[str, Any], dtype: torch.dtype) -> CheckpointModel:
     try:
-        return build_model(config, dtype=torch.float32)
+        return build_model(config, dtype=dtype)
     except (RuntimeError, TypeError) as error:
-        if "verflow" not in str(error):  # torch has no class for it
+        text = str(error).partition("\n")[0]
+        what = next((_TOO_LARGE[sign] for sign in _TOO_LARGE if sign in text), None)
+        if what is None:
             raise
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"config.json names sizes that no tensor has: {reason}.") from error
+        reason = text.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
+        raise CheckpointError(f"config.json {what}: {reason}.") from error
 
 
 def _fill(model: CheckpointModel, tensors: Iterable[tuple[str, Tensor]]) -> None:
