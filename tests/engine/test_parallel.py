@@ -263,12 +263,20 @@ def test_what_ranks_agree_on() -> None:
         pass
 
 
-def test_more_ranks_than_heads(tmp_path: Path, checkpoint: Checkpoints) -> None:
+def test_more_ranks_than_heads(
+    tmp_path: Path, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is said before any process is started, and names what a user of the engine can do."""
+
+    def never(*_: Any) -> None:
+        raise AssertionError("a process is started")
+
+    monkeypatch.setattr("opweave.engine.executor.ranked.Process", never)
     config = json.loads((checkpoint("one_layer")[0] / "config.json").read_text())
     config |= {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    # Whichever rank is the first to say so.
-    with pytest.raises((ShardingError, RankFailedError), match=r"=3 cannot be divided over 2"):
+    message = r"=3 cannot be divided over 2 .*; use a number of ranks that divides it\.$"
+    with pytest.raises(ShardingError, match=message):
         LLM(tmp_path, config=two_ranks(load_format="dummy"))
     assert not torch.distributed.is_initialized()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from opweave.engine import huge_pages
 from opweave.engine.checkpoint import Checkpoint, TensorFile
 from opweave.engine.errors import CheckpointError, InvalidArgumentError
-from opweave.layers.parallel import ALONE, tensor_parallel
+from opweave.layers.parallel import ALONE, TensorParallel, tensor_parallel
 from opweave.models import (
     CausalLM,
     CheckpointModel,
@@ -25,7 +25,7 @@ from opweave.models import (
 from opweave.models.fields import Fields
 from opweave.models.weights import shown_name
 
-_MOST_LAYERS = 4096  # of a model whose weights are made up: no tensors say how many there are
+_MOST_LAYERS = 4096  # of a model that is built before tensors say how many there are
 # What torch says, which has no classes for it, and what it means.
 _TOO_LARGE = {
     "verflow": "names sizes that no tensor has",
@@ -90,6 +90,26 @@ def load_model(
         huge_pages.move_parameters(model)
         _fill(model, _tensors(files, progress or (lambda *_: None)))
     return model.eval()
+
+
+def check_ranks(path: str | Path, size: int) -> None:
+    """Build one rank's part of the model in directory *path*, without memory for its weights.
+
+    Raises:
+        ShardingError: it cannot be divided over *size* tensor-parallel ranks.
+        CheckpointError: ``config.json`` is missing or damaged.
+        ModelError: the configuration is invalid or not supported.
+    """
+    config = Checkpoint(path).config()
+    model_class(config)
+    _check_layers(config, _MOST_LAYERS, "there can be")
+    rank = TensorParallel(0, size, _not_called, _not_called)
+    with torch.device("meta"), tensor_parallel(rank):
+        _build(config, torch.float32)
+
+
+def _not_called(x: Tensor, dim: int = -1) -> Tensor:
+    raise AssertionError("a model that is only built needs no other ranks")
 
 
 def as_language_model(model: CheckpointModel) -> CausalLM:

@@ -100,7 +100,7 @@ class TensorParallel:
         if total % self.size:
             raise ShardingError(
                 f"{what}={total} cannot be divided over {self.size} tensor-parallel ranks; "
-                f"use a number of ranks that divides it, or disable_tp=True for this layer."
+                "use a number of ranks that divides it."
             )
         return total // self.size
 

@@ -33,7 +33,7 @@ from opweave.engine.executor.messages import Start
 from opweave.engine.executor.peers import Peers
 from opweave.engine.executor.processes import HOST, Process
 from opweave.engine.executor.rank import Rank
-from opweave.engine.loader import Progress
+from opweave.engine.loader import Progress, check_ranks
 from opweave.engine.sampler import Sampled
 from opweave.engine.step import SequenceStep
 from opweave.engine.worker import ModelFacts
@@ -58,6 +58,7 @@ class RankedExecutor(Executor):
     Raises:
         InvalidArgumentError: another number of processes was launched; or *platform* is not the
             current one, on which the other ranks are.
+        ShardingError: the model cannot be divided over the ranks; no process is started.
         RankFailedError: a rank does not start, or would run on another platform, with other
             plugins, versions or priorities.
     """
@@ -73,12 +74,14 @@ class RankedExecutor(Executor):
         launch, timeout = Launch.from_environment(), config.parallel.timeout
         size = config.parallel.tensor_parallel_size
         local = size
+        if launch is not None:
+            launch.check_size(size)
+        check_ranks(model, size)
         if launch is None:
             store: Store = _own_store()
             processes = {rank: Process(_port(store)) for rank in range(1, size)}
             peers = Peers({rank: each.connection for rank, each in processes.items()}, processes)
         else:
-            launch.check_size(size)
             store, local = launch.store(timeout), launch.local_size
             if launch.rank:
                 sys.exit(follow(launch.connect(store), lambda: store))
