@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,11 @@ from opweave.conformance.apart import Task, Verifier
 from opweave.conformance.errors import VerifierFailedError
 from opweave.conformance.heap import checking_environment
 from opweave.ir.ops import silu_and_mul
+from processes import is_alive, wait_until
 
 KERNELS = """
 import ctypes
 import os
-import time
 
 import torch
 from opweave import ir
@@ -102,6 +104,19 @@ def test_writing_behind_a_result_is_found(verifier: Verifier) -> None:
     assert result.status == "failed"
     (problem,) = result.outcomes[-1].problems
     assert "SIGABRT, as where memory behind a result is written" in problem
+
+
+def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    (tmp_path / "kernels_that_end.py").write_text(KERNELS, encoding="utf-8")
+    command = [sys.executable, "-m", "opweave", "verify", "--provider", "hangs"]
+    options = ["--import", "kernels_that_end", "--check", "empty"]
+    parent = subprocess.Popen([*command, *options], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    wait_until(children.read_text)
+    (pid,) = map(int, children.read_text().split())
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not is_alive(pid))
 
 
 def test_a_process_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from opweave.engine import (
 )
 from opweave.engine.data_parallel.ray_group import SETTINGS, RayGroup
 from opweave.ir.errors import SettingError
+from processes import is_alive, wait_until
 from server.command import Command
 from server.fake_engine import CHECKPOINT
 
@@ -76,20 +76,6 @@ def cluster() -> Iterator[str]:
             with rays_leftovers():
                 ray.shutdown()
             signal.signal(signal.SIGTERM, handler)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(happened: Callable[[], object], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end, "too late"
-        time.sleep(0.05)
 
 
 async def until(happened: Callable[[], object]) -> None:

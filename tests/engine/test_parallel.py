@@ -41,6 +41,7 @@ from opweave.engine.loader import load_model
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave.layers.errors import ShardingError
 from opweave.platforms import CpuPlatform
+from processes import is_alive, wait_until
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 SOON = 10.0  # seconds; most of them for a machine that is busy
@@ -73,20 +74,6 @@ def pid_of(engine: LLM | AsyncEngine) -> int:
     return pid
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(happened: Callable[[], object]) -> None:
-    end = time.monotonic() + SOON
-    while not happened():
-        assert time.monotonic() < end, "too late"
-        time.sleep(0.05)
-
-
 def test_a_dense_model_until_a_rank_fails(checkpoint: Checkpoints) -> None:
     path = checkpoint("llama")[0]
     alone = LLM(path)
@@ -101,7 +88,7 @@ def test_a_dense_model_until_a_rank_fails(checkpoint: Checkpoints) -> None:
     executor_of(llm)._peers.call("allocate", None)
     with pytest.raises(RankFailedError, match=r"rank 1 failed: AttributeError: 'NoneType'"):
         tokens(llm)
-    wait_until(lambda: not is_alive(pid))
+    wait_until(lambda: not is_alive(pid), SOON)
     llm.shutdown()
     llm.shutdown()
     with pytest.raises(EngineDeadError):
@@ -148,11 +135,11 @@ def test_a_rank_that_hangs_and_one_that_dies_while_nothing_is_computed(
     with pytest.raises(RankFailedError, match="rank 0 waited 2 s for rank 1"):
         tokens(llm)
     assert time.monotonic() - began < SOON
-    wait_until(lambda: not is_alive(pid))
+    wait_until(lambda: not is_alive(pid), SOON)
     llm.shutdown()
     engine = AsyncEngine(path, config=two_ranks())
     os.kill(pid_of(engine), signal.SIGKILL)
-    wait_until(lambda: not engine.is_running)
+    wait_until(lambda: not engine.is_running, SOON)
     assert isinstance(engine.dead_with, RankFailedError)
     engine.shutdown()
 
@@ -193,7 +180,7 @@ def test_no_rank_outlives_the_engine(
     ended = fresh_python(program, check=False)
     assert ended.returncode == code, ended.stderr
     (pid,) = map(int, ended.stdout.split())
-    wait_until(lambda: not is_alive(pid))
+    wait_until(lambda: not is_alive(pid), SOON)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -310,7 +297,7 @@ def test_an_engine_that_does_not_start_leaves_nothing(
     with pytest.raises(MemoryError):
         LLM(checkpoint("one_layer")[0], config=two_ranks())
     assert len(pids) == 1
-    wait_until(lambda: not is_alive(pids[0]))
+    wait_until(lambda: not is_alive(pids[0]), SOON)
     assert not torch.distributed.is_initialized()
 
 

@@ -5,7 +5,11 @@ Its argument is the number of the socket to the process that started it.
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -25,10 +29,7 @@ def serve(connection: Connection) -> None:
         import_named("--import", module)
     connection.send(Place("ready"))
     while True:
-        try:
-            named: Named = connection.recv()
-        except EOFError:
-            return
+        named: Named = connection.recv()
         with told_to(lambda place: connection.send(Place(place))):
             result = verify(_found(named), task.checks, seed=task.seed, report=connection.send)
         connection.send(Done(result.subject.options, result.obstacle))
@@ -39,6 +40,15 @@ def _found(named: Named) -> Subject:
     return replace(subject, device=named.device, options=named.options)
 
 
+def _end_with(parent: int) -> None:
+    """End this process when the one that started it has gone, whatever a kernel does just then."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     leave_to_this_process()
-    serve(Connection(int(sys.argv[1])))
+    with suppress(EOFError, ConnectionError):  # there is nobody to tell any more
+        serve(Connection(int(sys.argv[1])))
