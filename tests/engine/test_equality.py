@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -125,22 +124,6 @@ def test_prefixes_that_are_cached(kind: str, checkpoint: Checkpoints, wanted: Wa
     without = LLM(path, config=config(prefix=False))
     assert tokens(without) == tokens(without) == wanted(kind)
     assert without.stats().prefix_hits == 0
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek"])
-def test_batch_invariance(kind: str, checkpoint: Checkpoints) -> None:
-    """Chunks, steps, and prefixes that are recomputed or found give a token the same bits."""
-    path, params = checkpoint(kind)[0], replace(GREEDY, logprobs=1)
-
-    def scores(prompts: list[list[int]], **options: Any) -> list[Any]:
-        answers = LLM(path, config=config(**options)).generate(prompts, params)
-        return [answer.outputs[0].logprobs for answer in answers]
-
-    with ir.require("batch_invariant"):
-        alone = [scores([prompt])[0] for prompt in PROMPTS]
-        assert scores(PROMPTS) == alone
-        assert scores(PROMPTS, max_num_seqs=3, max_num_batched_tokens=5) == alone
-        assert scores(PROMPTS, blocks=4, prefix=False) == alone
 
 
 def _providers() -> list[str]:

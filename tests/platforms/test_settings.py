@@ -212,7 +212,7 @@ def test_options_on_the_command_line(fresh_cases: FreshCases) -> None:
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             try:
-                main(["doctor", "--json"])
+                main(["doctor", "--json", "--plugin.acme.queue-depth=8"])
             except SystemExit:
                 listed = {{s["name"]: s for s in json.loads(out.getvalue())["plugin_settings"]}}
         depth = listed["--plugin.acme.queue-depth"]

@@ -122,7 +122,8 @@ def test_places_of_tokens_are_those_in_the_text(real: Running, prompt: Any) -> N
             assert [value for piece in pieces for value in piece[name]] == found[name]
         assert found["text_offset"] == sorted(found["text_offset"])
         for token, place in zip(found["tokens"], found["text_offset"], strict=True):
-            if "\ufffd" not in token and token not in ("<s>", "</s>") and place < len(text):
+            is_text = not token.startswith("bytes:") and token not in ("<s>", "</s>")
+            if is_text and place < len(text):
                 assert token.startswith(text[place : place + len(token)])
 
 

@@ -1,0 +1,32 @@
+"""Batch-invariant mode: the bits of a token do not depend on what is computed beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.test_equality import GREEDY, PROMPTS, config
+from opweave import ir
+from opweave.engine import LLM
+
+Checkpoints = Callable[[str], tuple[Path, Any]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek"])
+def test_a_token_has_the_same_bits_in_any_batch(kind: str, checkpoint: Checkpoints) -> None:
+    """Chunks, steps, and prefixes that are recomputed or found give a token the same bits."""
+    path, params = checkpoint(kind)[0], replace(GREEDY, logprobs=1)
+
+    def scores(prompts: list[list[int]], **options: Any) -> list[Any]:
+        answers = LLM(path, config=config(**options)).generate(prompts, params)
+        return [answer.outputs[0].logprobs for answer in answers]
+
+    with ir.require("batch_invariant"):
+        alone = [scores([prompt])[0] for prompt in PROMPTS]
+        assert scores(PROMPTS) == alone
+        assert scores(PROMPTS, max_num_seqs=3, max_num_batched_tokens=5) == alone
+        assert scores(PROMPTS, blocks=4, prefix=False) == alone
