@@ -18,6 +18,7 @@ from processes import is_alive, wait_until
 KERNELS = """
 import ctypes
 import os
+import time
 
 import torch
 from opweave import ir

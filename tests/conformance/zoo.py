@@ -154,23 +154,8 @@ def every_code_one_too_large(x: Tensor, scale: Tensor) -> Tensor:
     return codes.clamp(max=126) + 1
 
 
-def attends(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Tensor:
-    raise NotImplementedError  # the arguments of the kernels below
-
-
 @specimen(ir.ops.paged_attention, "values")
-@functools.wraps(attends, assigned=())
+@functools.wraps(ir.ops.paged_attention.native, assigned=())
 def zeros_where_everybody_decodes(*args: Any) -> Tensor:
     out: Tensor = ir.ops.paged_attention.native(*args)
     query, seq_lens = args[0], args[4]
@@ -178,7 +163,7 @@ def zeros_where_everybody_decodes(*args: Any) -> Tensor:
 
 
 @specimen(ir.ops.paged_attention, "values")
-@functools.wraps(attends, assigned=())
+@functools.wraps(ir.ops.paged_attention.native, assigned=())
 def multiplies_the_rest_of_the_cache_by_zero(*args: Any) -> Tensor:
     out: Tensor = ir.ops.paged_attention.native(*args)
     out += 0 * args[2].sum()

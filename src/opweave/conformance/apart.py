@@ -75,9 +75,6 @@ class Verifier:
     Args:
         task: what to do with each.
         timeout: seconds that one case may take.
-
-    Raises:
-        VerifierFailedError: the process does not start.
     """
 
     def __init__(self, task: Task, timeout: float) -> None:
@@ -96,8 +93,13 @@ class Verifier:
         self._end()
 
     def verify(self, subject: Subject) -> Result:
-        """Run the checks; a crash, or a case without an end, is a problem of the last one."""
-        if self._process is None:
+        """Run the checks; a crash, or a case without an end, is a problem of the last one.
+
+        Raises:
+            VerifierFailedError: the process does not start.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self._end()
             self._start()
         self._connection.send(
             Named(subject.op.name, subject.provider, subject.device, subject.options)
