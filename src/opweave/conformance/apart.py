@@ -7,16 +7,12 @@ process.
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
+from opweave.config.child_process import ChildProcess
 from opweave.conformance.check import Outcome
 from opweave.conformance.errors import VerifierFailedError
 from opweave.conformance.heap import checking_environment
@@ -79,7 +75,7 @@ class Verifier:
 
     def __init__(self, task: Task, timeout: float) -> None:
         self._task, self._timeout = task, timeout
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -98,16 +94,14 @@ class Verifier:
         Raises:
             VerifierFailedError: the process does not start.
         """
-        if self._process is None or self._process.poll() is not None:
-            self._end()
-            self._start()
-        self._connection.send(
+        process = self._running()
+        process.connection.send(
             Named(subject.op.name, subject.provider, subject.device, subject.options)
         )
         outcomes, check, case = list[Outcome](), "", ""
         while True:
             try:
-                message = self._receive(self._timeout)
+                message = _receive(process, self._timeout)
             except EOFError:
                 problem = self._end()
                 break
@@ -128,53 +122,44 @@ class Verifier:
         # Before the first check, the predicate has been asked.
         return Result(subject, (*outcomes, Outcome(check or "predicate", problems=[problem])))
 
-    def _start(self) -> None:
-        own, its = socket.socketpair()
-        with own, its:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(its.fileno())],
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                    VARIABLE: resolution().to_json(),
-                    **checking_environment(),
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what modules and kernels print is no result
-                pass_fds=[its.fileno()],
-                process_group=0,  # Ctrl-C in a terminal is this process's business
-            )
-            self._connection = Connection(own.detach())
-        self._connection.send(self._task)
+    def _running(self) -> ChildProcess:
+        if self._process is not None and self._process.is_running:
+            return self._process
+        self._end()
+        return self._start()
+
+    def _start(self) -> ChildProcess:
+        environment = {VARIABLE: resolution().to_json(), **checking_environment()}
+        self._process = process = ChildProcess(_MODULE, environment=environment)
+        process.connection.send(self._task)
         try:
-            self._receive(_STARTING)
+            _receive(process, _STARTING)
         except (EOFError, TimeoutError):
             raise VerifierFailedError(
                 f"the process that verifies {self._end()} before it began."
             ) from None
-
-    def _receive(self, timeout: float) -> Any:
-        if not self._connection.poll(timeout):
-            raise TimeoutError
-        try:
-            return self._connection.recv()
-        except OSError as error:
-            raise EOFError from error
+        return process
 
     def _end(self) -> str:
         """End the process, and return how it ended, if by itself."""
         process, self._process = self._process, None
         if process is None:
             return ""
-        try:
-            code = process.wait(1.0 if self._connection.poll(0) else 0.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
-        self._connection.close()
+        code = process.wait(1.0 if process.connection.poll(0) else 0.0)
+        process.connection.close()
         if code >= 0:
             return f"ended the process with exit code {code}"
         reason = signal.Signals(-code)
         # glibc's checks of the heap are on: see the module heap.
         hint = ", as where memory behind a result is written" if reason is signal.SIGABRT else ""
         return f"ended the process with {reason.name}{hint}"
+
+
+def _receive(process: ChildProcess, timeout: float) -> Any:
+    """Return what comes next (TimeoutError: nothing does; EOFError: the process has ended)."""
+    if not process.connection.poll(timeout):
+        raise TimeoutError
+    try:
+        return process.connection.recv()
+    except OSError as error:
+        raise EOFError from error

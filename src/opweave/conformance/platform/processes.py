@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from opweave.config.child_process import inherited_environment
 
 _TIMEOUT = 120.0
 
@@ -26,11 +27,10 @@ def ask(code: str, *environments: Mapping[str, str]) -> list[Any]:
     Raises:
         ProcessFailedError: one of them did not print it.
     """
-    path = os.pathsep.join(filter(None, sys.path))
     running = [
         subprocess.Popen(
             [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": path, **environment},
+            env={**inherited_environment(), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
