@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from opweave import native
 from opweave.conformance.checks import CHECKS
+from opweave.conformance.modules import names_by_file
 from opweave.conformance.package_digest import package_digest
 from opweave.conformance.verify import Result
 from opweave.ir.site import Site
@@ -93,12 +92,7 @@ def _plain(value: Any) -> Any:
 
 def _place(site: Site) -> str:
     """Return the module and the line: folders say something on this machine only."""
-    modules = {
-        vars(module).get("__file__"): name
-        for name, module in sys.modules.items()
-        if isinstance(module, ModuleType)
-    }
-    return f"{modules.get(site.file, Path(site.file).name)}:{site.line}"
+    return f"{names_by_file().get(site.file, Path(site.file).name)}:{site.line}"
 
 
 def _accelerator(results: Sequence[Result]) -> str | None:

@@ -1,10 +1,12 @@
-"""Importing the modules that register what is to be verified."""
+"""The modules that register what is to be verified."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 
 from opweave.conformance.check import FAILURES
 from opweave.conformance.errors import ModuleImportError
@@ -25,6 +27,15 @@ def import_named(asked: str, name: str) -> None:
         importlib.import_module(name)
     except FAILURES as error:
         raise ModuleImportError(f"{asked} {name!r} failed: {_told(error)}.") from error
+
+
+def names_by_file() -> dict[str, str]:
+    """Return the names of the modules that are imported, by their files."""
+    return {
+        file: name
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and (file := vars(module).get("__file__"))
+    }
 
 
 def _told(error: BaseException) -> str:

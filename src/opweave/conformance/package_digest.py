@@ -6,8 +6,8 @@ import hashlib
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 
+from opweave.conformance.modules import names_by_file
 from opweave.ir import IrOpImpl
 
 _KINDS = (".py", ".so", ".pyd")
@@ -18,8 +18,8 @@ def package_digest(impl: IrOpImpl) -> str | None:
 
     For a module that is in no package, of those that are imported and lie beside it.
     """
-    file = Path(impl.site.file)
-    name = _module_names().get(str(file), "")
+    file, names = Path(impl.site.file), names_by_file()
+    name = names.get(str(file), "")
     top = sys.modules.get(name.partition(".")[0])
     if name.partition(".")[0] == "opweave":
         return None
@@ -28,19 +28,10 @@ def package_digest(impl: IrOpImpl) -> str | None:
         files: Iterable[Path] = (f for f in folder.rglob("*") if f.suffix in _KINDS)
     else:
         folder = file.parent
-        files = (f for f in map(Path, _module_names()) if f.parent == folder)
+        files = (f for f in map(Path, names) if f.parent == folder)
     digest = hashlib.sha256()
     for each in sorted({file, *files}):
         if each.is_file():
             digest.update(f"{each.relative_to(folder)}\0".encode())
             digest.update(hashlib.sha256(each.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _module_names() -> dict[str, str]:
-    """Return the names of the modules that are imported, by their files."""
-    return {
-        str(path): name
-        for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and (path := vars(module).get("__file__"))
-    }
