@@ -69,6 +69,12 @@ def few_and_many(subject: Subject) -> Iterator[Case]:
         yield from _existing(subject, {"num_tokens": count})
 
 
+def of_several_sizes(subject: Subject) -> Iterator[Case]:
+    """Yield the usual cases, and those of few and of many tokens."""
+    yield from usual(subject)
+    yield from few_and_many(subject)
+
+
 def empty(subject: Subject) -> Iterator[Case]:
     """Yield cases without tokens."""
     yield from of_tokens(subject, 0)

@@ -70,11 +70,12 @@ def tokens_of(subject: Subject, count: int | None = None, **options: Any) -> Tok
     """
     if "num_seqs" in inputs.options_of(subject):
         options = {"num_seqs": _SEQUENCE_COUNT, **options}
-    counts = (*_COUNTS, count or _COUNTS[1])
+    counts = _COUNTS if count is None else (*_COUNTS, count)
     cases = [inputs.generated(subject, num_tokens=n, **options) for n in counts]
     if any(case is None or case.refusal for case in cases):
         return None
-    first, second, asked = (case for case in cases if case is not None)
+    first, second, *_ = made = [case for case in cases if case is not None]
+    asked = made[-1]
     if subject.op.name in _SEQUENCES:
         return _SEQUENCES[subject.op.name](asked)
     arguments = tuple(map(_axis, first.values, second.values))

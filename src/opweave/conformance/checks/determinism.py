@@ -24,11 +24,6 @@ _MANY_TIMES = 20  # for results of at most _SMALL elements: memory may be used a
 _SMALL = 4096
 
 
-def _cases(subject: Subject) -> Iterator[Case]:
-    yield from inputs.usual(subject)
-    yield from inputs.few_and_many(subject)
-
-
 def _repeats(subject: Subject, case: Case) -> Finding:
     first = outputs_of(subject.run(copied(case.values)))
     alive = [first]  # or the memory of a result would rightly serve the next one
@@ -71,5 +66,5 @@ def _new_memory_filled() -> Iterator[None]:
 CHECK = Check(
     "determinism",
     "the same call gives the same bits, all of them are written, and later calls leave them",
-    each(_cases, _repeats),
+    each(inputs.of_several_sizes, _repeats),
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from opweave.conformance import inputs
@@ -12,11 +10,6 @@ from opweave.conformance.check import Check, Finding, each
 from opweave.conformance.memory import copied
 from opweave.conformance.process_state import ProcessState
 from opweave.conformance.subject import Subject
-
-
-def _cases(subject: Subject) -> Iterator[Case]:
-    yield from inputs.usual(subject)
-    yield from inputs.few_and_many(subject)
 
 
 def _leaves_alone(subject: Subject, case: Case) -> Finding:
@@ -31,5 +24,5 @@ def _leaves_alone(subject: Subject, case: Case) -> Finding:
 CHECK = Check(
     "global_state",
     "torch's settings, random numbers, the environment and the working directory are left alone",
-    each(_cases, _leaves_alone),
+    each(inputs.of_several_sizes, _leaves_alone),
 )
