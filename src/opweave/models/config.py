@@ -9,7 +9,7 @@ from typing import Any
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
 from opweave.models.heads import read_heads
-from opweave.models.rope_config import rope_parameters
+from opweave.models.rope_config import max_positions, rope_parameters
 
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -55,6 +55,11 @@ class LlamaConfig:
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     dtype: str | None = None
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence that the rope has positions for."""
+        return max_positions(self.rope, self.max_position_embeddings)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:

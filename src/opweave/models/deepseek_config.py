@@ -9,7 +9,7 @@ from typing import Any
 
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
-from opweave.models.rope_config import rope_parameters
+from opweave.models.rope_config import max_positions, rope_parameters
 
 _SCORED = 2  # experts of a group
 
@@ -57,6 +57,11 @@ class DeepseekV3Config:
     tie_word_embeddings: bool
     num_nextn_predict_layers: int
     dtype: str | None
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence that the rope has positions for."""
+        return max_positions(self.rope, self.max_position_embeddings)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DeepseekV3Config:

@@ -9,7 +9,7 @@ from typing import Any
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
 from opweave.models.heads import read_heads
-from opweave.models.rope_config import rope_parameters
+from opweave.models.rope_config import max_positions, rope_parameters
 
 MIXTRAL, QWEN3_MOE = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
 
@@ -56,6 +56,11 @@ class MixtureConfig:
     def num_hidden_layers(self) -> int:
         """The number of layers."""
         return len(self.sparse_layers)
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence that the rope has positions for."""
+        return max_positions(self.rope, self.max_position_embeddings)
 
     @classmethod
     def mixtral(cls, config: Mapping[str, Any]) -> MixtureConfig:

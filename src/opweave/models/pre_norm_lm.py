@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from opweave.layers import RMSNorm, VocabParallelEmbedding
 from opweave.models.causal_lm import CausalLM, Decoder
 from opweave.models.decoder_layer import DecoderLayer
-from opweave.models.rope_config import max_positions
 
 
 class PreNormConfig(Protocol):
@@ -23,9 +22,7 @@ class PreNormConfig(Protocol):
     @property
     def num_hidden_layers(self) -> int: ...
     @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def rope(self) -> Mapping[str, Any]: ...
+    def max_positions(self) -> int: ...
     @property
     def rms_norm_eps(self) -> float: ...
     @property
@@ -59,5 +56,5 @@ class PreNormLM(CausalLM):
             config.hidden_size,
             dtype=dtype,
             tied=config.tie_word_embeddings,
-            max_positions=max_positions(config.rope, config.max_position_embeddings),
+            max_positions=config.max_positions,
         )
