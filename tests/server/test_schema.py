@@ -74,6 +74,20 @@ def test_requests_that_break_the_schema(path: str) -> None:
     check(path, GenerationMode.NEGATIVE)
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": "ab"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "ab"}]}),
+    ],
+)
+def test_streams_after_the_schema(path: str, asked: dict[str, Any]) -> None:
+    body = {**asked, "stream": True}
+    case = operations()[path].Case(body=body, media_type="application/json")
+    response = case.call_and_validate(checks=CHECKS)
+    assert response.headers["content-type"][0].startswith("text/event-stream")
+
+
 def check(path: str, mode: GenerationMode) -> None:
     operation = operations()[path]
 

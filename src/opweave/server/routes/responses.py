@@ -28,9 +28,19 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request cannot be answered."},
     "5XX": {"model": ErrorBody, "description": "The server cannot answer."},
 }
+_EVENT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "data": {
+            "type": "string",
+            "description": "A piece of an answer or an error, as JSON; the last is [DONE].",
+        }
+    },
+    "required": ["data"],
+}
 STREAM: dict[int | str, dict[str, Any]] = {
-    200: {
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    200: {  # itemSchema: of each event, as OpenAPI has it from 3.2 on
+        "content": {"text/event-stream": {"itemSchema": _EVENT}},
         "description": "The answers; with stream=true as server-sent events.",
     }
 }
