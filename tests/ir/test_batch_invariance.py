@@ -116,3 +116,15 @@ def test_required_invariance_holds_end_to_end() -> None:
             for i in (0, 5, 16):
                 alone = tuple_of(op(*rows(op, values, slice(i, i + 1))))
                 assert all(torch.equal(a[0], w[i]) for a, w in zip(alone, whole, strict=True))
+
+
+@pytest.mark.parametrize("op", [ir.ops.linear, ir.ops.linear_w8a16], ids=lambda op: op.name)
+def test_maps_of_many_tokens_need_not_go_row_by_row(op: ir.IrOp) -> None:
+    if not op.impls["opweave_c"].supported:
+        pytest.skip("no native module")
+    values = op.generate_inputs(num_tokens=300)
+    assert op.dispatch(*values).provider == "opweave_c"
+    with ir.require("batch_invariant"):
+        assert op.dispatch(*values).provider == "opweave_c_invariant"
+        whole = op(*values)
+        assert torch.equal(op(*rows(op, values, slice(7, 8)))[0], whole[7])

@@ -269,11 +269,12 @@ def test_weights_on_the_input(provider: str, dtype: torch.dtype) -> None:
     assert (found - OP(*values[:-1])).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "swigluoai", "situ", "gelu_no_mul"])
 @each_provider
-def test_a_token_has_the_same_bits_in_any_batch(provider: str) -> None:
+def test_a_token_has_the_same_bits_in_any_batch(provider: str, activation: str) -> None:
     if "batch_invariant" not in OP.impls[provider].traits:
         pytest.skip("promises no such thing")
-    values = OP.generate_inputs(num_tokens=33, dtype=torch.bfloat16)
+    values = case(tokens=33, hidden=67, size=37, dtype=torch.bfloat16, activation=activation)
     call = OP.using(f"{provider}!")
     whole = call(*values)
     for i in range(0, 33, 4):

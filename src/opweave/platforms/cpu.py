@@ -29,8 +29,6 @@ _NATIVE_OPS = (
     "gelu_fast",
     "gelu_new",
     "layer_norm",
-    "linear",
-    "linear_w8a16",
     "mul_and_silu",
     "paged_attention",
     "per_token_group_quant_fp8",
@@ -91,8 +89,10 @@ class CpuPlatform(Platform):
         self, config: EngineConfig | None = None
     ) -> Mapping[str, list[str]]:
         own = {op: ["opweave_c"] for op in _NATIVE_OPS}
+        # The second is for a batch-invariant run, which the first one's choice of kernels is not.
+        maps = {op: ["opweave_c", "opweave_c_invariant"] for op in ("linear", "linear_w8a16")}
         torchs = {op: ["aten"] for op in _TORCHS_OPS}
-        return {**own, **torchs}
+        return {**own, **maps, **torchs}
 
     def get_device_communicator_cls(self) -> str:
         return defaults.HOST_COMMUNICATOR

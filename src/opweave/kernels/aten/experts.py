@@ -6,6 +6,8 @@ as it is. Not marked differentiable for the same reason: gradients go through na
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -35,13 +37,25 @@ def fused_experts(
         act = ops.silu_and_mul  # the same, for which there may be a kernel
     check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
-    outputs = x.new_zeros(topk_ids.numel(), x.shape[1])
+    return combine(of_each_expert(routed, act, w13, w2, w13_bias, w2_bias), routed)
+
+
+def of_each_expert(
+    routed: Routed,
+    act: Callable[[Tensor], Tensor],
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+) -> Tensor:
+    """Return ``(T, K, hidden)``: what each token's experts make of it, 0 where there is none."""
+    outputs = routed.x.new_zeros(routed.valid.numel(), routed.x.shape[1])
     for expert, slots, tokens in _groups(routed, len(w13)):
         bias = None if w13_bias is None else w13_bias[expert]
         hidden = act(ops.linear(routed.x[tokens], w13[expert], bias))
         bias = None if w2_bias is None else w2_bias[expert]
         outputs[slots] = ops.linear(hidden, w2[expert], bias)
-    return combine(torch.unflatten(outputs, 0, tuple(topk_ids.shape)), routed)
+    return torch.unflatten(outputs, 0, tuple(routed.valid.shape))
 
 
 def _groups(routed: Routed, num_experts: int) -> list[tuple[int, Tensor, Tensor]]:

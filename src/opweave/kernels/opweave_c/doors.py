@@ -58,10 +58,11 @@ def implements(
     inplace: bool = False,
     functional: Function | None = None,
     traits: Iterable[str] = (BATCH_INVARIANT,),
+    provider: str = "opweave_c",
 ) -> Callable[[Function], Function]:
-    """Register the decorated function as the implementation of *op* by this provider."""
+    """Register the decorated function as *provider*'s implementation of *op*."""
     return op.register_impl(
-        "opweave_c",
+        provider,
         supported=STATUS.available,
         unsupported_reason=STATUS.reason_missing,
         supports_args=supports_args,

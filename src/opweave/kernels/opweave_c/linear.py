@@ -28,8 +28,8 @@ _widen_rows = native_op("widen_rows")
 # choice depends on the size of the batch, so it cannot be a predicate's. A graph for any number of
 # tokens multiplies by torch, a graph for one by our kernel: a guard would make a third. But weights
 # of 8 bits torch would widen for every token, so theirs takes our kernel. Because torch adds in
-# another order, no implementation here is batch-invariant, though the kernels are. torch computes
-# in 16 bits only where the CPU does: elsewhere it widens the weights on every call.
+# another order, no implementation here is batch-invariant; those of invariant.py are. torch
+# computes in 16 bits only where the CPU does: elsewhere it widens the weights on every call.
 _BFLOAT16 = "avx512bf16" in STATUS.isa_levels
 _AMX, _TILE = compat.has_amx(), 32  # a tile has so many columns of bfloat16
 _MOST_TOKENS = {
@@ -82,14 +82,23 @@ def _fits_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
     return _fits(x, weight, bias) and scales_rows(scale, weight)
 
 
-@implements(
-    op,
+ACCEPTED = (
     ROWS
     & _WEIGHT
     & rules.same_dtype("x", "weight", "bias")
-    & rules.custom(_fits, "shapes do not fit"),
-    traits=(),
+    & rules.custom(_fits, "shapes do not fit")
 )
+ACCEPTED_W8A16 = (
+    ROWS
+    & _WEIGHT
+    & rules.dtype("weight", torch.int8, torch.float8_e4m3fn)
+    & SCALE
+    & (rules.same_dtype("x", "bias") | rules.dtype("bias", torch.float32))
+    & rules.custom(_fits_w8a16, "shapes do not fit")
+)
+
+
+@implements(op, ACCEPTED, traits=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply the rows of *x* by *weight*."""
     fewest = _FEWEST.get(x.dtype)
@@ -135,16 +144,7 @@ def _torchs_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 compat.trace_instead(_torchs_linear, functional.linear)
 
 
-@implements(
-    op_w8a16,
-    ROWS
-    & _WEIGHT
-    & rules.dtype("weight", torch.int8, torch.float8_e4m3fn)
-    & SCALE
-    & (rules.same_dtype("x", "bias") | rules.dtype("bias", torch.float32))
-    & rules.custom(_fits_w8a16, "shapes do not fit"),
-    traits=(),
-)
+@implements(op_w8a16, ACCEPTED_W8A16, traits=())
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply the rows of *x* by *weight*; for few of them, it is widened in registers."""
     fewest = _FEWEST_W8.get(x.dtype)

@@ -28,6 +28,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _joined(lambda row: ops.linear.native(row, weight, bias), x)
 
 
+@ops.linear_w8a16.register_impl("row_by_row", traits=_TRAITS)
+@opaque(ops.linear_w8a16)
+def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    weight = weight.contiguous()  # one row by columns adds them one by one, in float32
+    return _joined(lambda row: ops.linear_w8a16.native(row, weight, scale, bias), x)
+
+
 @ops.silu_and_mul.register_impl("row_by_row", traits=_TRAITS)
 @opaque(ops.silu_and_mul)
 def silu_and_mul(x: Tensor) -> Tensor:

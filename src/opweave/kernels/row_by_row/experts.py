@@ -1,15 +1,18 @@
-"""A mixture of experts, one token at a time."""
+"""A mixture of experts whose tokens know nothing of each other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from opweave.ir import IrOp, ops, require
-from opweave.ir.ops.fused_experts import check_experts
+from opweave.ir.ops.expert_activation import bound_activation
+from opweave.ir.ops.fused_experts import Routed, check_experts, combine, route
 from opweave.ir.traits import BATCH_INVARIANT
+from opweave.kernels.aten.experts import of_each_expert
 from opweave.kernels.row_by_row.opaque import opaque
 
 _TRAITS = {BATCH_INVARIANT}
@@ -33,16 +36,25 @@ def fused_experts(
     limit: float | None = None,
 ) -> Tensor:
     check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
-    # Only the experts of the token: native would send it through all of them. What that calls is
-    # chosen as if batch-invariance were required: a token's bits are the same whether it is or not.
-    one = ops.fused_experts.impls["aten"].impl_fn
-    rest = (activation, expert_map, w13_bias, w2_bias, apply_router_weight_on_input)
-
-    def row(x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor]:
-        return (one(x, w13, w2, weights, ids, *rest, alpha, beta, limit),)
-
+    act = bound_activation(activation, alpha, beta, limit)
+    routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
+    # What this calls is chosen as if batch-invariance were required: a token's bits are the same
+    # whether it is or not, and its expert's products may be those of many tokens.
     with require(BATCH_INVARIANT):
-        return _joined(row, x, topk_weights, topk_ids)[0]
+        each = ops.silu_and_mul if activation == "silu" else partial(_each, act)
+        return _combined(of_each_expert(routed, each, w13, w2, w13_bias, w2_bias), routed)
+
+
+def _each(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return _joined(lambda row: (act(row),), x)[0]
+
+
+def _combined(outputs: Tensor, routed: Routed) -> Tensor:
+    def row(outputs: Tensor, valid: Tensor, weights: Tensor | None = None) -> tuple[Tensor]:
+        return (combine(outputs, routed._replace(valid=valid, weights=weights)),)
+
+    weights = () if routed.weights is None else (routed.weights,)
+    return _joined(row, outputs, routed.valid, *weights)[0]
 
 
 @ops.moe_sum.register_impl("row_by_row", traits=_TRAITS)
