@@ -20,6 +20,7 @@ from opweave.cli.progress import loading_bar
 from opweave.cli.serve_file import OptionSources
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, environment
 from opweave.config.log import choose_log
+from opweave.ir.errors import notes
 
 _log = logging.getLogger(__name__)
 
@@ -226,8 +227,8 @@ def serve(
             lambda: print_text(f"opweave serves {engine.model_name} on {url(bound)}"),
             ends_with_engine=launched,  # the end of a process is all that torchrun sees
         )
-    if engine.dead_with is not None:
-        show_error(f"the engine died: {engine.dead_with}")
+    if (failure := engine.dead_with) is not None:
+        show_error(f"the engine died: {failure}{notes(failure)}")
         sys.exit(1)
 
 
