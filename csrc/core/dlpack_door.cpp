@@ -293,7 +293,7 @@ std::vector<PyMethodDef> dlpack_methods() {
   const std::vector<Op>& ops = all_ops();
   if (ops.size() > kMaxOps) {
     throw std::invalid_argument("more than " + std::to_string(kMaxOps) +
-                                " native ops; raise kMaxOps in core/slots.h");
+                                " native ops; divide them over two modules");
   }
   for (size_t i = 0; i < ops.size(); ++i) {
     const Schema& schema = ops[i].schema;

@@ -6,6 +6,7 @@
 #include "dispatcher_door.h"
 #include "dlpack_door.h"
 #include "tensor_object.h"
+#include "utf8.h"
 
 namespace opweave {
 namespace {
@@ -24,9 +25,13 @@ PyObject* open_doors(PyObject*, PyObject* args) {
                        problem.empty() ? nullptr : problem.c_str());
 }
 
+// _namespace() -> where torch has the ops: torch.ops.<namespace>
+PyObject* find_namespace(PyObject*, PyObject*) { return PyUnicode_FromString(torch_namespace); }
+
 std::vector<PyMethodDef> collect_methods(const PyMethodDef* extra) {
   std::vector<PyMethodDef> methods = dlpack_methods();
   methods.push_back({"_open", open_doors, METH_VARARGS, nullptr});
+  methods.push_back({"_namespace", find_namespace, METH_NOARGS, nullptr});
   for (; extra != nullptr && extra->ml_name != nullptr; ++extra) methods.push_back(*extra);
   methods.push_back({nullptr, nullptr, 0, nullptr});
   return methods;
@@ -42,7 +47,11 @@ PyObject* create_python_module(const char* name, const char* space, const PyMeth
   try {
     methods = collect_methods(extra);
   } catch (const std::exception& e) {
-    PyErr_SetString(PyExc_ImportError, e.what());
+    PyErr_SetString(PyExc_ImportError, valid_utf8(e.what()).c_str());
+    return nullptr;
+  } catch (...) {
+    PyErr_SetString(PyExc_ImportError,
+                    "an OPWEAVE_EXTENSION_MODULE threw something other than a std::exception");
     return nullptr;
   }
   torch_namespace = space;

@@ -85,6 +85,7 @@ ModuleRegistration::ModuleRegistration(void (*define)(Module&)) { definitions().
 void Module::add(Device device, const char* text, const Signature& signature,
                  Implementation implementation) {
   const Schema schema = parse_schema(text);
+  if (implementation.function == nullptr) reject(schema, " has a null pointer for its function");
   check_parameters(schema, signature.parameters);
   check_returns(schema, signature.returns);
   Op& op = find_or_add(schema);

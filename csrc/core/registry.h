@@ -94,8 +94,12 @@ struct ModuleRegistration {
 
 #define OPWEAVE_CONCAT_(a, b) a##b
 #define OPWEAVE_CONCAT(a, b) OPWEAVE_CONCAT_(a, b)
-#define OPWEAVE_EXTENSION_MODULE(m)                                                        \
-  static void OPWEAVE_CONCAT(opweave_define_, __LINE__)(::opweave::Module&);                \
-  static const ::opweave::ModuleRegistration OPWEAVE_CONCAT(opweave_registration_, __LINE__)( \
-      OPWEAVE_CONCAT(opweave_define_, __LINE__));                                          \
-  static void OPWEAVE_CONCAT(opweave_define_, __LINE__)([[maybe_unused]] ::opweave::Module & m)
+#define OPWEAVE_REGISTER_(define, registration, m)                 \
+  static void define(::opweave::Module&);                          \
+  static const ::opweave::ModuleRegistration registration(define); \
+  static void define([[maybe_unused]] ::opweave::Module& m)
+// Numbered by the compiler: two files that one source includes may have blocks on the same line.
+#define OPWEAVE_NUMBERED_(number, m)                         \
+  OPWEAVE_REGISTER_(OPWEAVE_CONCAT(opweave_define_, number), \
+                    OPWEAVE_CONCAT(opweave_registration_, number), m)
+#define OPWEAVE_EXTENSION_MODULE(m) OPWEAVE_NUMBERED_(__COUNTER__, m)

@@ -84,7 +84,9 @@ class Step {
   }
 
   const char* bad_length(int64_t i, int64_t length) const {
-    const char* why = length < 0 ? "it is negative" : "seq_lens cannot count further; use int64";
+    const char* why = length < 0            ? "it is negative"
+                      : sizeof(Length) == 8 ? "no integer counts further"
+                                            : "seq_lens cannot count further; use int64";
     snprintf(problem, sizeof(problem), "sequence %" PRId64 ": its length is %" PRId64 ", and %s", i,
              length, why);
     return problem;

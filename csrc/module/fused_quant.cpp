@@ -144,9 +144,8 @@ void silu_and_mul_group_quant_fp8(const View& out, const View& scale, const View
                                   int64_t group_size, bool use_ue8m0) {
   OpweaveSiluAndMulQuant call = silu_and_mul_call(out, x, scale);
   check_dtype(out, {OPWEAVE_FLOAT8_E4M3FN});
-  check(group_size >= 1, "group_size must be at least 1");
   const int64_t width = call.width;
-  check_row_scales(scale, x, width / group_size + (width % group_size != 0));
+  check_group_scales(scale, x, width, group_size);
   check_disjoint(scale, x);
   call.group_size = group_size < width ? group_size : (width > 0 ? width : 1);
   call.power_of_two = use_ue8m0;

@@ -3,6 +3,7 @@
 
 #include "core/plain_call.h"
 #include "core/python_module.h"
+#include "core/utf8.h"
 #include "kernels/kernels.h"
 
 namespace {
@@ -16,7 +17,11 @@ PyObject* isa(PyObject*, PyObject*) {
 }
 
 // _isa_error() -> why no instruction set is in use, or None
-PyObject* isa_error(PyObject*, PyObject*) { return text_or_none(opweave_isa_error()); }
+PyObject* isa_error(PyObject*, PyObject*) {
+  const char* error = opweave_isa_error();
+  // It quotes what was asked for, of whatever bytes.
+  return text_or_none(error == nullptr ? nullptr : opweave::valid_utf8(error).c_str());
+}
 
 // _available_isas() -> what this CPU can run, best first
 PyObject* available_isas(PyObject*, PyObject*) {

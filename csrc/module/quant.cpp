@@ -92,9 +92,8 @@ void per_token_group_quant_fp8(const View& out, const View& scale, const View& x
   check_activation(x);
   check_dtype(out, {OPWEAVE_FLOAT8_E4M3FN});
   check_output(out, x);
-  check(group_size >= 1, "group_size must be at least 1");
   const int64_t width = x.sizes[x.rank - 1];
-  check_row_scales(scale, x, width / group_size + (width % group_size != 0));
+  check_group_scales(scale, x, width, group_size);
   check_disjoint(scale, x);
   check_disjoint(scale, out);
   OpweaveGroupQuant call;

@@ -70,6 +70,14 @@ inline void check_row_scales(const View& scale, const View& x, int64_t last) {
                     describe(scale));
 }
 
+// scale has one element for each group of a row of x, the last of which may be smaller.
+inline void check_group_scales(const View& scale, const View& x, int64_t width, int64_t size) {
+  if (size < 1) {
+    throw CheckFailed("group_size must be at least 1, found " + std::to_string(size));
+  }
+  check_row_scales(scale, x, width / size + (width % size != 0));
+}
+
 // What no magnitude may count above.
 inline float read_bound(const View* scale_ub) {
   if (scale_ub == nullptr) return std::numeric_limits<float>::infinity();

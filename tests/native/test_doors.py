@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from opweave import _custom_ops, native
 from opweave.ir.ops.activation import silu_and_mul
@@ -371,6 +377,94 @@ def test_autograd_loses_nothing_unseen(module: ModuleType) -> None:
         product.backward()
 
 
+class _Seeing(TorchFunctionMode):
+    """Notes what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.calls.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    everything = partial(create_selective_checkpoint_contexts, [])
+    result: Tensor = checkpoint(function, x, use_reentrant=False, context_fn=everything)
+    return result
+
+
+def counted(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with FlopCounterMode(display=False):
+        return function(x)
+
+
+def seen(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with _Seeing():
+        return function(x)
+
+
+def linearized(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    result: Tensor = torch.func.linearize(function, x.detach())[0]
+    return result
+
+
+def traced(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    result: Tensor = torch.jit.trace(function, (x,))(x)
+    return result
+
+
+@torch.enable_grad()
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("observer", [counted, seen, checkpointed, linearized, traced])
+def test_who_watches_calls_does_not_hide_them_from_autograd(
+    module: ModuleType, observer: Callable[..., Tensor]
+) -> None:
+    with pytest.raises(RuntimeError, match=r"^rms_norm: .* (requires grad|has a tangent)"):
+        observer(lambda x: normalised(x) * x, ones(1, 4).requires_grad_())
+    weight = ones(1, 4).requires_grad_()
+    factor = ones(1, 4)
+    product = (weight * factor).sum()
+    if observer in (counted, seen):
+        observer(lambda out: _custom_ops.rms_norm(out, ones(1, 4), None, 1e-6), factor)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_function_mode_sees_the_op_and_nothing_else(module: ModuleType, grad: bool) -> None:
+    out, x = ones(1, 4), ones(1, 4)
+    with torch.set_grad_enabled(grad), _Seeing() as mode:
+        _custom_ops.rms_norm(out, x, None, 0.0)
+    assert mode.calls == ["opweave_c.rms_norm.default"]
+
+
+class _Wrapping(torch.Tensor):
+    """Returns everything in a list, numbers and truth as well."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return [super().__torch_function__(function, types, args, kwargs or {})]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_subclass_is_asked_nothing(module: ModuleType, grad: bool) -> None:
+    out = torch.zeros(1, 4).as_subclass(_Wrapping)
+    with torch.set_grad_enabled(grad):
+        _custom_ops.rms_norm(out, ones(1, 4), None, 0.0)
+    assert torch.equal(out.as_subclass(Tensor), ones(1, 4))
+
+
+def test_without_a_tensor_the_direct_call_says_what_is_wrong(module: ModuleType) -> None:
+    with torch.no_grad(), pytest.raises(TypeError, match=r"^rms_norm: out must be exactly a torch"):
+        _custom_ops.rms_norm(None, None, None, 0.0)  # type: ignore[arg-type]
+
+
 @torch.enable_grad()
 def test_a_graph_loses_nothing_unseen(module: ModuleType) -> None:
     def doubled(x: Tensor) -> Tensor:
@@ -405,9 +499,11 @@ def test_a_graph_counts_versions(module: ModuleType, backend: str) -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_lazy_view_is_not_written(module: ModuleType, grad: bool) -> None:
-    for out in (torch._neg_view(ones(2, 4)), torch.ones(2, 4, dtype=torch.complex64).conj().imag):
+    views = (torch._neg_view(ones(2, 4)), torch.ones(2, 4, dtype=torch.complex64).conj().imag)
+    for out, mode in itertools.product(views, (nullcontext(), FlopCounterMode(display=False))):
         with (
             torch.set_grad_enabled(grad),
+            mode,
             pytest.raises(RuntimeError, match=r"^rms_norm: out is written and is a negated view"),
         ):
             _custom_ops.rms_norm(out, ones(2, 4), None, 1e-6)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +29,8 @@ REFUSED = [
     ("f(Tensor x) -> int junk more", "const View&", "found 'ident'"),
     ("is(Tensor x) -> ()", "const View&", "found 'is'"),
     ("name(Tensor x) -> ()", "const View&", "torch.ops.kit_refused.name is no op"),
+    ("f(Tensor(a!) lambda) -> ()", "const View&", "'lambda' is a word of Python's or begins with"),
+    ("f(Tensor(a!) x, float _x_base) -> ()", "const View&, double", "'_x_base' is a word of Pyth"),
 ]
 
 
@@ -108,6 +113,9 @@ class Raw(ModuleType):
     def _open(self, *_: type) -> tuple[bool, str | None]:
         return False, self._problem
 
+    def _namespace(self) -> str:
+        return "kit_raw"
+
 
 def test_import_module_refuses_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kit_raw", Raw(None))
@@ -151,7 +159,7 @@ def test_opweaves_own_module_degrades(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["json", "opweave.native"])
 def test_a_module_that_is_not_native(name: str) -> None:
     with pytest.raises(
-        NativeImportError, match=f"^{name} is a Python module, but none that opweave"
+        NativeImportError, match=f"^{name} is a Python module, but none that this opweave"
     ):
         native.import_module(name)
     assert name.replace(".", "_") not in opened_modules()
@@ -190,3 +198,83 @@ def test_other_modules_of_that_name_stay(native_cache: Path, tmp_path: Path) -> 
     module = native.load("json", [add_source(tmp_path, "1")])
     assert sys.modules["json"] is json
     assert module is not json
+
+
+def test_a_name_that_a_graph_cannot_spell(native_cache: Path, tmp_path: Path) -> None:
+    source = add_source(tmp_path, "1", schema="add(Tensor(a!) x) -> ()")
+    text = source.read_text(encoding="utf-8").replace('"add(', '"lambda(')
+    source.write_text(text, encoding="utf-8")
+    with pytest.raises(
+        NativeBuildError, match=r"'lambda\(.*cannot be compiled: 'lambda' is a word"
+    ):
+        native.load("kit_lambda", [source])
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (r'throw std::runtime_error("my own \xff reason");', "my own ? reason"),
+        ("throw 3;", "threw something other than a std::exception"),
+        (
+            'm.def("f(Tensor x) -> ()", static_cast<void (*)(const opweave::View&)>(nullptr));',
+            "schema 'f(Tensor x) -> ()' has a null pointer for its function",
+        ),
+    ],
+    ids=["std::exception", "a number", "null"],
+)
+def test_a_block_that_fails(native_cache: Path, tmp_path: Path, block: str, message: str) -> None:
+    source = tmp_path / "fails.cpp"
+    source.write_text(
+        "#include <stdexcept>\n#include <opweave/extension.h>\n"
+        f"OPWEAVE_EXTENSION_MODULE(m) {{ {block} }}\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(NativeBuildError) as error:
+        native.load("kit_fails", [source])
+    assert error.value.summary.startswith("kit_fails is built but does not load: ")
+    assert message in error.value.summary
+
+
+def test_blocks_on_the_same_line_of_two_files(native_cache: Path, tmp_path: Path) -> None:
+    for op in ("one", "two"):
+        folder = tmp_path / op
+        folder.mkdir()
+        add_source(folder, "1", schema=f"{op}(Tensor(a!) x) -> ()")
+    both = tmp_path / "both.cpp"
+    both.write_text('#include "one/one.cpp"\n#include "two/two.cpp"\n', encoding="utf-8")
+    module = native.load("kit_unity", [both])
+    x = torch.zeros(2)
+    module.one(x)
+    module.two(x)
+    assert x.tolist() == [2, 2]
+
+
+def test_a_module_may_print_when_python_ends(native_cache: Path, tmp_path: Path) -> None:
+    source = add_source(tmp_path, "1")
+    text = source.read_text(encoding="utf-8")
+    printing = '#include <cstdio>\nstruct Last { ~Last() { std::puts("{1 call}"); } } last;\n'
+    source.write_text(printing + text, encoding="utf-8")
+    assert native.load("kit_printing", [source]).add.direct.__doc__.startswith("add(")
+    crashing = "struct Last { ~Last() { __builtin_trap(); } } last;\n"
+    source.write_text(crashing + text, encoding="utf-8")
+    with pytest.raises(NativeBuildError, match=r"when Python exits, it ends with SIG(ILL|TRAP)"):
+        native.load("kit_crashing", [source])
+
+
+def test_a_module_in_another_package(native_cache: Path, tmp_path: Path) -> None:
+    raw = native.load("kit_moved", [add_source(tmp_path, "1")])
+    assert raw.__file__ is not None
+    package = tmp_path / "elsewhere"
+    package.mkdir()
+    shutil.copy(raw.__file__, package / "kit_moved.abi3.so")
+    code = "from opweave import native; native.import_module('elsewhere.kit_moved')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "its ops are those of torch.ops.kit_moved, and in this package they would be of" in (
+        done.stderr
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,27 +27,42 @@ def call_watched(op: torch._ops.OpOverload, *arguments: Any) -> Any:
         RuntimeError: a negated view is written; floating-point numbers are, in grad mode, and a
             tensor requires grad; or a tensor has a tangent.
     """
-    lazy_views.check_none_written(op, *arguments)
-    name = name_of(op)
     tensors = {
         argument: (given, is_written)
         for (argument, is_written), given in zip(arguments_of(op), arguments, strict=False)
         if isinstance(given, Tensor)
     }
+    with torch._C.DisableTorchFunction():  # to ask a tensor is no call of the user's
+        lazy_views.check_none_written(op, *arguments)
+        _check_derivatives(name_of(op), tensors)
+        written = [t for t, is_written in tensors.values() if is_written and not t.is_inference()]
+    result = op(*arguments)
+    for tensor in written:
+        torch.autograd.graph.increment_version(tensor)
+    return result
+
+
+def _check_derivatives(op: str, tensors: Mapping[str, tuple[Tensor, bool]]) -> None:
     writes_numbers = any(written and t.is_floating_point() for t, written in tensors.values())
     for argument, (tensor, _) in tensors.items():
         if tensor.requires_grad and writes_numbers and torch.is_grad_enabled():
-            raise RuntimeError(_refusal(name, argument))
+            raise RuntimeError(_refusal(op, argument))
         if _has_tangent(tensor):
             raise RuntimeError(
-                f"{name}: {argument} has a tangent, of which the op has no derivative; call it on "
+                f"{op}: {argument} has a tangent, of which the op has no derivative; call it on "
                 "tensors without one"
             )
-    result = op(*arguments)
-    for tensor, is_written in tensors.values():
-        if is_written and not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
-    return result
+
+
+def call_unwatched(op: torch._ops.OpOverload, *arguments: Any) -> Any:
+    """Call *op* through torch's dispatcher, where autograd does not watch.
+
+    Raises:
+        RuntimeError: a negated view is written.
+    """
+    with torch._C.DisableTorchFunction():
+        lazy_views.check_none_written(op, *arguments)
+    return op(*arguments)
 
 
 def call_traced(op: torch._ops.OpOverload, *arguments: Any) -> Any:

@@ -21,7 +21,7 @@ _KIT_FLAGS = (*_COMMON, "-O2", "-DPy_LIMITED_API=0x030a0000")
 _USER_FLAGS = (*_COMMON, "-O3", "-Wall")
 _CUDA_FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 
-# Written out, because the module's name may be that of a macro, such as errno.
+# Written out, because the module's name may be that of a macro, such as linux.
 _ENTRY = """\
 #include <opweave/python_module.h>
 
@@ -182,6 +182,7 @@ def _run(job: Job, *, verbose: bool) -> str | None:
     if done.returncode == 0 and not job.output.is_file():
         raise NativeBuildError(
             f"{job.command[0]} reports success and makes no file of {job.source.name}: it is no "
-            "compiler; name one in CXX (or CUDACXX)."
+            "compiler, or a flag tells it to write none; name a compiler in CXX (or CUDACXX), or "
+            "leave the flag out."
         )
     return log if done.returncode != 0 else None

@@ -15,10 +15,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import has_torch_function
 
 from opweave.ir.errors import did_you_mean
-from opweave.native import lazy_views, registration
-from opweave.native.autograd import autograd_watches, call_traced, call_watched
+from opweave.native import registration
+from opweave.native.autograd import (
+    autograd_watches,
+    call_traced,
+    call_unwatched,
+    call_watched,
+)
 from opweave.native.errors import NativeImportError
 
 Function = Callable[..., Any]
@@ -34,6 +40,7 @@ class Doors:
 
 class _Interface(Protocol):
     def _open(self, tensor: type, parameter: type) -> tuple[bool, str | None]: ...
+    def _namespace(self) -> str: ...
 
 
 class NativeModule(ModuleType):
@@ -88,8 +95,8 @@ def import_module(name: str) -> NativeModule:
         ) from error
     except ImportError as error:
         raise NativeImportError(f"{name} does not load: {error}") from error
-    if not hasattr(raw, "_open"):
-        raise NativeImportError(f"{name} is a Python module, but none that opweave has built.")
+    if not hasattr(raw, "_namespace"):
+        raise NativeImportError(f"{name} is a Python module, but none that this opweave has built.")
     try:
         return NativeModule(name, namespace, raw)
     except NativeImportError as error:
@@ -128,16 +135,31 @@ def _mark_caches(raw: ModuleType, namespace: str) -> None:
 def _check_registration(raw: ModuleType, namespace: str) -> None:
     """Check that torch takes the ops of *raw*, before it gets any: torch forgets none."""
     found = registration.schemas(raw)
-    problem = registration.refusal(found, namespace)
+    problem = registration.refusal(found, namespace) or _misplaced(raw, namespace)
     if problem is None and raw.__file__ not in _opened:
         problem = registration.defined_before(found, namespace)
     if problem is not None:
         raise NativeImportError(problem)
 
 
+def _misplaced(raw: ModuleType, namespace: str) -> str | None:
+    """Return that *raw* was built for ops of another namespace, if it was."""
+    built_for = cast(_Interface, raw)._namespace()
+    if built_for == namespace:
+        return None
+    return (
+        f"its ops are those of torch.ops.{built_for}, and in this package they would be of "
+        f"torch.ops.{namespace}; build it again, for the package that it is in"
+    )
+
+
 def sees_every_call() -> bool:
-    """Whether a dispatch mode or a tracer in this thread has to see the ops that are called."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+    """Whether a mode or a tracer in this thread has to see the ops that are called."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def _fake(raw: ModuleType, op: str, namespace: str) -> Function:
@@ -166,24 +188,27 @@ def _check_devices(op: str, arguments: tuple[object, ...]) -> None:
 def function_of(op: str, raw: ModuleType, namespace: str, doors: Doors) -> Function:
     """Return *op* as one function that takes the cheapest door for each call."""
     dispatched = _dispatched(op, namespace, doors)
-    watched = traced = dispatched
+    watched = unwatched = traced = dispatched
     if isinstance(dispatched, OpOverload):
         watched, traced = partial(call_watched, dispatched), partial(call_traced, dispatched)
+        unwatched = partial(call_unwatched, dispatched)
     direct: Function = getattr(raw, op) if doors.direct else dispatched
 
     def call(*arguments: Any) -> Any:
         if is_dynamo_compiling():
             return traced(*arguments)
-        if sees_every_call():
-            return dispatched(*arguments)
-        if autograd_watches():
+        if autograd_watches():  # through the dispatcher, where modes see it
             return watched(*arguments)
+        if sees_every_call():
+            return unwatched(*arguments)
         try:
             return direct(*arguments)
         except TypeError:  # not plain tensors: torch's dispatcher knows what they are
-            if isinstance(dispatched, OpOverload):
-                lazy_views.check_none_written(dispatched, *arguments)
-            return dispatched(*arguments)
+            if not any(isinstance(a, Tensor) for a in arguments) and not has_torch_function(
+                arguments
+            ):
+                raise  # there is none, which the dispatcher says less well
+            return unwatched(*arguments)
 
     call.__name__ = call.__qualname__ = op
     call.__doc__ = getattr(raw, op).__doc__

@@ -24,7 +24,7 @@ def cache_dir() -> Path:
     """
     chosen = os.environ.get("OPWEAVE_CACHE_DIR")
     if chosen:
-        return Path(chosen).absolute()
+        return Path(os.path.expanduser(chosen)).absolute()
     try:
         return Path.home() / ".cache" / "opweave"
     except RuntimeError:  # a container's user without a name

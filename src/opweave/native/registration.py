@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -26,10 +27,16 @@ def refusal(found: Mapping[str, str], namespace: str) -> str | None:
                 "another name"
             )
         try:
-            torch._C.parse_schema(f"{namespace}::{schema}")
+            parsed = torch._C.parse_schema(f"{namespace}::{schema}")
         except RuntimeError as error:
             why = str(error).partition("\n")[0].removesuffix(" here:")
             return f"torch does not take the schema of op {op!r}, '{schema}': {why}"
+        for name in (op, *(argument.name for argument in parsed.arguments)):
+            if keyword.iskeyword(name) or name.startswith("_"):
+                return (
+                    f"'{schema}' cannot be compiled: {name!r} is a word of Python's or begins "
+                    "with an underscore, as names of torch's own do; choose another name"
+                )
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,10 +29,12 @@ try:
         import torch
         raw = load()
     found = {op: getattr(raw, op).__doc__ for op in dir(raw) if op[0] != "_"}
-    print("\\n" + json.dumps({"schemas": found}))
+    answer = {"schemas": found}
 except ImportError as error:
-    print("\\n" + json.dumps({"error": str(error)}))
+    answer = {"error": str(error)}
+print("\\nopweave: " + json.dumps(answer), flush=True)
 """
+_ANSWER = "opweave: "  # other lines are what the module itself prints, when it loads or Python ends
 
 # Of the C++ library, which a C compiler does not link.
 _CXX_SYMBOLS = ("__cxxabiv1", "__cxa_", "__gxx_", "symbol: _ZSt", "symbol: _ZNSt", "symbol: _Zn")
@@ -55,9 +58,15 @@ def check(extension: Extension, path: Path) -> None:
 
 
 def _answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):  # it did not get so far
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
+    if not lines:  # it did not get so far
         last = done.stderr.strip().splitlines()[-1:]
         return {"error": last[0] if last else f"Python ended with {done.returncode}"}
+    answer: dict[str, Any] = json.loads(lines[0].removeprefix(_ANSWER))
+    if "error" not in answer and done.returncode != 0:
+        answer["error"] = f"when Python exits, it ends with {_way_to_end(done.returncode)}"
     return answer
+
+
+def _way_to_end(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"code {code}"
