@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -133,6 +134,25 @@ def test_results_of_another_kind_are_refused(registry: ir.Registry, wrong: str, 
             call(X.clone())
 
 
+@pytest.mark.parametrize("way", ["call", "scope", "torch op"])
+def test_results_in_the_memory_of_an_argument_are_refused(registry: ir.Registry, way: str) -> None:
+    op = ir.register_op(allow_inplace=True, activations=["x"])(one)
+    op.register_impl("same")(lambda x: x)
+    op.register_impl("view")(lambda x: x.view(-1).view(x.shape))
+    op.register_impl("in_place", inplace=True)(lambda x: x.mul_(2))
+    call: Any = op.torch_op if way == "torch op" else op
+    scope: Any = ir.record if way == "scope" else nullcontext
+    for provider in ("same", "view"):
+        with (
+            ir.priority({op.name: [provider]}),
+            scope(),
+            pytest.raises(InvalidResultError, match="its output in the memory of an argument"),
+        ):
+            call(X.clone())
+    with ir.priority({op.name: ["in_place"]}):
+        assert torch.equal(op.maybe_inplace(X.clone()), X * 2)
+
+
 def test_one_row_does_not_tell_the_shape(registry: ir.Registry) -> None:
     op = ir.register_op(one)
     op.register_impl("kernel")(lambda x: x[:1] * 2)
@@ -213,7 +233,7 @@ def test_autocast_decides_the_dtype(registry: ir.Registry) -> None:
 
 def test_a_list_of_results_will_do(registry: ir.Registry) -> None:
     op = ir.register_op(pair)
-    op.register_impl("kernel")(lambda x: [x, x * 2])
+    op.register_impl("kernel")(lambda x: [x * 1, x * 2])
     assert len(op.using("kernel")(X)) == 2
 
 

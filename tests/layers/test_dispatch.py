@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from opweave import platforms
+from opweave import ir, platforms
 from opweave.config import CompilationConfig, compilation_config
-from opweave.layers import CustomOp
+from opweave.layers import CustomOp, RMSNorm, SiluAndMul
 
 from .conftest import Named
 
@@ -107,6 +107,37 @@ def test_a_method_may_choose_by_its_arguments(monkeypatch: pytest.MonkeyPatch) -
 
     gated = Gated()
     assert [gated(2), gated(3)] == ["kernel", "native"]
+
+
+# On another package's platform
+
+
+@pytest.mark.parametrize("platform", ["acme"], indirect=True)
+def test_layers_call_ops_on_another_packages_platform(platform: str) -> None:
+    with ir.record() as record, torch.no_grad():
+        SiluAndMul()(torch.randn(2, 8))
+        RMSNorm(8)(torch.randn(2, 8))
+    assert record.selected_impls.keys() == {"silu_and_mul", "rms_norm"}
+
+
+@pytest.mark.parametrize("platform", ["acme"], indirect=True)
+def test_what_overrides_a_layer_in_part_is_what_runs(platform: str) -> None:
+    class Native(SiluAndMul):
+        def forward_native(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    class Cuda(SiluAndMul):
+        def forward_cuda(self, x: Tensor) -> Tensor:
+            return x + 2
+
+    class Deeper(Native):
+        pass
+
+    x = torch.zeros(2, 8)
+    assert Native()(x).sum() == Deeper()(x).sum() == 16
+    assert torch.equal(Cuda()(x), x[:, :4])  # it says nothing of this platform: native runs
+    platforms.current_platform.dispatch_tags = ("oot", "cuda")
+    assert Cuda()(x).sum() == 32
 
 
 # Options

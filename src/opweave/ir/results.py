@@ -1,8 +1,8 @@
 """What implementations return, held against what their op promises.
 
 Their number is looked at whenever a function was generated anew, and where calls are slow anyway;
-their dtypes, shapes and devices, which takes longer, at the first call of an implementation, and if
-that had one row only, at the first that has more.
+their dtypes, shapes, devices and memory, which takes longer, at the first call of an
+implementation, and if that had one row only, at the first that has more.
 """
 
 from __future__ import annotations
@@ -96,6 +96,20 @@ def _check_metadata(
                 impl,
                 f"returned {has}{which} where the op, by its fake implementation, has {wanted}. "
                 "Mend it, or leave the provider out of the priority.",
+            )
+    if not impl.inplace:
+        _check_memory(impl, outputs, given)
+
+
+def _check_memory(impl: IrOpImpl, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Check that outputs are in memory of their own: who changes one changes no argument."""
+    for i, output in enumerate(outputs):
+        if output.numel() and any(compat.share_storage(output, t) for t in given):
+            which = f"output {i}" if len(outputs) > 1 else "its output"
+            raise _invalid(
+                impl,
+                f"returned {which} in the memory of an argument. Clone it; or if it writes into "
+                "the op's activations, register it with inplace=True.",
             )
 
 

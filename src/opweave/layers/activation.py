@@ -38,7 +38,7 @@ class Activation(CustomOp):
         activated: Tensor = self.op(x, *self.options)
         return activated
 
-    forward_cpu = forward_xpu = forward_cuda
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
 
 @CustomOp.register("silu_and_mul")

@@ -133,7 +133,7 @@ class ConvLayer(CustomOp):
         output: Tensor = ir.ops.conv_nd(x, self.weight, self.bias, *self._options())
         return output
 
-    forward_cpu = forward_xpu = forward_cuda
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
     def _sees_patches(self, x: Tensor) -> bool:
         """Whether patches of *x* can be multiplied; what does not fit at all is conv_nd's error."""

@@ -68,7 +68,7 @@ class RMSNormGated(CustomOp):
         normed: Tensor = ir.ops.rms_norm_gated(x, self.weight, z, *self._options())
         return normed
 
-    forward_cpu = forward_xpu = forward_cuda
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
     def _options(self) -> tuple[float, int | None, bool, str]:
         return self.eps, self.group_size, self.norm_before_gate, self.activation

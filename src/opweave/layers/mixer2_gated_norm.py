@@ -88,7 +88,7 @@ class Mixer2RMSNormGated(CustomOp):
     def forward_cuda(self, x: Tensor, gate: Tensor) -> Tensor:
         return self._run(x, gate, ir.ops.rms_norm_gated)
 
-    forward_cpu = forward_xpu = forward_cuda
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
     def _run(self, x: Tensor, gate: Tensor, norm: Callable[..., Tensor]) -> Tensor:
         if self.weight is None:

@@ -96,7 +96,7 @@ class MMEncoderAttention(CustomOp):
         dense, packed = ir.ops.bidirectional_attention, ir.ops.varlen_attention
         return self._run(query, key, value, cu_seqlens, dense, packed)
 
-    forward_cpu = forward_xpu = forward_cuda
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
     def _run(
         self,

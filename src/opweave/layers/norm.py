@@ -75,7 +75,7 @@ class RMSNorm(CustomOp):
         )
         return both
 
-    forward_cpu = forward_xpu = forward_cuda
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
     def _options(self) -> tuple[Tensor | None, float, int | None]:
         weight = self.weight if self.has_weight else None
@@ -124,7 +124,7 @@ class GemmaRMSNorm(CustomOp):
         )
         return both
 
-    forward_cpu = forward_xpu = forward_cuda
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
     def _factor(self) -> Tensor:
         return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))

@@ -143,7 +143,7 @@ class QuantFP8(CustomOp):
     ) -> tuple[Tensor, Tensor]:
         return self._run(x, scale, scale_ub, _with_triton if use_triton else _selected)
 
-    forward_cpu = forward_xpu = forward_cuda
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
     def _run(
         self,

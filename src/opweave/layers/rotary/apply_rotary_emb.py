@@ -41,7 +41,7 @@ class ApplyRotaryEmb(CustomOp):
         )
         return rotated
 
-    forward_cpu = forward_xpu = forward_cuda
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
     def extra_repr(self) -> str:
         return f"is_neox_style={self.is_neox_style}, fp32_compute={self.enable_fp32_compute}"

@@ -85,7 +85,7 @@ class DualChunkRotaryEmbedding(CustomOp):
         )
         return rotated
 
-    forward_cpu = forward_xpu = forward_cuda
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
     def _rest(
         self, positions: Tensor, query: Tensor, offsets: Tensor | None

@@ -114,7 +114,7 @@ class MRotaryEmbedding(RotaryEmbedding):
             None if key is None else rotate(self._heads(key), cos, sin).reshape(key.shape),
         )
 
-    forward_cpu = forward_xpu = forward_cuda
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
     def _angles(self, positions: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, ``(tokens, rotary_dim / 2)`` each."""

@@ -112,7 +112,7 @@ class RotaryEmbedding(CustomOp):
             rotated = ir.ops.rotary_embedding.maybe_inplace(*xs, *rest)
         return _as_given(rotated, shapes)
 
-    forward_cpu = forward_xpu = forward_cuda
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
     def _table(self, x: Tensor) -> Tensor:
         # Moving the buffer itself would be a side effect in a compiled graph.
