@@ -241,7 +241,7 @@ CLASS = "class A({base}):\n    def forward_native(self, x{more}):\n        {body
     [
         ("CustomOp", ", *rest", "return x", "it takes *args or **kwargs"),
         ("CustomOp", ", *, k=1", "return x", "keyword-only"),
-        ("CustomOp", "", "return self.helper(x)", "reads self.helper"),
+        ("CustomOp", "", "return self.helper(x)", "calls self.helper"),
         ("CustomOp", "", "return self.forward_cuda(x)", "self.forward_cuda"),
         ("CustomOp", "", "return super().forward_native(x)", "super as a whole"),
         ("CustomOp", "", "return x", "no registered name"),
@@ -351,6 +351,7 @@ def test_a_name_that_is_a_constant(run: Run, tmp_path: Path) -> None:
         (b"x = " + b"-" * 20_000 + b"1", "is nested too deeply"),
         (b"", "defines no layer"),
         (b"class A:\n    pass\n", "defines no layer"),
+        (b"def f(:", "(bad.py, line 1)"),
         (b"class A(CustomOp):\n    pass\n" * 2, "two layers called A, in lines 1 and 3. Rename"),
     ],
 )

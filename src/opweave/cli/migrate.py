@@ -24,17 +24,25 @@ def migrate(file: Path, /, *, json: Flag = False) -> None:
     json
         Print JSON.
     """
+    from opweave.cli.migration.imports import remaining_imports
     from opweave.cli.migration.plan import plan
-    from opweave.cli.migration.sketch import remaining_imports, sketch
+    from opweave.cli.migration.sketch import sketch
     from opweave.cli.migration.source import read
 
     source = read(file)
     plans = plan(source)
     text = sketch(source, plans)
+    left = remaining_imports(text)
     if json:
-        classes = [_describe(each) for each in plans]
-        left = remaining_imports(text)
-        print_json({"file": str(file), "classes": classes, "imports_left": left, "sketch": text})
+        print_json(
+            {
+                "file": str(file),
+                "classes": [_describe(each) for each in plans],
+                "notes": source.notes,
+                "imports_left": left,
+                "sketch": text,
+            }
+        )
         return
     for each in plans:
         described = _describe(each)
@@ -43,7 +51,9 @@ def migrate(file: Path, /, *, json: Flag = False) -> None:
             out.print(f"  {item['what']}: {item['name']} ({item['why']})", markup=False)
         for note in described["notes"]:
             out.print(f"  note: {note}", markup=False)
-    for module in remaining_imports(text):
+    for note in source.notes:
+        out.print(f"note: {note}", markup=False)
+    for module in left:
         out.print(f"still imports {module}", markup=False)
     out.print()
     print_text(text)

@@ -5,15 +5,25 @@ from __future__ import annotations
 import ast
 from collections.abc import Set
 
+from opweave.cli.migration.imports import imports_of
+from opweave.cli.migration.names import provider_name
 from opweave.cli.migration.rewrite import Rewritten
-from opweave.cli.migration.source import Function, Source
+from opweave.cli.migration.source import Source
+from opweave.cli.migration.syntax import Function, dotted, names_in
 
 _DEVICES = {"torch_npu": "npu", "torch_xla": "xla", "torch_musa": "musa"}
-_NO_PROVIDER = frozenset({"torch", "typing", "math", "vllm", "os", "functools", "collections"})
+_NO_PROVIDER = frozenset(
+    {"torch", "typing", "math", "vllm", "os", "functools", "collections", "opweave"}
+)
 
 
 def guess_provider(
-    function: Function, body: Rewritten, source: Source, device: str, taken: Set[str]
+    method: str,
+    function: Function,
+    body: Rewritten,
+    source: Source,
+    device: str,
+    taken: Set[str],
 ) -> tuple[str, str]:
     """Return a provider's name that is not *taken* for what *function* calls, and its device.
 
@@ -21,25 +31,17 @@ def guess_provider(
     else the module's own.
     """
     packages = [*_packages(function, source), *_namespaces(body)]
-    provider = next(iter(packages), source.path.stem.lower())
-    provider = "".join(c if c.isalnum() else "_" for c in provider) or "mine"
+    provider = provider_name(next(iter(packages), source.path.stem))
     kind = device or next((_DEVICES[p] for p in packages if p in _DEVICES), "privateuseone")
     if provider in taken:
-        provider = f"{provider}_{function.name.removeprefix('forward_')}"
+        provider = f"{provider}_{method.removeprefix('forward_')}"
     return provider, kind
 
 
 def _packages(function: Function, source: Source) -> list[str]:
-    used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-    found: dict[str, None] = {}
-    for node in ast.walk(source.module):
-        if not isinstance(node, (ast.Import, ast.ImportFrom)):
-            continue
-        origin = getattr(node, "module", None) or ""
-        for alias in node.names:
-            full = f"{origin}.{alias.name}".strip(".")
-            if (alias.asname or alias.name.partition(".")[0]) in used:
-                found[_provider_of(full)] = None
+    used = set(names_in(function))
+    imports = source.imports | imports_of(function)
+    found = dict.fromkeys(_provider_of(full) for name, full in imports.items() if name in used)
     return [name for name in found if name and name not in _NO_PROVIDER]
 
 
@@ -47,13 +49,13 @@ def _provider_of(module: str) -> str:
     if module.startswith("vllm.") and "._" in module:  # vllm._custom_ops, vllm._ipex_ops
         kind = module.split("._")[1].partition("_ops")[0]
         return "vllm_c" if kind == "custom" else kind
-    return module.partition(".")[0].lower()
+    return module.lstrip(".").partition(".")[0].lower()
 
 
 def _namespaces(body: Rewritten) -> list[str]:
     found: dict[str, None] = {}
     for node in (node for statement in body.body for node in ast.walk(statement)):
-        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        text = dotted(node) if isinstance(node, ast.Attribute) else ""
         if text.startswith("torch.ops.") and text.count(".") == 3:
             namespace = text.split(".")[2]
             found["vllm_c" if namespace == "_C" else namespace.strip("_").lower()] = None

@@ -7,7 +7,9 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from opweave.cli.migration.source import Function, LayerClass, is_kernel, snake
+from opweave.cli.migration.names import snake
+from opweave.cli.migration.source import LayerClass
+from opweave.cli.migration.syntax import Function, attribute_of_self
 
 
 @dataclass
@@ -33,18 +35,32 @@ def rewrite(function: Function, layer: LayerClass, arguments: Mapping[str, str])
     rewritten = Rewritten()
     rewriter = _Rewriter(layer, arguments, rewritten)
     rewritten.body = [rewriter.visit(copy.deepcopy(statement)) for statement in function.body]
-    hidden = rewriter.replaced & bound_names(function)
-    rewritten.problems += [f"its own {name} would hide an argument" for name in sorted(hidden)]
+    rewritten.problems += _hidden(function, rewriter.replaced, set(arguments.values()))
     rewritten.problems = list(dict.fromkeys(rewritten.problems))
     return rewritten
 
 
-def bound_names(function: Function) -> set[str]:
-    """Return the names that *function*, or a function in it, gives to values."""
+def used_names(function: Function) -> set[str]:
+    """Return the names that *function*, or a function in it, reads or gives to values."""
+    names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    return names | _bound(function)
+
+
+def _hidden(function: Function, replaced: set[str], arguments: set[str]) -> list[str]:
+    """Say which names would mean something else in a function of these arguments."""
+    bound = _bound(function)
+    globals_ = (used_names(function) - bound) & arguments
+    return [f"its own {name} would hide an argument" for name in sorted(replaced & bound)] + [
+        f"an argument would hide the {name} that it reads" for name in sorted(globals_)
+    ]
+
+
+def _bound(function: Function) -> set[str]:
     return {
         node.id if isinstance(node, ast.Name) else node.arg
         for node in ast.walk(function)
-        if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and _is_stored(node))
+        if isinstance(node, ast.arg)
+        or (isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
     }
 
 
@@ -55,26 +71,30 @@ class _Rewriter(ast.NodeTransformer):
         self.layer, self.arguments, self.rewritten = layer, arguments, rewritten
         self.replaced: set[str] = set()  # names that stand for attributes now
 
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        name = attribute_of_self(node.func)
+        if name and not self._is_function(name):
+            self._problem(f"it calls self.{name}")
+        self.generic_visit(node)
+        return node
+
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        if not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+        name = attribute_of_self(node)
+        if not name:
             self.generic_visit(node)
-            return node
-        name, method = node.attr, self.layer.methods.get(node.attr)
-        value = self.layer.attributes.get(name)
-        if isinstance(node.ctx, ast.Store):
+        elif isinstance(node.ctx, ast.Store):
             self._problem(f"it assigns self.{name}")
         elif name in self.arguments:
             self.replaced.add(self.arguments[name])
             return ast.Name(self.arguments[name], ast.Load())
-        elif value is not None and is_kernel(value):
-            return copy.deepcopy(value)
-        elif method is not None and _is_static(method):
+        elif (kernel := self.layer.kernel(name)) is not None:
+            return copy.deepcopy(kernel)
+        elif self._is_function(name):
             helper = f"_{snake(self.layer.name)}_{name.lstrip('_')}"
-            self.rewritten.helpers[helper] = method
+            self.rewritten.helpers[helper] = self.layer.methods[name]
             return ast.Name(helper, ast.Load())
-        else:
-            what = "calls" if method is not None else "reads"
-            self._problem(f"it {what} self.{name}")
+        elif f"it calls self.{name}" not in self.rewritten.problems:
+            self._problem(f"it {'calls' if name in self.layer.methods else 'reads'} self.{name}")
         return node
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
@@ -82,12 +102,13 @@ class _Rewriter(ast.NodeTransformer):
             self._problem(f"it uses {node.id} as a whole")
         return node
 
+    def _is_function(self, name: str) -> bool:
+        """Say whether an attribute is something that a function can call without the object."""
+        method = self.layer.methods.get(name)
+        return self.layer.kernel(name) is not None or (method is not None and _is_static(method))
+
     def _problem(self, text: str) -> None:
         self.rewritten.problems.append(text)
-
-
-def _is_stored(node: ast.Name) -> bool:
-    return not isinstance(node.ctx, ast.Load)
 
 
 def _is_static(method: Function) -> bool:

@@ -7,10 +7,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from opweave import layers as own_layers
 from opweave.cli.errors import CliError
+from opweave.cli.migration.aliases import assigned_names, delegates
+from opweave.cli.migration.imports import full_name, imports_of
+from opweave.cli.migration.registrations import (
+    Registration,
+    find_registrations,
+    name_argument,
+    string,
+)
+from opweave.cli.migration.syntax import (
+    Function,
+    attribute_of_self,
+    dotted,
+    is_torch_op,
+    last_name,
+)
 
 KINDS = ("CustomOp", "PluggableLayer")
-Function = ast.FunctionDef
+NATIVE = "forward_native"
 
 
 @dataclass
@@ -18,11 +34,13 @@ class LayerClass:
     """A class that is, by its bases or decorators, a layer.
 
     Attributes:
-        base: the name of its first base.
+        base: its first base: the name of a class of the file, or what an import says it is.
         kind: ``CustomOp`` or ``PluggableLayer``, or None where only the base's module knows.
         registered: the name that it is registered under.
         replaces: the class name or registered name of what it replaces.
-        attributes: what ``__init__`` assigns to ``self``, by name.
+        attributes: everything that ``__init__`` assigns to ``self``, by name.
+        aliases: the names in the class that only stand for another method, and which.
+        assigned: every other name that the class gives a value.
     """
 
     node: ast.ClassDef
@@ -31,20 +49,45 @@ class LayerClass:
     registered: str | None
     replaces: str | None
     methods: dict[str, Function] = field(default_factory=dict)
-    attributes: dict[str, ast.expr] = field(default_factory=dict)
+    attributes: dict[str, list[ast.expr]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    assigned: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
         return self.node.name
 
+    def kernel(self, attribute: str) -> ast.expr | None:
+        """Return the op of torch's that an attribute holds, which a function can name itself."""
+        values = self.attributes.get(attribute, ())
+        ops = [each for each in values if not _is_none(each)]
+        names = set(map(dotted, ops))
+        return ops[0] if len(names) == 1 and is_torch_op(ops[0]) else None
+
+    def target(self, method: str) -> str:
+        """Return the method that runs where *method* is called, as far as the class says it."""
+        seen = set[str]()
+        while method in self.aliases and method not in seen:
+            seen.add(method)
+            method = self.aliases[method]
+        return method
+
 
 @dataclass
 class Source:
-    """A module and its layers, in order; a layer's first base in the same file comes before it."""
+    """A module and its layers, in order; a layer's first base in the same file comes before it.
+
+    Attributes:
+        imports: what each imported name stands for.
+        notes: what is not migrated, and a person has to look at.
+    """
 
     path: Path
     module: ast.Module
     layers: dict[str, LayerClass]
+    imports: dict[str, str]
+    registrations: list[Registration]
+    notes: list[str]
 
 
 def read(path: Path) -> Source:
@@ -53,108 +96,127 @@ def read(path: Path) -> Source:
     Raises:
         CliError: it cannot be read, is not Python, defines no layer, or two of one name.
     """
+    module = _parsed(path)
+    imports = imports_of(module)
+    strings = dict(_strings(module))
+    registrations = find_registrations(module, strings)
+    reader = _Reader(imports, strings, registrations)
+    for node in module.body:
+        if isinstance(node, ast.ClassDef) and (found := reader.layer(node)):
+            if found.name in reader.layers:
+                raise CliError(
+                    f"{str(path)!r} defines two layers called {found.name}, in lines "
+                    f"{reader.layers[found.name].node.lineno} and {node.lineno}. Rename one of "
+                    "them."
+                )
+            reader.layers[found.name] = found
+    layers = reader.layers
+    if not layers:
+        raise CliError(
+            f"{str(path)!r} defines no layer: no class at its top level derives from CustomOp, "
+            "PluggableLayer or a layer that opweave has, or is registered."
+        )
+    notes = [*_strangers(registrations, layers), *_nested(module, reader)]
+    return Source(path, module, layers, imports, registrations, notes)
+
+
+def _parsed(path: Path) -> ast.Module:
+    if path.suffix == ".ipynb":
+        raise CliError(
+            f"{str(path)!r} is a notebook. Export it as a script, and migrate that: "
+            "jupyter nbconvert --to script."
+        )
     try:
-        module = ast.parse(path.read_text(encoding="utf-8"))
+        return ast.parse(path.read_bytes(), filename=str(path))
     except OSError as error:
         raise CliError(f"Cannot read {str(path)!r}: {error.strerror}.") from error
-    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
+    except (SyntaxError, ValueError) as error:
         raise CliError(f"{str(path)!r} is not Python: {error}.") from error
     except (MemoryError, RecursionError) as error:
         raise CliError(f"{str(path)!r} is nested too deeply to be read.") from error
-    names = dict(_constants(module))
-    calls = dict(_replacements_by_call(module, names))
-    layers: dict[str, LayerClass] = {}
-    for node in module.body:
-        if isinstance(node, ast.ClassDef) and (found := _layer(node, layers, calls, names)):
-            if found.name in layers:
-                raise CliError(
-                    f"{str(path)!r} defines two layers called {found.name}, in lines "
-                    f"{layers[found.name].node.lineno} and {node.lineno}. Rename one of them."
-                )
-            layers[found.name] = found
-    if not layers:
-        raise CliError(
-            f"{str(path)!r} defines no layer: no class at its top level derives from CustomOp or "
-            "PluggableLayer, or is registered."
-        )
-    return Source(path, module, layers)
 
 
-def last_name(node: ast.expr) -> str:
-    """Return ``c`` for ``a.b.c``, and an empty string for anything but a dotted name."""
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
+class _Reader:
+    """Reads classes, one after the other, into *layers*."""
+
+    def __init__(
+        self,
+        imports: Mapping[str, str],
+        strings: Mapping[str, str],
+        registrations: list[Registration],
+    ) -> None:
+        self.imports, self.strings = imports, strings
+        self.replaced = {
+            cls: name for found in registrations for cls, name in found.classes.items() if name
+        }
+        self.layers: dict[str, LayerClass] = {}
+
+    def layer(self, node: ast.ClassDef) -> LayerClass | None:
+        """Return the layer that a class is, or None."""
+        base = next(filter(None, map(self._base, node.bases)), "")
+        kind = self.layers[base].kind if base in self.layers else _kind(base)
+        registered, replaces = self._names(node)
+        is_registered = replaces or any(map(_is_registration, node.decorator_list))
+        if not (is_registered or kind or base in self.layers):
+            return None
+        layer = LayerClass(node, base, kind, registered, replaces)
+        layer.methods = {each.name: each for each in node.body if isinstance(each, Function)}
+        for name, value in _attributes(layer.methods.get("__init__")):
+            layer.attributes.setdefault(name, []).append(value)
+        for assigned, method in assigned_names(node):
+            if method in layer.methods:
+                layer.aliases[assigned] = method
+            else:
+                layer.assigned.add(assigned)
+        layer.aliases |= dict(delegates(layer.methods))
+        return layer
+
+    def _names(self, node: ast.ClassDef) -> tuple[str | None, str | None]:
+        """Return the name that a class is registered under, and what it replaces."""
+        registered, replaces = None, self.replaced.get(node.name)
+        for decorator in filter(_is_registration, node.decorator_list):
+            call = decorator if isinstance(decorator, ast.Call) else None
+            target, name = decorator, None
+            if call is not None:
+                target, name = call.func, name_argument(call, self.strings)
+            assert isinstance(target, ast.Attribute)
+            if target.attr == "register":
+                registered = name
+            else:
+                replaces = name or last_name(target.value)
+        return registered, replaces
+
+    def _base(self, node: ast.expr) -> str:
+        name = dotted(node)
+        return name if name in self.layers else full_name(node, self.imports)
 
 
-def snake(name: str) -> str:
-    """Return ``my_op`` for ``MyOp``, as an identifier."""
-    letters = [f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name)]
-    return "".join(c if c.isalnum() or c == "_" else "_" for c in "".join(letters))
+def _kind(base: str) -> str | None:
+    """Return the kind of a class by what it derives from."""
+    package, name = base.partition(".")[0], base.rpartition(".")[2]
+    if name in KINDS or package not in ("vllm", "opweave"):
+        return name if name in KINDS else None
+    for layer in own_layers.op_registry.values():
+        if layer.__name__ == name:
+            return "CustomOp" if issubclass(layer, own_layers.CustomOp) else "PluggableLayer"
+    return None
 
 
-def is_kernel(value: ast.expr) -> bool:
-    """Say whether an attribute holds one of torch's ops, which a function can name itself."""
-    return ast.unparse(value).startswith("torch.ops.")
-
-
-def is_registration(decorator: ast.expr) -> bool:
+def _is_registration(decorator: ast.expr) -> bool:
     """Say whether a decorator is ``register`` or ``register_oot``, called or bare."""
     target = decorator.func if isinstance(decorator, ast.Call) else decorator
     return isinstance(target, ast.Attribute) and target.attr in ("register", "register_oot")
 
 
-def is_registration_call(node: ast.AST) -> bool:
-    """Say whether a statement, or a loop's body, calls ``register_oot`` on given classes."""
-    return isinstance(node, (ast.Expr, ast.For)) and any(
-        isinstance(part, ast.Call) and last_name(part.func) == "register_oot"
-        for part in ast.walk(node)
-    )
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
 
 
-def _layer(
-    node: ast.ClassDef,
-    known: Mapping[str, LayerClass],
-    calls: Mapping[str, str],
-    names: Mapping[str, str],
-) -> LayerClass | None:
-    base = next(filter(None, map(last_name, node.bases)), "")
-    kind = base if base in KINDS else known[base].kind if base in known else None
-    registered, replaces = None, calls.get(node.name)
-    decorators = [each for each in node.decorator_list if is_registration(each)]
-    for decorator in decorators:
-        target = decorator.func if isinstance(decorator, ast.Call) else decorator
-        assert isinstance(target, ast.Attribute)
-        name = _name_argument(decorator, names) if isinstance(decorator, ast.Call) else None
-        if target.attr == "register":
-            registered = name
-        else:
-            replaces = name or last_name(target.value)
-    if not (decorators or replaces or base in KINDS or base in known):
-        return None
-    layer = LayerClass(node, base, kind, registered, replaces)
-    layer.methods = {each.name: each for each in node.body if isinstance(each, Function)}
-    layer.attributes = dict(_attributes(layer.methods.get("__init__")))
-    return layer
-
-
-def _name_argument(call: ast.Call, names: Mapping[str, str]) -> str | None:
-    given = [*call.args, *(each.value for each in call.keywords if each.arg in ("name", None))]
-    return next(filter(None, (_string(each, names) for each in given)), None)
-
-
-def _string(node: ast.expr, names: Mapping[str, str]) -> str | None:
-    """Return the string that *node* is, or that the module's constant of that name is."""
-    if isinstance(node, ast.Name):
-        return names.get(node.id)
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
-
-
-def _constants(module: ast.Module) -> Iterator[tuple[str, str]]:
+def _strings(module: ast.Module) -> Iterator[tuple[str, str]]:
     """Name and value of every string that the module assigns at its top level."""
     for node in module.body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-            value = _string(node.value, {})
+            value = string(node.value, {})
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if value is not None:
                 yield from ((t.id, value) for t in targets if isinstance(t, ast.Name))
@@ -162,42 +224,31 @@ def _constants(module: ast.Module) -> Iterator[tuple[str, str]]:
 
 def _attributes(init: Function | None) -> Iterator[tuple[str, ast.expr]]:
     for node in ast.walk(init) if init else ():
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, ast.AnnAssign) and node.value:
-            targets = [node.target]
-        for target in targets:
-            if isinstance(target, ast.Attribute) and last_name(target.value) == "self":
-                value = node.value  # type: ignore[attr-defined]
-                yield target.attr, value
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((name, node.value) for name in map(attribute_of_self, targets) if name)
 
 
-def _replacements_by_call(
-    module: ast.Module, names: Mapping[str, str]
-) -> Iterator[tuple[str, str]]:
-    """Class and name of ``register_oot(_decorated_op_cls=..., name=...)``, in loops over a dict."""
-    tables = {
-        last_name(node.targets[0]): node.value
-        for node in module.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-    }
-    for node in filter(is_registration_call, module.body):
-        if isinstance(node, ast.For):
-            table = next((tables[n.id] for n in ast.walk(node.iter) if _in(n, tables)), None)  # type: ignore[attr-defined]
-            pairs = zip(table.keys, table.values, strict=True) if table else ()
-            for key, value in pairs:
-                replaced = _string(key, names) if key is not None else None
-                if replaced is not None:
-                    yield last_name(value), replaced
-        else:
-            call = next(n for n in ast.walk(node) if isinstance(n, ast.Call))
-            classes = [*call.args, *(each.value for each in call.keywords)]
-            name = _name_argument(call, names)
-            cls = next(filter(None, map(last_name, classes)), "")
-            if name and cls:
-                yield cls, name
+def _strangers(
+    registrations: list[Registration], layers: Mapping[str, LayerClass]
+) -> Iterator[str]:
+    """Note the registrations of classes that the file does not define."""
+    for found in registrations:
+        others = [name for name in found.classes if name not in layers]
+        if others or not found.classes:
+            what = ", ".join(others) or "classes"
+            yield (
+                f"Line {found.node.lineno} registers {what}, not defined here at the top level. It "
+                "stays as it is: migrate that module too."
+            )
 
 
-def _in(node: ast.AST, tables: dict[str, ast.Dict]) -> bool:
-    return isinstance(node, ast.Name) and node.id in tables
+def _nested(module: ast.Module, reader: _Reader) -> Iterator[str]:
+    """Note the layers that are inside a function, a class or a block."""
+    top = set(module.body)
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef) and node not in top and reader.layer(node):
+            yield (
+                f"Line {node.lineno} defines {node.name} inside something else. It stays as it is: "
+                "move it to the top level to migrate it."
+            )

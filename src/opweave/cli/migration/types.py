@@ -7,7 +7,8 @@ import inspect
 import re
 from dataclasses import dataclass
 
-from opweave.cli.migration.source import Function, LayerClass, last_name
+from opweave.cli.migration.source import LayerClass
+from opweave.cli.migration.syntax import Function, is_torch_op, last_name, own_nodes
 
 TENSOR = "torch.Tensor"
 _TENSOR_MAKERS = frozenset({"Parameter", "empty", "ones", "zeros", "tensor", "arange", "full"})
@@ -31,7 +32,7 @@ class Argument:
 def annotation_of(argument: ast.arg, default: ast.expr | None) -> str:
     """Return the annotation of a parameter; without one, what its default or its use suggests."""
     if argument.annotation is not None:
-        return ast.unparse(argument.annotation)
+        return _text(argument.annotation)
     if default is None:
         return TENSOR
     if isinstance(default, ast.Constant) and default.value is None:
@@ -47,35 +48,86 @@ def source_text(annotation: object) -> str:
 
 def attribute_type(name: str, layer: LayerClass) -> str | None:
     """Return the type of what ``__init__`` assigns to ``self.name``, or None if it is not clear."""
-    init = layer.methods.get("__init__")
-    parameters = init.args.args + init.args.kwonlyargs if init else []
-    return _type(layer.attributes[name], {arg.arg: arg for arg in parameters})
+    return _joined(_types(name, layer))
+
+
+def guessed_type(name: str, layer: LayerClass) -> str:
+    """Return the type that an attribute may have whose type is not clear."""
+    types = _types(name, layer)
+    kind = TENSOR if types == {"None"} else "float"
+    return f"{kind} | None" if "None" in types else kind
 
 
 def returned(function: Function) -> str:
-    """Return the annotation of what a method returns, or nothing if it is not always the same."""
-    values = [n.value for n in ast.walk(function) if isinstance(n, ast.Return) and n.value]
-    sizes = {len(v.elts) if isinstance(v, ast.Tuple) else 1 for v in values}
-    given = ast.unparse(function.returns) if function.returns else ""
-    if len(sizes) != 1 or "|" in given or "Union" in given or "Optional" in given:
-        return ""
-    (size,) = sizes
-    return given or (TENSOR if size == 1 else f"tuple[{', '.join([TENSOR] * size)}]")
+    """Return the annotation of what a method returns; without one, what its values suggest."""
+    if function.returns is not None:
+        return _text(function.returns)
+    (size,) = _sizes(function)
+    return TENSOR if size == 1 else f"tuple[{', '.join([TENSOR] * size)}]"
+
+
+def output_problem(function: Function) -> str:
+    """Return why what a method returns is no output of an op, or an empty string."""
+    sizes = _sizes(function)
+    given = _text(function.returns) if function.returns else ""
+    if sizes <= {0} or given == "None":
+        return "it returns nothing"
+    if 0 in sizes or re.search(r"\b(None|Optional)\b", given):
+        return "one of its outputs may be None"
+    if len(sizes) > 1 or "|" in given or "Union" in given:
+        return "it returns a tensor or a tuple"
+    return ""
+
+
+def _text(annotation: ast.expr) -> str:
+    """Return the source of an annotation, without quotes around it."""
+    quoted = isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)
+    return annotation.value if quoted else ast.unparse(annotation)  # type: ignore[attr-defined]
 
 
 def _type(value: ast.expr, parameters: dict[str, ast.arg]) -> str | None:
     if isinstance(value, ast.Name) and value.id in parameters:
         annotation = parameters[value.id].annotation
-        return ast.unparse(annotation) if annotation else None
+        return _text(annotation) if annotation else None
     if isinstance(value, ast.Constant):
         return type(value.value).__name__ if value.value is not None else "None"
-    if isinstance(value, (ast.Compare, ast.BoolOp)):
+    if isinstance(value, ast.Compare):
         return "bool"
-    if isinstance(value, ast.Call) and last_name(value.func) in _TENSOR_MAKERS:
-        return TENSOR
+    if isinstance(value, ast.BoolOp):
+        return _joined({_type(each, parameters) for each in value.values})
+    if isinstance(value, ast.Call):
+        makes = last_name(value.func) in _TENSOR_MAKERS or is_torch_op(value.func)
+        return TENSOR if makes else None
     if isinstance(value, ast.IfExp):
-        kinds = {_type(value.body, parameters), _type(value.orelse, parameters)}
-        if None not in kinds and len(kinds - {"None"}) == 1:
-            (kind,) = kinds - {"None"}
-            return f"{kind} | None" if "None" in kinds else kind
+        return _joined({_type(value.body, parameters), _type(value.orelse, parameters)})
     return None
+
+
+def _joined(types: set[str | None]) -> str | None:
+    """Return the type of a value that has one of these types; None if one of them is unknown."""
+    if len(types) == 1 and types != {"None"}:
+        return next(iter(types))
+    parts = {part for each in types if each is not None for part in each.split(" | ")}
+    if None in types or len(parts - {"None"}) != 1:
+        return None
+    (kind,) = parts - {"None"}
+    return f"{kind} | None" if "None" in parts else kind
+
+
+def _types(name: str, layer: LayerClass) -> set[str | None]:
+    init = layer.methods.get("__init__")
+    parameters = init.args.args + init.args.kwonlyargs if init else []
+    by_name = {arg.arg: arg for arg in parameters}
+    return {_type(value, by_name) for value in layer.attributes[name]}
+
+
+def _sizes(function: Function) -> set[int]:
+    """Return of how many values the results of a method are; 0 stands for None."""
+    returns = [node for node in own_nodes(function) if isinstance(node, ast.Return)]
+    return {_size(node.value) for node in returns}
+
+
+def _size(value: ast.expr | None) -> int:
+    if value is None or (isinstance(value, ast.Constant) and value.value is None):
+        return 0
+    return len(value.elts) if isinstance(value, ast.Tuple) else 1

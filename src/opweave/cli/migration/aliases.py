@@ -1,0 +1,55 @@
+"""Names in a class that only stand for another of its methods."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+
+from opweave.cli.migration.syntax import Function, attribute_of_self, dotted, is_docstring
+
+
+def assigned_names(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """Yield the names that a class assigns, and the name that the value is, or nothing."""
+    for each in node.body:
+        if isinstance(each, ast.Assign):
+            yield from ((dotted(target), dotted(each.value)) for target in each.targets)
+
+
+def delegates(methods: Mapping[str, Function]) -> Iterator[tuple[str, str]]:
+    """Yield the methods that do nothing but call a ``forward_...`` with what they got, and it."""
+    for name, function in methods.items():
+        if called := _delegate(function, methods):
+            yield name, called
+
+
+def _delegate(function: Function, methods: Mapping[str, Function]) -> str:
+    """Return the ``forward_...`` that a method does nothing but call, with its own arguments."""
+    statements = [each for each in function.body if not is_docstring(each)]
+    if len(statements) != 1 or not isinstance(statements[0], ast.Return):
+        return ""
+    call = statements[0].value
+    if not (isinstance(call, ast.Call) and attribute_of_self(call.func).startswith("forward_")):
+        return ""
+    called = attribute_of_self(call.func)
+    target = methods.get(called, function)
+    same = _given(call) == _taken(function) and _defaults(function) == _defaults(target)
+    return called if same else ""
+
+
+def _given(call: ast.Call) -> list[str]:
+    """Return what a call passes on, with ``k`` for ``k=k``."""
+    positional = list(map(ast.unparse, call.args))
+    return positional + [ast.unparse(each).removeprefix(f"{each.arg}=") for each in call.keywords]
+
+
+def _taken(function: Function) -> list[str]:
+    """Return what a method takes, as a call of another would pass it on."""
+    arguments = function.args
+    names = [each.arg for each in arguments.args[1:]]
+    names += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
+    names += [each.arg for each in arguments.kwonlyargs]
+    return names + ([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])
+
+
+def _defaults(function: Function) -> list[str]:
+    return list(map(ast.unparse, function.args.defaults))

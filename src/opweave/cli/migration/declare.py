@@ -1,0 +1,164 @@
+"""The op that a layer's ``forward_native`` is."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from opweave.cli.migration.names import op_name, snake
+from opweave.cli.migration.reuse import changed_or_returned
+from opweave.cli.migration.rewrite import Rewritten, rewrite, used_names
+from opweave.cli.migration.source import NATIVE, LayerClass
+from opweave.cli.migration.syntax import Function, attribute_of_self, dotted, is_docstring
+from opweave.cli.migration.types import (
+    Argument,
+    annotation_of,
+    attribute_type,
+    guessed_type,
+    output_problem,
+    returned,
+    source_text,
+)
+from opweave.ir import current_registry
+
+PLATFORM_METHODS = {
+    "forward_cuda": "cuda",
+    "forward_hip": "cuda",  # as torch calls ROCm's devices
+    "forward_cpu": "cpu",
+    "forward_xpu": "xpu",
+    "forward_tpu": "xla",
+    "forward_oot": "",
+}
+
+
+@dataclass
+class OpPlan:
+    """An op: a new one with its native implementation, or one that opweave has."""
+
+    name: str
+    arguments: list[Argument]
+    returns: str
+    native: Rewritten | None
+
+
+def declare(layer: LayerClass, path: Path, notes: list[str]) -> OpPlan | None:
+    """Return the op that ``forward_native`` is, or None, and say in *notes* why."""
+    native = layer.methods.get(NATIVE)
+    if native is None:
+        notes.append("It has no forward_native of its own, so there is nothing to declare.")
+        return None
+    if done := _op_called(native):
+        notes.append(f"Its op is ir.ops.{done} already.")
+        return None
+    if problem := _no_function(native):
+        notes.append(
+            f"forward_native is no op: {problem}. Write one function for each form, with "
+            "positional parameters and outputs that are always the same, and call them from it."
+        )
+        return None
+    guesses: list[str] = []
+    arguments = _arguments(native, layer, guesses)
+    body = rewrite(native, layer, {a.attribute: a.name for a in arguments if a.attribute})
+    problems = list(body.problems)
+    if (given := changed_or_returned(native)) is not None:
+        problems.append(f"it writes to its argument {given}, or returns it")
+    if problems:
+        notes.append(f"forward_native is no op: {'; '.join(problems)}.")
+        return None
+    notes += guesses
+    if native.returns is None:
+        notes.append(f"The type of what it returns is a guess: {returned(native)}.")
+    wanted = layer.registered or snake(layer.name)
+    name = op_name(wanted)
+    if name != wanted:
+        notes.append(f"Its op is called {name}: {wanted!r} is no name for an op.")
+    known = declared(name)
+    if known is not None:
+        if {a.name for a in known.arguments if not a.default} <= {a.name for a in arguments}:
+            notes.append(f"opweave has this op: ir.ops.{name}.")
+            return known
+        notes.append(
+            f"opweave has another op of this name, ir.ops.{name}"
+            f"({', '.join(a.name for a in known.arguments)}). Use it if it is the same function."
+        )
+        name = op_name(f"{snake(path.stem)}_{name}")
+    return OpPlan(name, arguments, returned(native), body)
+
+
+def declared(name: str | None) -> OpPlan | None:
+    """Return the op of that name that opweave has, or None."""
+    if name is None or name not in current_registry().ops:
+        return None
+    signature = inspect.signature(current_registry().op(name).native)
+    arguments = [
+        Argument(
+            p.name, source_text(p.annotation), None if p.default is p.empty else repr(p.default)
+        )
+        for p in signature.parameters.values()
+    ]
+    return OpPlan(name, arguments, source_text(signature.return_annotation), None)
+
+
+def _op_called(native: Function) -> str:
+    """Return the name of the op that a method does nothing but call: it is migrated already."""
+    statements = [each for each in native.body if not is_docstring(each)]
+    calls = [s.value for s in statements if isinstance(s, ast.Return) and len(statements) == 1]
+    called = dotted(calls[0].func) if calls and isinstance(calls[0], ast.Call) else ""
+    found = re.search(r"\bops\.(\w+)\.native$", called)
+    return found[1] if found else ""
+
+
+def _no_function(native: Function) -> str:
+    if native.args.vararg or native.args.kwarg:
+        return "it takes *args or **kwargs"
+    if native.args.kwonlyargs or native.args.posonlyargs:
+        return "it has keyword-only or positional-only parameters"
+    if native.decorator_list:
+        return "it is decorated"
+    return output_problem(native)
+
+
+def _arguments(native: Function, layer: LayerClass, notes: list[str]) -> list[Argument]:
+    """Return the op's arguments: those of the method, and after the required ones, attributes."""
+    defaults = [None] * (len(native.args.args) - len(native.args.defaults)) + native.args.defaults
+    own = [
+        Argument(arg.arg, annotation_of(arg, default), ast.unparse(default) if default else None)
+        for arg, default in list(zip(native.args.args, defaults, strict=True))[1:]
+    ]
+    methods = [layer.methods[name] for name in PLATFORM_METHODS if name in layer.methods]
+    names = set().union(*map(used_names, [native, *methods]))
+    used = []
+    for name in _used_attributes(native, layer):
+        kind = attribute_type(name, layer)
+        if kind is None:
+            kind = guessed_type(name, layer)
+            notes.append(f"The type of {name} is a guess: {kind}.")
+        argument = name
+        while argument in names:
+            argument += "_"
+        used.append(Argument(argument, kind, None, name))
+    required = [argument for argument in own if argument.default is None]
+    return [*required, *used, *(argument for argument in own if argument.default is not None)]
+
+
+def _used_attributes(native: Function, layer: LayerClass) -> list[str]:
+    """Return the attributes of self that a method reads as values.
+
+    What it calls is no value, and neither is what it reads a part of, unless that is a tensor.
+    """
+    opened = {
+        attribute_of_self(node.func if isinstance(node, ast.Call) else node.value)
+        for node in ast.walk(native)
+        if isinstance(node, (ast.Call, ast.Attribute, ast.Subscript))
+    }
+    read = dict.fromkeys(map(attribute_of_self, ast.walk(native)))
+    return [
+        name
+        for name in read
+        if name in layer.attributes
+        and layer.kernel(name) is None
+        and (name not in opened or attribute_type(name, layer) is not None)
+    ]
