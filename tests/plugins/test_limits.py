@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,6 +92,51 @@ def test_where_it_hangs(place: Callable[..., None]) -> None:
     assert caught.value.doing == "run"
     assert caught.value.where.startswith(__file__)
     assert caught.value.where.endswith("in hangs: time.sleep(60)")
+
+
+NUL = "<made by\0 a tool>"
+
+
+@places
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"co_linetable": b""}, "in hangs: def hangs() -> None:"),
+        ({"co_filename": NUL}, f"{NUL}:"),
+    ],
+)
+def test_code_that_hides_where_it_is(
+    place: Callable[..., None], change: dict[str, Any], where: str
+) -> None:
+    def hangs() -> None:
+        time.sleep(60)
+
+    hangs.__code__ = hangs.__code__.replace(**change)
+    with pytest.raises(OvertimeError) as caught:
+        place(lambda: run_within(SHORT, hangs))
+    assert where in caught.value.where
+
+
+def test_one_that_cannot_be_ended_is_spoken_of_once() -> None:
+    told: list[OvertimeError] = []
+    goes_on = True
+
+    def stubborn() -> None:
+        while goes_on:
+            try:
+                time.sleep(60)
+            except BaseException:
+                pass
+
+    def end(late: OvertimeError) -> None:
+        nonlocal goes_on
+        told.append(late)
+        time.sleep(0.2)
+        goes_on = False
+
+    run_within(SHORT, stubborn, end)
+    (late,) = told
+    assert "in stubborn: time.sleep(60)" in late.where
 
 
 def test_a_function_that_catches_everything_is_ended_all_the_same() -> None:

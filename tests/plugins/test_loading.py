@@ -454,6 +454,27 @@ def test_a_plugin_that_hangs(
     assert not registry.ops
 
 
+def test_a_plugin_that_cannot_be_ended(
+    installed: Install, registry: ir.Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = """
+        import time
+        def register():
+            end = time.monotonic() + 2
+            while time.monotonic() < end:
+                try:
+                    time.sleep(60)
+                except BaseException:
+                    pass
+    """
+    installed(plugin("a", source), policy=Policy(timeout=0.2)).load_general()
+    (message,) = caplog.messages
+    assert "general plugin 'a'" in message
+    assert "a_module.py:7, in register: time.sleep(60)" in message
+    assert "OPWEAVE_PLUGINS=-a" in message
+    assert message.startswith("It cannot be ended, and goes on: ")
+
+
 def test_unknown_groups_and_plugins(installed: Install) -> None:
     loader = installed(plugin("acme", CALLS))
     with pytest.raises(UnknownGroupError, match=r"Did you mean 'opweave.general_plugins'\?"):

@@ -4,8 +4,10 @@ Time in which the function imports something is counted apart, with a limit of i
 may take seconds to import, on a cold disk; what a plugin does itself takes milliseconds.
 
 In the main thread the function runs there, as it would without a limit, and a signal ends it; so
-waiting for a lock, a socket or a child process ends as well. Signals reach no other thread: called
-in one, the function runs in a helper, which is left behind if it does not end.
+waiting for a lock, a socket or a child process ends as well. One that does not end then is spoken
+of while it goes on: it is in a call into C that heeds no signal, or catches whatever would end it.
+Signals reach no other thread: called in one, the function runs in a helper, which is left behind if
+it does not end.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ T = TypeVar("T")
 
 _TICK = 0.02  # seconds between two looks at the function
 _MOST_PER_LOOK = 0.1  # seconds: the time in which the whole process was stopped does not count
+_MANY_ALARMS = 50  # of which one comes with each tick
 _IMPORTER = "<frozen importlib._bootstrap>"
 _ALARM = getattr(signal, "SIGALRM", None)
 
@@ -61,18 +64,26 @@ class _Stop(BaseException):
         self.watch = watch
 
 
-def run_within(limits: Limits, function: Callable[[], T]) -> T:
+def run_within(
+    limits: Limits,
+    function: Callable[[], T],
+    when_stuck: Callable[[OvertimeError], None] = lambda late: None,
+) -> T:
     """Return ``function()``.
 
     What it prints goes to standard error: standard output is for the results of a command.
+
+    Args:
+        when_stuck: told, in a thread of its own, of a function that cannot be ended.
 
     Raises:
         OvertimeError: it takes longer than *limits*.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    run = _run_here if in_main and _takes_alarms() else _run_in_helper
     with redirect_stdout(sys.stderr) if sys.stderr is not None else nullcontext():
-        return run(limits, function)
+        if in_main and _takes_alarms():
+            return _run_here(limits, function, when_stuck)
+        return _run_in_helper(limits, function)
 
 
 class _Watch:
@@ -99,9 +110,11 @@ class _Watch:
         return self.overtime is not None
 
 
-def _run_here(limits: Limits, function: Callable[[], T]) -> T:
+def _run_here(
+    limits: Limits, function: Callable[[], T], when_stuck: Callable[[OvertimeError], None]
+) -> T:
     watch = _Watch(limits)
-    watcher = threading.Thread(target=_alarm_when_late, args=(watch,), daemon=True)
+    watcher = threading.Thread(target=_alarm_when_late, args=(watch, when_stuck), daemon=True)
     with _alarms_stop(watch, sys._getframe()):
         watcher.start()
         try:
@@ -167,9 +180,17 @@ def _place(frame: FrameType | None, bottom: FrameType) -> str:
         frame = frame.f_back
     if found is None:
         return ""
-    code, line = found.f_code, found.f_lineno
-    source = linecache.getline(code.co_filename, line).strip()
-    return f"{code.co_filename}:{line}, in {code.co_name}" + (f": {source}" if source else "")
+    code = found.f_code
+    line = found.f_lineno or code.co_firstlineno  # between two lines a frame is in none
+    return f"{code.co_filename}:{line}, in {code.co_name}{_source(code.co_filename, line)}"
+
+
+def _source(filename: str, line: int) -> str:
+    try:
+        source = linecache.getline(filename, line).strip()
+    except Exception:  # code may call its file anything, and the watch must go on
+        return ""
+    return f": {source}" if source else ""
 
 
 def is_standard(filename: str) -> bool:
@@ -218,11 +239,16 @@ def _is_inside(frame: FrameType | None, caller: FrameType) -> bool:
     return False
 
 
-def _alarm_when_late(watch: _Watch) -> None:
+def _alarm_when_late(watch: _Watch, when_stuck: Callable[[OvertimeError], None]) -> None:
     assert _ALARM is not None
+    alarms = 0
     while not watch.ended.wait(_TICK):
         if watch.look():  # again and again: the function may catch the first
             signal.pthread_kill(watch.ident, _ALARM)
+            alarms += 1
+            if alarms == _MANY_ALARMS:
+                assert watch.overtime is not None
+                when_stuck(watch.overtime)
 
 
 def _stop_thread(ident: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import time
 import traceback
@@ -29,6 +30,8 @@ from opweave.plugins.record import PluginRecord, State
 
 # What these raise about names that are taken is for the plugin's authors, not for the user.
 _REGISTERING_HOOKS = frozenset({"import_kernels", "extend_cli"})
+
+_log = logging.getLogger(__name__)
 
 IMPORT_SECONDS = 30.0  # a package on a cold disk may well take ten
 
@@ -183,15 +186,21 @@ class Plugin:
         limits = Limits(seconds, max(seconds, IMPORT_SECONDS))
         try:
             with self._failing(verb, kind):
-                return run_within(limits, step)
+                return run_within(limits, step, self._report_stuck)
         except kind as error:
             if isinstance(late := error.__cause__, OvertimeError):
-                what = "importing it" if late.doing == "import" else "its function"
-                raise PluginTimeoutError(
-                    f"{self.entry} hangs: {what} takes more than {late.seconds:g} s. It is at "
-                    f"{late.where}. If it needs longer, set {TIMEOUT} to more seconds"
-                ) from None
+                raise self._overtime(late) from None
             raise
+
+    def _overtime(self, late: OvertimeError) -> PluginTimeoutError:
+        what = "importing it" if late.doing == "import" else "its function"
+        return PluginTimeoutError(
+            f"{self.entry} hangs: {what} takes more than {late.seconds:g} s. It is at "
+            f"{late.where}. If it needs longer, set {TIMEOUT} to more seconds"
+        )
+
+    def _report_stuck(self, late: OvertimeError) -> None:
+        _log.error("It cannot be ended, and goes on: %s", self._with_remedy(self._overtime(late)))
 
     @contextmanager
     def _failing(self, verb: str, kind: type[PluginError]) -> Iterator[None]:
