@@ -216,6 +216,14 @@ def test_ops_shows_where_a_priority_came_from(tmp_path: Path) -> None:
     assert "platform default" in origins[3]
 
 
+def test_priorities_in_one_json_object(run: Run) -> None:
+    option = '--ir-op-priority={"rms-norm": ["row_by_row", "aten!"], "relu2": "native"}'
+    entries = json.loads(run("ops", "rms_norm", option, "--json").stdout)[0]["priority"]
+    assert [entry["provider"] for entry in entries[:2]] == ["row_by_row", "aten"]
+    assert "--ir-op-priority.rms_norm" in entries[0]["origin"]
+    assert_one_line_error(run("ops", '--ir-op-priority={"rms_norm": 3}'), "3 is no list of")
+
+
 def test_ops_unknown_op(run: Run) -> None:
     assert_one_line_error(run("ops", "rmsnorm"), "rmsnorm", "Did you mean 'rms_norm'")
 

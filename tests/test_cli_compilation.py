@@ -28,6 +28,8 @@ def _forget() -> Iterator[None]:
         ([".custom-ops", '["all,-relu2"]'], "all,-relu2"),
         ([".custom_ops=none,+rms-norm"], "none,+rms_norm"),
         ([".custom_ops", "-relu2"], "-relu2"),
+        (['={"custom_ops": ["none", "+rms_norm"]}'], "none,+rms_norm"),
+        (["", '{"custom-ops": "none", "mode": 0}'], "none"),
     ],
 )
 def test_custom_ops(option: str, arguments: list[str], expected: str, run: Run) -> None:
@@ -66,6 +68,10 @@ def test_options_of_the_backend(run: Run) -> None:
         (".mod=1", ["unknown key 'mod'", "Did you mean 'mode'"]),
         (".options=fusion", ["--compilation-config.options", "is no JSON object, such as"]),
         (".mode=fast", ["--compilation-config.mode", "3 (OPWEAVE_COMPILE)"]),
+        ('={"mode": [3]}', ["--compilation-config.mode", "[3]", "3 (OPWEAVE_COMPILE)"]),
+        ("=none", ["--compilation-config", "'none' is no JSON object, such as"]),
+        ("=[3]", ["'[3]' should be a mapping by name, or a JSON object"]),
+        (".options.fusion=false", ["'options' takes one value", "JSON", "['fusion']"]),
     ],
 )
 def test_mistakes_are_one_line(argument: str, parts: list[str], run: Run) -> None:

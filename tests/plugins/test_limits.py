@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,8 @@ def test_one_that_cannot_be_ended_is_spoken_of_once() -> None:
 
     def stubborn() -> None:
         while goes_on:
-            try:
+            with suppress(BaseException):
                 time.sleep(60)
-            except BaseException:
-                pass
 
     def end(late: OvertimeError) -> None:
         nonlocal goes_on

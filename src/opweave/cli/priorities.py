@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from opweave.cli.conversion import by_key
 from opweave.config.sources import apply_command_line
 from opweave.ir import current_registry
 
 PriorityOption = Annotated[
-    dict[str, str] | None,
+    dict[str, Any] | None,
     Parameter(
         name="--ir-op-priority",
         negative=(),
+        converter=by_key,
         help="Providers to prefer for an op: --ir-op-priority.rms_norm=opweave_c,native. "
-        "A provider written name! must be usable.",
+        "A provider written name! must be usable. Or all ops in one JSON object.",
     ),
 ]
 
 
-def apply_priorities(priorities: dict[str, str] | None) -> None:
+def apply_priorities(priorities: Mapping[str, str | Iterable[str]] | None) -> None:
     """Apply what the option said, and check every setting (SettingError if one is wrong)."""
     apply_command_line(current_registry(), priorities or {})

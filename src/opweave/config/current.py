@@ -13,7 +13,7 @@ from opweave.config.compilation import CompilationConfig
 _scoped: ContextVar[CompilationConfig | None] = ContextVar(
     "opweave_compilation_config", default=None
 )
-_command_line: dict[str, str] = {}
+_command_line: dict[str, object] = {}
 
 
 def current_compilation_config() -> CompilationConfig:
@@ -41,7 +41,7 @@ def compilation_config(config: CompilationConfig) -> Iterator[CompilationConfig]
         _scoped.reset(token)
 
 
-def apply_command_line_config(values: Mapping[str, str]) -> None:
+def apply_command_line_config(values: Mapping[str, object]) -> None:
     """Set what ``--compilation-config.<key>=...`` said, for the process.
 
     Raises:
@@ -60,6 +60,6 @@ def _of_process() -> CompilationConfig:
     for key, value in environment.compilation_config().items():
         origin = f"environment {environment.COMPILATION_PREFIX}{key.upper()}"
         config = config.updated({key: value}, origin)
-    for key, value in _command_line.items():
-        config = config.updated({key: value}, f"--compilation-config.{key}")
+    for key, given in _command_line.items():
+        config = config.updated({key: given}, f"--compilation-config.{key}")
     return config
