@@ -6,13 +6,19 @@ import pytest
 import torch
 
 from conftest import Case, FreshCases
-from opweave import layers, platforms, plugins
-from opweave.config import CompilationConfig, EngineConfig, current_compilation_config
+from opweave import ir, layers, platforms, plugins
+from opweave.config import (
+    CompilationConfig,
+    EngineConfig,
+    compilation_config,
+    current_compilation_config,
+)
 from opweave.integrations import vllm_api
 from opweave.integrations.vllm_api import config, current_platform
 from opweave.integrations.vllm_api import plugins as loaders
 from opweave.integrations.vllm_api.model_executor import custom_op
 from opweave.integrations.vllm_api.platforms import resolve_current_platform_cls_qualname
+from opweave.ir.errors import UnknownProviderError
 from opweave.platforms import Capabilities, DeviceCapability, Platform
 
 QUESTIONS = ("cuda", "rocm", "cuda_alike", "cpu", "xpu", "tpu", "out_of_tree")
@@ -119,6 +125,22 @@ def test_a_current_configuration() -> None:
     with config.set_current_vllm_config(wanted):
         assert layers.RMSNorm.enabled()
         assert not layers.SiluAndMul.enabled()
-        assert config.get_current_vllm_config().compilation == wanted.compilation
-    assert current_compilation_config() == before
-    assert wanted.kernel_config.ir_op_priority["rms_norm"] == ["native"]
+        assert config.get_current_vllm_config() is wanted
+        assert vllm_api.ir.ops.rms_norm.get_priority() == ["native"]
+        assert ir.ops.rms_norm.get_priority()[0] == "native"
+        with compilation_config(CompilationConfig(custom_ops=["all"])):
+            assert config.get_current_vllm_config().compilation.custom_ops == ("all",)
+        assert config.get_current_vllm_config() is wanted
+    assert current_compilation_config() == config.get_current_vllm_config().compilation == before
+
+
+def test_a_configuration_of_an_unknown_provider_is_refused() -> None:
+    wanted = config.VllmConfig(
+        kernel_config=config.KernelConfig(ir_op_priority={"rms_norm": ["atn"]})
+    )
+    with (
+        pytest.raises(UnknownProviderError, match="Did you mean 'aten'"),
+        config.set_current_vllm_config(wanted),
+    ):
+        pass
+    assert config.get_current_vllm_config() is not wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from opweave.config import (
     CompilationConfig,
@@ -13,7 +14,7 @@ from opweave.config import (
     compilation_config,
     current_compilation_config,
 )
-from opweave.ir import IrOpPriorityConfig
+from opweave.ir import IrOpPriorityConfig, priority
 
 __all__ = [
     "CompilationConfig",
@@ -28,13 +29,30 @@ __all__ = [
 VllmConfig = EngineConfig
 
 
+_given: ContextVar[EngineConfig | None] = ContextVar("opweave_vllm_api_config", default=None)
+
+
 @contextmanager
 def set_current_vllm_config(vllm_config: EngineConfig) -> Iterator[None]:
-    """Build layers inside the block by the ``compilation_config`` of this configuration."""
-    with compilation_config(vllm_config.compilation):
-        yield
+    """Go by this configuration inside the block, in this thread or asyncio task only.
+
+    Its ``compilation_config`` holds for layers that are built, its ``kernel_config`` for ops.
+
+    Raises:
+        UnknownOpError, UnknownProviderError: it prefers what is not registered.
+    """
+    priorities = vllm_config.kernel_config.ir_op_priority
+    with compilation_config(vllm_config.compilation), priority(priorities):
+        token = _given.set(vllm_config)
+        try:
+            yield
+        finally:
+            _given.reset(token)
 
 
 def get_current_vllm_config() -> EngineConfig:
-    """Return a configuration with the ``compilation_config`` that holds here."""
-    return EngineConfig(compilation_config=current_compilation_config())
+    """Return the configuration of the innermost block; outside of any, one that has what holds."""
+    given, compilation = _given.get(), current_compilation_config()
+    if given is not None and given.compilation is compilation:
+        return given
+    return EngineConfig(compilation_config=compilation)  # opweave's own block is the innermost
