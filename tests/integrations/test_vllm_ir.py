@@ -151,7 +151,7 @@ def test_errors_are_both_kinds(blend: IrOp) -> None:
         ir.register_op(name="blend")(plus)
     with refused(AssertionError, "Did you mean 'even'"), blend.set_priority(["evne"]):
         pass
-    with refused(AssertionError, "unknown provider"):
+    with refused(AssertionError, r"unknown provider 'nobody' \(set_default\(...\)\)"):
         blend.set_default(["nobody"])
     with refused(ValueError, "does not match native schema"):
         blend.register_impl("other")(lambda x: x)
@@ -162,6 +162,20 @@ def test_errors_are_both_kinds(blend: IrOp) -> None:
     with refused(ValueError, "No tolerance defined"):
         blend.get_tolerance(torch.complex64)
     assert set(blend.impls) == {"native", "plus_ten", "in_place", "even"}
+
+
+def test_opweaves_explain_takes_the_op(blend: IrOp) -> None:
+    with blend.set_priority(["even", "plus_ten"]):
+        assert own.explain(blend, ODD, ODD) == own.explain(blend.wrapped, ODD, ODD)
+        assert own.explain(blend, ODD, ODD).chosen == "plus_ten"
+
+
+def test_what_an_op_does_not_have(blend: IrOp) -> None:
+    with pytest.raises(AttributeError, match="not declared with allow_inplace=True"):
+        _ = ir.ops.relu2.maybe_inplace
+    assert not hasattr(ir.ops.relu2, "maybe_inplace")
+    with pytest.raises(AttributeError, match="'IrOp' object has no attribute 'implss'"):
+        _ = blend.implss
 
 
 def test_inputs_and_tolerances(blend: IrOp) -> None:

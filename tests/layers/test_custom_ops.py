@@ -243,14 +243,16 @@ def test_environment_and_file(fresh_cases: FreshCases) -> None:
 def test_names_without_effect_are_warned_of() -> None:
     CustomOp.register("built")(type("Built", (CustomOp,), {}))
     CustomOp.register("absent")(type("Absent", (CustomOp,), {}))
-    config = CompilationConfig(custom_ops="+built,-absent,+abscent")
+    config = CompilationConfig(custom_ops="+built,-absent,+abscent,+RMSNorm")
     with compilation_config(config):
         op_registry["built"]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_of_unused_ops(config)
     assert {warning.category for warning in caught} == {UnusedOpWarning}
-    unknown, absent = (str(warning.message) for warning in caught)
+    by_class, unknown, absent = (str(warning.message) for warning in caught)
     assert "'absent', which is not present in the model, so it has no effect." in absent
     assert "'abscent', which doesn't exist (or wasn't imported or registered)." in unknown
     assert "Did you mean 'absent'?" in unknown
+    assert "'RMSNorm', which doesn't exist (or wasn't imported or registered)." in by_class
+    assert "Did you mean 'rms_norm'?" in by_class

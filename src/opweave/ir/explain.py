@@ -97,7 +97,8 @@ def explain(callee: IrOp | CallSite, /, *args: Any, **kwargs: Any) -> Explanatio
     """Explain which implementation a call with these arguments would run here, and why.
 
     Nothing is run. Takes an op, or an op with providers named (``op.using("triton")``), and the
-    arguments of the call, real or fake tensors.
+    arguments of the call, real or fake tensors. An object of another package that stands for an op
+    has the op as its attribute ``wrapped``.
 
     Raises:
         InvalidOpError: *callee* is neither.
@@ -120,8 +121,9 @@ def _op_and_entries(callee: object) -> tuple[IrOp, Entries]:
 
     if isinstance(callee, CallSite):
         return callee.op, callee.entries
-    if isinstance(callee, IrOp):
-        return callee, ()
+    op = getattr(callee, "wrapped", callee)
+    if isinstance(op, IrOp):
+        return op, ()
     raise InvalidOpError(
         f"explain takes an op, such as ir.ops.rms_norm, and its arguments; found {callee!r}."
     )

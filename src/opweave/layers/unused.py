@@ -23,14 +23,17 @@ def warn_of_unused_ops(config: CompilationConfig) -> None:
         if name in op_registry:
             reason = "is not present in the model, so it has no effect"
         else:
-            reason = "doesn't exist (or wasn't imported or registered). " + did_you_mean(
-                name, op_registry
-            )
+            reason = "doesn't exist (or wasn't imported or registered). " + _meant(name)
         warnings.warn(
             f"custom_ops names {name!r}, which {reason.rstrip('.')}.",
             UnusedOpWarning,
             stacklevel=_outside(),
         )
+
+
+def _meant(name: str) -> str:
+    by_class = {layer.__name__: registered for registered, layer in op_registry.items()}
+    return did_you_mean(by_class.get(name, name), op_registry)
 
 
 def _outside() -> int:

@@ -86,6 +86,11 @@ class IrOp:
     def __reduce__(self) -> tuple[Any, ...]:
         return wrapper_of, (self.wrapped,)
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "maybe_inplace":
+            return self.wrapped.maybe_inplace  # which raises: the op has none
+        return object.__getattribute__(self, name)  # raises what a property raised, too
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if compat.is_dynamo_compiling() or torch_wrap_enabled():
             return self.wrapped(*args, **kwargs)
@@ -188,7 +193,7 @@ class IrOp:
             AssertionError: a provider is not registered.
         """
         with as_in_vllm():
-            return self.wrapped.set_priority(self._checked(priority))
+            return self.wrapped.set_priority(self._checked(priority, "set_priority(...)"))
 
     def set_default(self, priority: Sequence[str]) -> None:
         """Prefer these providers in the whole process, where nothing stronger is said.
@@ -197,11 +202,11 @@ class IrOp:
             AssertionError: a provider is not registered.
         """
         with as_in_vllm():
-            self.wrapped.set_default(self._checked(priority))
+            self.wrapped.set_default(self._checked(priority, "set_default(...)"))
 
-    def _checked(self, priority: Sequence[str]) -> list[str]:
+    def _checked(self, priority: Sequence[str], origin: str) -> list[str]:
         """Return the providers that can be reached, native among them if others may refuse."""
-        entries = parse(priority, "set_priority(...)") if priority else ()
+        entries = parse(priority, origin) if priority else ()
         self.wrapped.check_providers(entries)
         complete = self._complete(entries)
         if complete[-1] == NATIVE and NATIVE not in priority:
