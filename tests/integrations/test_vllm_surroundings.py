@@ -102,6 +102,7 @@ def test_names_are_opweaves() -> None:
     assert vllm_api.PluggableLayer is layers.PluggableLayer
     assert custom_op.op_registry["rms_norm"] is layers.RMSNorm
     assert custom_op.op_registry_oot is layers.CustomOp.op_registry_oot
+    assert custom_op.maybe_get_oot_by_class is layers.replacement
     assert resolve_current_platform_cls_qualname is platforms.resolve_current_platform_cls_qualname
     assert loaders.load_general_plugins is plugins.load_general_plugins
     assert config.VllmConfig is EngineConfig

@@ -11,7 +11,7 @@ vLLM" lists every name, and what differs.
 
 from __future__ import annotations
 
-from opweave.integrations.vllm_api import config, ir, platforms, plugins
+from opweave.integrations.vllm_api import config, ir, logger, platforms, plugins, utils
 from opweave.integrations.vllm_api.model_executor.custom_op import CustomOp, PluggableLayer
 from opweave.integrations.vllm_api.platforms import current_platform
 from opweave.integrations.vllm_api.plugins import load_general_plugins, load_plugins_by_group
@@ -24,6 +24,8 @@ __all__ = [
     "ir",
     "load_general_plugins",
     "load_plugins_by_group",
+    "logger",
     "platforms",
     "plugins",
+    "utils",
 ]

@@ -1,10 +1,17 @@
-"""``CustomOp`` and ``PluggableLayer``: opweave's own, which mean the same."""
+"""``CustomOp``, ``PluggableLayer`` and their registries: opweave's own, which mean the same."""
 
 from __future__ import annotations
 
-from opweave.layers import CustomOp, PluggableLayer
+from opweave.layers import CustomOp, PluggableLayer, replacement
 
-__all__ = ["CustomOp", "PluggableLayer", "op_registry", "op_registry_oot"]
+__all__ = [
+    "CustomOp",
+    "PluggableLayer",
+    "maybe_get_oot_by_class",
+    "op_registry",
+    "op_registry_oot",
+]
 
 op_registry = CustomOp.op_registry
 op_registry_oot = CustomOp.op_registry_oot
+maybe_get_oot_by_class = replacement
