@@ -303,6 +303,9 @@ def test_a_duplicate_op_names_both(installed: Install, registry: ir.Registry) ->
     [
         ("register = 3", "is 3; it should be a function without arguments"),
         ("def register(engine): pass", "should be a function without arguments"),
+        ("async def register(): 1 / 0", "an async function or a generator runs nothing of it"),
+        ("def register(): yield 1 / 0", "an async function or a generator runs nothing of it"),
+        ("async def register(): yield 1 / 0", "or a generator runs nothing of it"),
     ],
 )
 def test_entry_points_of_another_kind(installed: Install, source: str, message: str) -> None:

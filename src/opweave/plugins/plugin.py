@@ -33,6 +33,8 @@ _REGISTERING_HOOKS = frozenset({"import_kernels", "extend_cli"})
 
 _log = logging.getLogger(__name__)
 
+_LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+
 IMPORT_SECONDS = 30.0  # a package on a cold disk may well take ten
 
 
@@ -170,6 +172,10 @@ class Plugin:
         wanted = f"{self.entry} is {self.loaded!r}; it should be {self._contract}"
         if not callable(self.loaded):
             raise PluginTypeError(wanted)
+        if any(is_lazy(self.loaded) for is_lazy in _LAZY):
+            raise PluginTypeError(
+                f"{wanted}. Calling an async function or a generator runs nothing of it"
+            )
         try:
             inspect.signature(self.loaded).bind()
         except TypeError:
