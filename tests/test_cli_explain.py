@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +12,17 @@ import pytest
 import test_cli
 from opweave.cli.report_tables import print_reports
 from opweave.compile.report import FusionReport, NodeReport, PassReport, Refusal, Report, Reuse
+from opweave.config.current import apply_command_line_config
 from test_cli import CHECKPOINT, Done, Run, assert_one_line_error, run_anew
 
 run = test_cli.run  # the fixture
 SILU = "--ir-op-priority.silu-and-mul=native"
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    apply_command_line_config({})
 
 
 def split_lines(text: str) -> list[list[str]]:
@@ -30,6 +38,15 @@ def test_eager_prints_the_selections(run: Run) -> None:
     assert "--ir-op-priority.rms_norm" in done.stdout
     assert "row_by_row: in no priority list" in done.stdout
     assert done.stderr == ""
+
+
+def test_custom_ops_decide_what_runs(run: Run) -> None:
+    done = run(
+        "explain", CHECKPOINT, "--json", "-", "--compilation-config.custom_ops=-silu_and_mul"
+    )
+    ops = {found["op"] for found in json.loads(done.stdout)["selections"]}
+    assert "fused_add_rms_norm" in ops
+    assert "silu_and_mul" not in ops
 
 
 def test_eager_json_goes_to_a_file_or_to_standard_output(run: Run, tmp_path: Path) -> None:
@@ -128,6 +145,8 @@ def test_the_log_tells_it_as_it_happens(compiled: Compiled) -> None:
         (("--prompt", "\udcff"), ("UTF-8",)),
         (("--compile", "--prompt", "Return " * 5000), ("tokens",)),
         (("--compil",), ("--compil",)),
+        (("--compilation-config.mod=3",), ("'mod'", "Did you mean 'mode'")),
+        (("--compile", '--compilation-config={"options": {"fusoin": 0}}'), ("fusoin", "fusion")),
     ],
 )
 def test_bad_input_ends_in_one_line(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from opweave import ir
+from opweave.cli.compilation import CompilationOption, apply_compilation
 from opweave.cli.errors import CliError
 from opweave.cli.files import STDOUT, check_writable, write, write_json
 from opweave.cli.flag import Flag
@@ -38,6 +39,7 @@ def explain(
     prompt: str = PROMPT,
     dtype: str = "auto",
     ir_op_priority: PriorityOption = None,
+    compilation_config: CompilationOption = None,
     plugin: PluginOption = None,
 ) -> None:
     """Show which kernels the model in a directory runs, and why the others do not.
@@ -61,6 +63,7 @@ def explain(
     _check(html, json, compiles=compile)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
+    apply_compilation(compilation_config)
     if compile:
         _compiled(model, prompt, dtype, json, html)
     else:
@@ -132,11 +135,13 @@ def _compile(model: CausalLM, tokens: list[int]) -> list[Report]:
     from torch._dynamo.exc import BackendCompilerFailed
 
     from opweave.compile import CompiledGraph, backend, report
+    from opweave.config import current_compilation_config
 
     reports: list[Report] = []
+    options = current_compilation_config().backend_options
 
     def collecting(*arguments: Any) -> Any:
-        compiled = backend(*arguments)
+        compiled = backend(*arguments, options=options)
         if isinstance(compiled, CompiledGraph):
             reports.append(report())
         return compiled
