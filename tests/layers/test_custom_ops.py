@@ -20,7 +20,7 @@ from opweave.config.current import apply_command_line_config
 from opweave.ir.errors import SettingError
 from opweave.layers import CustomOp, op_registry
 from opweave.layers.errors import UnusedOpWarning
-from opweave.layers.unused import warn_of_unused_ops
+from opweave.layers.unused import warn_of_unused_ops, warn_of_unused_replacements
 
 pytestmark = pytest.mark.usefixtures("registries")
 
@@ -256,3 +256,16 @@ def test_names_without_effect_are_warned_of() -> None:
     assert "Did you mean 'absent'?" in unknown
     assert "'RMSNorm', which doesn't exist (or wasn't imported or registered)." in by_class
     assert "Did you mean 'rms_norm'?" in by_class
+
+
+def test_a_replacement_of_no_layer_is_warned_of() -> None:
+    @CustomOp.register_oot(name="SiluAndMull")
+    class Mine(op_registry["silu_and_mul"]):  # type: ignore[misc]
+        pass
+
+    CustomOp.register_oot(name="SiluAndMul")(Mine)
+    with pytest.warns(UnusedOpWarning) as caught:
+        warn_of_unused_replacements()
+    (message,) = (str(warning.message) for warning in caught)
+    assert "Mine replaces 'SiluAndMull', which no layer is called." in message
+    assert "Did you mean 'SiluAndMul'?" in message

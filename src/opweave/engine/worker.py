@@ -16,7 +16,7 @@ from opweave.engine.loader import Progress, as_language_model, load_model
 from opweave.engine.model_runner import ModelRunner
 from opweave.engine.sampler import Sampled
 from opweave.engine.step import SequenceStep
-from opweave.layers.unused import warn_of_unused_ops
+from opweave.layers.unused import warn_of_unused_ops, warn_of_unused_replacements
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
 
@@ -92,6 +92,7 @@ class Worker:
                 progress=progress,
             )
         warn_of_unused_ops(compiling)
+        warn_of_unused_replacements()
         model = as_language_model(loaded).to(self.device)
         self.platform.post_load_model(model)
         runner: type[ModelRunner] = resolve_obj_by_qualname(

@@ -45,4 +45,4 @@ class WeightLoadError(LayerError, ValueError):
 
 
 class UnusedOpWarning(UserWarning):
-    """``custom_ops`` names an op that the model does not have."""
+    """``custom_ops`` names an op that the model does not have, or a replacement is of no layer."""

@@ -67,10 +67,13 @@ def register_oot(kind: type[nn.Module], key: str, layer: type[L]) -> type[L]:
     """
     _check_name(key)
     _check_layer(kind, layer)
-    if key in op_registry_oot:
+    if (taken := op_registry_oot.get(key)) is not None:
+        advice = "Install one of the two only."
+        if full_name(taken) == full_name(layer):
+            advice = "The same is registered twice: do so once, or in a module of its own."
         raise DuplicateLayerError(
-            f"Duplicate replacement: {full_name(op_registry_oot[key])} replaces {key!r} already, "
-            f"so {full_name(layer)} cannot. Install one of the two only."
+            f"Duplicate replacement: {full_name(taken)} replaces {key!r} already, so "
+            f"{full_name(layer)} cannot. {advice}"
         )
     for replaced in op_registry.values():
         if _stands_for(key, replaced):
@@ -96,7 +99,7 @@ def replacement(layer: type[L]) -> type[L]:
         PluginError: a plugin, which might bring a replacement, failed to load.
     """
     load_general_plugins()
-    by_class = op_registry_oot.get(layer.__name__)
+    by_class = _by_class_name(layer)
     by_name = op_registry_oot.get(layer.__dict__.get("name", ""))
     found = by_class or by_name
     if found is None or found is layer:
@@ -110,12 +113,22 @@ def replacement(layer: type[L]) -> type[L]:
     return cast(type[L], found)
 
 
+def _by_class_name(layer: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the replacement for the name of the class, unless it is of another class so called."""
+    key = layer.__name__
+    found = op_registry_oot.get(key)
+    if found is None or issubclass(found, layer):
+        return found
+    others = (each for each in op_registry.values() if each is not layer)
+    return None if any(_stands_for(key, each) for each in others) else found
+
+
 def check_replacement(replaced: type[nn.Module], layer: type[nn.Module]) -> None:
     """Raise :class:`ReplacementError` unless *layer* can be built where *replaced* is asked for."""
     if not issubclass(layer, replaced):
         raise ReplacementError(
             f"{full_name(layer)} cannot replace {full_name(replaced)}: it is not a subclass, so "
-            f"Python would not initialise it. Derive it from {replaced.__name__}, or register it "
+            f"Python would not initialise it. Derive it from {full_name(replaced)}, or register it "
             "for the class that it does derive from."
         )
 

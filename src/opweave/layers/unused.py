@@ -1,15 +1,17 @@
-"""Names in ``custom_ops`` that had no effect on a model."""
+"""Names, in ``custom_ops`` and of what is to be replaced, that had no effect on a model."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
 from itertools import count
 
 from opweave.config import CompilationConfig
 from opweave.ir.errors import did_you_mean
 from opweave.layers.errors import UnusedOpWarning
-from opweave.layers.registry import op_registry
+from opweave.layers.registry import full_name, op_registry, op_registry_oot
+from opweave.layers.replaceable import Replaceable
 
 
 def warn_of_unused_ops(config: CompilationConfig) -> None:
@@ -29,6 +31,25 @@ def warn_of_unused_ops(config: CompilationConfig) -> None:
             UnusedOpWarning,
             stacklevel=_outside(),
         )
+
+
+def warn_of_unused_replacements() -> None:
+    """Warn of each replacement that is for no layer, now that those of a model are imported."""
+    replacements = set(op_registry_oot.values())
+    names = {*op_registry, *(c.__name__ for c in _subclasses(Replaceable) if c not in replacements)}
+    for name in sorted(op_registry_oot.keys() - names):
+        warnings.warn(
+            f"{full_name(op_registry_oot[name])} replaces {name!r}, which no layer is called. "
+            + did_you_mean(name, names),
+            UnusedOpWarning,
+            stacklevel=_outside(),
+        )
+
+
+def _subclasses(cls: type[object]) -> Iterator[type[object]]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _subclasses(each)
 
 
 def _meant(name: str) -> str:
