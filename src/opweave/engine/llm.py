@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,14 @@ from opweave.engine.progress import after_loading, reporting
 from opweave.engine.prompts import Prompt, as_list, params_for
 from opweave.engine.sampling_params import SamplingParams
 from opweave.engine.stats import EngineStats
+from opweave.engine.turns import Turns
 
 
 class LLM:
     """A language model that answers prompts. Encoders: see :class:`Embedder`.
+
+    Several threads may ask it at once: they take turns, step by step, and each step computes what
+    all of them have asked.
 
     Args:
         model: the directory of a checkpoint.
@@ -74,6 +79,7 @@ class LLM:
         self._checkpoint = Checkpoint(model)
         self._processors = IOProcessors(self._checkpoint, self._core.config)
         self._names = count()
+        self._turns = Turns()
 
     def generate(
         self,
@@ -101,24 +107,21 @@ class LLM:
             self._core.prepare(str(next(self._names)), *item, streams=False)
             for item in zip(texts, params, strict=True)
         ]
-        names = {generation.request_id for generation in generations}
         most = sum(generation.max_tokens for generation in generations)
         try:
-            for generation in generations:
-                self._core.add_request(generation)
+            self._add(generations)
             with (
                 private_context(self._priorities) as context,
                 reporting(progress, "writing") as report,
             ):
-                while self._core.has_unfinished:
-                    for output in context.run(self._core.step):
-                        # Those of an open stream are told to its reader.
-                        if output.error is not None and output.request_id in names:
-                            raise output.error
+                is_finished = not generations
+                while not is_finished:
+                    with self._turns.take():
+                        is_finished = self._step(generations, context)
                     if report is not None:
                         report(sum(g.num_done for g in generations), most)
         finally:
-            self._core.abort(names)
+            self._give_up(generations)
         return [generation.output() for generation in generations]
 
     def chat(
@@ -200,23 +203,21 @@ class LLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         generation = self._core.prepare(str(next(self._names)), prompt, params)
         try:
-            self._core.add_request(generation)
+            self._add([generation])
             with private_context(self._priorities) as context:
                 yield from self._outputs(generation, context)
         finally:
-            self._core.abort([generation.request_id])
+            self._give_up([generation])
 
     def _outputs(self, generation: Generation, context: Context) -> Iterator[RequestOutput]:
         known, is_finished = 0, False
         while not is_finished:
-            if not generation.is_finished:  # another call may have run it to its end
-                context.run(self._core.step)
-            if generation.error is not None:
-                raise generation.error
-            is_finished = generation.is_finished
-            if is_finished or generation.num_done > known:
-                known = generation.num_done
-                yield generation.output()
+            with self._turns.take():
+                is_finished = self._step([generation], context)
+                is_new = is_finished or generation.num_done > known
+                known, output = generation.num_done, generation.output()
+            if is_new:
+                yield output
 
     def stats(self) -> EngineStats:
         """Return what the engine has done so far."""
@@ -225,6 +226,30 @@ class LLM:
     def shutdown(self) -> None:
         """Free the model, and end the processes of its other ranks; the end of the program does so.
 
-        Prompts are errors afterwards. A second call does nothing.
+        What other threads wait for is aborted, and prompts are errors afterwards. A second call
+        does nothing.
         """
-        self._core.shutdown()
+        with self._turns.take():
+            self._core.shutdown()
+
+    def _add(self, generations: Sequence[Generation]) -> None:
+        with self._turns.take():
+            for generation in generations:
+                self._core.add_request(generation)
+
+    def _step(self, generations: Sequence[Generation], context: Context) -> bool:
+        """Compute a step, unless other calls have done the rest; return whether that is done."""
+        if not _are_finished(generations):
+            context.run(self._core.step)
+        for generation in generations:
+            if generation.error is not None:
+                raise generation.error
+        return _are_finished(generations)
+
+    def _give_up(self, generations: Sequence[Generation]) -> None:
+        names = [generation.request_id for generation in generations]
+        self._turns.soon(partial(self._core.abort, names))
+
+
+def _are_finished(generations: Sequence[Generation]) -> bool:
+    return all(generation.is_finished for generation in generations)
