@@ -316,6 +316,23 @@ def test_a_loop_that_is_closed_around_a_reader(
     assert engine.stats().finished == {"abort": 1, "length": 1}
 
 
+def test_a_second_loop_at_the_same_time_is_refused(engine: AsyncEngine) -> None:
+    def elsewhere() -> None:
+        with pytest.raises(InvalidArgumentError, match="runs in another thread"):
+            asyncio.run(asyncio.wait_for(answer(engine, "b", PROMPTS[2]), 60))
+
+    async def run() -> RequestOutput:
+        stream = engine.generate(PROMPTS[1], LONG, request_id="a")
+        await anext(stream)
+        await asyncio.to_thread(elsewhere)
+        async for output in stream:
+            last = output
+        return last
+
+    assert asyncio.run(run()).outputs[0].finish_reason == "length"
+    assert asyncio.run(answer(engine, "b", PROMPTS[2])).finished
+
+
 def test_shutdown_aborts(engine: AsyncEngine) -> None:
     async def run() -> RequestOutput:
         stream = engine.generate(PROMPTS[1], LONG, request_id="a")

@@ -194,6 +194,22 @@ def test_a_cancelled_request_harms_nobody(checkpoint: Checkpoints) -> None:
     engine.shutdown()
 
 
+def test_a_second_loop_at_the_same_time_is_refused(checkpoint: Checkpoints) -> None:
+    engine = AsyncEmbedder(checkpoint("bert")[0])
+
+    def elsewhere() -> None:
+        with pytest.raises(InvalidArgumentError, match="runs in another thread"):
+            asyncio.run(asyncio.wait_for(engine.embed(PROMPTS[1], request_id="b"), 60))
+
+    async def run() -> None:
+        await engine.embed(PROMPTS[1], request_id="a")
+        await asyncio.to_thread(elsewhere)
+
+    asyncio.run(run())
+    assert asyncio.run(engine.embed(PROMPTS[1], request_id="b")).embedding
+    engine.shutdown()
+
+
 def test_a_dead_encoder_tells_everybody(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

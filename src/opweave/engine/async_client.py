@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from threading import Lock
 
 from opweave.engine.checkpoint import checkpoint_path
-from opweave.engine.errors import EngineDeadError
+from opweave.engine.errors import EngineDeadError, InvalidArgumentError
 
 
 class AsyncClient:
@@ -20,6 +22,8 @@ class AsyncClient:
         self._model_name = model_name or checkpoint_path(model).resolve().name
         self._dead_with: BaseException | None = None
         self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._enters = Lock()
 
     @property
     def model_name(self) -> str:
@@ -32,6 +36,24 @@ class AsyncClient:
     @property
     def dead_with(self) -> BaseException | None:
         return self._dead_with
+
+    def _enter_loop(self) -> asyncio.AbstractEventLoop | None:
+        """Belong to the running loop from now on; return the one before.
+
+        Raises:
+            InvalidArgumentError: that one runs, too, in another thread.
+        """
+        running = asyncio.get_running_loop()
+        with self._enters:
+            before = self._loop
+            if before is not None and before is not running and before.is_running():
+                raise InvalidArgumentError(
+                    "The engine is asked from an event loop already, which runs in another thread. "
+                    "Ask from that one (asyncio.run_coroutine_threadsafe); threads without a loop "
+                    "can share an LLM."
+                )
+            self._loop = running
+        return before
 
     def _why_not(self) -> EngineDeadError:
         """Return why no request is taken."""

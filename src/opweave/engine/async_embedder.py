@@ -84,6 +84,7 @@ class AsyncEmbedder(AsyncClient):
         yield  # what makes this an asynchronous generator
 
     async def embed(self, prompt: str | Sequence[int], *, request_id: str) -> EmbeddingOutput:
+        self._enter_loop()
         if request_id in self._waiting or request_id in self._running:
             raise InvalidArgumentError(
                 f"request_id={request_id!r} is in use by a request that is not finished."
@@ -123,6 +124,7 @@ class AsyncEmbedder(AsyncClient):
 
     async def drain(self, timeout: float) -> None:
         self._is_closed = True
+        self._enter_loop()
         if self._work is not None:
             await asyncio.wait([self._work], timeout=timeout)
         for request_id in list(self._waiting):

@@ -30,7 +30,8 @@ class AsyncEngine(StreamingClient):
     """Implements :class:`~opweave.engine.client.EngineClient` with an engine in this process.
 
     Requests go to its thread, outputs come back to the event loop that asked. A reader that is slow
-    skips outputs; none is lost, since each holds all before it.
+    skips outputs; none is lost, since each holds all before it. One event loop asks at a time;
+    threads that have none can share an :class:`~opweave.engine.LLM`.
 
     Args:
         model: the directory of a checkpoint.

@@ -58,7 +58,7 @@ class EngineClient(Protocol):
 
         Raises:
             PromptError: the prompt is empty, too long, or not made of the model's tokens.
-            InvalidArgumentError: *request_id* is in use.
+            InvalidArgumentError: *request_id* is in use, or another event loop asks.
             NonFiniteLogitsError: the model's scores are not numbers; other requests go on.
             EngineDeadError: the engine does not run, or dies before the answer is complete.
         """
@@ -68,7 +68,7 @@ class EngineClient(Protocol):
 
         Raises:
             PromptError: as for :meth:`generate`.
-            InvalidArgumentError: the model makes no embeddings.
+            InvalidArgumentError: the model makes no embeddings, or another event loop asks.
             EngineDeadError: the engine does not run.
         """
 

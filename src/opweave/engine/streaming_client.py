@@ -60,7 +60,6 @@ class StreamingClient(AsyncClient, ABC):
 
     def __init__(self, model: str | Path, model_name: str | None) -> None:
         super().__init__(model, model_name)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, _Stream] = {}
         self._unfinished: set[str] = set()
         self._idle = asyncio.Event()
@@ -116,19 +115,20 @@ class StreamingClient(AsyncClient, ABC):
                 if not is_finished:
                     self._give_up(request_id)
 
-    def _enter_loop(self) -> None:
+    def _enter_loop(self) -> asyncio.AbstractEventLoop | None:
         """Hear in the running loop from now on.
 
         What was asked in one that is closed now has no reader any more, and is given up.
         """
-        before, self._loop = self._loop, asyncio.get_running_loop()
-        if before is None or before is self._loop or not before.is_closed():
-            return
+        before = super()._enter_loop()
+        if before is None or not before.is_closed():
+            return before
         self._forget_readers()
         self._idle = asyncio.Event()  # which belongs to the loop where somebody waits for it
         self._hear()
         for request_id in list(self._unfinished):
             self._give_up(request_id)
+        return before
 
     def _forget_readers(self) -> None:
         """Tell those who wait nothing more: their loop is closed."""
