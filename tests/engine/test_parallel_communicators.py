@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +26,42 @@ def test_collectives_between_three_processes(kind: str, tmp_path: Path) -> None:
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(RANKS)] == [""] * RANKS
 
 
-def test_a_segment_leaves_no_file_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Path] = []
+def test_a_segment_leaves_nothing_open_where_there_is_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
 
     def full(descriptor: int, *_: int) -> None:
-        made.append(Path(f"/proc/self/fd/{descriptor}").resolve())
+        made.append(descriptor)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
         Segment.create(2, 1.0)
-    assert len(made) == 1
-    assert not made[0].exists()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0])
+
+
+def test_a_segment_is_in_no_folder_and_ends_with_its_rank() -> None:
+    made, path, _ = Segment.create(2, 1.0)
+    assert os.stat(path).st_nlink == 0  # what a process that is killed leaves, too
+    del made
+    assert not path.exists()
 
 
 def test_a_segment_of_another_machine_is_not_opened(tmp_path: Path) -> None:
-    made, path, nonce = Segment.create(2, 1.0)
-    try:
-        assert Segment.open(path, nonce, 1, 2, 1.0) is not None
-        assert Segment.open(path, nonce + 1, 1, 2, 1.0) is None
-        assert Segment.open(tmp_path / "absent", nonce, 1, 2, 1.0) is None
-    finally:
-        path.unlink()
-    assert made.size == 2
+    made, path, name = Segment.create(2, 1.0)
+    other = tmp_path / "other"
+    other.write_text("what another process has open")
+    with other.open() as file:
+        foreign = Path(f"/proc/self/fd/{file.fileno()}")
+        for place, called in ((path, "x"), (tmp_path / "absent", name), (foreign, name)):
+            assert Segment.open(place, called, 1, 2, 1.0) is None
+    found = Segment.open(path, name, 1, 2, 1.0)
+    assert found is not None
+    made.abort()
+    with pytest.raises(CommunicatorError, match="aborted"):
+        found.exchange(torch.empty(0, dtype=torch.uint8), 1)
 
 
 def test_platforms_name_their_communicators() -> None:

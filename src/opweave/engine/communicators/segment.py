@@ -10,8 +10,8 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import tempfile
 import time
+import weakref
 from pathlib import Path
 from typing import Self
 
@@ -24,27 +24,25 @@ SLOT = 1 << 20  # bytes that a rank can bring at a time
 _LINE = 8  # words in a cache line
 _HEADER = mmap.PAGESIZE // 8  # words before the slots
 _MOST_RANKS = _HEADER // _LINE - 1
-_NONCE, _ABORTED = 0, 1  # words of the first line
+_ABORTED = 0  # the word of the first line
 _SPINS = 200  # about ten microseconds
 _PATIENCE = 0.002  # seconds before a rank that waits lets the processor sleep
 _NAP = 0.0002
-_FOLDER = Path("/dev/shm")
 
 
 class Segment:
     """The shared memory, as one rank sees it.
 
     Args:
-        path: of the file, which all ranks have open.
+        descriptor: of the file that they map; not needed afterwards.
         rank: whose view it is.
         size: how many ranks there are.
         timeout: seconds to wait for another rank.
     """
 
-    def __init__(self, path: Path, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, descriptor: int, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
-        with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 0)
+        self._memory = mmap.mmap(descriptor, 0)
         self._words = memoryview(self._memory).cast("q")
         data = torch.frombuffer(self._memory, dtype=torch.uint8, offset=_HEADER * 8)
         self._slots = data.view(size, 2, SLOT)
@@ -52,36 +50,43 @@ class Segment:
         self._others = [other for other in range(size) if other != rank]
 
     @classmethod
-    def create(cls, size: int, timeout: float) -> tuple[Self, Path, int]:
-        """Make one, for rank 0; return it, the path of its file, and the number that is in it.
+    def create(cls, size: int, timeout: float) -> tuple[Self, Path, str]:
+        """Make one, for rank 0; return it, the path by which others open it, and its name.
+
+        It is in no folder, so that nothing is left of it however the ranks end.
 
         Raises:
             OSError: there is no room for it.
         """
         if size > _MOST_RANKS:
             raise OSError(f"{size} ranks share a segment for {_MOST_RANKS} at most")
-        folder = _FOLDER if _FOLDER.is_dir() else Path(tempfile.gettempdir())
-        path, nonce = folder / f"opweave-{secrets.token_hex(16)}", secrets.randbits(62)
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        if not hasattr(os, "memfd_create"):
+            raise OSError("the system has no memfd_create")
+        name = f"opweave-{secrets.token_hex(16)}"
+        descriptor = os.memfd_create(name)
         try:
             # Now, and not at the first write, where a lack of memory would kill the process.
             os.posix_fallocate(descriptor, 0, _HEADER * 8 + size * 2 * SLOT)
-            made = cls(path, 0, size, timeout)
+            made = cls(descriptor, 0, size, timeout)
         except OSError:
-            path.unlink()
-            raise
-        finally:
             os.close(descriptor)
-        made._words[_NONCE] = nonce
-        return made, path, nonce
+            raise
+        weakref.finalize(made, os.close, descriptor)
+        return made, Path(f"/proc/{os.getpid()}/fd/{descriptor}"), name
 
     @classmethod
-    def open(cls, path: Path, nonce: int, rank: int, size: int, timeout: float) -> Self | None:
+    def open(cls, path: Path, name: str, rank: int, size: int, timeout: float) -> Self | None:
         """Open the one that rank 0 made; None if it is not on this machine."""
-        if not path.exists():
+        try:
+            if not str(path.readlink()).startswith(f"/memfd:{name} "):
+                return None  # another process has that number here
+            descriptor = os.open(path, os.O_RDWR)
+        except OSError:
             return None
-        found = cls(path, rank, size, timeout)
-        return found if found._words[_NONCE] == nonce else None
+        try:
+            return cls(descriptor, rank, size, timeout)
+        finally:
+            os.close(descriptor)
 
     def exchange(self, piece: Tensor, tag: int) -> list[Tensor]:
         """Bring bytes; return those of every rank, which stay what they are until the next call.

@@ -101,13 +101,13 @@ class SharedMemoryCommunicator(TorchCommunicator):
 
     def _meet(self) -> Segment | None:
         """Share memory with the other ranks, if all can; else none does."""
-        group, made, path, nonce = self.group, None, Path(), 0
+        group, made, path, name = self.group, None, Path(), ""
         if group.rank == 0 and platform.machine() in _ORDERED:
             try:
-                made, path, nonce = Segment.create(group.size, group.timeout)
+                made, path, name = Segment.create(group.size, group.timeout)
             except OSError as error:
                 _log.warning("no memory is shared between ranks: %s", error)
-        told: list[Any] = [(str(path), nonce) if made is not None else None]
+        told: list[Any] = [(str(path), name) if made is not None else None]
         distributed.broadcast_object_list(told, src=0)
         if told[0] is None:
             return None
@@ -116,8 +116,6 @@ class SharedMemoryCommunicator(TorchCommunicator):
             made = Segment.open(place, told[0][1], group.rank, group.size, group.timeout)
         found: list[Any] = [None] * group.size
         distributed.all_gather_object(found, made is not None)
-        if group.rank == 0:
-            path.unlink()  # the memory stays as long as a rank has it
         return made if all(found) else None
 
 
