@@ -265,11 +265,13 @@ def test_drain_comes_to_an_end_where_the_engine_hangs(
 
     async def run() -> None:
         job = asyncio.create_task(answer(engine, "a", PROMPTS[1], LONG))
-        await asyncio.sleep(0)
+        while not engine.stats().running:
+            await asyncio.sleep(0.01)
         await asyncio.wait_for(engine.drain(timeout=0), 30)
-        job.cancel()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await job
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))
     go_on.set()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from opweave.server.middleware import Envelope
 from server.test_limits import stalled, until
 
 TESTS = Path(__file__).parents[1]
@@ -227,3 +229,25 @@ def test_a_second_signal_stops_at_once(serve: Callable[..., Served]) -> None:
         served.stop()
         assert served.end()[0] == 128 + signal.SIGTERM
         asked.result()
+
+
+def test_who_is_cut_off_before_an_answer_is_told() -> None:
+    sent: list[Any] = []
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
+        asked = asyncio.create_task(Envelope(endless, lambda *_: None)(scope, send, send))
+        await asyncio.sleep(0)
+        asked.cancel()
+        await asked
+
+    asyncio.run(run())
+    start, body = sent
+    assert start["status"] == 503
+    assert json.loads(body["body"])["error"]["code"] == "shutting_down"

@@ -25,6 +25,8 @@ from opweave.engine.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
+_ENDING = 5.0  # seconds in which a step comes to its end when the engine shuts down
+
 
 class AsyncEngine(StreamingClient):
     """Implements :class:`~opweave.engine.client.EngineClient` with an engine in this process.
@@ -104,7 +106,11 @@ class AsyncEngine(StreamingClient):
     def shutdown(self) -> None:
         self._is_closed = True
         self._commands.put(None)
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is self._thread:
+            return
+        self._thread.join(_ENDING)
+        if self._thread.is_alive():
+            self._core.executor.interrupt()
             self._thread.join()
 
     def _give_up(self, request_id: str) -> None:

@@ -14,7 +14,7 @@ from opweave.engine.async_client import AsyncClient
 from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.outputs import RequestOutput
 
-_ABORTED_WITHIN = 30.0  # seconds; the step that is computed comes to its end first
+_ABORTED_WITHIN = 2.0  # seconds; the step that is computed comes to its end first
 
 
 class _Stream:
@@ -81,9 +81,10 @@ class StreamingClient(AsyncClient, ABC):
         except TimeoutError:
             for request_id in list(self._unfinished):
                 self._give_up(request_id)
-            with suppress(TimeoutError):  # it hangs
+            with suppress(TimeoutError):
                 async with asyncio.timeout(_ABORTED_WITHIN):
                     await self._wait_until_idle()
+            self._fail(self._unfinished, self._why_not())  # it hangs, and readers wait all the same
 
     @abstractmethod
     def _give_up(self, request_id: str) -> None:

@@ -61,8 +61,12 @@ class Envelope:
             if not status:
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
             status = CLIENT_CLOSED_REQUEST
-        except asyncio.CancelledError:  # what a client has not read when the server ends
-            status = CLIENT_CLOSED_REQUEST
+        except asyncio.CancelledError:  # the server ends
+            if status:  # and the client has not read everything
+                status = CLIENT_CLOSED_REQUEST
+            else:
+                late = ApiError("The server shuts down.", status=503, code="shutting_down")
+                await error_response(late)(scope, receive, send_on)
         except Exception as error:
             answer = error_response(api_error(error, request_id))
             if not status:

@@ -60,6 +60,12 @@ class Executor(ABC):
     def watch(self, call: Callable[[], None]) -> None:  # noqa: B027 - as above
         """Call *call*, in another thread, when a worker dies."""
 
+    def interrupt(self) -> None:  # noqa: B027 - nothing interrupts a worker in this process
+        """Let a step that waits for other workers raise; called in another thread.
+
+        The workers are of no use afterwards.
+        """
+
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the workers, and free what they hold. A second call does nothing."""

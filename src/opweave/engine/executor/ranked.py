@@ -128,6 +128,10 @@ class RankedExecutor(Executor):
     def watch(self, call: Callable[[], None]) -> None:
         self._peers.watch(call)
 
+    def interrupt(self) -> None:
+        silent = ", ".join(map(str, self._peers.silent()))
+        self._peers.fail(f"the engine shuts down, and ranks have not finished the step: {silent}.")
+
     def shutdown(self) -> None:
         if self._rank is not None:
             self._rank = None
