@@ -89,6 +89,7 @@ def test_answers_are_those_of_llm(engine: AsyncEngine, checkpoint: Checkpoints) 
     assert stats.generation_tokens == 12 * len(PROMPTS)
     assert stats.prompt_tokens == sum(map(len, PROMPTS))
     assert stats.finished == {"length": len(PROMPTS)}
+    assert stats.replicas == 1
     counts = {name: sum(found.counts) for name, found in stats.histograms.items()}
     assert counts["time_to_first_token"] == counts["e2e_latency"] == len(PROMPTS)
     assert counts["inter_token_latency"] == 11 * len(PROMPTS)
@@ -414,3 +415,7 @@ def test_a_dead_engine_tells_everybody(
     asyncio.run(run())
     assert not engine.is_running
     assert isinstance(engine.dead_with, RuntimeError)
+    engine._thread.join()
+    stats = engine.stats()
+    assert (stats.replicas, stats.running, stats.waiting) == (0, 0, 0)
+    assert stats.finished == {"error": 3}

@@ -228,6 +228,7 @@ def test_a_dead_encoder_tells_everybody(
     asyncio.run(run())
     assert not engine.is_running
     assert isinstance(engine.dead_with, RuntimeError)
+    assert engine.stats().replicas == 0
     engine.shutdown()
 
 

@@ -119,6 +119,7 @@ class AsyncEmbedder(AsyncClient):
             steps=counter.steps,
             finished=dict(counter.finished),
             histograms=counter.histograms(),
+            replicas=int(self._dead_with is None),
             kernels=self._embedder.usage.kernels,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -101,7 +102,7 @@ class AsyncEngine(StreamingClient):
         )
 
     def stats(self) -> EngineStats:
-        return self._core.stats()
+        return replace(self._core.stats(), replicas=int(self._dead_with is None))
 
     def shutdown(self) -> None:
         self._is_closed = True
@@ -127,6 +128,8 @@ class AsyncEngine(StreamingClient):
             _log.critical("the engine died", exc_info=error)
         finally:
             self._tell(lambda: self._fail(self._unfinished, self._why_not()))
+            if self._dead_with is not None:
+                self._core.fail(self._why_not())
             self._core.shutdown()
 
     def _work(self) -> None:

@@ -268,6 +268,11 @@ class EngineCore:
         """
         self.scheduler.cache.check_empty()
 
+    def fail(self, error: EngineError) -> None:
+        """End what is unfinished without an answer: the engine has died, of *error*."""
+        for generation in list(self._generations.values()):
+            self._lose(generation, error)
+
     def shutdown(self) -> None:
         """Abort what is unfinished, and free the model and its cache."""
         self.abort(self.unfinished)
@@ -331,9 +336,12 @@ class EngineCore:
         for request in requests:  # its scores were not looked at before: any block may be wrong
             self.scheduler.cache.forget(request)
         for generation in found.values():
-            generation.fail(error)
-            self._forget_all(generation)
+            self._lose(generation, error)
         return [generation.output() for generation in found.values()]
+
+    def _lose(self, generation: Generation, error: EngineError) -> None:
+        generation.fail(error)
+        self._forget_all(generation)
 
     def _forget_all(self, generation: Generation) -> None:
         del self._generations[generation.request_id]

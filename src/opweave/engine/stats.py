@@ -70,8 +70,7 @@ class EngineStats:
             ``inter_token_latency``, ``queue_time``, ``prefill_time``, ``decode_time``,
             ``inference_time``, ``e2e_latency`` (of finished answers) and ``step_time``; in tokens
             ``iteration_tokens``, of one step.
-        replicas: engines whose numbers these are, without those that have died; 1 where there is
-            but one, whatever has happened to it.
+        replicas: engines whose numbers these are, without those that have died.
         kernels: what forwards of several sizes were seen to run.
         compile_seconds: that compiling took when the engine started, with the forwards that made
             it compile; 0.0 if nothing was compiled.
