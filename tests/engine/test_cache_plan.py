@@ -20,6 +20,7 @@ CONTEXT = 256
 def plan(
     *retentions: Retention,
     memory: int = 10**9,
+    free: int = 10**9,
     context: int | None = CONTEXT,
     cache: CacheConfig | None = None,
     **limits: Any,
@@ -27,7 +28,7 @@ def plan(
     groups = [LayerGroup(retention, (i,), BYTES) for i, retention in enumerate(retentions)]
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits}
     cache = cache or CacheConfig(block_size=16)
-    return plan_cache(groups, cache, SchedulerConfig(**limits), context, memory)
+    return plan_cache(groups, cache, SchedulerConfig(**limits), context, memory, free)
 
 
 def test_no_more_than_all_sequences_at_their_longest() -> None:
@@ -57,8 +58,11 @@ def test_states_get_a_slot_for_each_sequence() -> None:
         plan(SequenceState(), memory=1500)
 
 
-def test_the_context_is_cut_to_what_the_cache_holds() -> None:
+def test_the_context_is_cut_to_what_the_cache_holds(caplog: pytest.LogCaptureFixture) -> None:
     found = plan(EveryToken(), memory=11 * BYTES)
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert "holds 160 tokens, and so much is the context" in warning.getMessage()
     assert (found.num_blocks, found.max_model_len) == ((10,), 160)
     assert plan(EveryToken(), max_model_len=100).max_model_len == 100
 
@@ -70,6 +74,14 @@ def test_the_context_is_cut_to_what_the_cache_holds() -> None:
         (
             {"max_model_len": 200, "memory": 9 * BYTES},
             "9000 bytes of memory hold 8 blocks .* takes 13, which are 14000 bytes",
+        ),
+        (
+            {"memory": 10**12, "free": 128 * BYTES},
+            "memory_bytes=1000000000000, the cache takes 129000 bytes, but 128000 .* are free",
+        ),
+        (
+            {"cache": CacheConfig(block_size=16, num_blocks=99), "free": 99 * BYTES},
+            "num_blocks=99, the cache takes 100000 bytes, but 99000 .* serve --kv-cache-memory",
         ),
         ({"memory": 500}, "500 bytes of memory hold 0 blocks"),
         (

@@ -170,7 +170,7 @@ def test_an_empty_prompt_without_such_a_token(checkpoint: Checkpoints, tmp_path:
     [
         ([[5, VOCABULARY]], f"token id {VOCABULARY}.* from 0 to {VOCABULARY - 1}"),
         ([-1], "token id -1"),
-        ([5] * 96, "has 96 tokens, but the model's context is 96.* by 1"),
+        ([5] * 96, "has 96 tokens, but the context is 96.* by 1"),
         ([5] * 200, "has 200 tokens.*Shorten it by 105"),
         (7, "not int"),
         (None, "not NoneType"),

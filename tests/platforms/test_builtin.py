@@ -209,6 +209,21 @@ def test_limits_of_the_control_group_count(
     assert probes.host_memory() == expected
 
 
+def test_files_in_the_memory_of_the_control_group_are_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (
+        ("memory.max", f"{500 << 10}"),
+        ("memory.current", f"{450 << 10}"),
+        ("memory.stat", f"anon 7\nactive_file {100 << 10}\ninactive_file {200 << 10}\n"),
+        ("meminfo", MEMINFO),
+    ):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(probes, "_CGROUP", tmp_path)
+    monkeypatch.setattr(probes, "_MEMINFO", tmp_path / "meminfo")
+    assert probes.host_memory() == (350 << 10, 500 << 10)
+
+
 def test_a_system_without_meminfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "_CGROUP", tmp_path)
     monkeypatch.setattr(probes, "_MEMINFO", tmp_path / "none")

@@ -44,6 +44,7 @@ def plan_cache(
     scheduler: SchedulerConfig,
     context: int | None,
     memory: int,
+    free: int,
 ) -> CachePlan:
     """Divide *memory* between groups of layers.
 
@@ -52,11 +53,12 @@ def plan_cache(
         cache, scheduler: what the user says.
         context: the most tokens that the model takes; None: any number.
         memory: bytes that the cache may take.
+        free: bytes that there are.
 
     Raises:
         CacheSizeError: the memory, or the number of blocks, does not hold one sequence of the
             length that the user asks for; or that is more than the model takes; or prompts are not
-            divided, and the longest is too long for a step.
+            divided, and the longest is too long for a step; or the cache takes more than is free.
     """
     wanted = _wanted_len(scheduler, context)
     sizing = _Sizing(groups, cache.block_size, scheduler, memory)
@@ -66,14 +68,22 @@ def plan_cache(
     if sizing.grows and holds < wanted:
         if scheduler.max_model_len is not None or total < 1:
             raise CacheSizeError(_too_small(cache, sizing, wanted, total, memory))
-        _log.info(
-            "The cache holds %d tokens; the model's context of %d is cut to that. Give it more "
-            "memory (memory_bytes or num_blocks in the cache's configuration) for longer ones.",
+        _log.warning(
+            "The cache holds %d tokens, and so much is the context: a prompt and its answer are "
+            "cut to that, though the model takes %d. Give the cache more memory "
+            "(cache.memory_bytes or cache.num_blocks; serve --kv-cache-memory) for longer ones.",
             holds,
             wanted,
         )
         wanted = holds
     _check_chunks(scheduler, wanted)
+    if (size := sizing.bytes(min(total, best))) > free:
+        asked = f"memory_bytes={memory}" if cache.num_blocks is None else f"num_blocks={total}"
+        raise CacheSizeError(
+            f"With {asked}, the cache takes {size} bytes, but {free} bytes of memory are free. "
+            "Give it less (cache.memory_bytes or cache.num_blocks; serve --kv-cache-memory), or "
+            "lower max_num_seqs or max_model_len."
+        )
     return CachePlan(sizing.blocks(min(total, best)), wanted, cache.block_size)
 
 

@@ -90,7 +90,9 @@ class EngineCore:
 
     def _start(self) -> None:
         config, facts = self.config, self.executor.facts
-        plan = plan_cache(facts.groups, config.cache, config.scheduler, facts.context, facts.memory)
+        plan = plan_cache(
+            facts.groups, config.cache, config.scheduler, facts.context, facts.memory, facts.free
+        )
         self.max_model_len, self.model_config = plan.max_model_len, facts.config
         self._usage = self._warm_up(plan)
         cache = KVCacheManager(

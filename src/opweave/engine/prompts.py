@@ -53,7 +53,7 @@ class PromptReader:
         if too_many > 0:
             answer = ", at least one of them for the answer" if self.answers else ""
             raise PromptError(
-                f"The prompt has {len(ids)} tokens, but the model's context is "
+                f"The prompt has {len(ids)} tokens, but the context is "
                 f"{self.max_positions} tokens{answer}. Shorten it by {too_many}."
             )
         return ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from opweave.engine.sampler import Sampled
 from opweave.engine.step import SequenceStep
 from opweave.layers.unused import warn_of_unused_ops, warn_of_unused_replacements
 from opweave.platforms import Platform
+from opweave.platforms.errors import UnsupportedByPlatformError
 from opweave.plugins import resolve_obj_by_qualname
 
 _HOST_MEMORY = 4 << 30  # bytes that the cache takes of the host's memory at most, unless it is told
@@ -33,6 +35,7 @@ class ModelFacts:
         context: the most tokens it takes; None: any number.
         groups: its layers that keep something, by what they keep.
         memory: bytes that the cache may take.
+        free: bytes that are free on its device; more than there can be where that is not known.
     """
 
     config: Any
@@ -40,6 +43,7 @@ class ModelFacts:
     context: int | None
     groups: tuple[LayerGroup, ...]
     memory: int
+    free: int = sys.maxsize
 
 
 def share_of_host(free: int) -> int:
@@ -109,6 +113,7 @@ class Worker:
             model.max_positions,
             tuple(self.runner.groups),
             self._cache_memory(self.config.cache),
+            self._free_memory(),
         )
 
     def allocate(self, plan: CachePlan) -> None:
@@ -135,3 +140,9 @@ class Worker:
         if self.platform.capabilities.unified_memory:
             return share_of_host(free)
         return max(0, free - int(total * (1 - cache.memory_utilization)))
+
+    def _free_memory(self) -> int:
+        try:
+            return self.platform.memory_info(self.rank)[0]
+        except UnsupportedByPlatformError:
+            return sys.maxsize

@@ -81,8 +81,14 @@ def host_memory() -> tuple[int, int]:
         free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     if limit is not None and used is not None and limit < total:
-        return min(free, max(limit - used, 0)), limit
+        return min(free, max(limit - used + _pages_of_files(), 0)), limit
     return free, total
+
+
+def _pages_of_files() -> int:
+    """Return the bytes that the group uses for what files hold, which it gives back when asked."""
+    stat = dict(line.split() for line in _lines(_CGROUP / "memory.stat"))
+    return int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
 
 
 def _number(path: Path) -> int | None:

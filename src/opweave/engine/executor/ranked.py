@@ -150,9 +150,12 @@ class RankedExecutor(Executor):
             told = peers.replies(peers.call("facts"))
             facts = rank.facts()
         memory = min(facts.memory, *(each.memory for each in told))
-        if _shares_memory(rank):
-            memory //= local
-        return replace(facts, memory=memory)
+        free = min(facts.free, *(each.free for each in told))
+        if rank.worker.platform.capabilities.unified_memory:  # all have found the same
+            free //= local
+            if rank.worker.config.cache.memory_bytes is None:
+                memory //= local
+        return replace(facts, memory=memory, free=free)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -215,13 +218,6 @@ def _threads(config: EngineConfig, platform: Platform, local: int) -> int | None
     if platform.device_type != "cpu" or os.environ.get("OMP_NUM_THREADS"):
         return None
     return max(1, torch.get_num_threads() // local)
-
-
-def _shares_memory(rank: Rank) -> bool:
-    """Whether the ranks of a machine have found the same memory free."""
-    worker = rank.worker
-    is_told = worker.config.cache.memory_bytes is not None
-    return worker.platform.capabilities.unified_memory and not is_told
 
 
 def _shut_down(peers: Peers, rank: Rank) -> None:
