@@ -312,6 +312,17 @@ def test_quantised_tensors_are_refused(dtype: torch.dtype, copy: Copy) -> None:
         load_model(path)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool], ids=str)
+def test_tensors_of_other_things_than_real_numbers_are_refused(
+    dtype: torch.dtype, copy: Copy
+) -> None:
+    path = copy("llama")
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit(path, lambda t: t.update({name: torch.zeros(96, 64).to(dtype)}))
+    with pytest.raises(CheckpointError, match=rf"up_proj.weight: it has dtype {dtype}; weights are"):
+        load_model(path)
+
+
 def test_tied_embeddings(copy: Copy) -> None:
     path = copy("tied")
     embedding = load_model(path).model.embed_tokens.weight

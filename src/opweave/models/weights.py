@@ -37,6 +37,8 @@ class Place(NamedTuple):
             ValueError: it does not fit, holds no floating-point numbers, or such of one byte where
                 the parameter has wider ones: they have a scale, which would be left out.
         """
+        if tensor.is_complex() or tensor.dtype == torch.bool:
+            raise ValueError(f"it has dtype {tensor.dtype}; weights are real numbers")
         narrow = tensor.dtype.itemsize == 1 < self.parameter.dtype.itemsize
         if narrow or not tensor.is_floating_point():
             raise ValueError(
