@@ -53,6 +53,7 @@ from opweave.engine.data_parallel.statistics import NOTHING, after_death, merged
 from opweave.engine.stats import SECONDS, Histogram
 from opweave.engine.usage import KernelUse
 from opweave.ir.errors import SettingError, UnknownProviderError
+from opweave.layers import ShardingError
 from opweave.platforms.errors import UnsupportedByPlatformError
 from server.conftest import running
 from server.fake_engine import CHECKPOINT, FakeEngine
@@ -408,6 +409,23 @@ def test_a_dead_replica_fails_its_own_requests_and_is_replaced(
     assert "replica 1 died: it was told to. Another one takes its place." in caplog.text
 
 
+def test_a_dead_replica_that_nothing_can_replace(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def renew(replica: int) -> None:
+        raise ReplicaFailedError("Ray is gone.")
+
+    async def work(engine: DataParallelEngine, group: ReplicasHere) -> None:
+        group.die(1)
+        await until(lambda: engine.stats().replicas == 1)
+        await asyncio.gather(*(answer(engine, f"{i}") for i in range(4)))
+
+    with replicated() as (engine, group):
+        monkeypatch.setattr(group, "renew", renew)
+        run(work(engine, group))
+    assert "replica 1 died: it was told to. None takes its place: Ray is gone." in caplog.text
+
+
 def test_what_comes_to_a_replica_that_has_not_loaded_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -634,6 +652,7 @@ def test_one_engine_is_not_several(make: Any) -> None:
         {"data_parallel_address": "ray://head:10001"},
         {"data_parallel_address": "head"},
         {"data_parallel_address": 1},
+        {"data_parallel_address": "head:6379"},  # without a data_parallel_size
     ],
 )
 def test_settings_that_are_wrong(changes: dict[str, Any]) -> None:
@@ -650,6 +669,8 @@ def test_what_is_wrong_shows_before_ray_is_started() -> None:
         DataParallelEngine(CHECKPOINT, config=config, group=group)
     with pytest.raises(UnsupportedByPlatformError, match="float12"):
         DataParallelEngine(CHECKPOINT, config=replace(parallel(), dtype="float12"), group=group)
+    with pytest.raises(ShardingError, match="cannot be divided over 3"):
+        DataParallelEngine(CHECKPOINT, config=parallel(tensor_parallel_size=3), group=group)
     assert not group.orders
     group.close()
 

@@ -23,7 +23,8 @@ class ParallelConfig(Config):
             before it gives them up; the time that one compiles longer than another counts, too.
 
     Raises:
-        SettingError: (a ValueError) a value is out of range.
+        SettingError: (a ValueError) a value is out of range, or there is an address without
+            several replicas.
     """
 
     tensor_parallel_size: int = 1
@@ -42,6 +43,11 @@ class ParallelConfig(Config):
                 f"{owner}: data_parallel_address={address!r} must be host:port of a Ray cluster, "
                 "auto, or None. For one that is reached through ray://, run the program on a "
                 "machine of the cluster."
+            )
+        if address is not None and self.data_parallel_size == 1:
+            raise SettingError(
+                f"{owner}: data_parallel_address={address!r} is the cluster for several replicas, "
+                "but data_parallel_size is 1. Raise that, or leave the address out."
             )
 
 

@@ -23,7 +23,7 @@ from opweave.engine.data_parallel.router import Router
 from opweave.engine.data_parallel.statistics import merged
 from opweave.engine.errors import EngineDeadError
 from opweave.engine.executor.agreement import Agreement
-from opweave.engine.loader import Progress
+from opweave.engine.loader import Progress, check_ranks
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput
 from opweave.engine.priorities import engine_priorities
 from opweave.engine.prompts import as_ids
@@ -56,6 +56,7 @@ class DataParallelEngine(StreamingClient):
 
     Raises:
         EngineError, ModelError: the checkpoint is missing, damaged or not supported.
+        ShardingError: the model cannot be divided over the ranks of a replica.
         IrError: an op or provider is unknown.
         MissingDependencyError: Ray is not installed.
         InvalidArgumentError: (a ValueError) the Ray cluster is not there, or has not the room.
@@ -76,6 +77,8 @@ class DataParallelEngine(StreamingClient):
         checkpoint = Checkpoint(model)
         # What is wrong shows before anything is started.
         fitted, _ = platforms.configured(config), engine_priorities(None, config)
+        if (ranks := config.parallel.tensor_parallel_size) > 1:
+            check_ranks(model, ranks)
         self._tokenizer, self._seeds = tokenizer_of(checkpoint, fitted), RequestSeeds(fitted.seed)
         order = Order(
             agreement=Agreement.here().to_json(),

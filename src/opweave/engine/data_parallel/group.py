@@ -26,7 +26,11 @@ class ReplicaGroup(Protocol):
         """Return what is new, with the numbers of the replicas, within so many seconds."""
 
     def renew(self, replica: int) -> None:
-        """Put another one in the place of one that has died."""
+        """Put another one in the place of one that has died.
+
+        Raises:
+            ReplicaFailedError: none can come.
+        """
 
     def kill(self, replica: int) -> None:
         """End a replica at once; no news of it come any more."""

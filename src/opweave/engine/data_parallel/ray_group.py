@@ -22,6 +22,8 @@ from opweave.engine.dependencies import require
 from opweave.engine.errors import InvalidArgumentError, ReplicaFailedError
 from opweave.engine.executor.launch import Launch
 
+_log = logging.getLogger(__name__)
+
 _ENDING = 5.0  # seconds to end after being told to
 _STORE = 128 * 2**20  # bytes for what is larger than a message; reports are not
 _CONNECTING = 10.0  # seconds to reach a cluster
@@ -97,6 +99,9 @@ class RayGroup:
         return [self._news(reference) for reference in ready]
 
     def renew(self, replica: int) -> None:
+        own = self._ray.get_runtime_context().get_node_id()
+        if not any(node["Alive"] for node in self._ray.nodes() if node["NodeID"] == own):
+            raise ReplicaFailedError("Ray does not run on the server's machine any more.")
         self._actors[replica] = self._new(replica)
 
     def kill(self, replica: int) -> None:
@@ -151,6 +156,7 @@ def _initialize(ray: Any, config: ParallelConfig) -> None:
     if address == _LOCAL:
         ranks = config.data_parallel_size * config.tensor_parallel_size
         processors = max(ranks, torch.get_num_threads())
+        _warn_of_few_processors(ranks)
         local = {
             "num_cpus": processors, "include_dashboard": False, "object_store_memory": _STORE,
         }  # fmt: skip
@@ -168,6 +174,16 @@ def _initialize(ray: Any, config: ParallelConfig) -> None:
             f"Ray cannot be used at {address!r}: {first}. A cluster is started with ray start "
             "--head, and its address given with data_parallel_address or RAY_ADDRESS."
         ) from error
+
+
+def _warn_of_few_processors(ranks: int) -> None:
+    found = os.cpu_count() or ranks
+    if platforms.current_platform.device_type == "cpu" and ranks > found:
+        _log.warning(
+            "%d ranks share %d processors; lower data_parallel_size or tensor_parallel_size.",
+            ranks,
+            found,
+        )
 
 
 def _options(ray: Any, config: ParallelConfig) -> dict[str, Any]:

@@ -141,9 +141,13 @@ class Replicas:
         member.die(failure)
         self.last_failure = failure
         self._on_loss(member)
-        if was_loaded:
-            _log.error("%s Another one takes its place.", failure)
-            self._group.renew(member.number)
-            self.members[member.number] = member.successor()
-        else:
+        if not was_loaded:
             _log.error("%s", failure)
+            return
+        try:
+            self._group.renew(member.number)
+        except ReplicaFailedError as error:
+            _log.critical("%s None takes its place: %s Start the server again.", failure, error)
+        else:
+            _log.error("%s Another one takes its place.", failure)
+            self.members[member.number] = member.successor()
