@@ -20,6 +20,7 @@ from opweave.compile import fingerprint, sources
 KERNELS = """
     import functools
     import os
+    from fp_first import through
     from fp_other import decorate, doubled
     from fp_package import constants
 
@@ -52,6 +53,9 @@ KERNELS = """
     def elsewhere(x):
         return doubled(x)
 
+    def two_packages_away(x):
+        return through(x)
+
     SCALE = float(os.environ.get("FP_SCALE", "1"))
 
     def reads_global(x):
@@ -81,6 +85,9 @@ FILES = {
     "fp_package/late.py": "from fp_package import later\ndef helper(x): return later.helper(x)",
     "fp_package/later.py": "def helper(x): return x * 1.0",
     "fp_package/constants.py": "import os\nSCALE = float(os.environ.get('FP_SCALE', '1'))",
+    "fp_first/__init__.py": "from fp_second.deep import tripled\ndef through(x): return tripled(x)",
+    "fp_second/__init__.py": "",
+    "fp_second/deep.py": "def tripled(x): return x * 3\ndef halved(x): return x / 2",
     "fp_other.py": """
         def decorate(function):
             def wrapper(x):
@@ -118,8 +125,7 @@ def forget() -> None:
     importlib.invalidate_caches()
     for name in [n for n in sys.modules if n.startswith("fp_")]:
         del sys.modules[name]
-    cached_in = (fingerprint.of_file, fingerprint._of_module, fingerprint._of_installed)
-    for cached in (*cached_in, sources.files_of, sources._used_by):
+    for cached in (fingerprint.of_file, fingerprint._of_module, sources.files_of, sources._used_by):
         cached.cache_clear()
 
 
@@ -186,6 +192,20 @@ def test_a_function_of_another_package_counts(
     assert versions[0] != versions[1] != versions[2] == versions[0]
 
 
+def test_a_module_two_packages_away_counts(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = process(lambda k: k.two_packages_away)
+    process.write("fp_second/deep.py", "def tripled(x): return x * 3.5")
+    changed = process(lambda k: k.two_packages_away)
+    assert changed != first
+    # An installed one counts by its version and the files that are named.
+    monkeypatch.setattr(sources, "_INSTALLED", {str(process.folder / "fp_second")})
+    assert process(lambda k: k.two_packages_away) == changed
+    process.write("fp_second/__init__.py", "__version__ = '2'")
+    assert process(lambda k: k.two_packages_away) != changed
+
+
 @pytest.mark.parametrize(
     "of",
     [lambda k: k.reads_global, lambda k: k.reads_module, lambda k: torch.no_grad()(k.reads_global)],
@@ -196,6 +216,53 @@ def test_constants_from_outside_of_the_source_count(
     first = process(of)
     monkeypatch.setenv("FP_SCALE", "5")
     assert process(of) != first
+
+
+CHOSEN = """
+    import functools, operator, os
+    import torch
+    import torch.nn.functional as N
+    from fp_second import deep
+    from opweave import ir
+    SCALE = float(os.environ.get("FP_SCALE", "1"))
+    IS_FIRST = SCALE == 1
+
+    @torch.no_grad()
+    def scaled(x):
+        return x * SCALE
+
+    F = {}
+
+    def impl(x):
+        return F(x)
+"""
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "N.silu if IS_FIRST else N.selu",
+        "torch.sin if IS_FIRST else torch.cos",
+        "operator.add if IS_FIRST else torch.add",
+        "torch.Tensor.sin if IS_FIRST else torch.Tensor.cos",
+        "torch.ops.aten.sin.default if IS_FIRST else torch.ops.aten.cos.default",
+        "torch.ops.aten.sin if IS_FIRST else torch.ops.aten.cos",
+        "torch.nn.ReLU if IS_FIRST else torch.nn.SELU",
+        "ir.ops.silu_and_mul if IS_FIRST else ir.ops.gelu_and_mul",
+        "deep.tripled if IS_FIRST else deep.halved",
+        "functools.partial(torch.add, other=SCALE)",
+        "functools.partial(deep.tripled, SCALE)",
+        "scaled",
+    ],
+)
+def test_which_function_a_global_is_counts(
+    process: Process, monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    process.write("fp_package/kernels.py", CHOSEN.format(chosen))
+    first = process(lambda k: k.impl)
+    assert process(lambda k: k.impl) == first
+    monkeypatch.setenv("FP_SCALE", "5")
+    assert process(lambda k: k.impl) != first
 
 
 HELD = [1.0, 2.0, -0.0, (1, 2), (2, 1), torch.float16, torch.float32, "a", frozenset("abc"), True]

@@ -115,14 +115,18 @@ def _of_footprint(footprint: Footprint) -> str:
 
 @cache
 def _of_module(module: ModuleType) -> str:
-    return digest_of(map(of_file, files_of(module)))
+    files = files_of(module).items()
+    return digest_of(part for name, file in files for part in (_version_of(name), of_file(file)))
 
 
-@cache
 def _of_installed(module: ModuleType) -> str:
-    package = sys.modules.get(top_of(module.__name__))
-    version = str(getattr(package, "__version__", ""))
-    return digest_of([module.__name__, version, of_file(module.__file__)])
+    name = module.__name__
+    return digest_of([name, _version_of(name), of_file(module.__file__)])
+
+
+def _version_of(name: str) -> str:
+    """Return what the package that a module is in says of its version, if it is imported."""
+    return str(getattr(sys.modules.get(top_of(name)), "__version__", ""))
 
 
 def _rule_text(rule: Rule) -> str:

@@ -21,7 +21,8 @@ _PLAIN = (int, float, complex, str, bytes, range, type(None), type(...))
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONSTANT = (*_PLAIN, *_TORCH, enum.Enum, tuple, frozenset)
 _WRAPPED = ("__wrapped__", "fn")  # where functools, and Triton and torch, keep a function
-_VERSIONED = {"torch", "triton", *sys.stdlib_module_names}
+_BINDING = (functools.partial, MethodType)
+_NAMED = (Callee, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 class _Text(NamedTuple):
@@ -37,9 +38,10 @@ class Footprint:
 
     A function counts by its bytecode, by the module it is from (see
     :mod:`opweave.compile.sources`), by what it holds (closure, defaults, arguments of a
-    ``partial``), and by the globals that it names: constants, functions and classes that are of the
-    same package or have no source file, and modules of other packages. Torch and Python's own
-    library count by their versions.
+    ``partial``), and by the globals that it names: which function, class or module each is, its
+    value if it is a constant, what it depends on if it is of the same package, has no source file
+    or is a ``partial``, and the module that it is from otherwise. Torch and Python's own library
+    count by their versions.
     """
 
     def __init__(self) -> None:
@@ -68,7 +70,7 @@ class Footprint:
         self.facts.append(")")
 
     def _object(self, value: Any) -> None:
-        self.facts.append(type(value).__qualname__)
+        self.facts.append(_identity(value))
         if isinstance(value, FunctionType):
             self._function(value)
         elif isinstance(value, functools.partial):
@@ -83,14 +85,12 @@ class Footprint:
             self._module(value)
         elif isinstance(value, type):
             self._class(value)
-        elif isinstance(value, Callee):  # every op is in the key, and what runs is its policy's
-            self.facts.append(repr(value))
-        else:
+        elif not isinstance(value, Callee):  # every op is in the key; what runs is its policy's
             self._instance(value)
 
     def _function(self, function: FunctionType) -> None:
         module = _module_of(function)
-        self._all((function.__qualname__, *_contents(function)))
+        self._all(_contents(function))
         if _is_versioned(module):
             return
         if _has_source(function):
@@ -102,7 +102,6 @@ class Footprint:
         self._code(function.__code__, function.__globals__, module)
 
     def _class(self, kind: type) -> None:
-        self.facts.append(kind.__qualname__)
         if _is_versioned(module := _module_of(kind)):
             return
         self._module(module)
@@ -118,7 +117,6 @@ class Footprint:
             held = getattr(value, "__dict__", {}).items()
             self._all(item for item in held if _is_constant(item[1]) or callable(item[1]))
         if callable(value):
-            self.facts.append(str(getattr(value, "__name__", "")))
             inner = [getattr(value, name, None) for name in _WRAPPED]
             self._all(each for each in inner if callable(each))
 
@@ -136,11 +134,15 @@ class Footprint:
         if _is_constant(value):
             self._all((name, value))
             return
+        self.facts.append(f"{name} is {_identity(value)}")
+        if isinstance(value, _BINDING):
+            self.hold(value)
+            return
         if not _is_at_home(value, home):
             self._elsewhere(_module_of(value))
             return
         if not isinstance(value, ModuleType) and callable(value):
-            self._all((name, value))
+            self.hold(value)
         if isinstance(value, (ModuleType, type)) and (id(value), id(used)) not in self._met:
             self._met[id(value), id(used)] = used
             for attribute in used:
@@ -182,6 +184,16 @@ def _is_constant(value: object) -> bool:
     )
 
 
+def _identity(value: object) -> str:
+    """Return which function, class or module *value* is; of another object, of which class."""
+    if isinstance(value, _NAMED):
+        return repr(value)
+    if isinstance(value, ModuleType):  # torch.classes makes a class of any other attribute
+        return f"module {value.__name__}"
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", "")
+    return f"{type(value).__qualname__} {getattr(value, '__module__', '')}.{name}"
+
+
 def _contents(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
@@ -203,14 +215,18 @@ def _module_of(value: Any) -> ModuleType | None:
 
 
 def _is_versioned(module: ModuleType | None) -> bool:
-    return module is not None and sources.top_of(module.__name__) in _VERSIONED
+    return module is not None and sources.is_versioned(module.__name__)
 
 
 def _is_at_home(value: Any, home: ModuleType | None) -> bool:
-    """Whether *value*, a module, function or class, is of the package *home* or has no file."""
-    if isinstance(value, functools.partial):
-        return _is_at_home(value.func, home)
-    if isinstance(value, FunctionType) and not _has_source(value):
-        return not _is_versioned(_module_of(value))
+    """Whether *value*, a module, function or class, is of the package *home* or has no file.
+
+    A wrapper that a decorator of another package made is where the function that it wraps is.
+    """
+    if isinstance(value, FunctionType):
+        if hasattr(value, "__wrapped__") and _is_at_home(value.__wrapped__, home):
+            return True
+        if not _has_source(value):
+            return not _is_versioned(_module_of(value))
     module = _module_of(value)
     return home is not None and module is not None and sources.together(home, module)

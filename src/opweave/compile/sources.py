@@ -1,4 +1,4 @@
-"""The source files that a module depends on: its own, and those it uses in its own package."""
+"""The source files that a module depends on: its own, and those of the modules that it uses."""
 
 from __future__ import annotations
 
@@ -6,36 +6,43 @@ import dis
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import resolve_name
 from inspect import CO_OPTIMIZED
-from os.path import dirname
+from os.path import basename, dirname
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 _IMPORT = dis.opmap["IMPORT_NAME"]
+_PACKAGES = ("site-packages", "dist-packages")
 _INSTALLED = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+_INSTALLED |= {folder for folder in sys.path if basename(folder) in _PACKAGES}  # of .pth files
+_VERSIONED = {"torch", "triton", *sys.stdlib_module_names}
 _NOTHING = compile("", "", "exec")
 
 
 @cache
-def files_of(module: ModuleType) -> tuple[str, ...]:
-    """Return the files of a module and, transitively, of those it uses in its own package.
+def files_of(module: ModuleType) -> Mapping[str, str]:
+    """Return the files, by name, of a module and, transitively, of those that it uses.
 
     Used is what its names refer to, and what its functions import when they run, whether that has
-    happened yet or not. A package is a top-level one, or the scripts in one folder.
+    happened yet or not. Modules of other packages that are installed are there, and not what those
+    use; torch and Python's own library are not. A package is a top-level one, or the scripts in
+    one folder.
     """
     found: dict[str, str] = {}
     waiting = [module.__name__]
     while waiting:
         name = waiting.pop()
-        if name not in found and (file := _file_of(name, module)) is not None:
-            found[name] = file
+        if name in found or is_versioned(name) or (file := _file_of(name)) is None:
+            continue
+        found[name] = file
+        if top_of(name) == top_of(module.__name__) or not _is_in_packages(file):
             waiting += _used_by(name, file, name in sys.modules)
-    return tuple(file for _, file in sorted(found.items()) if file)
+    return dict(sorted(found.items()))
 
 
 def together(module: ModuleType, other: ModuleType) -> bool:
@@ -48,8 +55,12 @@ def together(module: ModuleType, other: ModuleType) -> bool:
 
 def is_installed(module: ModuleType) -> bool:
     """Whether a module is in a folder for installed packages, whose versions tell them apart."""
-    file = getattr(module, "__file__", None) or ""
-    return any(file.startswith(folder + os.sep) for folder in _INSTALLED)
+    return _is_in_packages(getattr(module, "__file__", None) or "")
+
+
+def is_versioned(name: str) -> bool:
+    """Whether a module is torch's or of Python's own library, which count by their versions."""
+    return top_of(name) in _VERSIONED
 
 
 def top_of(name: str) -> str:
@@ -81,16 +92,16 @@ def imported_by(code: CodeType, package: str) -> Iterator[str]:
             yield from (f"{base}.{name}" for name in names.argval or ())
 
 
-def _file_of(name: str, root: ModuleType) -> str | None:
-    """Return the file of a module of *root*'s package, empty if it has none; None if it is none."""
+def _file_of(name: str) -> str | None:
+    """Return the file of a module, empty if it has none; None if *name* is no module."""
     module = sys.modules.get(name)
-    if module is not None:
-        return getattr(module, "__file__", None) or "" if together(root, module) else None
-    same = top_of(name) == top_of(root.__name__)
-    if not same and (root.__package__ or "." in name):
-        return None
-    file = getattr(_spec_of(name), "origin", None)
-    return file if file and (same or dirname(file) == folder_of(root)) else None
+    if module is None:
+        return getattr(_spec_of(name), "origin", None)
+    return getattr(module, "__file__", None) or ""
+
+
+def _is_in_packages(file: str) -> bool:
+    return any(file.startswith(folder + os.sep) for folder in _INSTALLED)
 
 
 def _spec_of(name: str) -> ModuleSpec | None:
