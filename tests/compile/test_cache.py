@@ -7,12 +7,17 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from opweave.compile import fingerprint
+import opweave.compile
+from opweave import ir
+from opweave.compile import Report, fingerprint
 
 PROGRAM = """
     import json, sys
@@ -79,14 +84,18 @@ HELPER = """
 """
 
 
+# The program puts a function of its own into opweave, so that its file is in the keys.
 SAVE = """
+    import torch
     from pathlib import Path
+    import program
     Path("artifacts").write_bytes(torch.compiler.save_cache_artifacts()[0])
 """
 LOAD = """
     import torch
     from pathlib import Path
     assert torch.compiler.load_cache_artifacts(Path("artifacts").read_bytes()) is not None
+    import program
 """
 
 
@@ -140,6 +149,43 @@ def test_a_program_that_does_not_donate_gets_no_artifact_of_one_that_does(proces
     assert other["passes"] != []
 
 
+def norm(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    s = x + r
+    return ir.ops.rms_norm(s, None, 1e-5), s
+
+
+def renamed(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    s = first + second
+    return ir.ops.rms_norm(s, None, 1e-5), s
+
+
+def compile_anew(function: Callable[..., Any]) -> Report:
+    torch._dynamo.reset()
+    torch.compile(function, backend=opweave.compile.backend)(torch.ones(4, 8), torch.ones(4, 8))
+    return opweave.compile.report()
+
+
+def test_a_hit_after_the_joint_stage_has_the_report() -> None:
+    first = compile_anew(norm)
+    assert (first.complete, first.from_cache) == (True, False)
+    assert first.nodes
+    partial, whole = compile_anew(renamed), compile_anew(renamed)
+    assert partial.key == whole.key != first.key
+    for report in (partial, whole):
+        assert (report.complete, report.from_cache) == (True, True)
+        assert (report.nodes, report.fusions) == (first.nodes, first.fusions)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff"])
+def test_a_report_that_is_missing_says_so(tmp_path: Path, content: bytes) -> None:
+    compile_anew(norm)
+    for file in tmp_path.glob("inductor/opweave/reports/*.json"):
+        file.write_bytes(content)
+    report = compile_anew(norm)
+    assert (report.complete, report.from_cache) == (False, True)
+    assert str(report) == "compiled earlier, its report is missing"
+
+
 def test_what_misses(process: Process) -> None:
     process("functional")
     assert process("functional")["passes"] == []
@@ -167,8 +213,8 @@ def test_a_changed_binary_misses(tmp_path: Path) -> None:
 
 
 def test_artifacts_carry_the_report_to_another_cache(process: Process) -> None:
-    process.write("saver.py", PROGRAM + SAVE)
-    process.write("loader.py", LOAD + PROGRAM)
+    process.write("saver.py", SAVE)
+    process.write("loader.py", LOAD)
     process("donating", program="saver.py")
     elsewhere = str(process.folder / "elsewhere")
     found = process("donating", program="loader.py", TORCHINDUCTOR_CACHE_DIR=elsewhere)

@@ -92,6 +92,22 @@ def test_each_selection_is_compiled_once(double: ir.IrOp) -> None:
     assert chosen == [["native"], ["three"]]
 
 
+def test_nothing_is_filed_where_dynamo_compiles_nothing(double: ir.IrOp) -> None:
+    run = compiled(calling(double))
+    assert factor(run) == 2
+    told = [
+        lambda: torch.compiler.set_stance("eager_on_recompile"),
+        lambda: torch._dynamo.config.patch(disable=True),
+    ]
+    for each in told:
+        with ir.priority(double="three"), each():
+            assert factor(run) == 3
+    assert len(opweave.compile.reports()) == 1
+    with ir.priority(double="three"):
+        assert factor(run) == 3
+    assert len(opweave.compile.reports()) == 2
+
+
 def test_the_call_site_is_in_the_graph(double: ir.IrOp) -> None:
     run = compiled(lambda x: double.using("five")(x) + double(x))
     assert factor(run) == 7

@@ -125,7 +125,8 @@ class CompiledGraph:
     def _call_another(self, plan: Plan, inputs: Sequence[Any]) -> Any:
         """Call the same graph compiled for another plan: through Dynamo, which guards its shapes.
 
-        The call itself compiles it, so that the graph runs once.
+        The call itself compiles it, so that the graph runs once. Where Dynamo is told to compile
+        nothing, the graph runs op by op, and is not kept.
         """
         first = len(self.log.reports)
 
@@ -135,8 +136,9 @@ class CompiledGraph:
 
         again = torch.compile(copy_module(self._pristine), backend=inner)
         result = again(*inputs)
-        self._variants[plan.digest] = again, self.log.reports[first]
-        self.log.last = self.log.reports[first]
+        if compiled := self.log.reports[first:]:
+            self._variants[plan.digest] = again, compiled[0]
+            self.log.last = compiled[0]
         return result
 
     def _donated_overlap(self, inputs: Sequence[Any]) -> bool:
@@ -173,11 +175,10 @@ def compile_with(
     for module in all_graphs(graph_module):
         pipeline.run(Stage.DYNAMO, module.graph, context)
         module.recompile()
-    key = store.key_of(graph_module, inputs, context.plan)
-    context.report.key = key
+    context.report.key = store.key_of(graph_module, context.plan, inputs)
     config = {**context.plan.options.inductor, **hooks(context)}
     runner = compile(graph_module, inputs, config)
-    store.settle(context.report)
+    store.settle(context)
     return runner
 
 

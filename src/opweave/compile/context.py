@@ -16,13 +16,24 @@ from opweave.ir.explain import explained
 
 @dataclass
 class Context:
-    """The plan, the report and the traces of one compilation."""
+    """The plan, the report and the traces of one compilation.
+
+    Attributes:
+        plan: what was decided before.
+        report: what is decided.
+        tracer: the traces.
+        joint_key: what the report is filed under besides its own key: that of the graph as the
+            joint stage leaves it, which has nobody's names in it.
+        fused_from: the nodes that a composite replaced, by its name.
+        notes: of the pass that is running.
+    """
 
     plan: Plan
     report: Report = field(default_factory=Report)
     tracer: Tracer = field(default_factory=Tracer)
-    fused_from: dict[str, list[str]] = field(default_factory=dict)  # node -> what it replaced
-    notes: list[str] = field(default_factory=list)  # of the pass that is running
+    joint_key: str = ""
+    fused_from: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     _texts: dict[Any, str] = field(default_factory=dict)  # of arguments, by their signature
 
     def describe(self, call: IrCall, selection: Selection, stage: str) -> NodeReport:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from opweave.compile import compat, pipeline
+from opweave.compile import compat, pipeline, store
 from opweave.compile.context import Context
 from opweave.compile.pipeline import Stage
 
@@ -31,6 +31,8 @@ class StagePass(compat.CustomGraphPass):
         pipeline.run(self._stage, graph, self._context)
         for other in self._others:
             other(graph)
+        if self._stage is Stage.JOINT:  # the whole graph comes last, after those inside of it
+            self._context.joint_key = store.key_of(graph.owning_module, self._context.plan)
 
     def uuid(self) -> Any | None:
         others = [other.uuid() if hasattr(other, "uuid") else None for other in self._others]

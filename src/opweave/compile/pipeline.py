@@ -68,9 +68,14 @@ def run(stage: Stage, graph: Graph, context: Context) -> None:
         PluginPassError: a pass of a plugin failed.
         UnloweredOpError: an op is left after the last stage.
     """
-    context.report.complete = stage is not Stage.DYNAMO
-    if not ir_calls(graph) and not (stage is Stage.DYNAMO and any(map(inner_graphs, graph.nodes))):
-        return
+    if ir_calls(graph) or (stage is Stage.DYNAMO and any(map(inner_graphs, graph.nodes))):
+        _run(stage, graph, context)
+    # Inductor goes no further where it has the code of the joint graph, or nothing to compile.
+    is_last = stage is Stage.POST_GRAD or (stage is Stage.JOINT and not _computes(graph))
+    context.report.complete = is_last
+
+
+def _run(stage: Stage, graph: Graph, context: Context) -> None:
     text, state = graph_text(graph), _state(graph)
     for step in steps(stage, context.plan):
         start = time.perf_counter()
@@ -117,6 +122,10 @@ def _is_same(a: list[tuple[object, ...]], b: list[tuple[object, ...]]) -> bool:
     return len(a) == len(b) and all(
         x is y for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)
     )
+
+
+def _computes(graph: Graph) -> bool:
+    return any(node.op not in ("placeholder", "get_attr", "output") for node in graph.nodes)
 
 
 def _check_lowered(graph: Graph) -> None:

@@ -125,7 +125,7 @@ class Report:
 
     Attributes:
         key: what the report is filed under, next to the compiled artifact.
-        from_cache: the artifact was compiled earlier, and so was this report.
+        from_cache: the artifact was compiled earlier, and this is the report of that compilation.
         complete: the passes have run, or their report was found.
         seconds: how long the passes took.
         traces: how many implementations were made into graphs.
@@ -218,6 +218,9 @@ class Report:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
+        if self.from_cache and not self.complete:
+            yield "compiled earlier, its report is missing"
+            return
         where = "from the cache" if self.from_cache else f"{self.seconds * 1e3:.0f} ms in passes"
         yield f"{len(self.nodes)} calls of ops, {self.traces} traces, {where}"
         for node in self.nodes:

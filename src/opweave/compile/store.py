@@ -1,7 +1,9 @@
 """Reports, filed next to Inductor's cached artifacts: a cache hit runs no pass, and has a report.
 
-A report depends on the graph that Dynamo traced, the shapes and dtypes of its inputs, and the plan:
-its key is a digest of these.
+A report depends on the graph, the shapes and dtypes of its inputs, and the plan: its key is a
+digest of these. It has two. AOTAutograd caches by the graph that Dynamo traced, where names are
+those of the program; Inductor by the one that AOTAutograd made, and a hit there comes after the
+joint stage.
 """
 
 from __future__ import annotations
@@ -17,38 +19,64 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from opweave.compile import compat, fingerprint
+from opweave.compile.context import Context
 from opweave.compile.log import logger
-from opweave.compile.nodes import fake_of, has_fakes
+from opweave.compile.nodes import all_graphs, fake_of, has_fakes
 from opweave.compile.pipeline import graph_text
 from opweave.compile.plan import Plan
 from opweave.compile.report import Report
 
 
-def key_of(graph_module: GraphModule, inputs: Sequence[Any], plan: Plan) -> str:
-    """Return what the report of this compilation is filed under."""
+def key_of(graph_module: GraphModule, plan: Plan, inputs: Sequence[Any] = ()) -> str:
+    """Return what the report of compiling a graph is filed under.
+
+    Args:
+        graph_module: the graph, and those inside of it.
+        plan: of the compilation.
+        inputs: of the graph, for one that says nothing of them.
+    """
     graph = graph_module.graph
-    parts = [graph_text(graph), plan.digest, str(torch.is_grad_enabled())]
+    parts = [graph_text(module.graph) for module in all_graphs(graph_module)]
+    parts += [plan.digest, str(torch.is_grad_enabled())]
     if has_fakes(graph):
         inputs = [fake_of(node) for node in graph.nodes if node.op == "placeholder"]
     return fingerprint.digest_of([*parts, *map(_describe, inputs)])
 
 
-def settle(report: Report) -> None:
-    """File *report* if the passes have run, or fill it with the one filed earlier."""
-    name = f"opweave/reports/{report.key}.json"
-    path = Path(compat.cache_directory(), name)
+def settle(context: Context) -> None:
+    """File the report if all passes have run, or fill it with the one filed earlier."""
+    report = context.report
+    keys = [key for key in (report.key, context.joint_key) if key]
+    outdated = keys
     if report.complete:
-        _write(path, report.to_json())
         logger.debug("cache miss: compiled %d calls of ops", len(report.nodes))
     else:
-        try:
-            found = Report.from_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.debug("cache hit, but no report of the artifact: %s", error)
+        report.from_cache = True
+        filed = {key: _read(key) for key in keys}
+        outdated = [key for key, found in filed.items() if found is None]
+        found = next(filter(None, filed.values()), None)
+        if found is None:
+            logger.debug("cache hit, but no report of the artifact")
             return
-        vars(report).update(vars(found), from_cache=True)
+        vars(report).update(vars(found), key=report.key, from_cache=True)
         logger.debug("cache hit: the report is the one of the first compilation")
-    compat.record_artifact(name, report.to_dict())
+    for key in outdated:
+        _write(Path(compat.cache_directory(), _name(key)), report.to_json())
+    for key in keys:
+        compat.record_artifact(_name(key), report.to_dict())
+
+
+def _name(key: str) -> str:
+    return f"opweave/reports/{key}.json"
+
+
+def _read(key: str) -> Report | None:
+    path = Path(compat.cache_directory(), _name(key))
+    try:
+        return Report.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.debug("no report in %s: %s", path, error)
+        return None
 
 
 def _write(path: Path, text: str) -> None:
