@@ -280,6 +280,36 @@ def test_near_misses_say_what_is_in_the_way(miss: str) -> None:
     assert any(re.search(reason, text) for text in reasons), reasons
 
 
+@pytest.mark.parametrize("entry", ["aten!", "native!"])
+def test_a_part_that_must_run_is_not_replaced(entry: str) -> None:
+    def function(a: Tensor, r: Tensor) -> Any:
+        return (o.rms_norm(a + r, W, 1e-5),)
+
+    with ir.priority(rms_norm=[entry]):
+        (miss,) = fused(function, x(), x())
+    assert re.match(f"rms_norm must run {entry} \\[scope ir.priority", miss.reason)
+    (node,) = opweave.compile.report().nodes
+    assert f"{node.op}={node.chosen}!" == f"rms_norm={entry}"
+
+
+def test_a_part_that_must_run_and_cannot_is_an_error() -> None:
+    def function(a: Tensor, r: Tensor) -> Any:
+        return (o.rms_norm(a + r, W, 1e-5),)
+
+    compiled = torch.compile(function, backend=opweave.compile.backend)
+    with (
+        ir.priority(rms_norm=["aten!"]),
+        ir.require("batch_invariant"),
+        pytest.raises(Exception, match=r"aten.*batch_invariant"),
+    ):
+        compiled(x(), x())
+
+
+@pytest.mark.parametrize("function", [o.rms_norm.using("aten"), torch.autocast("cpu")(o.rms_norm)])
+def test_one_part_alone_is_no_near_miss(function: Any) -> None:
+    assert fused(lambda a: (function(a.float(), None, 1e-5),), x()) == []
+
+
 def test_a_longer_chain_keeps_its_ops() -> None:
     """Norms and rotation are one kernel; the cache that follows does not take the rotation away."""
 

@@ -71,11 +71,6 @@ class _Search:
             return
         if not isinstance(node, Node) or kind(node) != kind(wanted) or part[0] != part[1]:
             self._miss(f"{where} is {_name(node)}, not {_name(wanted)}")
-        call = ir_call(node)
-        if call and call.call_site:
-            raise NoMatchError(f"{node.name} names its providers itself", WHOLE)
-        if call and call.autocast:
-            raise NoMatchError(f"{node.name} is called under torch.autocast", WHOLE)
         if wanted in self.nodes:
             self._miss(f"{where} is {node.name}, not {self.nodes[wanted]}")
         self._operands(wanted, node)

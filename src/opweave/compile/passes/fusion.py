@@ -147,6 +147,7 @@ def _try(
         match = find(pattern, anchor, context.tracer)
         if used & set(match.inner):
             raise NoMatchError("a part of it is in another fusion", 1)
+        _check_parts(match, context)
         _check_kernel(match, context)
     except NoMatchError as miss:
         nearest = misses.get(op.name)
@@ -159,6 +160,19 @@ def _try(
     context.fused_from[new.name] = names
     context.report.fusions.append(FusionReport(op.name, new.name, "fused", ", ".join(names)))
     context.notes.append(f"{op.name} from {', '.join(names)} ({source_line(new)})")
+
+
+def _check_parts(match: Match, context: Context) -> None:
+    """Raise NoMatchError if what is to run was said of a part, and not of the composite."""
+    for call in filter(None, map(ir_call, match.inner)):
+        name = call.op.name
+        if call.call_site:
+            raise NoMatchError(f"{name} names its providers itself", WHOLE)
+        if call.autocast:
+            raise NoMatchError(f"{name} is called under torch.autocast", WHOLE)
+        for entry in context.plan.policy(call.op).priority:
+            if entry.strict:
+                raise NoMatchError(f"{name} must run {entry} [{entry.origin}]", WHOLE)
 
 
 def _check_kernel(match: Match, context: Context) -> None:
