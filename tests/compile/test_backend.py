@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import opweave.compile
 from opweave import ir, native
 from opweave.compile import CompileError, Report, UnloweredOpError, pipeline
-from opweave.compile.nodes import ir_calls
+from opweave.compile.nodes import all_graphs, ir_calls
 from opweave.ir import rules
 
 from .blocks import BLOCKS, Model, OpCalls, model_inputs
@@ -276,6 +277,50 @@ def test_an_exported_program_is_lowered() -> None:
     for tokens in (4, 9):
         given = torch.randn(tokens, 8), torch.randn(tokens, 8)
         torch.testing.assert_close(lowered(*given), model(*given))
+
+
+class Branches(nn.Module):
+    """Calls an op at each depth: beside control flow, in a branch, in a branch of a branch."""
+
+    def forward(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        def added(x: Tensor, r: Tensor) -> Tensor:
+            return ir.ops.rms_norm(x + r, None, 1e-5)
+
+        def gated(x: Tensor, r: Tensor) -> Tensor:
+            return ir.ops.silu_and_mul(torch.cat((x, r), -1))
+
+        def branches(x: Tensor, r: Tensor) -> Tensor:
+            return torch.cond(x.mean() > 1, added, gated, (x, r))
+
+        return torch.cond(x.sum() > 0, branches, gated, (x, r)), ir.ops.silu_and_mul(x)
+
+
+DEPTHS = {"fused_add_rms_norm": 1, "silu_and_mul": 3}
+
+
+def given_to_branches() -> list[tuple[Tensor, Tensor]]:
+    x, r = torch.rand(4, 8) + 0.1, torch.randn(4, 8)
+    return [(x, r), (x + 1, r), (-x, r)]
+
+
+def test_control_flow_is_lowered() -> None:
+    module = torch.export.export(Branches(), given_to_branches()[0]).graph_module
+    before = [pipeline.graph_text(each.graph) for each in all_graphs(module)]
+    report = Report()
+    lowered = opweave.compile.lower(module, report=report)
+    assert Counter(node.op for node in report.nodes) == DEPTHS
+    assert len(all_graphs(lowered)) == len(before) == 5
+    assert not any(ir_calls(each.graph) for each in all_graphs(lowered))
+    assert [pipeline.graph_text(each.graph) for each in all_graphs(module)] == before
+    for given in given_to_branches():
+        torch.testing.assert_close(tuple(lowered(*given)), Branches()(*given))
+
+
+def test_control_flow_runs_what_the_passes_leave() -> None:
+    compiled = torch.compile(Branches(), backend="opweave", options={"codegen": False})
+    for given in given_to_branches():
+        torch.testing.assert_close(compiled(*given), Branches()(*given))
+    assert Counter(node.op for node in opweave.compile.report().nodes) == DEPTHS
 
 
 @pytest.mark.timeout(300)

@@ -177,15 +177,14 @@ def replace_compile_fx(
 
 
 def compile_aot(
-    graph_module: GraphModule, example_inputs: Sequence[Any], change: Callable[[Graph], None]
+    graph_module: GraphModule, example_inputs: Sequence[Any], change: Callable[[GraphModule], None]
 ) -> Callable[..., Any]:
     """Compile with AOTAutograd only: *change* its graphs, then run them op by op."""
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._inductor.decomposition import select_decomp_table
 
     def compiler(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        change(module.graph)
-        module.recompile()
+        change(module)
 
         def run(inputs: list[Any]) -> Any:
             given = list(inputs)

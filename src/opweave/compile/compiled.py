@@ -17,7 +17,7 @@ from opweave.compile.aliases import share_elements
 from opweave.compile.context import Context
 from opweave.compile.inductor import hooks
 from opweave.compile.log import logger
-from opweave.compile.nodes import all_graphs, ir_calls
+from opweave.compile.nodes import all_graphs, ir_calls, named_graphs
 from opweave.compile.options import CompileOptions
 from opweave.compile.passes.donation import donated_inputs
 from opweave.compile.pipeline import Stage
@@ -183,11 +183,13 @@ def compile_with(
 
 
 def copy_module(graph_module: GraphModule) -> GraphModule:
-    """Copy a graph module; parameters and submodules are shared."""
+    """Copy a graph module and the graphs that control flow in it runs; parameters are shared."""
     graph = Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     copied = GraphModule(graph_module, graph)
     copied.meta = dict(graph_module.meta)
+    for name, inner in named_graphs(graph_module, graph_module.graph.nodes).items():
+        setattr(copied, name, copy_module(inner))
     return copied
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from opweave.compile import compat, pipeline, store
 from opweave.compile.context import Context
@@ -32,7 +32,8 @@ class StagePass(compat.CustomGraphPass):
         for other in self._others:
             other(graph)
         if self._stage is Stage.JOINT:  # the whole graph comes last, after those inside of it
-            self._context.joint_key = store.key_of(graph.owning_module, self._context.plan)
+            whole = cast("GraphModule", graph.owning_module)
+            self._context.joint_key = store.key_of(whole, self._context.plan)
 
     def uuid(self) -> Any | None:
         others = [other.uuid() if hasattr(other, "uuid") else None for other in self._others]

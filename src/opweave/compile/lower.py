@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch.fx import Graph, GraphModule
@@ -11,7 +12,8 @@ from opweave.compile import compat, pipeline
 from opweave.compile.compiled import copy_module, registries_of
 from opweave.compile.context import Context
 from opweave.compile.errors import CompileError
-from opweave.compile.nodes import has_fakes
+from opweave.compile.inductor import HOOKS
+from opweave.compile.nodes import all_graphs, has_fakes
 from opweave.compile.options import CompileOptions
 from opweave.compile.pipeline import Stage
 from opweave.compile.plan import Plan
@@ -51,8 +53,7 @@ def lower(
     plan = Plan.capture(registries_of(lowered), CompileOptions.parse(options))
     context = Context(plan, report if report is not None else Report())
     for stage in Stage:
-        pipeline.run(stage, lowered.graph, context)
-    lowered.recompile()
+        _change(lowered, partial(pipeline.run, stage, context=context))
     return lowered
 
 
@@ -64,8 +65,15 @@ def run_lowered(
     Takes the place of Inductor for the option ``codegen=False``; *config* holds the passes.
     """
 
-    def lowered(graph: Graph) -> None:
-        for name in ("joint_custom_pre_pass", "post_grad_custom_post_pass"):
-            config[name](graph)
+    def lowered(module: GraphModule) -> None:
+        for name in HOOKS:
+            _change(module, config[name])
 
     return compat.compile_aot(graph_module, example_inputs, lowered)
+
+
+def _change(graph_module: GraphModule, change: Callable[[Graph], None]) -> None:
+    """Change a graph after those that control flow in it runs, as Inductor does."""
+    for module in reversed(all_graphs(graph_module)):
+        change(module.graph)
+        module.recompile()

@@ -182,20 +182,24 @@ def has_fakes(graph: Graph) -> bool:
 
 
 def all_graphs(graph_module: GraphModule) -> list[GraphModule]:
-    """Return *graph_module* and the graphs that control flow in it runs (cond, while_loop, ...)."""
-    return [graph_module, *_modules(graph_module, graph_module.graph.nodes)]
+    """Return *graph_module* and the graphs that control flow in it runs (cond, while_loop, ...).
+
+    Each comes before those inside of it.
+    """
+    inside = named_graphs(graph_module, graph_module.graph.nodes).values()
+    return [graph_module, *(each for module in inside for each in all_graphs(module))]
 
 
 def inner_graphs(node: Node) -> list[GraphModule]:
     """Return the graphs that *node* runs, as control flow does."""
-    return _modules(node.graph.owning_module, node.all_input_nodes)
+    return list(named_graphs(node.graph.owning_module, node.all_input_nodes).values())
 
 
-def _modules(owner: GraphModule | None, nodes: Iterable[Node]) -> list[GraphModule]:
-    """Return the graphs among *nodes*."""
+def named_graphs(owner: GraphModule | None, nodes: Iterable[Node]) -> dict[str, GraphModule]:
+    """Return the graphs among *nodes*, by what *owner* calls them."""
     names = sorted({str(node.target) for node in nodes if node.op == "get_attr"})
-    found = (getattr(owner, name, None) for name in names)
-    return [module for module in found if isinstance(module, GraphModule)]
+    found = {name: getattr(owner, name, None) for name in names}
+    return {name: module for name, module in found.items() if isinstance(module, GraphModule)}
 
 
 def source_line(node: Node) -> str:

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from opweave.compile.context import Context
 from opweave.compile.errors import UnloweredOpError
 from opweave.compile.log import logger
-from opweave.compile.nodes import inner_graphs, ir_calls
+from opweave.compile.nodes import all_graphs, inner_graphs, ir_calls
 from opweave.compile.options import CompileOptions
 from opweave.compile.passes.autocast import carry_autocast
 from opweave.compile.passes.cleanup import clean_up
@@ -70,6 +70,8 @@ def run(stage: Stage, graph: Graph, context: Context) -> None:
     """
     if ir_calls(graph) or (stage is Stage.DYNAMO and any(map(inner_graphs, graph.nodes))):
         _run(stage, graph, context)
+    if stage is Stage.POST_GRAD:
+        _check_lowered(graph)
     # Inductor goes no further where it has the code of the joint graph, or nothing to compile.
     is_last = stage is Stage.POST_GRAD or (stage is Stage.JOINT and not _computes(graph))
     context.report.complete = is_last
@@ -92,8 +94,6 @@ def _run(stage: Stage, graph: Graph, context: Context) -> None:
         context.notes = []
         logger.debug("%s: %.1f ms, %s", step.name, seconds * 1e3, record.notes)
     context.report.traces = len(context.tracer.traces)
-    if stage is Stage.POST_GRAD:
-        _check_lowered(graph)
 
 
 def steps(stage: Stage, plan: Plan) -> Iterator[Pass]:
@@ -129,7 +129,9 @@ def _computes(graph: Graph) -> bool:
 
 
 def _check_lowered(graph: Graph) -> None:
-    left = [call for call in ir_calls(graph) if not is_kept(call)]
+    graphs = all_graphs(cast("GraphModule", graph.owning_module))
+    calls = [call for each in graphs for call in ir_calls(each.graph)]
+    left = [call for call in calls if not is_kept(call)]
     if left:
         raise UnloweredOpError(
             f"{', '.join(sorted({call.op.name for call in left}))} would have reached code "
