@@ -229,6 +229,11 @@ def test_threads_compiling_at_the_same_time(double: ir.IrOp) -> None:
     ("options", "message"),
     [
         ({"fusoin": False}, "unknown option 'fusoin'.*fusion"),
+        ({"fuson": False}, r"Did you mean 'fusion'\? Known: codegen, [a-z_, ]+\. Others go to Ind"),
+        ({"max_autotun": True}, "Did you mean 'max_autotune'"),
+        ({"compile_ranges": {"1-4": 5}}, r"OptionError.*compile_ranges\['1-4'\]=5 is no mapping"),
+        ({"required_traits": "batch_invariant"}, "OptionError.*is no list of traits"),
+        ({"required_traits": 5}, "OptionError.*required_traits=5 is no list"),
         ({"fusion": "no"}, "option fusion='no' is neither True nor False"),
         ({"priorities": ["native"]}, "is no mapping"),
         ({"priorities": {"dubble": "native"}}, "unknown op 'dubble'.*double"),

@@ -70,7 +70,7 @@ class CompileOptions:
             if name not in known:
                 raise OptionError(
                     f"unknown option {name!r} of the backend 'opweave'. "
-                    f"{did_you_mean(name, sorted(own | known))}"
+                    f"{did_you_mean(name, own, unlisted=known)} Others go to Inductor."
                 )
         parsed = cls(
             **{k: v for k, v in given.items() if k in own},
@@ -89,6 +89,17 @@ class CompileOptions:
             value = getattr(self, name)
             if not isinstance(value, Mapping):
                 raise OptionError(f"option {name}={value!r} is no mapping.")
+        for text, value in self.compile_ranges.items():
+            if not isinstance(value, Mapping):
+                raise OptionError(
+                    f"option compile_ranges[{text!r}]={value!r} is no mapping of ops to priorities."
+                )
+        traits = self.required_traits
+        if isinstance(traits, str) or not isinstance(traits, Iterable):
+            raise OptionError(
+                f"option required_traits={traits!r} is no list of traits. Write one, such as "
+                "['batch_invariant']."
+            )
         ranges = sorted(self.ranges, key=lambda item: item[0])
         for (_, high), (low, _) in pairwise(ranges):
             if low <= high:

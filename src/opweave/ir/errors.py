@@ -125,15 +125,17 @@ class SettingError(IrError, ValueError):
     """A setting from the command line, the environment or a file is malformed."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], unlisted: Iterable[str] = ()) -> str:
     """Return a sentence that lists *known* and the closest match to *name*, if there is one.
+
+    It may be among the *unlisted*: more names than anyone wants to read.
 
     Examples:
         >>> did_you_mean("rmsnorm", ["rms_norm", "linear"])
         "Did you mean 'rms_norm'? Known: linear, rms_norm."
     """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, [*names, *sorted(unlisted)], n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(names) or 'none'}."
 

@@ -6,7 +6,8 @@ A rule says what an implementation supports::
 
 The eager fast path inlines the expression; selection evaluates the very same one and asks the rule
 that failed for its reason. An optional tensor that is None passes every rule about tensors.
-No rule looks at batch sizes or the environment: a choice that depends on size belongs to tuning.
+No rule looks at batch sizes or the environment: which implementation is best for a size is said by
+priorities, and for compiled code by its option ``compile_ranges``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The one function that chooses an implementation.
 
-Eager calls, graph lowering, export, tuning and explain all choose with :func:`select`; the eager
+Eager calls, graph lowering, export and explain all choose with :func:`select`; the eager
 fast path is code generated from the same :func:`candidates` (see :mod:`opweave.ir.dispatch`).
 """
 

@@ -97,7 +97,10 @@ def _sizes(subject: Subject) -> Findings:
             answers[count] = subject.accepts(case.values)
     if len(set(answers.values())) > 1:
         told = ", ".join(f"{n}: {'yes' if yes else 'no'}" for n, yes in answers.items())
-        yield f"the predicate depends on the number of tokens ({told}); leave that to tuning"
+        yield (
+            f"the predicate depends on the number of tokens ({told}); leave that to priorities, "
+            "and to the option compile_ranges of compiled code"
+        )
     elif answers:
         yield None
 
