@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -22,12 +21,11 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.distributed import FileStore
 
-from harness import Parser, describe_machine, print_json
+from harness import Parser, describe_machine, out, print_json, run
 from opweave.engine.communicators import RankGroup, SharedMemoryCommunicator, TorchCommunicator
 from opweave.engine.errors import CommunicatorError
 
@@ -106,9 +104,9 @@ def main() -> int:
     table = Table("collective", "tensor", "us, shared memory", "times as fast as gloo")
     for row in result:
         table.add_row(row["name"], row["case"], f"{row['value']:.1f}", f"{row['ratio']:.1f}")
-    Console().print(table)
+    out.print(table)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

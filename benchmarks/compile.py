@@ -24,19 +24,26 @@ from __future__ import annotations
 import difflib
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import opweave.compile
-from harness import Parser, describe_machine, interleaved, microseconds, print_json, progress
+from harness import (
+    Parser,
+    describe_machine,
+    interleaved,
+    microseconds,
+    out,
+    print_json,
+    progress,
+    run,
+)
 from harness import significant as rounded
 from opweave import ir
 from opweave.ir.testing import written_out
@@ -314,9 +321,9 @@ def main() -> int:
     for row in found:
         fields = ("name", "case", "value", "unit", "baseline", "ratio")
         table.add_row(*(str(row.get(field, "")) for field in fields))
-    Console().print(table)
+    out.print(table)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

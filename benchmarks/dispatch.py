@@ -13,18 +13,25 @@ impl) over ours, in the same round.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from harness import Parser, describe_machine, interleaved, microseconds, print_json, progress
+from harness import (
+    Parser,
+    describe_machine,
+    interleaved,
+    microseconds,
+    out,
+    print_json,
+    progress,
+    run,
+)
 from opweave import ir
 from opweave.ir import rules
 
@@ -171,9 +178,9 @@ def main() -> int:
         budget = row.get("budget", "")
         table.add_row(row["name"], f"{row['value']:.3f}", f"{row['lower_quartile']:.3f}",
                       str(budget), f"{row['ratio']:.1f} x" if "ratio" in row else "")  # fmt: skip
-    Console().print(table)
+    out.print(table)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

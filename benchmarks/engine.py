@@ -31,13 +31,12 @@ import sys
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from engine_cells import mixed, plot, single
 from engine_cells.llama_cpp_contender import HOW_TO_GET, LlamaCppError, check_python
 from engine_cells.models import MIXED
-from harness import Parser, describe_machine, print_json
+from harness import Parser, describe_machine, out, print_json, run
 
 PARTS = ("mixed", "single")
 
@@ -89,18 +88,17 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print_json(machine, found)
         return 0
-    console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table("name", "value", "unit", "baseline", "against", "ratio", "of the limit", "equal")
     for row in found:
         share = f"{row['limit_share']:.0%}" if "limit_share" in row else ""
         equal = f"{row['equal_answers']} of {row['answers']}" if "answers" in row else ""
         fields = (row[name] for name in ("name", "value", "unit", "baseline", "against", "ratio"))
         table.add_row(*map(str, fields), share, equal)
-    console.print(table)
+    out.print(table)
     for case in dict.fromkeys(row["case"] for row in found):
-        console.print(case, markup=False)
+        out.print(case, markup=False)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

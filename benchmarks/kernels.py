@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from harness import Parser, describe_machine, print_json, progress
+from harness import Parser, describe_machine, out, print_json, progress, run
 from kernel_cells import plot, results, tables
 from kernel_cells.allocator import describe_allocator, keep_freed_memory
 from kernel_cells.cases import PROVIDER, ops_with_kernels, ops_without_case
@@ -109,11 +108,11 @@ def measure(families: list[list[Cell]], rounds: int, grid: Grid) -> tuple[dict[s
 
 
 def _print(machine: dict[str, Any], found: Results) -> None:
-    console, cells = Console(), cells_of_rows(found.rows)
-    tables.print_cells(cells, console)
-    tables.print_omitted(cells, found.skipped, console)
-    tables.print_machine(machine, console)
-    tables.print_below_the_bar(cells, console)
+    cells = cells_of_rows(found.rows)
+    tables.print_cells(cells, out)
+    tables.print_omitted(cells, found.skipped, out)
+    tables.print_machine(machine, out)
+    tables.print_below_the_bar(cells, out)
 
 
 def _parser() -> Parser:
@@ -179,4 +178,4 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -321,6 +321,45 @@ def test_dispatch_keeps_its_options_and_output() -> None:
     assert "dispatch.one_predicate" in {row["name"] for row in found["rows"]}
 
 
+def test_nothing_is_cut_where_stdout_is_no_terminal() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "dispatch.py"), "--rounds", "2"],
+        env={name: value for name, value in os.environ.items() if name != "COLUMNS"},
+        check=True, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "dispatch.two_rejections " in done.stdout
+    assert "…" not in done.stdout
+
+
+ENDS = """
+import sys
+from harness import run
+
+def main():
+    sys.stdout.write("x" * 100_000)
+    sys.stdout.flush()
+    raise KeyboardInterrupt
+
+run(main)
+"""
+
+
+@pytest.mark.parametrize(("reads_on", "code"), [(True, 130), (False, 0)])
+def test_a_benchmark_ends_quietly(tmp_path: Path, reads_on: bool, code: int) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")},
+    ) as process:
+        if not reads_on:
+            process.stdout.close()
+        _, errors = process.communicate(timeout=60) if reads_on else ("", process.stderr.read())
+    assert (process.returncode, errors) == (code, b"")
+
+
 def test_the_engine_keeps_its_contract(tmp_path: Path) -> None:
     picture = tmp_path / "engine.svg"
     done = subprocess.run(

@@ -1,8 +1,9 @@
-"""What every benchmark here shares: the machine, interleaved timing, options, output."""
+"""What every benchmark here shares: the machine, interleaved timing, options, output, end."""
 
 from harness.machine import cache_bytes, describe_machine
 from harness.options import Parser
-from harness.output import print_json, progress, significant
+from harness.output import out, print_json, progress, significant
+from harness.program import run
 from harness.timing import interleaved, microseconds, within
 
 __all__ = [
@@ -11,8 +12,10 @@ __all__ = [
     "describe_machine",
     "interleaved",
     "microseconds",
+    "out",
     "print_json",
     "progress",
+    "run",
     "significant",
     "within",
 ]

@@ -9,6 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from opweave.cli.output import out  # as wide as a table is where stdout is no terminal
+
+__all__ = ["out", "print_json", "progress", "significant"]
+
 
 def print_json(machine: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> None:
     """Print the one object that ``--json`` promises."""
