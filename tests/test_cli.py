@@ -226,6 +226,12 @@ def test_priorities_in_one_json_object(run: Run) -> None:
 
 def test_ops_unknown_op(run: Run) -> None:
     assert_one_line_error(run("ops", "rmsnorm"), "rmsnorm", "Did you mean 'rms_norm'")
+    assert_one_line_error(run("ops", ""), "No op or layer is called ''")
+
+
+def test_ops_in_a_narrow_terminal() -> None:
+    table = run_anew("ops", COLUMNS="50").stdout.partition("\n\n")[0]
+    assert all(column in table for column in ("op", "yes", "native", "traits"))
 
 
 def test_doctor_is_well(run: Run) -> None:

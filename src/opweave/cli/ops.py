@@ -17,6 +17,8 @@ from opweave.ir import IrOp, current_registry, policy_for
 from opweave.ir.description import describe
 from opweave.ir.errors import did_you_mean
 
+_ROOMY = 80  # in a narrower terminal, names that are not folded would leave no room for the rest
+
 
 def ops(
     op: str | None = None,
@@ -41,9 +43,9 @@ def ops(
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
     apply_compilation(compilation_config)
-    name = op.replace("-", "_") if op else None
+    name = None if op is None else op.replace("-", "_")
     found, chosen = layers(name), _ops(name)
-    if name and not found and not chosen:
+    if name is not None and not found and not chosen:
         known = {*current_registry().ops, *(layer["layer"] for layer in layers(None))}
         raise CliError(f"No op or layer is called {name!r}. {did_you_mean(name, known)}")
     if json:
@@ -55,7 +57,7 @@ def ops(
         out.print()
     if found:
         out.print(layer_table(found))
-    for each in chosen if name else ():
+    for each in chosen if name is not None else ():
         out.print(f"\n{each.name}{inspect.signature(each.native)}", markup=False)
         out.print(f"declared at {each.site}\n", markup=False)
         out.print(inspect.getdoc(each.native) or "", markup=False)
@@ -68,7 +70,8 @@ def _ops(name: str | None) -> list[IrOp]:
 def _table(chosen: list[IrOp]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for column in ("op", "#", "provider", "available", "priority from", "traits"):
-        table.add_column(column, no_wrap=column in ("op", "#", "provider"), overflow="fold")
+        whole = ("op", "#", "provider") if out.width >= _ROOMY else ("#",)
+        table.add_column(column, no_wrap=column in whole, overflow="fold")
     for op in chosen:
         listed = {entry.provider: entry for entry in policy_for(op).priority}
         ordered = [*listed, *(p for p in op.impls if p not in listed)]
