@@ -319,7 +319,9 @@ def test_tensors_of_other_things_than_real_numbers_are_refused(
     path = copy("llama")
     name = "model.layers.0.mlp.up_proj.weight"
     edit(path, lambda t: t.update({name: torch.zeros(96, 64).to(dtype)}))
-    with pytest.raises(CheckpointError, match=rf"up_proj.weight: it has dtype {dtype}; weights are"):
+    with pytest.raises(
+        CheckpointError, match=rf"up_proj.weight: it has dtype {dtype}; weights are"
+    ):
         load_model(path)
 
 
