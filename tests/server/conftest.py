@@ -17,7 +17,7 @@ from openai import OpenAI
 from opweave.engine import ChatTemplate
 from opweave.engine.io_processor import IOProcessor
 from opweave.server import ServerConfig, create_app, listen
-from opweave.server.run import url
+from opweave.server.run import http_server, url
 from opweave.server.state import ServerState
 from server.fake_engine import FakeEngine
 
@@ -67,11 +67,8 @@ def running(
     engine = engine or FakeEngine()
     app = create_app(engine, config, template, io_processor)
     bound = listen("127.0.0.1", 0)
-    bound.listen(1024)
     address = url(bound)
-    http = uvicorn.Server(
-        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
-    )
+    http = http_server(app)
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[bound])))
     thread.start()
     client = httpx.Client(base_url=address, timeout=60, verify=False, trust_env=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import math
@@ -370,14 +369,3 @@ def test_what_breaks_in_the_server_is_logged_and_not_told(
     assert "id-17" in error_of(answer, 500)["message"]
     assert "division" not in answer.text
     assert any("id-17" in r.getMessage() and r.exc_info for r in caplog.records)
-
-
-def test_a_request_that_is_no_http(server: Running) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=5)
-    connection.putrequest("POST", COMPLETIONS)
-    connection.putheader("content-length", "-5")
-    connection.endheaders()
-    assert connection.getresponse().status == 400
-    connection.close()
-    assert server.get("/health").status_code == 200

@@ -135,7 +135,7 @@ def serve(
     max_body_size
         The size of the largest request, in bytes.
     body_timeout
-        Seconds within which a request must have arrived.
+        Seconds within which the head of a request must have arrived, and then its body.
     request_timeout
         Seconds within which a request must have been answered.
     drain_timeout

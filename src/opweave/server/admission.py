@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from opweave.server.errors import ApiError
+from opweave.server.errors import HANG_UP, ApiError
 
 _RETRY = {"Retry-After": "1"}
 
@@ -53,7 +53,7 @@ class Admission:
                 "The server is shutting down and takes no more requests.",
                 status=503,
                 code="shutting_down",
-                headers={**_RETRY, "Connection": "close"},
+                headers={**_RETRY, **HANG_UP},
             )
         if count > self._limit:
             raise ApiError(

@@ -23,7 +23,8 @@ class ServerConfig:
         max_requests: answers that are worked on or wait at one time, one for each prompt and each
             of its *n*; a request for more gets 429.
         max_body_bytes: the size of the largest request.
-        body_timeout: seconds within which a request must have arrived.
+        body_timeout: seconds within which the head of a request must have arrived, and then its
+            body.
         request_timeout: seconds within which it must have been answered.
         drain_timeout: seconds that running requests get when the server is told to stop.
         log_prompts: whether prompts are logged.

@@ -12,6 +12,7 @@ from opweave.ir.errors import OpweaveError
 
 _log = logging.getLogger(__name__)
 
+HANG_UP = {"Connection": "close"}  # the header of a response after which no request is read
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -79,6 +80,16 @@ def too_late(seconds: float) -> ApiError:
     """Return the error of a request that was not answered within *seconds*."""
     return ApiError(
         f"The request was not answered within {seconds:g} s.", status=504, code="timeout"
+    )
+
+
+def not_arrived(seconds: float) -> ApiError:
+    """Return the error of a request that did not arrive within *seconds*."""
+    return ApiError(
+        f"The request did not arrive within {seconds:g} s.",
+        status=408,
+        code="timeout",
+        headers=HANG_UP,
     )
 
 

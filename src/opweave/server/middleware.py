@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from opweave.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError
-from opweave.server.errors import ApiError, api_error
+from opweave.server.errors import HANG_UP, ApiError, api_error, not_arrived
 
 _access = logging.getLogger("opweave.server.access")
 
@@ -138,13 +138,7 @@ class WholeBody:
             async with asyncio.timeout(self._timeout):
                 body = await self._read(scope, receive)
         except TimeoutError:
-            late = ApiError(
-                f"The request did not arrive within {self._timeout:g} s.",
-                status=408,
-                code="timeout",
-                headers={"Connection": "close"},
-            )
-            await _refuse(late, receive, send)
+            await _refuse(not_arrived(self._timeout), receive, send)
         except ApiError as error:
             await _refuse(error, receive, send)
         else:
@@ -173,7 +167,7 @@ class WholeBody:
             "takes.",
             status=413,
             code="request_too_large",
-            headers={"Connection": "close"},
+            headers=HANG_UP,
         )
 
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
 
+from opweave.server.connection import Connection
 from opweave.server.errors import ServerError
 from opweave.server.state import ServerState
+from opweave.server.waiting_room import WaitingRoom, most_connections
 
 _log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 2048  # connections that wait to be accepted
+# Connections that are accepted at one time. When no more files can be opened, asyncio goes on until
+# this many have failed, and logs each.
+_AT_ONCE = 16
 _LAST_BYTES = 5.0  # seconds in which what is answered reaches the clients
 _GLANCE = 0.2  # seconds between looks at whether the engine has died
 
@@ -29,7 +37,9 @@ class AddressError(ServerError):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the address; port 0 is any that is free.
+    """Return a socket that listens on the address; port 0 is any that is free.
+
+    Who connects before the server runs waits for it.
 
     Raises:
         AddressError: the address is taken, not this machine's, or not allowed.
@@ -44,12 +54,15 @@ def listen(host: str, port: int) -> socket.socket:
         # keeps its connection would wait 40 ms for the second one.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except (OSError, UnicodeError) as error:
-        raise AddressError(f"Cannot listen on {host!r}: {error}.") from error
+        raise AddressError(_no_host(host, getattr(error, "strerror", error))) from error
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
+        bound.listen(_BACKLOG)  # Linux lets any number of sockets bind, and one of them listen
     except OSError as error:
         bound.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise AddressError(_no_host(host, "this machine has no such address")) from error
         raise AddressError(
             f"Cannot listen on {host!r}, port {port}: {error.strerror}. "
             "Choose another with --port; --port 0 takes one that is free."
@@ -58,8 +71,15 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
+def _no_host(host: str, why: object) -> str:
+    return (
+        f"Cannot listen on {host!r}: {why}. Choose another with --host; 0.0.0.0 is every network, "
+        "127.0.0.1 this machine alone."
+    )
+
+
 def url(bound: socket.socket) -> str:
-    """Return the address of a bound socket as a URL."""
+    """Return the address of a socket as a URL."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -77,7 +97,7 @@ def run(
 
     Args:
         app: as :func:`opweave.server.create_app` makes it.
-        bound: the socket to listen on; it is closed at the end.
+        bound: the socket of :func:`listen`; it is closed at the end.
         ready: called when the first request can come.
         ends_with_engine: stop also when the engine has died, after those who wait were told.
     """
@@ -96,18 +116,7 @@ async def _serve(
     ready: Callable[[], None],
     ends_with_engine: bool,
 ) -> None:
-    bound.listen(_BACKLOG)
-    http = _Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            ws="none",
-            timeout_graceful_shutdown=int(_LAST_BYTES),
-        )
-    )
+    http = http_server(app)
     stop = _Stop(server, http)
     serving = asyncio.create_task(http.serve(sockets=[bound]))
     watching = asyncio.create_task(stop.watch()) if ends_with_engine else None
@@ -125,10 +134,36 @@ async def _serve(
             watching.cancel()
 
 
+def http_server(app: FastAPI) -> uvicorn.Server:
+    """Return what serves an application; the caller gives it a socket that listens."""
+    server: ServerState = app.state.server
+    connection = partial(
+        Connection, timeout=server.config.body_timeout, room=WaitingRoom(most_connections())
+    )
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=cast(type[asyncio.Protocol], connection),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            backlog=_AT_ONCE,
+            timeout_graceful_shutdown=int(_LAST_BYTES),
+        )
+    )
+
+
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield  # what a signal does is not uvicorn's business
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or []:
+            each.listen(_BACKLOG)  # asyncio listens with what it accepts at one time
 
 
 class _Stop:

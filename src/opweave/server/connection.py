@@ -1,0 +1,118 @@
+"""A client's connection: how long a request may take to begin, and what is none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from starlette.responses import Response
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from opweave.server.errors import HANG_UP, ApiError, not_arrived
+from opweave.server.middleware import error_response
+from opweave.server.waiting_room import WaitingRoom
+
+_log = logging.getLogger(__name__)
+
+
+class Connection(H11Protocol):
+    """A connection on which the head of each request must arrive in time.
+
+    uvicorn itself limits only how long nothing comes after a response. Bodies are the business of
+    :class:`~opweave.server.middleware.WholeBody`.
+
+    Args:
+        timeout: seconds from the first byte of a request, or from the beginning of the connection,
+            to the end of its head.
+        room: where connections without a request wait.
+    """
+
+    def __init__(self, *arguments: Any, timeout: float, room: WaitingRoom, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._timeout, self._room = timeout, room
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self._start_timer()
+        self._room.enter(self)
+        self._room.make_room(len(self.connections))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the client sends."""
+        super().data_received(data)
+        if not self._has_request and self._timer is None:
+            self._start_timer()
+
+    def handle_events(self) -> None:
+        """Handle what has come of requests."""
+        super().handle_events()
+        if self._has_request:
+            self._stop_waiting()
+
+    def on_response_complete(self) -> None:
+        """Begin to wait for the next request; it may have come already."""
+        if not self.transport.is_closing():
+            self._room.enter(self)
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP."""
+        self._refuse(
+            ApiError("The request is no valid HTTP.", code="invalid_http", headers=HANG_UP)
+        )
+
+    def hang_up(self) -> None:
+        """Close the connection, whatever has not been sent yet."""
+        self.connections.discard(self)  # so that it does not count until the loop has closed it
+        self.transport.abort()
+
+    @property
+    def _has_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _start_timer(self) -> None:
+        self._timer = self.loop.call_later(self._timeout, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        self._room.leave(self)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        if self.conn.trailing_data[0]:
+            self._refuse(not_arrived(self._timeout))
+        else:  # nothing was asked, so that there is nothing to answer
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what no application sees, unless an answer has begun, and hang up."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            request_id = uuid.uuid4().hex
+            _log.info("request %s from %s: %s", request_id, self.client, error.message)
+            answer = error_response(error)
+            answer.headers["X-Request-Id"] = request_id
+            self.transport.write(_as_http(answer))
+        self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        return False  # requests for another protocol are answered in this one, which is no news
+
+
+def _as_http(answer: Response) -> bytes:
+    """Return a response as it is sent; h11 makes none of what follows no request."""
+    status = HTTPStatus(answer.status_code)
+    first = f"HTTP/1.1 {status} {status.phrase}".encode("ascii")
+    headers = [b"%s: %s" % header for header in answer.raw_headers]
+    return b"\r\n".join([first, *headers, b"", answer.body])
