@@ -26,15 +26,22 @@ PATH = "/v1/completions"
 # Starts a server for each line that it reads, in a fork: importing torch takes seconds. Another
 # fork waits for it, and writes down how it ended.
 FORKS = """
-import json, os, sys, traceback
+import json, os, sys, time, traceback
 
+from opweave.engine import ChatTemplate
 from opweave.server import ServerConfig, create_app, listen, run
 from opweave.server.run import url
 from server.fake_engine import FakeEngine
 
+class Endless(ChatTemplate):
+    def render(self, *_, **__):
+        print("rendering", flush=True)
+        while True:
+            time.sleep(60)
+
 def serve(delay, drain):
     engine = FakeEngine(delay=delay)
-    app = create_app(engine, ServerConfig(drain_timeout=drain))
+    app = create_app(engine, ServerConfig(drain_timeout=drain), Endless("", "a test", {}))
     bound = listen("127.0.0.1", 0)
     run(app, bound, lambda: print(json.dumps([os.getpid(), url(bound)]), flush=True))
     assert not engine.is_running  # it was shut down
@@ -83,6 +90,10 @@ class Served:
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         os.kill(self.pid, number)
+
+    @property
+    def is_rendering(self) -> bool:
+        return "rendering" in self._text("out")
 
     def running(self) -> float:
         lines = self.client.get("/metrics").text.splitlines()
@@ -251,3 +262,17 @@ def test_who_is_cut_off_before_an_answer_is_told() -> None:
     start, body = sent
     assert start["status"] == 503
     assert json.loads(body["body"])["error"]["code"] == "shutting_down"
+
+
+def test_a_template_that_never_ends(serve: Callable[..., Served]) -> None:
+    served = serve(drain=0.1)
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(served.client.post, "/v1/chat/completions", json=body)
+        until(lambda: served.is_rendering)
+        served.stop()
+        code, _, log = served.end()
+        error = asked.result()
+    assert (error.status_code, error.json()["error"]["code"]) == (503, "shutting_down")
+    assert code == 0
+    assert "1 answers have not finished" in log

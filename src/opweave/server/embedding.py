@@ -6,13 +6,16 @@ import asyncio
 import uuid
 
 from opweave.engine import EmbeddingOutput, PromptError
-from opweave.server.errors import ApiError, too_late
+from opweave.server.deadline import Deadline
+from opweave.server.errors import ApiError
 from opweave.server.merge import cancelled
 from opweave.server.prompts import Prompt
 from opweave.server.state import ServerState
 
 
-async def embed(prompts: list[Prompt], server: ServerState, *, param: str) -> list[EmbeddingOutput]:
+async def embed(
+    prompts: list[Prompt], server: ServerState, deadline: Deadline, *, param: str
+) -> list[EmbeddingOutput]:
     """Return the vector of each prompt, in their order; being cancelled aborts.
 
     They come from the field *param* of the request.
@@ -28,11 +31,9 @@ async def embed(prompts: list[Prompt], server: ServerState, *, param: str) -> li
             for index, prompt in enumerate(prompts)
         ]
         try:
-            async with asyncio.timeout(server.config.request_timeout):
+            async with deadline.limit():
                 return await asyncio.gather(*tasks)
         except PromptError as error:
             raise ApiError(str(error), param=param) from error
-        except TimeoutError as error:
-            raise too_late(server.config.request_timeout) from error
         finally:
             await cancelled(tasks)

@@ -76,13 +76,6 @@ class ApiError(ServerError):
         return json.dumps(self.body)
 
 
-def too_late(seconds: float) -> ApiError:
-    """Return the error of a request that was not answered within *seconds*."""
-    return ApiError(
-        f"The request was not answered within {seconds:g} s.", status=504, code="timeout"
-    )
-
-
 def not_arrived(seconds: float) -> ApiError:
     """Return the error of a request that did not arrive within *seconds*."""
     return ApiError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
@@ -11,7 +10,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from opweave.engine import PromptError, RequestOutput, SamplingParams
-from opweave.server.errors import ApiError, too_late
+from opweave.server.deadline import Deadline
+from opweave.server.errors import ApiError
 from opweave.server.merge import merged
 from opweave.server.prompts import Prompt
 from opweave.server.state import ServerState
@@ -30,27 +30,25 @@ class Generation:
         kind: what its id begins with.
         prompts: at least one.
         params: how to choose tokens.
+        deadline: when it must have been answered.
         priority: a lower number goes first.
         param: the field of the request that the prompts come from.
         id: its id in responses; the engine knows each prompt by it and a number.
         created: in seconds since 1970.
-        deadline: the loop's time when it must have been answered.
     """
 
     server: ServerState
     kind: str
     prompts: list[Prompt]
     params: SamplingParams
+    deadline: Deadline
     priority: int = 0
     param: str = "prompt"
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
-    deadline: float = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", f"{self.kind}-{uuid.uuid4().hex}")
-        now = asyncio.get_running_loop().time()
-        object.__setattr__(self, "deadline", now + self.server.config.request_timeout)
 
     @property
     def model(self) -> str:
@@ -71,14 +69,12 @@ class Generation:
             async with aclosing(self._merged()) as outputs:
                 while True:
                     try:
-                        async with asyncio.timeout_at(self.deadline):
+                        async with self.deadline.limit():
                             index, output = await anext(outputs)
                     except StopAsyncIteration:
                         return
                     except PromptError as error:
                         raise ApiError(str(error), param=self.param) from error
-                    except TimeoutError as error:
-                        raise too_late(self.server.config.request_timeout) from error
                     self._check_not_aborted(output)
                     yield index, output
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeVar, cast
 
 from opweave.engine import SamplingParams, TokenizerError
+from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError
 from opweave.server.protocol.base import Input
 from opweave.server.protocol.chat import Conversation
@@ -54,11 +55,12 @@ async def read_prompts(
     ]
 
 
-async def render(conversation: Conversation, server: ServerState) -> str:
+async def render(conversation: Conversation, server: ServerState, deadline: Deadline) -> str:
     """Return the text of a conversation.
 
     Raises:
-        ApiError: there is no chat template.
+        ApiError: there is no chat template, too many requests are running, it takes too long, or
+            the server stops.
         ChatTemplateError: it refuses the messages.
     """
     if server.chat_template is None:
@@ -74,7 +76,8 @@ async def render(conversation: Conversation, server: ServerState) -> str:
         add_generation_prompt=conversation.add_generation_prompt is not False,
         **(conversation.chat_template_kwargs or {}),
     )
-    return await asyncio.to_thread(write)
+    with server.admission.places(1, param="messages"):
+        return await server.as_guest(write, deadline)
 
 
 async def tokenize(text: str, server: ServerState, *, special: bool = True) -> list[int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Annotated, cast
+from functools import partial
+from typing import Annotated, TypeVar, cast
 
 from fastapi import Depends, Request
 
@@ -14,8 +17,15 @@ from opweave.engine import ChatTemplate, EngineClient
 from opweave.engine.io_processor import IOProcessor
 from opweave.server.admission import Admission
 from opweave.server.config import ServerConfig
+from opweave.server.daemon_threads import DaemonThreads
+from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError
 from opweave.server.protocol.base import RequestBody
+
+T = TypeVar("T")
+
+_HALF = max(1, (os.cpu_count() or 1) // 2)
+_GUESTS = 8  # threads, of which one that never ends takes a processor from the others
 
 
 @dataclass
@@ -29,6 +39,7 @@ class ServerState:
         admission: how many requests there are.
         io_processor: answers requests of a form of its own, if there is one.
         readers: tokenize what takes long; the engine keeps half of the processors.
+        guests: run templates and I/O processors.
         created: when the server was made, in seconds since 1970.
     """
 
@@ -37,15 +48,27 @@ class ServerState:
     chat_template: ChatTemplate | None
     admission: Admission
     io_processor: IOProcessor | None = None
-    readers: Executor = field(
-        default_factory=lambda: ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), "reader")
-    )
+    readers: Executor = field(default_factory=partial(DaemonThreads, _HALF, "reader"))
+    guests: Executor = field(default_factory=partial(DaemonThreads, _GUESTS, "guest"))
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names by which the model can be asked for; the first is in every answer."""
         return self.config.served_model_names or (self.engine.model_name,)
+
+    def deadline(self) -> Deadline:
+        """Return when a request that comes now must have been answered."""
+        return Deadline(self.config.request_timeout)
+
+    async def as_guest(self, work: Callable[[], T], deadline: Deadline) -> T:
+        """Return what *work* returns, the code of others, which may take any time or never end.
+
+        Raises:
+            ApiError: it takes too long.
+        """
+        async with deadline.limit():
+            return await asyncio.get_running_loop().run_in_executor(self.guests, work)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if the model is not served by that name; None is any."""

@@ -41,7 +41,7 @@ async def stream(generation: Generation, write: Writer, request: Request) -> Res
         await outputs.aclose()
         raise
     events = _guarded(write(_resumed(begun, outputs)), request.state.request_id)
-    return EventStream(events, outputs, deadline=generation.deadline + _LAST_WORDS)
+    return EventStream(events, outputs, deadline=generation.deadline.at + _LAST_WORDS)
 
 
 async def _resumed(first: tuple[int, RequestOutput], rest: Outputs) -> Outputs:

@@ -34,13 +34,13 @@ router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 async def chat_completions(body: ChatRequest, request: Request, server: Server) -> Response:
     """Answer a conversation."""
     server.accept(body, request)
-    params = body.params()
-    text = await render(body, server)
+    params, deadline = body.params(), server.deadline()
+    text = await unless_gone(request, render(body, server, deadline))
     check_length(text, server, param="messages")
     prompts = [Prompt(text, await tokenize(text, server, special=False))]
     check_context(prompts, params, server)
     generation = Generation(
-        server, "chatcmpl", prompts, params, body.priority or 0, param="messages"
+        server, "chatcmpl", prompts, params, deadline, body.priority or 0, param="messages"
     )
     writer = _Writer(generation, body)
     if body.stream:

@@ -32,10 +32,10 @@ router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 async def completions(body: CompletionRequest, request: Request, server: Server) -> Response:
     """Continue one or more prompts."""
     server.accept(body, request)
-    params = body.params()
+    params, deadline = body.params(), server.deadline()
     prompts = await read_prompts(body.prompt, server, param="prompt", n=params.n)
     check_context(prompts, params, server)
-    generation = Generation(server, "cmpl", prompts, params, body.priority or 0)
+    generation = Generation(server, "cmpl", prompts, params, deadline, body.priority or 0)
     writer = _Writer(generation, body)
     if body.stream:
         return await stream(generation, writer.events, request)

@@ -28,8 +28,9 @@ router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 async def embeddings(body: EmbeddingRequest, request: Request, server: Server) -> Response:
     """Turn texts into vectors."""
     server.accept(body, request)
+    deadline = server.deadline()
     prompts = await read_prompts(body.input, server, param="input")
-    outputs = await unless_gone(request, embed(prompts, server, param="input"))
+    outputs = await unless_gone(request, embed(prompts, server, deadline, param="input"))
     _check_dimensions(body.dimensions, outputs)
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     data = [

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
@@ -16,6 +16,7 @@ from opweave.engine.io_processor import IOProcessor
 from opweave.engine.prompts import Prompt as Given
 from opweave.engine.prompts import as_list
 from opweave.ir.errors import OpweaveError
+from opweave.server.deadline import Deadline
 from opweave.server.disconnect import unless_gone
 from opweave.server.embedding import embed
 from opweave.server.errors import ApiError, ServerError
@@ -41,11 +42,17 @@ async def process(body: ProcessRequest, request: Request, server: Server) -> Res
             "--io-processor NAME, or use /v1/completions.",
             code="no_io_processor",
         )
-    # In threads, since what a plugin does may take its time.
-    prompts, params = await asyncio.to_thread(_asked, processor, body.data)
-    outputs = await unless_gone(request, _answered(processor, prompts, params, body, server))
-    result = await asyncio.to_thread(processor.result, body.data, outputs)
+    result = await unless_gone(request, _result(processor, body, server, server.deadline()))
     return _response(result, processor, server)
+
+
+async def _result(
+    processor: IOProcessor, body: ProcessRequest, server: ServerState, deadline: Deadline
+) -> Any:
+    with server.admission.places(1, param="data"):
+        prompts, params = await server.as_guest(partial(_asked, processor, body.data), deadline)
+    outputs = await _answered(processor, prompts, params, body, server, deadline)
+    return await server.as_guest(partial(processor.result, body.data, outputs), deadline)
 
 
 def _asked(processor: IOProcessor, data: Any) -> tuple[list[Given], SamplingParams]:
@@ -62,12 +69,15 @@ async def _answered(
     params: SamplingParams,
     body: ProcessRequest,
     server: ServerState,
+    deadline: Deadline,
 ) -> _Outputs:
     prompts = await read_prompts(cast(Input, given), server, param="data")
     if processor.embeds:
-        return await embed(prompts, server, param="data")
+        return await embed(prompts, server, deadline, param="data")
     check_context(prompts, params, server)
-    generation = Generation(server, "proc", prompts, params, body.priority or 0, param="data")
+    generation = Generation(
+        server, "proc", prompts, params, deadline, body.priority or 0, param="data"
+    )
     return await generation.answers()
 
 

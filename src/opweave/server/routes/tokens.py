@@ -14,7 +14,7 @@ from opweave.server.protocol.tokens import (
     TokenizeResponse,
 )
 from opweave.server.routes.responses import ERRORS, json_response
-from opweave.server.state import Server
+from opweave.server.state import Server, ServerState
 
 router = APIRouter(responses=ERRORS, tags=["Tokens"])
 
@@ -25,9 +25,7 @@ async def tokenize_text(
 ) -> Response:
     """Split a prompt, or a conversation, into tokens."""
     server.accept(body, request)
-    text = body.prompt if isinstance(body, TokenizePrompt) else await render(body, server)
-    reading = tokenize(text, server, special=body.special)
-    ids = await unless_gone(request, reading)
+    ids = await unless_gone(request, _tokens(body, server))
     token = server.engine.tokenizer.token
     return json_response(
         TokenizeResponse(
@@ -37,6 +35,14 @@ async def tokenize_text(
             token_strs=[token(i) or "" for i in ids] if body.return_token_strs else None,
         )
     )
+
+
+async def _tokens(body: TokenizePrompt | TokenizeConversation, server: ServerState) -> list[int]:
+    if isinstance(body, TokenizePrompt):
+        text = body.prompt
+    else:
+        text = await render(body, server, server.deadline())
+    return await tokenize(text, server, special=body.special)
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse)

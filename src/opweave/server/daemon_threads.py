@@ -1,0 +1,54 @@
+"""Threads that may be left alone."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any
+
+
+class DaemonThreads(Executor):
+    """Works in threads that the process, unlike Python's own pools, does not wait for at its end.
+
+    A thread ends when there is no more work.
+
+    Args:
+        most: how many threads there may be.
+        name: of the threads.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self._name = most, name
+        self._lock = threading.Lock()
+        self._count = 0
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Have *fn* called in a thread."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._waiting.append((future, partial(fn, *args, **kwargs)))
+            if self._count < self._most:
+                self._count += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while (item := self._next()) is not None:
+            future, work = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:  # whatever it is, who waits must learn of it
+                future.set_exception(error)
+
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._count -= 1
+            return None
