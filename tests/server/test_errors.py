@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from opweave.engine import Checkpoint
+from opweave.engine import Checkpoint, EngineDeadError
 from opweave.engine.tokenizer import AbsentTokenizer
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT, CONTEXT, FakeEngine
@@ -356,6 +356,21 @@ def test_an_engine_that_dies(start: Start, caplog: pytest.LogCaptureFixture) -> 
             error = error_of(server.post(path, body), 503)
             assert error["code"] == "engine_dead"
     assert error_of(server.post("/v1/embeddings", {"input": "x"}), 503)
+
+
+def test_a_replica_that_dies(start: Start) -> None:
+    engine = FakeEngine()
+    engine.fails_after, engine.raises = 0, EngineDeadError("The engine died: of this replica.")
+    server = start(engine)
+    for stream in (False, True):
+        answer = server.post(COMPLETIONS, {"prompt": "x", "stream": stream})
+        error = error_of(answer, 503)
+        assert (error["code"], answer.headers["retry-after"]) == ("replica_died", "1")
+        assert "Send it again" in error["message"]
+    engine.fails_after = 2
+    events = server.post(COMPLETIONS, {"prompt": "x", "stream": True}).text.split("\n\n")
+    assert json.loads(events[-3][6:])["error"]["code"] == "replica_died"
+    assert server.get("/health").status_code == 200
 
 
 def test_what_breaks_in_the_server_is_logged_and_not_told(

@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from opweave.server.errors import HANG_UP, ApiError
-
-_RETRY = {"Retry-After": "1"}
+from opweave.server.errors import HANG_UP, RETRY, ApiError
 
 
 class Admission:
@@ -53,7 +51,7 @@ class Admission:
                 "The server is shutting down and takes no more requests.",
                 status=503,
                 code="shutting_down",
-                headers={**_RETRY, **HANG_UP},
+                headers={**RETRY, **HANG_UP},
             )
         if count > self._limit:
             raise ApiError(
@@ -68,5 +66,5 @@ class Admission:
                 f"request asks for {count} more. Try again later.",
                 status=429,
                 code="queue_full",
-                headers=_RETRY,
+                headers=RETRY,
             )

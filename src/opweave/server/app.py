@@ -99,4 +99,4 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return error_response(api_error(error, request.state.request_id))
+    return error_response(api_error(error, request))

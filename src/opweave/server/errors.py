@@ -7,11 +7,14 @@ import logging
 from collections.abc import Mapping
 from http import HTTPStatus
 
+from starlette.requests import Request
+
 from opweave.engine import EngineDeadError, EngineError
 from opweave.ir.errors import OpweaveError
 
 _log = logging.getLogger(__name__)
 
+RETRY = {"Retry-After": "1"}  # the header of a response after which the request can be sent again
 HANG_UP = {"Connection": "close"}  # the header of a response after which no request is read
 _TYPES = {
     401: "authentication_error",
@@ -86,20 +89,32 @@ def not_arrived(seconds: float) -> ApiError:
     )
 
 
-def api_error(error: Exception, request_id: str) -> ApiError:
+def api_error(error: Exception, request: Request) -> ApiError:
     """Return what a client learns of *error*; if it is not about the request, only the log does."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):
-        return ApiError("The engine does not run.", status=503, code="engine_dead")
+        return _dead(is_running=request.app.state.server.engine.is_running)
     if isinstance(error, EngineError) and isinstance(error, ValueError):
         return ApiError(str(error), param=getattr(error, "parameter", None))
+    request_id = request.state.request_id
     _log.error("request %s failed", request_id, exc_info=error)
     return ApiError(
         f"Something went wrong in the server. Its log says more about request {request_id}.",
         status=500,
         code="internal_error",
     )
+
+
+def _dead(*, is_running: bool) -> ApiError:
+    if is_running:  # what is left of it answers the next one
+        return ApiError(
+            "The replica that answered this request has died. Send it again.",
+            status=503,
+            code="replica_died",
+            headers=RETRY,
+        )
+    return ApiError("The engine does not run.", status=503, code="engine_dead")
 
 
 def http_error(status: int, detail: str, headers: Mapping[str, str] | None) -> ApiError:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -68,7 +69,7 @@ class Envelope:
                 late = ApiError("The server shuts down.", status=503, code="shutting_down")
                 await error_response(late)(scope, receive, send_on)
         except Exception as error:
-            answer = error_response(api_error(error, request_id))
+            answer = error_response(api_error(error, Request(scope)))
             if not status:
                 await answer(scope, receive, send_on)
         finally:

@@ -40,7 +40,7 @@ async def stream(generation: Generation, write: Writer, request: Request) -> Res
     except BaseException:
         await outputs.aclose()
         raise
-    events = _guarded(write(_resumed(begun, outputs)), request.state.request_id)
+    events = _guarded(write(_resumed(begun, outputs)), request)
     return EventStream(events, outputs, deadline=generation.deadline.at + _LAST_WORDS)
 
 
@@ -50,10 +50,12 @@ async def _resumed(first: tuple[int, RequestOutput], rest: Outputs) -> Outputs:
         yield item
 
 
-async def _guarded(events: AsyncGenerator[str, None], request_id: str) -> AsyncGenerator[str, None]:
+async def _guarded(
+    events: AsyncGenerator[str, None], request: Request
+) -> AsyncGenerator[str, None]:
     try:
         async for event in events:
             yield event
     except Exception as error:  # whatever it is, the client must learn that this is not the end
-        yield f"data: {api_error(error, request_id).json()}\n\n"
+        yield f"data: {api_error(error, request).json()}\n\n"
     yield "data: [DONE]\n\n"
