@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -182,14 +183,18 @@ def test_a_stream_that_takes_too_long(start: Start) -> None:
     assert engine.aborted
 
 
-def test_a_client_that_reads_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(streaming, "_LAST_WORDS", 0.2)
     server = start(config=ServerConfig(request_timeout=6.0))
     with stalled(address(server)):
         until(lambda: server.engine.finished["length"] == 1)
         assert server.state.admission.active == 64  # the answers are there, and nobody takes them
         until(lambda: server.state.admission.active == 0, 20)
+        assert not server.http.server_state.connections
         assert server.post(COMPLETIONS, {"prompt": "x", "n": 64}).status_code == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_reading_prompts_stops_nobody(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import h11
 from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from opweave.server.disconnect import HANG_UP_KEY
 from opweave.server.errors import HANG_UP, ApiError, not_arrived
 from opweave.server.middleware import error_response
 from opweave.server.waiting_room import WaitingRoom
@@ -59,11 +60,11 @@ class Connection(H11Protocol):
         super().handle_events()
         if self._has_request:
             self._stop_waiting()
+            self.scope["state"][HANG_UP_KEY] = self.hang_up
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request; it may have come already."""
-        if not self.transport.is_closing():
-            self._room.enter(self)
+        self._room.enter(self)  # even if it is being closed: the client may never read the response
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:

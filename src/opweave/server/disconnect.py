@@ -15,6 +15,7 @@ from opweave.server.merge import cancelled, close
 T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that did not wait
+HANG_UP_KEY = "hang_up"  # in the state of a request: closes its connection at once
 
 
 class ClientGoneError(Exception):
@@ -77,6 +78,9 @@ class EventStream(Response):
             if sending in done:
                 sending.result()
             elif not done:
+                if hang_up := scope["state"].get(HANG_UP_KEY):
+                    hang_up()  # else the connection stays until the client reads what was sent
+                    await hanging_up
                 raise ClientGoneError
         finally:
             await cancelled([sending, hanging_up])
