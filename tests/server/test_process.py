@@ -125,7 +125,7 @@ def test_over_http(start: Start) -> None:
         ({"data": 3}, "data", "names is missing"),
         ({"data": {"names": []}}, "data", "at least one prompt"),
         ({"data": {"names": ["a"], "length": 0}}, "data", "max_tokens=0"),
-        ({"data": {"names": ["word " * 400]}}, "prompt", "context"),
+        ({"data": {"names": ["word " * 400]}}, "data", "context"),
         ({"data": {"names": ["\ud800"]}}, None, "surrogate"),
         ({"data": NAMES, "model": "gpt"}, "model", "does not exist"),
     ],

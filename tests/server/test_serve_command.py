@@ -286,6 +286,14 @@ def test_files_of_options_that_are_wrong(
     assert "no.yaml" in run(CHECKPOINT, "--config", "no.yaml", "--log-level=ERROR")
 
 
+@pytest.mark.parametrize("name", ["a.yaml", "a.toml"])
+@pytest.mark.parametrize("text", ["", "# port: 80\n"])
+def test_files_without_options(run: Any, tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    wrong = ("--max-num-seqs=0", "--log-level=ERROR")
+    assert "max_num_seqs=0" in run(CHECKPOINT, "--config", tmp_path / name, *wrong)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -55,6 +55,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise CliError(f"Cannot read --config {path}: {error.strerror}.") from error
     except ValueError as error:
         raise CliError(f"--config {path} is malformed: {error}.") from error
+    if values is None:  # an empty file of YAML
+        return {}
     if not isinstance(values, dict):
         raise CliError(f"--config {path} must hold options by name, as port: 8000.")
     return {str(name).replace("_", "-"): _flat(value) for name, value in values.items()}

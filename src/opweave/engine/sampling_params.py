@@ -170,7 +170,7 @@ def check_params(params: object) -> None:
 def _check_int(name: str, value: object, least: int, note: str, *, what: str = "") -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if is_int and value >= 2**63:  # type: ignore[operator]
-        raise SamplingParamsError(f"{what}{name}={value:#x} must be below 2**63.", name)
+        raise SamplingParamsError(f"{what}{name}={_shown(value)} must be below 2**63.", name)
     if not is_int or value < least:  # type: ignore[operator]
         message = f"{what}{name}={_shown(value)} must be an integer of at least {least}, {note}."
         raise SamplingParamsError(message, name)

@@ -122,7 +122,7 @@ async def detokenize(ids: Sequence[int], server: ServerState, *, param: str) -> 
         for token in set(ids):
             if tokenizer.token(token) is None:
                 raise ApiError(f"The vocabulary has no token {token}.", param=param)
-        return tokenizer.decode(ids)
+        return tokenizer.decode(ids, skip_special_tokens=False)
 
     return await _reading(server, decode, len(ids))
 
@@ -152,8 +152,13 @@ def check_length(text: str, server: ServerState, *, param: str) -> None:
         )
 
 
-def check_context(prompts: list[Prompt], params: SamplingParams, server: ServerState) -> None:
-    """Raise ApiError if a prompt and the answer to it do not fit into the context together."""
+def check_context(
+    prompts: list[Prompt], params: SamplingParams, server: ServerState, *, param: str, limit: str
+) -> None:
+    """Raise ApiError if a prompt and the answer to it do not fit into the context together.
+
+    The prompts come from the field *param* of the request, *limit* is the one of *max_tokens*.
+    """
     room = server.engine.max_model_len
     for prompt in prompts:
         answer = 1 if params.max_tokens is None else params.max_tokens
@@ -164,7 +169,7 @@ def check_context(prompts: list[Prompt], params: SamplingParams, server: ServerS
                 f"The context of the model has {room} tokens, but the request asks for {asked}: "
                 f"{len(prompt.ids)} in the prompt and {answer} for the answer{least}. "
                 "Shorten one of them.",
-                param="max_tokens" if len(prompt.ids) < room else "prompt",
+                param=limit if len(prompt.ids) < room else param,
                 code="context_length_exceeded",
             )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from opweave.engine import FinishReason, SamplingParams
+from opweave.engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave.server.errors import ApiError
 from opweave.server.protocol.base import Fields, RequestBody, ResponseBody, Text
 from opweave.server.protocol.sampling import SamplingFields, refuse
@@ -88,6 +90,18 @@ class ChatRequest(SamplingFields, Conversation):
             SamplingParamsError: a value is out of range.
             ApiError: the request contradicts itself, or asks for what there is not.
         """
+        names = {"logprobs": "top_logprobs", "max_tokens": self.limit_field}
+        try:
+            return self._params()
+        except SamplingParamsError as error:
+            raise _renamed(error, names) from error
+
+    @property
+    def limit_field(self) -> str:
+        """The field that says how long the answer may be."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    def _params(self) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs=true.", param="top_logprobs")
         self._refuse_what_there_is_not()
@@ -180,6 +194,12 @@ class ChatChunk(ResponseBody):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+
+
+def _renamed(error: SamplingParamsError, names: Mapping[str, str]) -> SamplingParamsError:
+    """Return *error* with the names that the fields have here."""
+    message = re.sub(r"\w+(?==)", lambda found: names.get(found[0], found[0]), str(error))
+    return SamplingParamsError(message, names.get(error.parameter or "", error.parameter))
 
 
 def _with_arguments(call: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from opweave.engine import SamplingParams
 from opweave.server.errors import ApiError
@@ -20,7 +21,15 @@ _SAME = (
 
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
-TokenKey = Annotated[int, Field(strict=False)]  # names in JSON are text
+
+def _token(key: object) -> object:
+    """Names in JSON are text; the conversion takes more than decimal numbers."""
+    if isinstance(key, str) and not re.fullmatch(r"-?[0-9]+", key):
+        raise ValueError(f"{key!a} is no integer")
+    return key
+
+
+TokenKey = Annotated[int, BeforeValidator(_token), Field(strict=False)]
 
 
 class StreamOptions(Fields):
@@ -60,12 +69,6 @@ class SamplingFields(RequestBody):
     priority: Priority | None = None
     response_format: ResponseFormat | None = None
 
-    @model_validator(mode="after")
-    def _options_of_a_stream(self) -> SamplingFields:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options are for streams only; they need stream=true")
-        return self
-
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
@@ -76,8 +79,14 @@ class SamplingFields(RequestBody):
 
         Raises:
             SamplingParamsError: a value is out of range.
-            ApiError: the answer shall be something else than free text.
+            ApiError: the answer shall be something else than free text, or there are options for a
+                stream that is not asked for.
         """
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(
+                "stream_options are for streams only; they need stream=true.",
+                param="stream_options",
+            )
         form = self.response_format
         if form is not None and form.type != "text":
             raise refuse(

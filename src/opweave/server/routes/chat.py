@@ -38,7 +38,7 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
     text = await unless_gone(request, render(body, server, deadline))
     check_length(text, server, param="messages")
     prompts = [Prompt(text, await tokenize(text, server, special=False))]
-    check_context(prompts, params, server)
+    check_context(prompts, params, server, param="messages", limit=body.limit_field)
     generation = Generation(
         server, "chatcmpl", prompts, params, deadline, body.priority or 0, param="messages"
     )

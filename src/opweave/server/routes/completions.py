@@ -34,7 +34,7 @@ async def completions(body: CompletionRequest, request: Request, server: Server)
     server.accept(body, request)
     params, deadline = body.params(), server.deadline()
     prompts = await read_prompts(body.prompt, server, param="prompt", n=params.n)
-    check_context(prompts, params, server)
+    check_context(prompts, params, server, param="prompt", limit="max_tokens")
     generation = Generation(server, "cmpl", prompts, params, deadline, body.priority or 0)
     writer = _Writer(generation, body)
     if body.stream:

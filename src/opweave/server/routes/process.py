@@ -74,7 +74,7 @@ async def _answered(
     prompts = await read_prompts(cast(Input, given), server, param="data")
     if processor.embeds:
         return await embed(prompts, server, deadline, param="data")
-    check_context(prompts, params, server)
+    check_context(prompts, params, server, param="data", limit="data")
     generation = Generation(
         server, "proc", prompts, params, deadline, body.priority or 0, param="data"
     )
