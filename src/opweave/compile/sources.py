@@ -29,9 +29,8 @@ def files_of(module: ModuleType) -> Mapping[str, str]:
     """Return the files, by name, of a module and, transitively, of those that it uses.
 
     Used is what its names refer to, and what its functions import when they run, whether that has
-    happened yet or not. Modules of other packages that are installed are there, and not what those
-    use; torch and Python's own library are not. A package is a top-level one, or the scripts in
-    one folder.
+    happened yet or not. Modules of other packages that are installed are there, but not what those
+    use; torch and Python's own library are not there.
     """
     found: dict[str, str] = {}
     waiting = [module.__name__]
