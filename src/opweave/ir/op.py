@@ -129,8 +129,7 @@ class IrOp(Callee):
             unsupported_reason: what to tell people where it cannot.
             supports_args: which arguments it takes: a rule of :mod:`opweave.ir.rules`, or a
                 function with the op's parameters that returns bool. None: all of them.
-            inplace: it may write its outputs into the op's activations, and return them. Others
-                return memory of their own, no argument and no view of one.
+            inplace: it may return the op's activations, overwritten; others return new memory.
             functional: the same kernel writing to new memory, for calls that do not donate; without
                 it, those copy the activations and run in place.
             traits: what it promises, see :mod:`opweave.ir.traits`.
