@@ -145,7 +145,7 @@ def check_length(text: str, server: ServerState, *, param: str) -> None:
     longest = server.engine.tokenizer.longest_token
     if longest is not None and len(text) > longest * room:
         raise ApiError(
-            f"The context of the model has {room} tokens of at most {longest} characters, but the "
+            f"The context has {room} tokens of at most {longest} characters, but the "
             f"prompt has {len(text)} characters. Shorten it.",
             param=param,
             code="context_length_exceeded",
@@ -166,7 +166,7 @@ def check_context(
         if asked > room:
             least = ", which always needs one" if answer == 1 else ""
             raise ApiError(
-                f"The context of the model has {room} tokens, but the request asks for {asked}: "
+                f"The context has {room} tokens, but the request asks for {asked}: "
                 f"{len(prompt.ids)} in the prompt and {answer} for the answer{least}. "
                 "Shorten one of them.",
                 param=limit if len(prompt.ids) < room else param,
