@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import symbolic_trace
+from torch.fx import GraphModule, symbolic_trace
 
 from opweave.compile import compat
 
@@ -75,7 +75,7 @@ def test_compile_aot_and_propagate() -> None:
     x = torch.randn(3)
     module = symbolic_trace(lambda x: (x.sin(),))
     compat.propagate_fakes(module, [x])
-    seen: list[torch.fx.Graph] = []
+    seen: list[GraphModule] = []
     run = compat.compile_aot(module, [x], seen.append)
     (found,) = run(x)
     assert torch.equal(found, x.sin())

@@ -75,7 +75,7 @@ def traced(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) ->
     found: list[Graph] = []
 
     def backend(module: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        return compat.compile_aot(module, examples, found.append)
+        return compat.compile_aot(module, examples, lambda each: found.append(each.graph))
 
     torch.compiler.reset()
     for value in inputs if dynamic else ():
