@@ -359,6 +359,7 @@ def test_a_notebook_is_said_to_be_one(run: Run, tmp_path: Path) -> None:
     assert_one_line_error(run("migrate", path), "is a notebook", "ops.ipynb")
 
 
+@pytest.mark.timed
 def test_a_long_file_takes_no_time_squared(migrate: Migrate) -> None:
     def seconds(count: int) -> float:
         layers = [
