@@ -1,4 +1,4 @@
-"""The providers ``opweave_c`` and ``opweave_c_invariant``: native C++ kernels for CPU tensors.
+"""The provider ``opweave_c``: native C++ kernels for CPU tensors.
 
 Importing this package loads the native module and registers its implementations.
 """
@@ -8,7 +8,6 @@ from opweave.kernels.opweave_c import (
     advance_step,
     fused_quant,
     gated_norm,
-    invariant,
     kv_cache,
     layer_norm,
     linear,
@@ -25,7 +24,6 @@ __all__ = [
     "advance_step",
     "fused_quant",
     "gated_norm",
-    "invariant",
     "kv_cache",
     "layer_norm",
     "linear",

@@ -28,7 +28,7 @@ _widen_rows = native_op("widen_rows")
 # choice depends on the size of the batch, so it cannot be a predicate's. A graph for any number of
 # tokens multiplies by torch, a graph for one by our kernel: a guard would make a third. But weights
 # of 8 bits torch would widen for every token, so theirs takes our kernel. Because torch adds in
-# another order, no implementation here is batch-invariant; those of invariant.py are. torch
+# another order, no implementation here is batch-invariant; those of opweave_c_invariant are. torch
 # computes in 16 bits only where the CPU does: elsewhere it widens the weights on every call.
 _BFLOAT16 = "avx512bf16" in STATUS.isa_levels
 _AMX, _TILE = compat.has_amx(), 32  # a tile has so many columns of bfloat16

@@ -1,9 +1,4 @@
-"""Provider ``opweave_c_invariant``: linear maps by one kernel, however many tokens there are.
-
-``opweave_c`` takes the kernel or the library that is fastest for each number of tokens; so the last
-bits of a token depend on the batch. This kernel adds the products of a token in one order, whatever
-else there is. Used where ``batch_invariant`` is required.
-"""
+"""Linear maps by the kernel for few tokens, however many there are."""
 
 from __future__ import annotations
 
@@ -15,13 +10,13 @@ from opweave.kernels.opweave_c.doors import implements, native_op
 from opweave.kernels.opweave_c.linear import ACCEPTED, ACCEPTED_W8A16
 from opweave.kernels.opweave_c.outputs import new_rows
 
-PROVIDER = "opweave_c_invariant"
+_PROVIDER = "opweave_c_invariant"
 
 _linear = native_op("linear")
 _linear_w8a16 = native_op("linear_w8a16")
 
 
-@implements(op, ACCEPTED, provider=PROVIDER)
+@implements(op, ACCEPTED, provider=_PROVIDER)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply the rows of *x* by *weight*."""
     out = new_rows(x, weight.shape[0])
@@ -29,7 +24,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-@implements(op_w8a16, ACCEPTED_W8A16, provider=PROVIDER)
+@implements(op_w8a16, ACCEPTED_W8A16, provider=_PROVIDER)
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply the rows of *x* by *weight*, which is widened in registers."""
     out = new_rows(x, weight.shape[0])
