@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
+
+from opweave.cli.output import discard_output
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -16,6 +17,6 @@ def run(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest, at exit
+        discard_output()
         code = 0
     sys.exit(code)

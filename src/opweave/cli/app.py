@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,7 +12,14 @@ from cyclopts import App, CycloptsError, Parameter
 from opweave import __version__
 from opweave.cli.conversion import converted
 from opweave.cli.errors import CliError
-from opweave.cli.output import Results, fail, format_warnings, open_streams, show_error
+from opweave.cli.output import (
+    Results,
+    discard_output,
+    fail,
+    format_warnings,
+    open_streams,
+    show_error,
+)
 from opweave.config.environment import logging_level
 from opweave.ir.errors import OpweaveError, described, notes
 
@@ -60,12 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
-        _discard_output()
+        discard_output()
         sys.exit(0)
     except OSError as error:
         if not _is_of_output(error):
             fail(f"{str(error) or type(error).__name__}{notes(error)}")
-        _discard_output()
+        discard_output()
         fail(f"Cannot write the output: {error.strerror or error}.")
     except Exception as error:  # of a plugin's kernel, layer or pass, or a mistake of ours
         if logging_level() == "DEBUG":
@@ -89,8 +95,3 @@ def _is_of_output(error: OSError) -> bool:
         trace = trace.tb_next
     module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
     return error.filename is None and module.startswith(("opweave.cli.", "rich."))
-
-
-def _discard_output() -> None:
-    """Keep Python from complaining, when it exits, about output that cannot be written."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -97,3 +97,8 @@ def fail(message: str) -> NoReturn:
     """Write *message* as one line to stderr and exit with 2."""
     show_error(message)
     sys.exit(2)
+
+
+def discard_output() -> None:
+    """Keep Python from complaining, when it exits, about output that cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -45,8 +45,8 @@ def fused_experts(
         return _combined(of_each_expert(routed, each, w13, w2, w13_bias, w2_bias), routed)
 
 
-def _each(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return _joined(lambda row: (act(row),), x)[0]
+def _each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return _joined(lambda row: (function(row),), x)[0]
 
 
 def _combined(outputs: Tensor, routed: Routed) -> Tensor:
@@ -60,7 +60,7 @@ def _combined(outputs: Tensor, routed: Routed) -> Tensor:
 @ops.moe_sum.register_impl("row_by_row", traits=_TRAITS)
 @opaque(ops.moe_sum)
 def moe_sum(x: Tensor) -> Tensor:
-    return _joined(lambda row: (ops.moe_sum.native(row),), x)[0]
+    return _each(ops.moe_sum.native, x)
 
 
 def _topk(op_name: str) -> None:
