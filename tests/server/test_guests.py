@@ -83,7 +83,7 @@ def test_they_have_a_deadline(start: Start, stuck: Stuck, path: str, at_the_end:
     server = server_with(stuck, start, at_the_end=at_the_end, request_timeout=0.5)
     assert error_of(server.post(path, BODY), 504)["code"] == "timeout"
     assert stuck.begun == 1
-    assert server.state.admission.active == 0
+    until(lambda: server.state.admission.active == 0)
     assert server.get("/health").status_code == 200
 
 
