@@ -82,7 +82,8 @@ class MoeBlock(nn.Module):
         weights, chosen = self.router(x).softmax(-1).topk(2, -1)
         mixed = torch.zeros_like(x).new_zeros(x.shape[0], 4).scatter(1, chosen, weights)
         hidden = self.calls["silu_and_mul"](torch.einsum("th,eih->tei", x, self.up))
-        return torch.einsum("tei,ehi,te->th", hidden, self.down, mixed), r
+        # Two factors at a time: opt_einsum, where it is installed, looks at the sizes of three.
+        return torch.einsum("tei,ehi->th", hidden * mixed[..., None], self.down), r
 
 
 class QuantisedBlock(nn.Module):

@@ -47,6 +47,10 @@ KERNELS = """
         from .late import helper
         return helper(x)
 
+    def lazy_in_namespaces(x):
+        from fp_space.inner.deep import helper
+        return helper(x)
+
     def reads_module(x):
         return x * constants.SCALE
 
@@ -88,6 +92,7 @@ FILES = {
     "fp_first/__init__.py": "from fp_second.deep import tripled\ndef through(x): return tripled(x)",
     "fp_second/__init__.py": "",
     "fp_second/deep.py": "def tripled(x): return x * 3\ndef halved(x): return x / 2",
+    "fp_space/inner/deep.py": "def helper(x): return x * 1.0",  # of two packages without a file
     "fp_other.py": """
         def decorate(function):
             def wrapper(x):
@@ -109,7 +114,7 @@ class Process:
 
     def write(self, name: str, text: str) -> None:
         file = self.folder / name
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(textwrap.dedent(text))
 
     def change(self, name: str, old: str = "1.0", new: str = "5.00") -> None:
@@ -146,6 +151,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
         (lambda k: k.lazy, "late"),
         (lambda k: k.lazy, "later"),
         (lambda k: k.lazy_relative, "later"),
+        (lambda k: k.lazy_in_namespaces, "fp_space/inner/deep"),
         (lambda k: k.Callable(1.0), "kernels"),
         (lambda k: k.Callable(1.0).method, "kernels"),
         (lambda k: torch.no_grad()(k.plain), "kernels"),
@@ -156,6 +162,8 @@ def test_source_counts(process: Process, of: Any, file: str) -> None:
     assert process(of) == first
     if file == "late":
         process.write("fp_package/late.py", "def helper(x): return x * 5.00")
+    elif "/" in file:
+        process.change(f"{file}.py")
     else:
         process.change(f"fp_package/{file}.py")
     assert process(of) != first

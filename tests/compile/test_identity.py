@@ -43,7 +43,10 @@ def check_native(model: nn.Module, inputs: Sequence[Tensor], expected: Any, plai
     assert report.complete
     difference = list(difflib.unified_diff(plain, ours, lineterm="", n=0))
     assert difference == []
-    assert torch.equal(found, expected)
+    if found.is_cuda:  # the size of a block, so the order of a sum, is what was fastest at the time
+        torch.testing.assert_close(found, expected)
+    else:
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("block", sorted(BLOCKS))

@@ -113,8 +113,9 @@ def test_dimensions_of_keywords(counter: CompileCounter) -> None:
     assert counter.frame_count == 1
 
 
-def test_inside_a_larger_graph(counter: CompileCounter) -> None:
-    op = under("inductor", 3, "none", make({"x": 0}, compile_native=True))
+@pytest.mark.parametrize("dims", [None, {"x": 0}])
+def test_inside_a_larger_graph(dims: Any, counter: CompileCounter) -> None:
+    op = under("inductor", 3, "none", make(dims, compile_native=True))
     outer = CompileCounter()
     run = torch.compile(lambda x: op(x) * 2, backend=outer, fullgraph=True, dynamic=True)
     for size in (3, 5):

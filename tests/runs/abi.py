@@ -16,7 +16,7 @@ from pathlib import Path
 from environment import BUILD, Environment
 
 FOLDER = BUILD / "abi"
-TESTS = ("tests/native", "tests/ir")
+TESTS = ("tests/native", "tests/ir", "tests/layers", "tests/compile")
 
 CHECK_INSTALL = """
 import platform, sys

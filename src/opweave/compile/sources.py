@@ -113,7 +113,13 @@ def _spec_of(name: str) -> ModuleSpec | None:
         path = getattr(known, "submodule_search_locations", None)
         if path is None:
             return None
-    return PathFinder.find_spec(name, path) if name else None
+    try:
+        return PathFinder.find_spec(name, path) if name else None
+    except KeyError:  # a namespace package asks for its parent, which nobody has imported
+        spec = ModuleSpec(name, None, is_package=True)
+        folders = [os.path.join(entry, name.rpartition(".")[2]) for entry in path or ()]
+        spec.submodule_search_locations = [folder for folder in folders if os.path.isdir(folder)]
+        return spec
 
 
 @cache

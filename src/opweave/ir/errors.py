@@ -143,15 +143,23 @@ def did_you_mean(name: str, known: Iterable[str], unlisted: Iterable[str] = ()) 
 def described(error: BaseException, lines: int | None = None) -> str:
     """Return the type of *error*, what it says, or its first *lines* lines, and notes, in a line.
 
+    What a colon announces at the end of those lines is said, too.
+
     Examples:
         >>> described(ValueError("a\\nb")), described(ValueError("a\\nb"), 1), described(KeyError())
         ('ValueError: a b', 'ValueError: a', 'KeyError')
+        >>> described(RuntimeError("backend='x' raised:\\nKeyError: 'y'\\nmore"), 1)
+        "RuntimeError: backend='x' raised: KeyError: 'y'"
     """
     try:
         text = str(error).strip()
     except Exception:  # a plugin's own __str__ can fail, too
         text = ""
-    said = " ".join(" ".join(text.splitlines()[:lines]).split())
+    every = text.splitlines()
+    chosen = every[:lines]
+    while len(chosen) < len(every) and chosen[-1].rstrip().endswith(":"):
+        chosen.append(every[len(chosen)])
+    said = " ".join(" ".join(chosen).split())
     return f"{type(error).__name__}{f': {said}' if said else ''}{notes(error)}"
 
 

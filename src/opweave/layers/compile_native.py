@@ -39,19 +39,20 @@ def compiled_native(op: CustomOp, dims: Dims | None) -> Callable[..., Any]:
 def _compiled(
     native: Callable[..., Any], backend: str, dims: tuple[tuple[str, tuple[int, ...]], ...]
 ) -> Callable[..., Any]:
-    if not dims:
-        return torch.compile(native, backend=backend, dynamic=True)
-    fixed = torch.compile(native, backend=backend, dynamic=False)
+    compiled = torch.compile(native, backend=backend, dynamic=not dims)
     signature = inspect.signature(native)
 
     @wraps(native)
     def run(self: CustomOp, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # inside a larger graph, whose sizes count
+        # Part of a larger graph, whose sizes count. Dynamo of torch 2.11 loses what a compiled
+        # method is bound to.
+        if torch.compiler.is_compiling():
             return native(self, *args, **kwargs)
-        arguments = signature.bind(self, *args, **kwargs).arguments
-        for name, numbers in dims:
-            _mark(arguments.get(name), numbers)
-        return fixed(self, *args, **kwargs)
+        if dims:
+            arguments = signature.bind(self, *args, **kwargs).arguments
+            for name, numbers in dims:
+                _mark(arguments.get(name), numbers)
+        return compiled(self, *args, **kwargs)
 
     return run
 

@@ -26,17 +26,19 @@ class GroupShape(NamedTuple):
     row: int
     col: int
 
+    # Dynamo of torch 2.11 takes no named tuple for equal to a plain one: fields are compared.
+
     @property
     def is_per_tensor(self) -> bool:
-        return self == (-1, -1)
+        return self.row == self.col == -1
 
     @property
     def is_per_token(self) -> bool:
-        return self == (1, -1)
+        return self.row == 1 and self.col == -1
 
     @property
     def is_per_channel(self) -> bool:
-        return self == (-1, 1)
+        return self.row == -1 and self.col == 1
 
     @property
     def is_per_group(self) -> bool:
