@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MINDSPORE := .venv-mindspore
+# Beside the environment, whose torch and Inductor then are those of a user without a GPU.
+TRITON := build/triton
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # What test-abi installs: the versions whose packages are small on a registry that has CPU builds.
 ABI_TORCH := 2.13.0
@@ -14,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all verify test-abi test-abi-nightly test-sanitizers test-mindspore check fix bench bench-all bench-engine docs clean
+.PHONY: help run test test-all verify test-abi test-abi-nightly test-sanitizers test-mindspore test-triton check fix bench bench-all bench-engine docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -68,6 +70,15 @@ test-sanitizers: $(VENV)/dev.stamp ## run the tests of the kernels under ASan an
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) $(MINDSPORE) build dist site
+
+test-triton: $(VENV)/dev.stamp $(TRITON)/installed.stamp ## run the Triton kernels in its interpreter
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 \
+	  $(BIN)/python -m pytest tests/triton_kernels --numprocesses 2
+
+$(TRITON)/installed.stamp: $(VENV)/bin/python tests/triton_kernels/requirements.txt
+	$(PIP) install --no-deps --upgrade --target $(TRITON) \
+	  --requirement tests/triton_kernels/requirements.txt
+	touch $@
 
 test-mindspore: $(MINDSPORE)/built.stamp ## build the MindSpore extension, run its tests
 	PYTHONPATH=src $(MINDSPORE)/bin/python -m pytest tests/mindspore

@@ -48,8 +48,9 @@ def test_the_pages_with_code_are_found() -> None:
 
 
 def modules() -> list[str]:
-    found = pkgutil.walk_packages(opweave.__path__, "opweave.")
-    return [module.name for module in found if not module.name.endswith("_C_ops")]
+    found = (module.name for module in pkgutil.walk_packages(opweave.__path__, "opweave."))
+    # Triton's language has no examples, and Triton is not in this environment.
+    return [name for name in found if not name.endswith("_C_ops") and ".triton.jit." not in name]
 
 
 @pytest.mark.parametrize("name", modules())

@@ -91,7 +91,7 @@ def _single(*options: object) -> Callable[[Shape], Arguments]:
 
 
 def _rotary(s: Shape, is_neox: bool) -> Arguments:
-    angles = torch.rand(4096, HEAD_SIZE // 2) * 6.3
+    angles = torch.rand(max(4096, s.tokens), HEAD_SIZE // 2) * 6.3
     table = torch.cat((angles.cos(), angles.sin()), -1).to(s.dtype)
     query, key = s.rows(s.heads * HEAD_SIZE), s.rows(s.key_heads * HEAD_SIZE)
     return query, key, torch.arange(s.tokens), table, HEAD_SIZE, is_neox

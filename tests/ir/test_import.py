@@ -90,10 +90,12 @@ def test_the_time_that_importing_takes(fresh_python: FreshPython) -> None:
     assert statistics.median(times) <= BUDGET, times
 
 
-def test_kernels_load_after_an_interrupted_load(fresh_python: FreshPython) -> None:
+@pytest.mark.parametrize("module", ["opweave_c.pointwise", "row_by_row.experts", "triton.quant"])
+def test_kernels_load_after_an_interrupted_load(fresh_python: FreshPython, module: str) -> None:
     """torch defines no op twice, so that those of the first attempt must be gone."""
     fresh_python(
         """
+        import os
         import sys
         import torch
         from opweave import ir
@@ -101,7 +103,7 @@ def test_kernels_load_after_an_interrupted_load(fresh_python: FreshPython) -> No
         class Interrupt:
             times = 0
             def find_spec(self, name, path=None, target=None):
-                if name == "opweave.kernels.opweave_c.pointwise" and self.times < 2:
+                if name == "opweave.kernels." + os.environ["MODULE"] and self.times < 2:
                     self.times += 1
                     raise KeyboardInterrupt
 
@@ -114,5 +116,6 @@ def test_kernels_load_after_an_interrupted_load(fresh_python: FreshPython) -> No
             raise AssertionError("the load was not interrupted")
         assert ir.ops.relu2(torch.ones(2, 4)).sum() == 8
         assert hasattr(torch.ops.opweave_c_sizes, "advance_step")
-        """
+        """,
+        env={"MODULE": module},
     )

@@ -153,6 +153,8 @@ def test_zeros_and_large_values(custom_ops: str) -> None:
 # Given scales
 
 ROWS, COLUMNS = 8, 48
+
+
 @pytest.mark.parametrize("shape", [PER_TENSOR, PER_TOKEN, GroupShape(1, 16)], ids=str)
 def test_graphs_know_what_shares_a_scale(shape: GroupShape) -> None:
     layer = QuantFP8(False, shape)

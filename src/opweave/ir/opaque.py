@@ -17,7 +17,12 @@ _libraries: list[Library] = []  # torch forgets the ops of a library that nobody
 
 
 def opaque_op(
-    namespace: str, name: str, function: Function, fake: Function, schema: str | None = None
+    namespace: str,
+    name: str,
+    function: Function,
+    fake: Function,
+    schema: str | None = None,
+    library: Library | None = None,
 ) -> Function:
     """Return a torch op that calls *function*, and adds no more to a call than the dispatcher.
 
@@ -28,9 +33,11 @@ def opaque_op(
         function: changes none of its arguments, and returns no view of one.
         fake: returns tensors with the metadata of its results.
         schema: the op's, from the parenthesis on; by default that of the annotations of *function*.
+        library: of the namespace, which keeps the op; by default one that is never given up.
     """
-    untyped: Any = compat.new_library(namespace)  # torch declares no types for define and impl
-    _libraries.append(untyped)
+    if library is None:
+        _libraries.append(library := compat.new_library(namespace))
+    untyped: Any = library  # torch declares no types for define and impl
     untyped.define(name + (schema or torch.library.infer_schema(function, mutates_args=())))
     torch_op: Function = getattr(getattr(torch.ops, namespace), name).default
 

@@ -22,6 +22,8 @@ _TORCHS_OPS = (
     "varlen_attention",
 )
 
+# In torch these gather keys, copy the cache, or take a dozen kernels for a few numbers.
+_TRITONS_OPS = ("advance_step_flashattn", "paged_attention", "reshape_and_cache")
 
 _MATRIX_CORES = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD Instinct, from MI100 on
 
@@ -35,7 +37,7 @@ class _Gpu(Platform):
 
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
-    ) -> Mapping[str, list[str]]:
+    ) -> dict[str, list[str]]:
         return {op: ["aten"] for op in _TORCHS_OPS}
 
     def get_device_name(self, index: int = 0) -> str:
@@ -51,6 +53,11 @@ class CudaPlatform(_Gpu):
 
     name = "cuda"
     dispatch_tags = ("cuda",)
+
+    def get_default_ir_op_priority(
+        self, config: EngineConfig | None = None
+    ) -> dict[str, list[str]]:
+        return super().get_default_ir_op_priority(config) | {op: ["triton"] for op in _TRITONS_OPS}
 
     @cached_property
     def capabilities(self) -> Capabilities:  # type: ignore[override]

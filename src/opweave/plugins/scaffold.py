@@ -18,7 +18,7 @@ _ENTRY_POINT = f"""
 [project.entry-points."{PLATFORM_PLUGINS}"]
 {{name}} = "{{name}}.claim:claim"
 """
-_PROVIDERS = {*RESERVED_PROVIDERS, *OWN_PROVIDERS, "triton"}
+_PROVIDERS = {*RESERVED_PROVIDERS, *OWN_PROVIDERS}
 _TAKEN = frozenset({*BUILTIN_PLATFORMS, *_PROVIDERS, "opweave", "tests"})
 
 

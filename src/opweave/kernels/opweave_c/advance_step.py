@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-import torch
 from torch import SymInt, Tensor
-from torch.library import Library
 
 from opweave import _custom_ops
-from opweave.ir import compat, journal, rules
+from opweave.ir import rules
 from opweave.ir.ops.advance_step import advance_step_flashattn as op
 from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
+from opweave.kernels.opaque import mutating
 from opweave.kernels.opweave_c.doors import implements
 
 _UPDATED = ("input_tokens", "input_positions", "seq_lens", "slot_mapping")
@@ -86,7 +82,7 @@ def _advance(
     tensors = (input_tokens, input_positions, seq_lens, slot_mapping)
     rest = (sampled_token_ids, block_tables, block_size)
     if isinstance(seq_lens.shape[0], SymInt) or isinstance(sampled_token_ids.shape[0], SymInt):
-        torch.ops.opweave_c_sizes.advance_step(*tensors, *rest)
+        _with_any_sizes(*tensors, *rest)
     else:
         _with_sizes(*tensors, *rest)
 
@@ -113,21 +109,10 @@ def _with_sizes(
     )
 
 
-def _define() -> Library:
-    """Define the op for graphs of any size: in the native one sizes would be constants."""
-    library = compat.new_library("opweave_c_sizes")
-    # First of all: whatever interrupts the import of the kernels, the next one defines it again.
-    undo = partial(compat.remove_ops, library)
-    journal.enter("torch op opweave_c_sizes::advance_step", undo)
-    untyped: Any = library  # torch declares no types for define and impl
-    untyped.define(
-        "advance_step(Tensor(a!) input_tokens, Tensor(b!) input_positions, Tensor(c!) seq_lens, "
-        "Tensor(d!) slot_mapping, Tensor sampled_token_ids, Tensor block_tables, int block_size) "
-        "-> ()"
-    )
-    untyped.impl("advance_step", _with_sizes, "CompositeExplicitAutograd")
-    compat.register_fake(library, "advance_step", lambda *arguments: None)
-    return library
-
-
-_library = _define()
+# For graphs of any size: in the native op sizes are constants.
+_with_any_sizes = mutating(
+    "opweave_c_sizes",
+    "advance_step(Tensor(a!) input_tokens, Tensor(b!) input_positions, Tensor(c!) seq_lens, "
+    "Tensor(d!) slot_mapping, Tensor sampled_token_ids, Tensor block_tables, int block_size) "
+    "-> ()",
+)(_with_sizes)

@@ -37,12 +37,6 @@ def in_memory_order(x: Tensor) -> bool:
     return x.is_contiguous() or _is_nested(x.shape, x.stride())
 
 
-def has_whole_blocks(cache: Tensor) -> bool:
-    """Whether each block of a paged cache is contiguous."""
-    _, _, block_size, size = cache.shape
-    return cache.is_contiguous() or cache.stride()[1:] == (block_size * size, size, 1)
-
-
 def _is_nested(shape: Sequence[int], strides: Sequence[int]) -> bool:
     reach = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):

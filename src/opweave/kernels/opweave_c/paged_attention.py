@@ -11,8 +11,9 @@ from torch import Tensor
 from opweave.ir import rules
 from opweave.ir.ops.paged_attention import attention_quant as attention_quant_op
 from opweave.ir.ops.paged_attention import paged_attention as op
-from opweave.kernels.opweave_c.arguments import FLOATS, has_whole_blocks, one_float32
+from opweave.kernels.opweave_c.arguments import one_float32
 from opweave.kernels.opweave_c.doors import implements, native_op
+from opweave.kernels.paged import ATTENDS, attention_fits
 
 _BLOCK_STEP = 16
 
@@ -34,36 +35,22 @@ def _fits(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> bool:
-    _, heads, block_size, size = key_cache.shape
-    sequences = block_tables.shape[0]
-    return (
-        heads > 0
-        and query.shape[1] % heads == 0
-        and query.shape[2] == size > 0
-        and block_size > 0
-        and block_size % _BLOCK_STEP == 0
-        and value_cache.shape[:3] == key_cache.shape[:3]
-        and has_whole_blocks(key_cache)
-        and has_whole_blocks(value_cache)
-        and seq_lens.shape == (sequences,)
-        and cu_seqlens_q.shape == (sequences + 1,)
-        and (window is None or (causal and window > 0))
-        and (soft_cap is None or soft_cap > 0)
+    return key_cache.shape[2] % _BLOCK_STEP == 0 and attention_fits(
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        cu_seqlens_q,
+        causal,
+        window,
+        soft_cap,
     )
 
 
 _COMMON = (
     rules.cpu("query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q")
-    & rules.dtype("query", *FLOATS)
-    & rules.same_dtype("query", "key_cache", "value_cache")
-    & rules.dtype("block_tables", torch.int32)
-    & rules.same_dtype("block_tables", "seq_lens", "cu_seqlens_q")
-    & rules.ndim("query", 3)
-    & rules.ndim("key_cache", 4)
-    & rules.ndim("value_cache", 4)
-    & rules.ndim("block_tables", 2)
-    & rules.unit_stride("query", "block_tables")
-    & rules.contiguous("seq_lens", "cu_seqlens_q")
+    & ATTENDS
 )
 _WHY = (
     "shapes do not fit, blocks are not contiguous or no multiple of 16, "

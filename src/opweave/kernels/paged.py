@@ -1,0 +1,93 @@
+"""What kernels of the paged cache ask of their arguments, wherever these are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opweave.ir import rules
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def has_whole_blocks(cache: Tensor) -> bool:
+    """Whether each block of a paged cache is contiguous."""
+    _, _, block_size, size = cache.shape
+    return cache.is_contiguous() or cache.stride()[1:] == (block_size * size, size, 1)
+
+
+def _tokens_fit(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> bool:
+    return (
+        key_cache is not value_cache
+        and key_cache.shape[:3] == value_cache.shape[:3]
+        and _takes(key_cache, key)
+        and _takes(value_cache, value)
+        and key.shape[0] == slot_mapping.shape[0] == value.shape[0]
+    )
+
+
+def _takes(cache: Tensor, x: Tensor) -> bool:
+    """Whether the blocks of *cache* are contiguous and take the tokens of *x*."""
+    _, heads, _, size = cache.shape
+    return x.shape[1:] == (heads, size) and has_whole_blocks(cache)
+
+
+WRITES = (
+    rules.dtype("key", *_FLOATS)
+    & rules.same_dtype("key", "value", "key_cache", "value_cache")
+    & rules.dtype("slot_mapping", torch.int64)
+    & rules.ndim("key", 3)
+    & rules.ndim("value", 3)
+    & rules.ndim("key_cache", 4)
+    & rules.ndim("value_cache", 4)
+    & rules.ndim("slot_mapping", 1)
+    & rules.contiguous("slot_mapping")
+    & rules.unit_stride("key", "value")
+    & rules.custom(_tokens_fit, "tokens and caches do not fit, or blocks are not contiguous")
+)
+"""Of ``reshape_and_cache``."""
+
+ATTENDS = (
+    rules.dtype("query", *_FLOATS)
+    & rules.same_dtype("query", "key_cache", "value_cache")
+    & rules.dtype("block_tables", torch.int32)
+    & rules.same_dtype("block_tables", "seq_lens", "cu_seqlens_q")
+    & rules.ndim("query", 3)
+    & rules.ndim("key_cache", 4)
+    & rules.ndim("value_cache", 4)
+    & rules.ndim("block_tables", 2)
+    & rules.unit_stride("query", "block_tables")
+    & rules.contiguous("seq_lens", "cu_seqlens_q")
+)
+"""Of ``paged_attention``, beside :func:`attention_fits`."""
+
+
+def attention_fits(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+) -> bool:
+    """Whether the shapes of what :data:`ATTENDS` accepts fit, and the options are positive."""
+    _, heads, block_size, size = key_cache.shape
+    sequences = block_tables.shape[0]
+    return (
+        heads > 0
+        and query.shape[1] % heads == 0
+        and query.shape[2] == size > 0
+        and block_size > 0
+        and value_cache.shape[:3] == key_cache.shape[:3]
+        and has_whole_blocks(key_cache)
+        and has_whole_blocks(value_cache)
+        and seq_lens.shape == (sequences,)
+        and cu_seqlens_q.shape == (sequences + 1,)
+        and (window is None or (causal and window > 0))
+        and (soft_cap is None or soft_cap > 0)
+    )

@@ -1,0 +1,93 @@
+"""Rotation of heads by the angles of their positions, one program for each token and tensor."""
+
+import triton
+import triton.language as tl
+
+from opweave.kernels.triton.jit.casts import rounded
+
+
+@triton.jit
+def rotate(x, y, cos, sin):
+    """Return ``x * cos - y * sin``, rounded at every step as in the definition."""
+    kind: tl.constexpr = x.dtype
+    first = rounded(x.to(tl.float32) * cos, kind).to(tl.float32)
+    second = rounded(y.to(tl.float32) * sin, kind).to(tl.float32)
+    return rounded(first - second, kind)
+
+
+@triton.jit
+def rotate_heads(
+    out,
+    x,
+    cos,
+    sin,
+    count,
+    size,
+    half,
+    IS_NEOX: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    pairs = tl.arange(0, HALF)
+    if IS_NEOX:
+        first, second = pairs, half + pairs
+    else:
+        first, second = 2 * pairs, 2 * pairs + 1
+    for start in range(0, count, HEADS):
+        heads = start + tl.arange(0, HEADS)
+        offsets = (heads * size)[:, None]
+        inside = (heads < count)[:, None] & (pairs < half)[None, :]
+        low = tl.load(x + offsets + first[None, :], mask=inside)
+        high = tl.load(x + offsets + second[None, :], mask=inside)
+        tl.store(out + offsets + first[None, :], rotate(low, high, cos, sin), mask=inside)
+        tl.store(out + offsets + second[None, :], rotate(high, low, cos, -sin), mask=inside)
+        if REST > 0:
+            columns = 2 * half + tl.arange(0, REST)
+            inside = (heads < count)[:, None] & (columns < size)[None, :]
+            rest = tl.load(x + offsets + columns[None, :], mask=inside)
+            tl.store(out + offsets + columns[None, :], rest, mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_size"])
+def rotary_embedding(
+    query_out,
+    key_out,
+    query,
+    key,
+    positions,
+    table,
+    query_stride,
+    key_stride,
+    table_stride,
+    table_size,
+    query_heads,
+    key_heads,
+    size,
+    half,
+    IS_NEOX: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64)
+    position = tl.where(position < 0, position + table_size, position)
+    tl.device_assert((position >= 0) & (position < table_size), "a position is not in the table")
+    pairs = tl.arange(0, HALF)
+    angles = table + position * table_stride + pairs
+    # A position that is not in the table has angles that are no numbers.
+    mask = pairs < tl.where((position >= 0) & (position < table_size), half, 0)
+    kind: tl.constexpr = query.dtype.element_ty
+    cos = tl.load(angles, mask=mask, other=float("nan")).to(tl.float32)
+    sin = tl.load(angles + half, mask=mask, other=float("nan")).to(tl.float32)
+    cos = rounded(cos, kind).to(tl.float32)[None, :]
+    sin = rounded(sin, kind).to(tl.float32)[None, :]
+    if tl.program_id(1) == 0:
+        out = query_out + token * query_heads * size
+        x = query + token * query_stride
+        rotate_heads(out, x, cos, sin, query_heads, size, half, IS_NEOX, HEADS, HALF, REST)
+    else:
+        out = key_out + token * key_heads * size
+        x = key + token * key_stride
+        rotate_heads(out, x, cos, sin, key_heads, size, half, IS_NEOX, HEADS, HALF, REST)

@@ -1,0 +1,69 @@
+"""Writing into the paged cache, in place.
+
+A slot that is not in the cache is skipped; with ``TRITON_DEBUG=1`` it ends the kernel.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from opweave.ir.ops.kv_cache import reshape_and_cache as op
+from opweave.kernels.opaque import mutating
+from opweave.kernels.paged import WRITES
+from opweave.kernels.triton.arguments import on_device
+from opweave.kernels.triton.registration import (
+    NAMESPACE,
+    Kernels,
+    block_of,
+    implements,
+    launch,
+)
+
+_kernels = Kernels("kv_cache")
+_BLOCK = 1024
+
+
+@mutating(
+    NAMESPACE,
+    "write(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+    "Tensor slot_mapping) -> ()",
+)
+def _write(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    blocks, heads, block_size, size = key_cache.shape
+    value_size = value_cache.shape[3]
+    launch(
+        _kernels.reshape_and_cache,
+        (key.shape[0],),
+        key_cache,
+        value_cache,
+        key,
+        value,
+        slot_mapping,
+        blocks * block_size,
+        block_size,
+        heads,
+        size,
+        value_size,
+        key_cache.stride(0),
+        value_cache.stride(0),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        BLOCK=min(block_of(heads * max(size, value_size)), _BLOCK),
+    )
+
+
+@implements(
+    op,
+    on_device("key", "value", "key_cache", "value_cache", "slot_mapping") & WRITES,
+    inplace=True,
+)
+def reshape_and_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write *key* and *value* into their slots of the caches, in place."""
+    _write(key, value, key_cache, value_cache, slot_mapping)
+    return key_cache, value_cache

@@ -1,0 +1,94 @@
+"""RMS normalisation, and the quantisation of its result."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opweave import ir
+from opweave.ir import rules
+from opweave.kernels.triton.arguments import on_device, row_count, row_stride, rows
+from opweave.kernels.triton.registration import Kernels, block_of, implements, launch
+
+_kernels = Kernels("norm")
+
+WEIGHT = on_device("weight") & rules.per_last_dim("weight", "x") & rules.contiguous("weight")
+NORM = rows("x") & WEIGHT & (rules.same_dtype("x", "weight") | rules.dtype("weight", torch.float32))
+ADD = (
+    NORM
+    & rows("x_residual")
+    & rules.same_dtype("x", "x_residual")
+    & rules.same_shape("x", "x_residual")
+)
+
+
+def normalise(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    *,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
+    scheme: str | None = None,
+    scales: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> None:
+    """Normalise the rows of *x*, or of the sum of it and *residual*, which goes to *total*.
+
+    Args:
+        out: the shape of *x*; its dtype, or that of the codes of *scheme*.
+        scheme, scales, scale: of ``store_quantised``.
+    """
+    width = x.shape[-1]
+    strides = [0 if t is None else row_stride(t) for t in (out, total, x, residual)]
+    launch(
+        _kernels.rms_norm,
+        (row_count(x),),
+        out,
+        scales,
+        total,
+        x,
+        residual,
+        weight,
+        scale,
+        *strides,
+        width,
+        epsilon,
+        SCHEME=scheme,
+        BLOCK=block_of(width),
+        num_warps=warps_for(width),
+    )
+
+
+def warps_for(width: int) -> int:
+    """Return how many warps share a row: each lane has 8 to 16 elements, up to 1,024 lanes.
+
+    >>> [warps_for(width) for width in (64, 1024, 4096, 65536)]
+    [1, 2, 8, 32]
+    """
+    return min(max(block_of(width) // 512, 1), 32)
+
+
+@implements(ir.ops.rms_norm, NORM & rules.is_none("variance_size"))
+def rms_norm(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    """Normalise the rows of *x*, ``(..., h)``, into a new tensor."""
+    out = torch.empty_like(x)
+    normalise(out, x, weight, epsilon)
+    return out
+
+
+@implements(ir.ops.fused_add_rms_norm, ADD & rules.is_none("variance_size"))
+def fused_add_rms_norm(
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add *x* and *x_residual*, both ``(..., h)``, and normalise the sum, in one pass."""
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    normalise(out, x, weight, epsilon, residual=x_residual, total=total)
+    return out, total

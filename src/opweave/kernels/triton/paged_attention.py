@@ -1,0 +1,194 @@
+"""Attention over the paged cache.
+
+A block that is not in the cache makes what sees it NaN; with ``TRITON_DEBUG=1`` it ends the kernel.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opweave.ir import rules
+from opweave.ir.ops.paged_attention import paged_attention as op
+from opweave.kernels.paged import ATTENDS, attention_fits
+from opweave.kernels.triton.arguments import on_device
+from opweave.kernels.triton.registration import (
+    INTERPRETED,
+    Kernels,
+    block_of,
+    implements,
+    launch,
+)
+
+_kernels = Kernels("paged_attention")
+_MAX_HEAD_SIZE = 256
+_MAX_GROUP = 32
+_MANY_BYTES = 128 * 1024
+"""Of shared memory, in which the largest tiles fit with two more that are fetched ahead."""
+_MIN_SPLIT = 128
+"""Keys that are worth a program of their own."""
+
+
+def _fits(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> bool:
+    return (
+        attention_fits(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            seq_lens,
+            cu_seqlens_q,
+            causal,
+            window,
+            soft_cap,
+        )
+        and query.shape[1] // key_cache.shape[1] <= _MAX_GROUP
+        and query.shape[2] <= _MAX_HEAD_SIZE
+        and 0 < value_cache.shape[3] <= _MAX_HEAD_SIZE
+    )
+
+
+@implements(
+    op,
+    on_device("query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q")
+    & ATTENDS
+    & rules.custom(
+        _fits,
+        f"shapes do not fit, heads are larger than {_MAX_HEAD_SIZE} or in groups of more than "
+        f"{_MAX_GROUP}, blocks are not contiguous, or window or soft_cap is not positive",
+    ),
+    traits=(),  # how the keys of a sequence are shared depends on how many sequences there are
+)
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Attend to the keys of each query's sequence."""
+    tokens, heads, size = query.shape
+    blocks, key_heads, block_size, _ = key_cache.shape
+    sequences, width = block_tables.shape
+    value_size, group = value_cache.shape[3], heads // key_heads
+    out = query.new_zeros(tokens, heads, value_size)
+    if not sequences or not blocks:
+        return out
+    rows, keys = _tile(query, group, sequences, value_size)
+    queries = rows // group
+    tiles = tokens // queries + sequences
+    splits = _split_count(tiles * key_heads, width * block_size, query.device)
+    parts, maxima, totals = out, None, None
+    if splits > 1:
+        parts = query.new_empty((tokens, heads, splits, value_size), dtype=torch.float32)
+        maxima = parts.new_full((tokens, heads, splits), float("-inf"))
+        totals = parts.new_zeros((tokens, heads, splits))
+    launch(
+        _kernels.attend,
+        (tiles, key_heads, splits),
+        parts,
+        maxima,
+        totals,
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        cu_seqlens_q,
+        size**-0.5 if scale is None else scale,
+        soft_cap,
+        window,
+        sequences,
+        blocks,
+        width,
+        block_tables.stride(0),
+        query.stride(0),
+        query.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        heads,
+        size,
+        value_size,
+        BLOCK_SIZE=block_size,
+        GROUP=group,
+        CAUSAL=causal,
+        SPLITS=splits,
+        QUERIES=queries,
+        ROWS=rows,
+        KEYS=keys,
+        SIZE=max(block_of(size), 16),
+        VALUE_SIZE=max(block_of(value_size), 16),
+        PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
+        num_stages=3 if _shared_memory(query.device) >= _MANY_BYTES else 1,
+    )
+    if splits > 1:
+        launch(
+            _kernels.join,
+            (tokens * heads,),
+            out,
+            parts,
+            maxima,
+            totals,
+            value_size,
+            SPLITS=splits,
+            VALUE_SIZE=block_of(value_size),
+        )
+    return out
+
+
+def _tile(query: Tensor, group: int, sequences: int, value_size: int) -> tuple[int, int]:
+    """Return how many rows, of a query and a head each, and how many keys a program has at once."""
+    bytes_of_key = max(query.shape[2], value_size) * query.element_size()
+    decodes = query.shape[0] <= 2 * sequences
+    rows = 16 if decodes else 64 if bytes_of_key <= 512 else 32
+    keys = 64 if bytes_of_key <= 256 else 32 if bytes_of_key <= 512 else 16
+    if _shared_memory(query.device) < _MANY_BYTES:
+        rows, keys = min(rows, 32), min(keys, 32)
+    return max(block_of(group), rows), keys
+
+
+def _split_count(programs: int, most_keys: int, device: torch.device) -> int:
+    """Return how many programs share the keys of a sequence: a power of two.
+
+    So many that each processor has some of them, whose waiting for memory overlaps.
+    """
+    wanted = 4 * _processors(device) // max(programs, 1)
+    useful = -(-most_keys // _MIN_SPLIT)
+    return 1 << max(min(wanted, useful, 64), 1).bit_length() - 1
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Return how many bytes a program may share."""
+    if INTERPRETED:
+        return _MANY_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)  # torch declares no type for all
+    return int(properties.shared_memory_per_block_optin)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if INTERPRETED:
+        return 16  # so that both forms of the kernel run in tests
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

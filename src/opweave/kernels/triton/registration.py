@@ -1,0 +1,84 @@
+"""Registration of implementations that call Triton's kernels, and how these are called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opweave.ir import IrOp
+from opweave.ir.impl import Predicate
+from opweave.ir.traits import BATCH_INVARIANT
+from opweave.kernels.opaque import opaque
+
+Function = Callable[..., Any]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton runs kernels in Python, on tensors of the CPU."""
+
+_interpreter = threading.Lock()  # it changes the language's functions while a kernel runs
+_device_of: Callable[[Tensor], AbstractContextManager[None]] = torch.cuda.device_of
+NAMESPACE = "opweave_triton"
+_IS_THERE = find_spec("triton") is not None
+
+
+class Kernels:
+    """The kernels of a module of ``jit``, which is imported when the first of them is asked for."""
+
+    def __init__(self, module: str) -> None:
+        self._module = f"{__package__}.jit.{module}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what inspection asks every object for
+            raise AttributeError(name)
+        kernel = getattr(importlib.import_module(self._module), name)
+        setattr(self, name, kernel)
+        return kernel
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], out: Tensor, *arguments: object, **constants: object
+) -> None:
+    """Run *kernel* once for each point of *grid*, on the device of *out*, its first argument."""
+    if 0 not in grid:
+        with _interpreter if INTERPRETED else _device_of(out):
+            kernel[grid](out, *arguments, **constants)
+
+
+def block_of(size: int) -> int:
+    """Return the least power of two that is no less than *size*.
+
+    >>> [block_of(size) for size in (1, 64, 65)]
+    [1, 64, 128]
+    """
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def implements(
+    op: IrOp,
+    supports_args: Predicate,
+    *,
+    inplace: bool = False,
+    traits: Iterable[str] = (BATCH_INVARIANT,),
+) -> Callable[[Function], Function]:
+    """Register the decorated function as the implementation of *op* in Triton.
+
+    One that works in place calls what is :func:`opweave.kernels.opaque.mutating`.
+    """
+    register = op.register_impl(
+        "triton",
+        supported=_IS_THERE,
+        unsupported_reason=None if _IS_THERE else "Triton is not installed",
+        supports_args=supports_args,
+        inplace=inplace,
+        traits=traits,
+    )
+    make_opaque = opaque(op, NAMESPACE)
+    return register if inplace else lambda function: register(make_opaque(function))

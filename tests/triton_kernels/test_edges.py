@@ -1,0 +1,119 @@
+"""Rows that are wide, far apart or empty; numbers that are out of range; devices."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from opweave import ir
+from opweave.conformance import subjects
+
+
+@pytest.mark.parametrize("width", [1, 1000, 20_000])
+def test_rows_of_any_width_and_distance(device: str, width: int) -> None:
+    x = torch.randn(3, 2 * width + 7, device=device)
+    for rows in (x[:, :width], x[:, 5 : 5 + width], x[::2, :width]):
+        weight = torch.randn(width, device=device)
+        found = ir.ops.rms_norm.using("triton!")(rows, weight, 1e-6)
+        torch.testing.assert_close(found, ir.ops.rms_norm.native(rows, weight, 1e-6))
+    halves = x[:, : 2 * width]
+    found = ir.ops.silu_and_mul.using("triton!")(halves)
+    torch.testing.assert_close(found, ir.ops.silu_and_mul.native(halves))
+
+
+def test_wider_rows_than_registers_hold_are_refused(device: str) -> None:
+    x = torch.zeros(1, 65537, device=device)
+    reason = ir.ops.rms_norm.impls["triton"].rejection(ir.ops.rms_norm.bind(x, None, 1e-6))
+    assert reason == "x: rows of 65537 elements (supports up to 65536)"
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("rotated", [2, 6, 16])
+def test_heads_that_are_rotated_in_part(device: str, is_neox: bool, rotated: int) -> None:
+    qkv = torch.randn(5, 3 * 48, device=device)
+    query, key = qkv[:, :48], qkv[:, 48:64]
+    positions = torch.tensor([0, 3, -1, 8, 2], device=device)
+    table = torch.randn(9, rotated, device=device)
+    op = ir.ops.rotary_embedding
+    arguments = (query, key, positions, table, 16, is_neox)
+    for found, expected in zip(op.using("triton!")(*arguments), op.native(*arguments), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_position_that_is_not_in_the_table_gives_nan(device: str) -> None:
+    x = torch.randn(2, 16, device=device)
+    positions = torch.tensor([9, 1], device=device)
+    table = torch.randn(9, 16, device=device)
+    query, _ = ir.ops.rotary_embedding.using("triton!")(x, x.clone(), positions, table, 16)
+    assert query[0].isnan().all()
+    assert not query[1].isnan().any()
+
+
+def test_slots_that_are_not_in_the_cache_are_skipped(device: str) -> None:
+    key, value = torch.randn(2, 4, 2, 8, device=device)
+    caches = torch.zeros(2, 3, 2, 16, 8, device=device)
+    slots = torch.tensor([-1, 47, 48, -2], device=device)
+    write = ir.ops.reshape_and_cache.using("triton!").maybe_inplace
+    with torch.no_grad():
+        keys, values = write(key, value, caches[0], caches[1], slots)
+    assert keys.data_ptr() == caches[0].data_ptr()
+    torch.testing.assert_close(keys[2, :, 15], key[1])
+    torch.testing.assert_close(values[2, :, 15], value[1])
+    assert int(caches.count_nonzero()) == 2 * 16
+
+
+def test_a_sequence_that_cannot_advance_has_no_slot(device: str) -> None:
+    lengths = torch.tensor([15, 16, 32, -1], dtype=torch.int32, device=device)
+    tables = torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
+    zeros = torch.zeros(4, dtype=torch.int64, device=device)
+    sampled = torch.tensor([5, 6, 7, 8], device=device)
+    tokens, positions, _, slots = ir.ops.advance_step_flashattn.using("triton!")(
+        zeros, sampled, zeros, lengths, zeros, tables, 16
+    )
+    assert tokens.tolist() == [5, 6, 7, 8]
+    assert positions.tolist() == [15, 16, 32, -1]
+    assert slots.tolist() == [15, 3 * 16, -1, -1]
+
+
+@pytest.mark.parametrize("subject", subjects(providers=["triton"]), ids=str)
+def test_no_tokens(subject: object, device: str) -> None:
+    op = subject.op  # type: ignore[attr-defined]
+    if op.name in ("paged_attention", "reshape_and_cache", "advance_step_flashattn"):
+        pytest.skip("their inputs have sequences")
+    arguments = op.generate_inputs(num_tokens=0, device=device)
+    found, expected = op.using("triton!")(*arguments), op.native(*arguments)
+    for one, other in zip(
+        *(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True
+    ):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def test_compiled_calls_have_one_node_for_a_kernel(device: str) -> None:
+    import opweave.compile
+
+    def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y, _ = ir.ops.fused_add_rms_norm.maybe_inplace(x, residual, weight, 1e-6)
+        out: torch.Tensor = ir.ops.silu_and_mul(y)
+        return out
+
+    arguments = [torch.randn(4, 64, device=device), torch.randn(4, 64, device=device)]
+    arguments.append(torch.randn(64, device=device))
+    with ir.priority(fused_add_rms_norm=["triton"], silu_and_mul=["triton"]), torch.no_grad():
+        compiled = torch.compile(block, backend=opweave.compile.backend, fullgraph=True)
+        found = compiled(*(a.clone() for a in arguments))
+        report = opweave.compile.report()
+    assert [node.chosen for node in report.nodes] == ["triton", "triton"]
+    y, _ = ir.ops.fused_add_rms_norm.native(*arguments, 1e-6)
+    torch.testing.assert_close(found, ir.ops.silu_and_mul.native(y))
+
+
+def test_triton_is_not_imported_before_a_kernel_is_called() -> None:
+    code = (
+        "import sys; from opweave import ir; ir.current_registry().ensure_ready();"
+        "print('triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

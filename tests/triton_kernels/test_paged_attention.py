@@ -1,0 +1,111 @@
+"""Attention over the paged cache, with the options, sizes and contents that kernels get wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opweave import ir
+
+OP = ir.ops.paged_attention
+
+
+def check(arguments: tuple[Any, ...], **options: Any) -> Tensor:
+    found: Tensor = OP.using("triton!")(*arguments[:6], **options)
+    expected = OP.native(*arguments[:6], **options)
+    tolerance = OP.get_tolerance(found.dtype)
+    torch.testing.assert_close(found, expected, equal_nan=True, **tolerance._asdict())
+    return found
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 0.3},
+        {"causal": False},
+        {"window": 1},
+        {"window": 17},
+        {"soft_cap": 5.0},
+        {"window": 40, "soft_cap": 30.0, "scale": 0.2},
+    ],
+    ids=str,
+)
+def test_options(device: str, tokens: int, options: dict[str, Any]) -> None:
+    check(OP.generate_inputs(num_tokens=tokens, num_seqs=3, device=device), **options)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"head_size": 40, "value_size": 24},
+        {"head_size": 8, "value_size": 8},
+        {"head_size": 128, "block_size": 64},
+        {"head_size": 256, "num_heads": 2, "num_kv_heads": 1},
+        {"num_heads": 6, "num_kv_heads": 2},
+        {"num_heads": 32, "num_kv_heads": 1},
+        {"num_heads": 3, "num_kv_heads": 3},
+        {"block_size": 48},
+        {"block_size": 5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sizes(device: str, sizes: dict[str, int], dtype: torch.dtype) -> None:
+    check(OP.generate_inputs(num_tokens=6, num_seqs=4, dtype=dtype, device=device, **sizes))
+
+
+def decoding(device: str, lengths: list[int], block_size: int = 16) -> tuple[Any, ...]:
+    """One query for each sequence, of lengths that may be 0."""
+    width = max(-(-max(lengths) // block_size), 1)
+    count = len(lengths)
+    tables = torch.randperm(count * width, device=device, dtype=torch.int32).view(count, width)
+    caches = torch.randn(2, count * width, 2, block_size, 32, device=device)
+    return (
+        torch.randn(count, 4, 32, device=device),
+        *caches,
+        tables,
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+        torch.arange(count + 1, dtype=torch.int32, device=device),
+    )
+
+
+@pytest.mark.parametrize("lengths", [[700], [1, 300, 5], [0, 200], [16, 32]], ids=str)
+def test_programs_that_share_the_keys_of_a_sequence(device: str, lengths: list[int]) -> None:
+    check(decoding(device, lengths))
+    check(decoding(device, lengths), window=33)
+
+
+def test_sequences_without_queries_or_keys_and_queries_after_the_last(device: str) -> None:
+    query, keys, values, tables, _, _ = decoding(device, [60, 60, 60, 60, 60])
+    starts = torch.tensor([0, 1, 1, 3, 3, 4], dtype=torch.int32, device=device)
+    lengths = torch.tensor([60, 60, 2, 60, 0], dtype=torch.int32, device=device)
+    found = check((query, keys, values, tables, lengths, starts))
+    assert not found[3:].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_what_no_query_sees_is_not_used(device: str, tokens: int, poison: float) -> None:
+    """A value that some queries of a tile see, and others do not, is where it must be."""
+    arguments = list(OP.generate_inputs(num_tokens=tokens, num_seqs=1, device=device))
+    values, tables, lengths = arguments[2:5]
+    at = int(lengths[0]) - tokens // 2 - 1
+    block_size = values.shape[2]
+    values[tables[0, at // block_size], :, at % block_size, 3] = poison
+    found = check(tuple(arguments))
+    is_there = found[:, :, 3].isnan() | found[:, :, 3].isinf()
+    assert is_there.all(1).tolist() == [i >= tokens - tokens // 2 - 1 for i in range(tokens)]
+    assert not found[:, :, [0, 1, 2, 4]].isnan().any()
+
+
+def test_a_block_that_is_not_in_the_cache_gives_nan(device: str) -> None:
+    arguments = decoding(device, [40, 40])
+    arguments[3][0, 1] = 99
+    found = OP.using("triton!")(*arguments)
+    assert found[0].isnan().all()
+    assert not found[1].isnan().any()
