@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import opweave.compile
+from conftest import FreshPython
 from opweave import ir
 from opweave.compile import fingerprint, sources
 
@@ -318,6 +319,19 @@ CELLS = {
         "x * 3",
     ),
 }
+
+
+def test_processes_agree_on_every_implementation(fresh_python: FreshPython) -> None:
+    code = """
+        from opweave import ir
+        from opweave.compile import fingerprint
+        ir.current_registry().ensure_ready()
+        for op in ir.current_registry().ops.values():
+            print(fingerprint.of_op(op))
+    """
+    first, second = (fresh_python(code).stdout.split() for _ in range(2))
+    assert len(first) > 60
+    assert first == second
 
 
 @pytest.mark.parametrize("cell", [c for c in CELLS if c != "a list"])

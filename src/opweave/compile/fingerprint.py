@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ from opweave.compile.footprint import Footprint
 from opweave.compile.sources import files_of, top_of
 from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.impl import custom_functions
-from opweave.ir.rule import Rule
+from opweave.ir.rule import Rule, TensorRule
 
 _providers: list[Callable[[], str]] = []
 
@@ -49,7 +49,7 @@ def of_impl(impl: IrOpImpl) -> str:
     """
     predicate = impl.supports_args
     rule = predicate if isinstance(predicate, Rule) else None
-    functions = custom_functions(rule) if rule else [predicate]
+    functions = [*custom_functions(rule), *_called_by(rule)] if rule else [predicate]
     footprint = _footprint([impl.impl_fn, impl.functional_fn, *functions])
     facts = [impl.provider, str(impl.supported), str(impl.inplace), *sorted(impl.traits)]
     facts += [_rule_text(rule)] if rule else []
@@ -129,9 +129,18 @@ def _version_of(name: str) -> str:
     return str(getattr(sys.modules.get(top_of(name)), "__version__", ""))
 
 
+def _called_by(rule: Rule) -> Iterator[Callable[..., Any]]:
+    """Yield the functions among the constants of facts about tensors."""
+    for part in getattr(rule, "rules", ()):
+        yield from _called_by(part)
+    yield from filter(callable, getattr(rule, "constants", ()))
+
+
 def _rule_text(rule: Rule) -> str:
     parts = getattr(rule, "rules", None)
     if parts is not None:
         return f"{type(rule).__name__}({', '.join(map(_rule_text, parts))})"
     public = {k: v for k, v in vars(rule).items() if not callable(v)}
+    if isinstance(rule, TensorRule):  # functions are a part of the footprint
+        public["constants"] = tuple(c for c in rule.constants if not callable(c))
     return f"{type(rule).__name__}{sorted((k, repr(v)) for k, v in public.items())}"

@@ -123,7 +123,7 @@ def walk(
     return sums, largest, total
 
 
-@triton.jit(do_not_specialize=["window", "sequences", "blocks", "table_width"])
+@triton.jit(do_not_specialize=["window", "splits", "sequences", "blocks", "table_width"])
 def attend(
     out,
     maxima,
@@ -137,6 +137,7 @@ def attend(
     scale,
     soft_cap,
     window,
+    splits,
     sequences,
     blocks,
     table_width,
@@ -153,7 +154,7 @@ def attend(
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -163,8 +164,8 @@ def attend(
 ):
     """Row ``r`` of the *ROWS* is query ``r // GROUP`` of the tile, head ``r % GROUP`` of the group.
 
-    With one split, *out* is the result. With more, it has those of the splits, in float32, each
-    with the largest score, *maxima*, and the sum of its exponentials, *totals*.
+    Where the keys of a sequence are split, *out* has a result for each of the *splits*, in float32,
+    with its largest score, *maxima*, and the sum of its exponentials, *totals*.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -190,7 +191,7 @@ def attend(
             mask=is_query[:, None] & (columns[None, :] < size),
             other=0.0,
         )
-        share = tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS
+        share = tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS
         begin = split * share
         end = tl.minimum(begin + share, length)
         if CAUSAL:
@@ -216,16 +217,16 @@ def attend(
                 BLOCK_SIZE, CAUSAL, ROWS, KEYS, SIZE, VALUE_SIZE, PRECISION, True,
             )  # fmt: skip
         value_columns = tl.arange(0, VALUE_SIZE)
-        rows_out = (tokens * query_heads + heads) * SPLITS + split
+        rows_out = (tokens * query_heads + heads) * splits + split
         inside = is_query[:, None] & (value_columns[None, :] < value_size)
         places = rows_out[:, None] * value_size + value_columns[None, :]
-        if SPLITS == 1:
-            found = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-            tl.store(out + places, rounded(found, out.dtype.element_ty), mask=inside)
-        else:
+        if IS_SPLIT:
             tl.store(out + places, sums, mask=inside)
             tl.store(maxima + rows_out, largest, mask=is_query)
             tl.store(totals + rows_out, total, mask=is_query)
+        else:
+            found = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+            tl.store(out + places, rounded(found, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
