@@ -14,7 +14,6 @@ is the time that a copy of the same size takes over ours. Emptying the cache tak
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -30,6 +29,7 @@ from harness import Parser, describe_machine, out, print_json, progress, run, si
 from kernel_cells.cases import CASES
 from kernel_cells.cell import Cell, dynamic_dims
 from kernel_cells.contenders import torch_baseline
+from kernel_cells.results import as_json
 from kernel_cells.shape import Shape
 from opweave import ir
 from opweave.ir.errors import did_you_mean
@@ -63,9 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
     cells = [cell for name in options.ops or names for cell in cells_of(name)]
     if options.compile:
         for cell in cells:
-            arguments = on_gpu(cell.inputs())
-            baselines(cell, arguments)
-            cell.op.using(f"{PROVIDER}!")(*arguments)
+            inputs = on_gpu(cell.inputs())
+            baselines(cell, inputs)
+            cell.op.using(f"{PROVIDER}!")(*inputs)
         return 0
     machine = describe_machine() | {
         "gpu": torch.cuda.get_device_name(),
@@ -212,8 +212,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def save(machine: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     """Write a page and the whole output."""
-    parts = [f'"machine": {json.dumps(machine)}', '"rows": [\n' + ",\n".join(map(json.dumps, rows))]
-    (RESULTS / "gpu.json").write_text("{" + ",\n".join(parts) + "\n]}\n", encoding="utf-8")
+    (RESULTS / "gpu.json").write_text(as_json(machine, rows=rows), encoding="utf-8")
     command = " ".join(["python benchmarks/gpu.py", *sys.argv[1:]])
     lines = [
         "# The Triton kernels on a GPU",

@@ -20,15 +20,16 @@ def write(folder: Path, machine: Machine, found: Results, command: str) -> None:
     """Write a page, JSON and a picture into *folder*, one of each per instruction set."""
     cells = cells_of_rows(found.rows)
     name = f"kernels_{machine['isa']}"
-    (folder / f"{name}.json").write_text(_json(machine, found), encoding="utf-8")
+    (folder / f"{name}.json").write_text(
+        as_json(machine, rows=found.rows, skipped=found.skipped), encoding="utf-8"
+    )
     (folder / f"{name}.svg").write_text(plot.draw(cells, machine), encoding="utf-8")
     page = "\n".join(_page(name, cells, machine, found, command))
     (folder / f"{name}.md").write_text(page + "\n", encoding="utf-8")
 
 
-def _json(machine: Machine, found: Results) -> str:
+def as_json(machine: Machine, **lists: Sequence[object]) -> str:
     """Return the object of ``--json`` with one line for each row: there are thousands."""
-    lists = {"rows": found.rows, "skipped": found.skipped}
     parts = [f'"machine": {json.dumps(machine, indent=2)}']
     for name, rows in lists.items():
         parts.append(f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]")

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir import rules
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from opweave.kernels.arguments import FLOATS
 
 
 def has_whole_blocks(cache: Tensor) -> bool:
@@ -35,7 +34,7 @@ def _takes(cache: Tensor, x: Tensor) -> bool:
 
 
 WRITES = (
-    rules.dtype("key", *_FLOATS)
+    rules.dtype("key", *FLOATS)
     & rules.same_dtype("key", "value", "key_cache", "value_cache")
     & rules.dtype("slot_mapping", torch.int64)
     & rules.ndim("key", 3)
@@ -50,7 +49,7 @@ WRITES = (
 """Of ``reshape_and_cache``."""
 
 ATTENDS = (
-    rules.dtype("query", *_FLOATS)
+    rules.dtype("query", *FLOATS)
     & rules.same_dtype("query", "key_cache", "value_cache")
     & rules.dtype("block_tables", torch.int32)
     & rules.same_dtype("block_tables", "seq_lens", "cu_seqlens_q")

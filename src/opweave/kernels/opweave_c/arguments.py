@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from opweave.ir import rules
-from opweave.ir.rule import Rule, TensorRule
+from opweave.ir.rule import Rule
+from opweave.kernels.arguments import FLOATS, one_element
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_DIMS = 8  # of a tensor that kernels take
 HAS_DIMS = rules.ndim("x", *range(1, MAX_DIMS + 1))
 SCALE = (
@@ -25,11 +25,8 @@ ROWS = INPUT & rules.unit_stride("x")
 
 def one_float32(name: str) -> Rule:
     """Parameter *name* is one float32 in host memory (or None, where the op takes that)."""
-    count = TensorRule(
-        (name,), "{t}.numel() == 1", lambda n, t: f"{n}: {t.numel()} elements (supports 1)"
-    )
     dims = rules.ndim(name, *range(MAX_DIMS + 1))
-    return rules.cpu(name) & rules.dtype(name, torch.float32) & dims & count
+    return rules.cpu(name) & rules.dtype(name, torch.float32) & dims & one_element(name)
 
 
 def in_memory_order(x: Tensor) -> bool:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.ir import rules
-from opweave.kernels.opweave_c.arguments import FLOATS, HAS_DIMS
+from opweave.kernels.arguments import FLOATS
+from opweave.kernels.opweave_c.arguments import HAS_DIMS
 from opweave.kernels.opweave_c.doors import implements, native_op
 
 _empty_like = torch.empty_like  # saves the lookup on every call

@@ -12,7 +12,7 @@ from torch import Tensor
 from opweave.ir import rules
 from opweave.ir.ops.kv_cache import rope_reshape_and_cache as op
 from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
-from opweave.kernels.opweave_c.arguments import FLOATS
+from opweave.kernels.arguments import FLOATS
 from opweave.kernels.opweave_c.doors import implements, native_op
 from opweave.kernels.opweave_c.rotary import new_like, rotary_fits
 from opweave.kernels.paged import has_whole_blocks

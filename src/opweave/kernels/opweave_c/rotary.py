@@ -13,7 +13,8 @@ from opweave.ir import rules
 from opweave.ir.ops.rotary import qk_norm_rope as qk_norm_rope_op
 from opweave.ir.ops.rotary import rotary_embedding as rotary_embedding_op
 from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
-from opweave.kernels.opweave_c.arguments import FLOATS, MAX_DIMS, in_memory_order
+from opweave.kernels.arguments import FLOATS
+from opweave.kernels.opweave_c.arguments import MAX_DIMS, in_memory_order
 from opweave.kernels.opweave_c.doors import implements, native_op
 
 _MAX_ROTARY_SIZE = 1024

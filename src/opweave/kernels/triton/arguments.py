@@ -7,9 +7,9 @@ from torch import Tensor
 
 from opweave.ir import rules
 from opweave.ir.rule import Rule, TensorRule
+from opweave.kernels.arguments import FLOATS, one_element
 from opweave.kernels.triton.registration import INTERPRETED
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_WIDTH = 65536
 """Elements of a row that one program holds in registers."""
 
@@ -52,10 +52,7 @@ def _has_float8(x: Tensor) -> bool:
 
 def one_float32(name: str) -> Rule:
     """Parameter *name* is one float32 on the device (or None, where the op takes that)."""
-    count = TensorRule(
-        (name,), "{t}.numel() == 1", lambda n, t: f"{n}: {t.numel()} elements (supports 1)"
-    )
-    return on_device(name) & rules.dtype(name, torch.float32) & count
+    return on_device(name) & rules.dtype(name, torch.float32) & one_element(name)
 
 
 def row_count(x: Tensor) -> int:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from opweave.ir import rules
 from opweave.ir.ops.rotary import rotary_embedding as op
-from opweave.kernels.triton.arguments import FLOATS, on_device
+from opweave.kernels.arguments import FLOATS
+from opweave.kernels.triton.arguments import on_device
 from opweave.kernels.triton.registration import Kernels, block_of, implements, launch
 
 _kernels = Kernels("rotary")
