@@ -7,7 +7,6 @@
 #include "kernels/kernels.h"
 #include "kernels/prefetch.h"
 #include "kernels/row_sum.h"
-#include "kernels/unroll.h"
 #include "kernels/vec_dot.h"
 #include "kernels/vec_reduce.h"
 
@@ -31,6 +30,8 @@ struct Squares {
   }
   // The sum, made again if denormals that were flushed count in it.
   static float exact(float sum, const T*, int64_t) { return sum; }
+  // Whether four sums stay as they are. Stored again one by one, a vector of them would be late.
+  static bool are_exact(const float*) { return true; }
 };
 
 #if defined(__AVX512BF16__)
@@ -49,45 +50,37 @@ struct Squares<BFloat16> {
     return Pairs::step(pairs, pairs, total);
   }
   static float exact(float sum, const BFloat16* x, int64_t width) {
-    return sum > 0x1p-80f ? sum : sum_of_squares<BFloat16>(width, Loaded<BFloat16>{x});
+    return is_exact(sum) ? sum : sum_of_squares<BFloat16>(width, Loaded<BFloat16>{x});
   }
+  static bool are_exact(const float* sums) {
+    return is_exact(sums[0]) && is_exact(sums[1]) && is_exact(sums[2]) && is_exact(sums[3]);
+  }
+
+ private:
+  static bool is_exact(float sum) { return sum > 0x1p-80f; }
 };
 #endif
 
-// For each of R rows, lanes whose sum is that of the squares.
-template <int R, class T, class Ahead = Next<>>
-inline void find_squares(Vec (&lanes)[R], const T* const (&rows)[R], int64_t width,
-                         Ahead next = {}) {
+// Lanes whose sum is that of the squares of a row.
+template <class T, class Ahead = Next<>>
+inline Vec lanes_of_squares(const T* x, int64_t width, Ahead next = {}) {
   using Step = Squares<T>;
-  Vec sums[R][4];
-  for (auto& row : sums) {
-    for (Vec& sum : row) sum = splat(0);
-  }
+  Vec sums[4] = {splat(0), splat(0), splat(0), splat(0)};
   int64_t i = 0;
   for (; i + 4 * Step::kLeast <= width; i += 4 * Step::kLeast) {
     next.template fetch_span<4 * Step::kLeast>(i);
-    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) Step::add_block(rows[r] + i, sums[r]);
+    Step::add_block(x + i, sums);
   }
   for (; i + Step::kLeast <= width; i += Step::kLeast) {
-    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-      sums[r][0] = Step::add(rows[r] + i, Full{}, sums[r][0]);
-    }
+    sums[0] = Step::add(x + i, Full{}, sums[0]);
   }
-  if (i < width) {
-    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-      sums[r][1] = Step::add(rows[r] + i, Tail{width - i}, sums[r][1]);
-    }
-  }
-  for (int r = 0; r < R; ++r) {
-    lanes[r] = add(add(sums[r][0], sums[r][1]), add(sums[r][2], sums[r][3]));
-  }
+  if (i < width) sums[1] = Step::add(x + i, Tail{width - i}, sums[1]);
+  return add(add(sums[0], sums[1]), add(sums[2], sums[3]));
 }
 
 template <class T, class Ahead = Next<>>
 inline float sum_of_squares(const T* x, int64_t width, Ahead next = {}) {
-  Vec lanes[1];
-  find_squares<1>(lanes, {x}, width, next);
-  return Squares<T>::exact(sum(lanes[0]), x, width);
+  return Squares<T>::exact(sum(lanes_of_squares(x, width, next)), x, width);
 }
 
 // sum = x + residual; returns the sum of its squares. The norm sees the sum as it is stored. sum
@@ -127,9 +120,11 @@ inline void store_inverse_rms(float* to, const T* const (&rows)[1], int64_t widt
 template <class T>
 inline void store_inverse_rms(float* to, const T* const (&rows)[4], int64_t width, float epsilon) {
   Vec lanes[4];
-  find_squares(lanes, rows, width);
+  for (int k = 0; k < 4; ++k) lanes[k] = lanes_of_squares(rows[k], width);
   store_sums(to, lanes);
-  for (int k = 0; k < 4; ++k) to[k] = Squares<T>::exact(to[k], rows[k], width);
+  if (!Squares<T>::are_exact(to)) {
+    for (int k = 0; k < 4; ++k) to[k] = Squares<T>::exact(to[k], rows[k], width);
+  }
   for (int k = 0; k < 4; ++k) to[k] = inverse_rms(to[k], width, epsilon);
 }
 
