@@ -26,6 +26,9 @@ SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**31)))
 # Workers of pytest-xdist take over the seed. They get a width too, which consoles would read once.
 os.environ["TEST_SEED"] = str(SEED)
 os.environ.pop("COLUMNS", None)
+# In every new cache, Inductor compiles and loads a program for each instruction set of the CPU, to
+# know that the compiler has it too: 12 s of the 19 s that a first graph takes.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Tests of a GPU ask for it; all others are about the CPU.
 if torch.cuda.device_count():
     os.environ.setdefault("OPWEAVE_PLATFORM", "cpu")

@@ -456,5 +456,6 @@ def test_fuzz(module: ModuleType, isas: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # two minutes, and more than five on a busy machine
 def test_fuzz_at_length(module: ModuleType, isa: str) -> None:
     fuzz(module, (isa,), 10_000, seed=1)
