@@ -15,10 +15,13 @@ dynamic tokens, but one token alone. Both have fresh outputs only. `ratio` is th
 over ours. The allocator keeps what is freed, so that none of them pays for page faults.
 
 From 2048 tokens on, and always for weights and cached keys, calls go round a ring of inputs and
-outputs four times the size of the last cache, so that no data is in it. `limit_share` is the time
-that the machine's stream takes for the same bytes over ours, where the stream (a copy, an update
-in place, a read) is measured in the same rounds. An op that has to see every input before its first
-result, `dynamic_per_tensor_quant_fp8`, moves its inputs twice.
+outputs four times the size of the last cache, so that no data is in it. `stream_share` is the bytes
+that a call must move, over its time, as a share of the machine's stream in the same rounds: of a
+copy, which counts what it reads and what it writes, or of a read for weights and cached keys.
+`limit_share` is the least time that the memory allows over ours: what is written and as much of
+what is read at the speed of a copy, or of an update in place, the rest at that of a read. An op
+that has to see every input before its first result, `dynamic_per_tensor_quant_fp8`, moves its
+inputs twice. The bar is 80 % of the stream, of cached keys 60 %.
 """
 
 from __future__ import annotations

@@ -178,8 +178,10 @@ def test_json_obeys_the_contract(printed: tuple[dict[str, Any], str]) -> None:
         assert row["unit"] == "us"
         assert row["outputs"] in row["case"]
         assert row["value"] > 0
-        assert ("limit_share" in row) == (row["tokens"] == 2048)
+        assert ("limit_share" in row) == ("stream_share" in row) == (row["tokens"] == 2048)
         assert row.get("page_faults", 0) < 100
+        if row["outputs"] == "fresh" and row["tokens"] == 2048:  # reads as much as it writes
+            assert row["stream_share"] == pytest.approx(row["limit_share"], rel=0.01)
 
 
 def test_a_ratio_is_baseline_over_value(printed: tuple[dict[str, Any], str]) -> None:
@@ -247,9 +249,9 @@ def test_the_limit_is_a_copy_of_what_is_written_and_a_read_of_the_rest() -> None
         ({"ratio": 1.06}, True),
         ({"ratio": 0.94}, True),
         ({"ratio": 1.2}, False),
-        ({"ratio": 2.0, "limit_share": 0.78, "least_share": 0.8}, True),
-        ({"ratio": 2.0, "limit_share": 0.7, "least_share": 0.8}, False),
-        ({"ratio": 2.0, "limit_share": 0.02, "least_share": 0.0}, False),
+        ({"ratio": 2.0, "stream_share": 0.78, "least_share": 0.8}, True),
+        ({"ratio": 2.0, "stream_share": 0.7, "least_share": 0.8}, False),
+        ({"ratio": 2.0, "stream_share": 0.02, "least_share": 0.0}, False),
     ],
 )
 def test_cells_near_a_bar_are_measured_longer(row: dict[str, float], is_near: bool) -> None:
@@ -257,9 +259,12 @@ def test_cells_near_a_bar_are_measured_longer(row: dict[str, float], is_near: bo
 
 
 def test_below_the_bar() -> None:
-    fine = [row(), row(outputs="reused", limit_share=0.9, least_share=0.8)]
+    fine = [row(), row(outputs="reused", stream_share=0.9, limit_share=0.9, least_share=0.8)]
     slow = row(hidden=1024, inductor=9.0)
-    short = [row(hidden=2048), row(hidden=2048, outputs="reused", limit_share=0.7, least_share=0.8)]
+    short = [
+        row(hidden=2048),
+        row(hidden=2048, outputs="reused", stream_share=0.7, limit_share=0.6, least_share=0.8),
+    ]
     cells = summary.cells_of_rows([*fine, slow, *short])
     assert [cell["hidden"] for cell in summary.below_the_bar(cells)] == [1024, 2048]
     assert cells[1].shortfalls == ["0.90 x Inductor"]
@@ -275,15 +280,21 @@ def test_results_name_the_command(tmp_path: Path) -> None:
     skipped = [{"name": "kernel.x", "case": "float32", "reason": "too wide"}]
     failed = row(no_inductor="it broke", hidden=64)
     del failed["inductor"]
-    results.write(tmp_path, machine, Results([row(), failed], skipped), "python kernels.py --save")
+    large = [
+        row(tokens=4096),
+        row(tokens=4096, outputs="reused", stream_share=0.85, limit_share=0.7, least_share=0.8),
+    ]
+    rows = [row(), failed, *large]
+    results.write(tmp_path, machine, Results(rows, skipped), "python kernels.py --save")
     page = (tmp_path / "kernels_avx2.md").read_text(encoding="utf-8")
     assert "`python kernels.py --save`" in page
     assert "(kernels_avx2.svg)" in page
-    assert "| relu2 | float32, 512 | 3.00, 2.00 |" in page
+    assert "| relu2 | float32, 512 | 3.00, 2.00 | 3.00, 2.00, 85% (70%) |" in page
+    assert "0 of 1 cells reach that share" in page
     assert "too wide" in page
     assert "it broke" in page
     saved = json.loads((tmp_path / "kernels_avx2.json").read_text(encoding="utf-8"))
-    assert saved == {"machine": machine, "rows": [row(), failed], "skipped": skipped}
+    assert saved == {"machine": machine, "rows": rows, "skipped": skipped}
     assert (tmp_path / "kernels_avx2.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
@@ -293,11 +304,11 @@ def test_the_picture_of_nothing_is_a_picture() -> None:
 
 
 def test_the_picture_says_what_is_outside_of_its_scale_and_where_each_bar_is() -> None:
-    fine = [row(), row(outputs="reused", limit_share=0.9, least_share=0.8)]
+    fine = [row(), row(outputs="reused", stream_share=0.9, limit_share=0.9, least_share=0.8)]
     quick = [row(name="kernel.y", eager=2000.0), row(name="kernel.y", outputs="reused")]
     decode = [
         row(name="kernel.z"),
-        row(name="kernel.z", outputs="reused", limit_share=0.7, least_share=0.6),
+        row(name="kernel.z", outputs="reused", stream_share=0.7, limit_share=0.6, least_share=0.6),
     ]
     cells = summary.cells_of_rows([*fine, *quick, *decode])
     picture = plot.draw(cells, {"processor": "P", "torch": "2", "threads": [1]})

@@ -76,6 +76,11 @@ class Case:
     most_in_one_call: float = math.inf
     least_share: float = 0.8
 
+    @property
+    def stream(self) -> str:
+        """The stream whose bandwidth is the kernel's: of a copy, or of a read if it streams."""
+        return "read" if self.streams else "copy"
+
 
 def _small_weight(s: Shape) -> Tensor:
     """A weight with which adding the result to the residual, again and again, stays finite."""

@@ -76,8 +76,9 @@ def _kernels(cells: Sequence[Cell]) -> Iterator[str]:
     for threads in sorted({cell["threads"] for cell in cells}):
         yield f"## {threads} thread{'s' if threads > 1 else ''}"
         yield ""
-        yield "Time of eager / ours, time of Inductor / ours, with fresh outputs; then the share of"
-        yield "the stream's bandwidth, with reused outputs, where the data is in no cache."
+        yield "Time of eager / ours, time of Inductor / ours, with fresh outputs; then, where the"
+        yield "data is in no cache, the share of the stream's bandwidth and, in brackets, of what"
+        yield "the memory allows, both with reused outputs."
         yield ""
         yield f"| kernel | dtype, size | {' | '.join(f'T = {count}' for count in tokens)} |"
         yield "|---" * (2 + len(tokens)) + "|"
@@ -98,7 +99,13 @@ def _figures(cell: Cell) -> str:
     keys = f"{cell['context']} keys: " if cell["context"] else ""
     ratios = [cell.over("eager"), cell.over("inductor")]
     figures = ", ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
-    return keys + figures + ("" if cell.share is None else f", {cell.share:.0%}")
+    return keys + figures + _shares(cell)
+
+
+def _shares(cell: Cell) -> str:
+    if cell.share is None or cell.limit_share is None:
+        return ""
+    return f", {cell.share:.0%} ({cell.limit_share:.0%})"
 
 
 def _below(cells: Sequence[Cell]) -> Iterator[str]:
@@ -106,6 +113,9 @@ def _below(cells: Sequence[Cell]) -> Iterator[str]:
     yield f"## Below the bar: {len(found)} of {len(cells)} cells"
     yield ""
     yield "Slower than eager or Inductor, or less than the share of the stream that is asked for."
+    with_bar = [cell for cell in cells if cell.least_share is not None]
+    at_limit = sum((cell.limit_share or 0) >= (cell.least_share or 0) for cell in with_bar)
+    yield f"Of what the memory allows, {at_limit} of {len(with_bar)} cells reach that share."
     yield ""
     for cell in found:
         where = f"{cell.kernel}: {cell.case}, threads: {cell['threads']}"

@@ -42,6 +42,11 @@ class Cell:
     @property
     def share(self) -> float | None:
         """The share of the stream's bandwidth, with reused outputs where that was measured."""
+        return self.rows[-1].get("stream_share")
+
+    @property
+    def limit_share(self) -> float | None:
+        """The same of what the memory allows for these reads and writes."""
         return self.rows[-1].get("limit_share")
 
     @property

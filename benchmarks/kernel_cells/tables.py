@@ -19,8 +19,8 @@ def print_cells(cells: Sequence[Cell], console: Console) -> None:
         console.print(_table(title, group))
     console.print(
         "Microseconds: with a fresh output, a reused one, in eager torch, by Inductor; then how "
-        "many times ours these two take (fresh output), and the share of the stream's bandwidth "
-        "(reused output, data in no cache).",
+        "many times ours these two take (fresh output), and the shares of the stream's bandwidth "
+        "and of what the memory allows (reused output, data in no cache).",
         style="dim",
     )
 
@@ -33,7 +33,7 @@ def _table(title: str, cells: Iterable[Cell]) -> Table:
     table = Table(title=escape(title), title_justify="left", title_style="bold")
     table.box, table.padding = None, (0, 1, 0, 0)
     table.add_column("case", no_wrap=True)
-    for column in ("fresh", "reused", "eager", "Induct.", "e/o", "i/o", "stream"):
+    for column in ("fresh", "reused", "eager", "Induct.", "e/o", "i/o", "stream", "limit"):
         table.add_column(column, justify="right", no_wrap=True)
     for cell in cells:
         times = [cell.value("fresh"), cell.value("reused"), cell["eager"]]
@@ -42,7 +42,7 @@ def _table(title: str, cells: Iterable[Cell]) -> Table:
             cell.case,
             *map(_time, [*times, cell.rows[0].get("inductor")]),
             *map(_ratio, ratios),
-            "" if cell.share is None else f"{cell.share:.0%}",
+            *map(_share, [cell.share, cell.limit_share]),
             style="red" if cell.shortfalls else None,
         )
     return table
@@ -58,6 +58,10 @@ def _time(value: float | None) -> str:
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
 
 
 def print_below_the_bar(cells: Sequence[Cell], console: Console) -> None:

@@ -216,9 +216,9 @@ struct Elementwise {
 };
 
 // Call visit with the rounded results of the activation of a call for rows from begin to end.
-template <template <class> class Activation, class T, class Visit>
+template <class Activation, class T, bool kMayLookUp, class Visit>
 inline void with_activated(int64_t begin, int64_t end, const OpweaveActivation& call, Visit visit) {
-  with_rounded<T, kIsLong<Activation<T>>>(Activation<T>(call), (end - begin) * call.width, visit);
+  with_rounded<T, kMayLookUp>(Activation(call), (end - begin) * call.width, visit);
 }
 
 // One half of a row is activated and multiplies the other.
@@ -226,7 +226,9 @@ template <template <class> class Activation, bool kSecondHalf = false>
 struct Gated {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
-    with_activated<Activation, T>(begin, end, call, [&](auto activated) {
+    // Gathered, they take 1.01 to 1.05 of the time in no cache.
+    constexpr bool kMayLookUp = kIsLong<Activation<T>> && !kGathers;
+    with_activated<Activation<T>, T, kMayLookUp>(begin, end, call, [&](auto activated) {
       for_each_row<T>(begin, end, call, [&](Row<T> row, Row<const T> next) {
         const T* gate = row.x + (kSecondHalf ? call.width : 0);
         const T* other = row.x + (kSecondHalf ? 0 : call.width);
@@ -275,15 +277,16 @@ template <template <class> class Activation>
 struct SparseGated {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
-    const Computed<T, Activation<T>> activated{Activation<T>(call)};
-    const auto write = [&](Row<T> row, Row<const T> next) {
-      const Vec bound = cutoff(row.x, call.width, call.parameters[0]);
-      const SparseProduct<T, Computed<T, Activation<T>>> product{activated, row.x,
-                                                                 row.x + call.width, bound};
-      store_row<T, kAtOnce>(row.out, call.width,
-                            fetching(product, next_rows(next.x, next.x + call.width, next.out)));
-    };
-    for_each_row<T>(begin, end, call, write, rows_ahead<T>(call.width));
+    with_activated<Activation<T>, T, kGathers>(begin, end, call, [&](auto activated) {
+      const auto write = [&](Row<T> row, Row<const T> next) {
+        const Vec bound = cutoff(row.x, call.width, call.parameters[0]);
+        const SparseProduct<T, decltype(activated)> product{activated, row.x, row.x + call.width,
+                                                            bound};
+        store_row<T, kAtOnce>(row.out, call.width,
+                              fetching(product, next_rows(next.x, next.x + call.width, next.out)));
+      };
+      for_each_row<T>(begin, end, call, write, rows_ahead<T>(call.width));
+    });
   }
 
   template <class T>
@@ -320,7 +323,7 @@ struct Swigluoai {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
     const Vec limit = Lanes<T>::round(splat(call.parameters[1]));
-    with_activated<SwigluoaiGate, T>(begin, end, call, [&](auto glu) {
+    with_activated<SwigluoaiGate<T>, T, true>(begin, end, call, [&](auto glu) {
       for_each_row<T>(begin, end, call, [&](Row<T> row, Row<const T> next) {
         using Product = SwigluoaiProduct<T, decltype(glu)>;
         const Product product{glu, row.x, limit};

@@ -9,6 +9,7 @@
 #include <emmintrin.h>
 #endif
 
+#include "kernels/gathered.h"
 #include "kernels/load_pairs.h"
 #include "kernels/prefetch.h"
 #include "kernels/vec_group.h"
@@ -65,7 +66,7 @@ struct Computed {
   Function function;
 };
 
-// The same from a table of the results of every number.
+// The same from a table of the results of every number, one by one.
 template <class T>
 struct LookedUp {
   static constexpr int kBegun = 1;
@@ -150,6 +151,18 @@ struct LookedUp {
   }
 };
 
+// Store numbers of T. They are not rounded again, which would flush denormals (AVX512-BF16).
+template <class T>
+inline void store_rounded(T* p, Vec v) {
+#if defined(__AVX512BF16__)
+  if constexpr (__is_same(T, BFloat16)) {
+    const __m512i words = _mm512_srli_epi32(_mm512_castps_si512(v), 16);
+    return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(words));
+  }
+#endif
+  Lanes<T>::store(p, v, Full{});
+}
+
 template <class T>
 class ResultTable {
  public:
@@ -159,27 +172,47 @@ class ResultTable {
   static bool is_worth_it(int64_t elements) { return elements >= 8 * kSize; }
 
   template <class Function>
-  explicit ResultTable(Function function) {
-    for (int64_t i = 0; i < kSize; ++i) results_[i].bits = static_cast<uint16_t>(i);
-    const T* numbers = results_;
-    store_row<T, kAtOnce>(results_, kSize, [=](int64_t i, auto part) {
-      return function(Lanes<T>::load(numbers + i, part));
-    });
+  explicit ResultTable(Function function)
+      : ResultTable(function, [](T* p, Vec v) { Lanes<T>::store(p, v, Full{}); }) {}
+
+  // store(p, v) makes numbers of T of what the function gives.
+  template <class Function, class Store>
+  ResultTable(Function function, Store store) {
+    T* results = padded_ + kPadding;
+    for (int64_t i = 0; i < kSize; ++i) results[i].bits = static_cast<uint16_t>(i);
+    for (int64_t i = 0; i < kSize; i += kAtOnce * kLanes) {
+      Vec found[kAtOnce];
+      for (int k = 0; k < kAtOnce; ++k) {
+        found[k] = function(Lanes<T>::load(results + i + k * kLanes, Full{}));
+      }
+      for (int k = 0; k < kAtOnce; ++k) store(results + i + k * kLanes, found[k]);
+    }
   }
 
-  LookedUp<T> look_up() const { return {results_}; }
+  auto look_up() const {
+    const T* results = padded_ + kPadding;
+    if constexpr (kGathers) {
+      return Gathered<T>{results};
+    } else {
+      return LookedUp<T>{results};
+    }
+  }
 
  private:
-  T results_[kSize];
+  // With one element in front of it, no line ends inside of what is gathered for zero.
+  static constexpr int64_t kPadding = kGathers ? 1 : 0;
+
+  alignas(kCacheLine) T padded_[kPadding + kSize + kPadding];
 };
 
-// Call visit with the results of an activation as they are rounded to T, Computed or LookedUp. With
-// AVX-512 a result is computed in the time of a look-up.
+// Call visit with the results of an activation as they are rounded to T: computed or, if they may
+// be, looked up. With AVX-512 a result is computed in the time of a look-up one by one.
 template <class T, bool kMayLookUp, class Activation, class Visit>
 inline void with_rounded(Activation activation, int64_t elements, Visit visit) {
-  if constexpr (kMayLookUp && sizeof(T) == sizeof(uint16_t) && kLanes <= 8) {
+  if constexpr (kMayLookUp && sizeof(T) == sizeof(uint16_t) && (kLanes <= 8 || kGathers)) {
     if (ResultTable<T>::is_worth_it(elements)) {
-      const ResultTable<T> table([=](Vec x) { return rounded_result<T>(activation, x); });
+      const ResultTable<T> table([=](Vec x) { return rounded_result<T>(activation, x); },
+                                 [](T* p, Vec v) { store_rounded(p, v); });
       return visit(table.look_up());
     }
   }
