@@ -115,8 +115,7 @@ template <class Scale>
 struct SiluAndMulRows {
   template <class T, class Q>
   static void run(int64_t begin, int64_t end, const OpweaveSiluAndMulQuant& call) {
-    // Float16 is multiplied as it is, so that to compute it takes no longer than to gather it.
-    constexpr bool kMayLookUp = !kGathers || __is_same(T, BFloat16);
+    constexpr bool kMayLookUp = !kGathers || kGathersFaster<T>;
     with_rounded<T, kMayLookUp>(Silu<T>{}, (end - begin) * call.width, [&](auto activated) {
       run_activated<T, Q>(begin, end, call, activated);
     });

@@ -26,8 +26,10 @@ template <class T>
 struct Gathered {
   static constexpr int kBegun = kAtOnce;
 
-  // Of numbers of T; the same for Halves of float16.
-  Vec of(Vec x) const { return of(x, T{}); }
+  // Of numbers of bfloat16, or of float16.
+  Vec of(Vec x) const {
+    return upper_half(ending_at(_mm512_srli_epi32(_mm512_castps_si512(x), 16)));
+  }
   Halves of(Halves x) const { return _mm512_castsi512_ph(of_words(_mm512_castph_si512(x))); }
   template <class Part>
   Vec load(const T* x, Part part) const {
@@ -37,10 +39,6 @@ struct Gathered {
   template <class Part>
   auto load_first(const T* x, Part part) const {
     return of(load_pairs(x, part).first);
-  }
-  template <class Part>
-  Halves halves(const T* x, Part part) const {
-    return of(load_halves(x, part));
   }
 
   // Those of n numbers, as they are; out may be x. next is fetched.
@@ -59,14 +57,6 @@ struct Gathered {
  private:
   static constexpr int64_t kWide = 2 * kLanes;
 
-  Vec of(Vec x, BFloat16) const {
-    return upper_half(ending_at(_mm512_srli_epi32(_mm512_castps_si512(x), 16)));
-  }
-  Vec of(Vec x, Float16) const {
-    const __m512i found = ending_at(_mm512_cvtepu16_epi32(narrow(x, Float16{})));
-    return widen(_mm512_cvtepi32_epi16(_mm512_srli_epi32(found, 16)), Float16{});
-  }
-
   __m512i of_words(__m512i words) const {
     const __m512i even = _mm512_and_si512(words, _mm512_set1_epi32(0xffff));
     return _mm512_mask_blend_epi16(0xaaaaaaaa, beginning_at(even),
@@ -83,5 +73,12 @@ struct Gathered {
 };
 
 #endif
+
+// Whether that takes less time than to compute an activation, too, which is multiplied afterwards:
+// float16 is multiplied as it is.
+template <class T>
+constexpr bool kGathersFaster = false;
+template <>
+constexpr bool kGathersFaster<BFloat16> = kGathers;
 
 }  // namespace
