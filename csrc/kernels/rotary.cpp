@@ -67,9 +67,13 @@ class Angles {
   // read what is written to its own elements.
   template <class Value>
   void write_halves(T* out, Value value) const {
-    for (int64_t i = 0; i < grouped_; i += kGroup<T>) {
-      store(out + i, i, group_of<T>(i, value), group_of<T>(half_ + i, value));
+    int64_t i = 0;
+    if constexpr (kInTurn > 1) {
+      for (; i + kInTurn * kGroup<T> <= grouped_; i += kInTurn * kGroup<T>) {
+        write_groups<kInTurn>(out, i, value);
+      }
     }
+    for (; i < grouped_; i += kGroup<T>) write_groups<1>(out, i, value);
     if (grouped_ < half_) write_rest(out, value);
   }
 
@@ -88,6 +92,9 @@ class Angles {
 
  private:
   static constexpr int64_t kCapacity = OPWEAVE_MAX_ROTARY_SIZE + kLanes;
+  // Groups of one half that are read and written in turn, before those of the other one: lines of
+  // float32 come one after the other so. With AVX2 there are not enough registers.
+  static constexpr int kInTurn = kLanes == 16 && sizeof(T) == sizeof(float) ? 4 : 1;
 
   // Of halves that no groups fill. Not inlined: usual heads have none, and take 1.1 times as long
   // with it among their own steps.
@@ -152,15 +159,24 @@ class Angles {
     }
   }
 
-  // Groups at element i of both halves.
-  void store(T* out, int64_t i, Group<T> first, Group<T> second) const {
+  // From element i of both halves on.
+  template <int kCount, class Value>
+  __attribute__((always_inline)) void write_groups(T* out, int64_t i, Value value) const {
+    Group<T> first[kCount];
+    Group<T> second[kCount];
+    for (int g = 0; g < kCount; ++g) first[g].set(i + g * kGroup<T>, value);
+    for (int g = 0; g < kCount; ++g) second[g].set(half_ + i + g * kGroup<T>, value);
+    for (int g = 0; g < kCount; ++g) turn(first[g], second[g], i + g * kGroup<T>);
+    for (int g = 0; g < kCount; ++g) first[g].template store<T>(out + i + g * kGroup<T>);
+    for (int g = 0; g < kCount; ++g) second[g].template store<T>(out + half_ + i + g * kGroup<T>);
+  }
+
+  void turn(Group<T>& first, Group<T>& second, int64_t i) const {
     for (int k = 0; k < Group<T>::kVecs; ++k) {
       const Rotated both = rotated(first.v[k], second.v[k], i + k * kLanes);
       first.v[k] = both.first;
       second.v[k] = both.second;
     }
-    first.template store<T>(out);
-    second.template store<T>(out + half_);
   }
 
   // A group has what turns together in the same lane of its two vectors.
@@ -332,14 +348,20 @@ class Heads {
 template <class T>
 class RotatedHeads {
  public:
-  RotatedHeads(const OpweaveHeads& heads, int64_t token) : heads_(heads, token) {}
+  RotatedHeads(const OpweaveHeads& heads, int64_t token)
+      : heads_(heads, token), is_in_place_(heads.out == heads.x) {}
 
   void run(const Angles<T>& angles) {
-    heads_.for_each([&](T* out, const T* x, auto next) { angles.rotate(out, x, next); });
+    if (sizeof(T) == sizeof(float) && !is_in_place_) {  // takes longer with anything fetched
+      heads_.for_each([&](T* out, const T* x, auto) { angles.rotate(out, x, next_rows()); });
+    } else {
+      heads_.for_each([&](T* out, const T* x, auto next) { angles.rotate(out, x, next); });
+    }
   }
 
  private:
   Heads<T> heads_;
+  bool is_in_place_;
 };
 
 // The heads of a call in the order in which they are rotated: a token's queries, its keys, and so
