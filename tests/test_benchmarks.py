@@ -284,7 +284,7 @@ def test_results_name_the_command(tmp_path: Path) -> None:
         row(tokens=4096),
         row(tokens=4096, outputs="reused", stream_share=0.85, limit_share=0.7, least_share=0.8),
     ]
-    rows = [row(), failed, *large]
+    rows = [row(), *large, failed]
     results.write(tmp_path, machine, Results(rows, skipped), "python kernels.py --save")
     page = (tmp_path / "kernels_avx2.md").read_text(encoding="utf-8")
     assert "`python kernels.py --save`" in page
