@@ -47,9 +47,7 @@ struct StepsFormat<BFloat16> : AsTheyAre {
 
   // Whether all steps are at normal numbers: from 2^-10 to 448 times the scale.
   static bool holds(float scale) { return scale > 0x1p-100f && scale < 0x1p100f; }
-  static __m256i words_below(Vec v) {
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(v), 16));
-  }
+  static __m256i words_below(Vec v) { return upper_words(_mm512_castps_si512(v)); }
 };
 
 struct Float16Steps {

@@ -24,8 +24,6 @@ constexpr bool kGathers = true;
 // one are read, too.
 template <class T>
 struct Gathered {
-  static constexpr int kBegun = kAtOnce;
-
   // Of numbers of bfloat16, or of float16.
   Vec of(Vec x) const {
     return upper_half(ending_at(_mm512_srli_epi32(_mm512_castps_si512(x), 16)));

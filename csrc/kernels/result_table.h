@@ -156,8 +156,8 @@ template <class T>
 inline void store_rounded(T* p, Vec v) {
 #if defined(__AVX512BF16__)
   if constexpr (__is_same(T, BFloat16)) {
-    const __m512i words = _mm512_srli_epi32(_mm512_castps_si512(v), 16);
-    return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(words));
+    const __m256i words = upper_words(_mm512_castps_si512(v));
+    return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
   }
 #endif
   Lanes<T>::store(p, v, Full{});

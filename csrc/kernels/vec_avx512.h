@@ -86,6 +86,10 @@ inline Vec upper_half(__m512i bits) {
   return _mm512_castsi512_ps(_mm512_and_si512(bits, upper));
 }
 
+inline __m256i upper_words(__m512i bits) {
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
+}
+
 // Pairs of bfloat16 are halves of 32 bits already.
 inline Vec even_of(__m512i pairs, BFloat16) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
@@ -130,7 +134,7 @@ inline __m512i any_pairs_of(Vec even, Vec odd) {
 inline __m512i pairs_of(Vec even, Vec odd) { return any_pairs_of(even, odd); }
 #else
 inline __m256i narrow(Vec v, BFloat16) {
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_any_bits(v), 16));
+  return upper_words(rounded_any_bits(v));
 }
 inline Vec stored_as(Vec v, BFloat16) { return round_any_to(v, BFloat16{}); }
 
