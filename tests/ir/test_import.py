@@ -71,6 +71,19 @@ def test_importing_touches_no_device_and_runs_nothing(fresh_python: FreshPython)
     """)
 
 
+def test_eager_calls_import_no_compiler(fresh_python: FreshPython) -> None:
+    fresh_python("""
+        import sys
+        import torch
+        from opweave import ir
+        x, weight = torch.ones(2, 64), torch.ones(64)
+        for provider in ir.ops.rms_norm.get_priority():
+            ir.ops.rms_norm.using(provider)(x, weight, 1e-6)
+        ir.ops.silu_and_mul(x)
+        assert "torch._dynamo" not in sys.modules
+    """)
+
+
 def test_importing_reads_no_setting(fresh_python: FreshPython) -> None:
     """A malformed setting is an error when an op is used, not before."""
     fresh_python(

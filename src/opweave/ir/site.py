@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from os.path import dirname
+from os.path import dirname, join
 from types import FrameType
 
 _PACKAGE = dirname(__file__)
+_OPWEAVE = join(dirname(_PACKAGE), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,11 @@ class Site:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+    @property
+    def is_in_opweave(self) -> bool:
+        """Whether it is in this package, not in a plugin's or a program's code."""
+        return self.file.startswith(_OPWEAVE)
 
 
 def caller_site() -> Site:
