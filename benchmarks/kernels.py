@@ -6,7 +6,9 @@
 Every kernel x dtype x tokens x hidden size x threads is a cell. Its contenders take turns: each
 round times all of them in a new order, by so many calls that the clock can tell; figures are
 medians over rounds, in microseconds per call. A cell within 7 % of a bar is measured again, four
-times as long, and that counts.
+times as long, and that counts. What the work of others on the same cores disturbed, as a fixed
+piece of work shows that takes longer than it ever did, is measured again as well, whatever came
+out, for as many seconds a cell as `--patience` says; `disturbed` tells how much was.
 
 Ours is the IR op in eager mode with opweave_c selected: with a `fresh` output that the call
 allocates, and a `reused` one: given to the native function, or the input itself where the op may
@@ -27,6 +29,7 @@ inputs twice. The bar is 80 % of the stream, of cached keys 60 %.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -34,12 +37,12 @@ from typing import Any
 
 import torch
 
-from harness import Parser, describe_machine, out, print_json, progress, run
+from harness import Parser, Watch, describe_machine, out, print_json, progress, run
 from kernel_cells import plot, results, tables
 from kernel_cells.allocator import describe_allocator, keep_freed_memory
 from kernel_cells.cases import PROVIDER, ops_with_kernels, ops_without_case
 from kernel_cells.cell import Cell, Grid, cells_of
-from kernel_cells.measure import Results, measure_family
+from kernel_cells.measure import Clock, Results, measure_family
 from kernel_cells.precompile import precompile
 from kernel_cells.stream import Stream, cached_speeds
 from kernel_cells.summary import cells_of_rows
@@ -54,6 +57,7 @@ FULL = {
     "hidden": [2048, 4096],
     "threads": [1, 2],
     "rounds": 11,
+    "patience": 2.0,
 }
 QUICK = {
     "ops": ["rms_norm", "silu_and_mul", "dynamic_per_token_quant_fp8", "paged_attention"],
@@ -62,6 +66,7 @@ QUICK = {
     "hidden": [4096],
     "threads": [1],
     "rounds": 5,
+    "patience": 0.5,
 }
 RESULTS = Path(__file__).parent / "results"
 
@@ -69,8 +74,8 @@ RESULTS = Path(__file__).parent / "results"
 def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
-    grid, rounds = _grid(options, parser)
-    machine, found = measure(cells_of(grid), rounds, grid)
+    grid, rounds, patience = _grid(options, parser)
+    machine, found = measure(cells_of(grid), rounds, patience, grid)
     if options.json:
         print_json(machine, found.rows, skipped=found.skipped)
     else:
@@ -86,9 +91,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def measure(families: list[list[Cell]], rounds: int, grid: Grid) -> tuple[dict[str, Any], Results]:
+def measure(
+    families: list[list[Cell]], rounds: int, patience: float, grid: Grid
+) -> tuple[dict[str, Any], Results]:
     """Measure every cell; return the machine, with its streams, and the rows."""
-    found, streams = Results(), {}
+    found, streams, disturbed = Results(), {}, {}
     machine = describe_machine() | {"allocator": describe_allocator(keep_freed_memory())}
     with torch.inference_mode(), progress(quiet=not sys.stderr.isatty()) as bar:
         compiling = bar.add_task("compiling", total=len(families))
@@ -98,16 +105,17 @@ def measure(families: list[list[Cell]], rounds: int, grid: Grid) -> tuple[dict[s
         measuring = bar.add_task("measuring", total=sum(map(len, families)))
         for threads in grid.threads:
             torch.set_num_threads(threads)
-            stream = Stream()
+            clock = Clock(rounds, Watch(patience), Stream())
             for family in families:
                 if family[0].threads == threads:
                     bar.update(measuring, description=family[0].name)
-                    measure_family(family, rounds, stream, found)
+                    measure_family(family, clock, found)
                     bar.advance(measuring, len(family))
-            streams[str(threads)] = {"out of cache": stream.summary(), **cached_speeds()}
+            streams[str(threads)] = {"out of cache": clock.stream.summary(), **cached_speeds()}
+            disturbed[str(threads)] = clock.watch.summary()
     machine["threads"] = list(grid.threads)
     machine["isa"] = native.status().isa
-    return machine | {"stream_gb_per_second": streams}, found
+    return machine | {"stream_gb_per_second": streams, "disturbed": disturbed}, found
 
 
 def _print(machine: dict[str, Any], found: Results) -> None:
@@ -131,13 +139,16 @@ def _parser() -> Parser:
     ):
         parser.add_argument(f"--{name}", nargs="+", type=_positive, metavar="N", help=what)
     parser.add_argument("--rounds", type=_positive, metavar="N", help="how often to measure a cell")
+    parser.add_argument(
+        "--patience", type=_seconds, metavar="S", help="how long a cell may wait for quiet"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw what was found")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/kernels_ISA.*")
     return parser
 
 
-def _grid(options: argparse.Namespace, parser: Parser) -> tuple[Grid, int]:
-    """Return what to measure and how often; ends the program if that makes no sense."""
+def _grid(options: argparse.Namespace, parser: Parser) -> tuple[Grid, int, float]:
+    """Return what to measure, how often, how patiently; ends the program if it makes no sense."""
     if not native.available():
         parser.error(f"the native module is missing: {native.status().reason_missing}")
     missing = ops_without_case()
@@ -146,7 +157,8 @@ def _grid(options: argparse.Namespace, parser: Parser) -> tuple[Grid, int]:
     known = [op.name for op in ops_with_kernels()]
     defaults = QUICK if options.quick else FULL
     chosen: dict[str, Any] = {
-        name: getattr(options, name) or default for name, default in defaults.items()
+        name: default if (given := getattr(options, name)) is None else given
+        for name, default in defaults.items()
     }
     for name in chosen["ops"] or []:
         if name not in known:
@@ -159,19 +171,30 @@ def _grid(options: argparse.Namespace, parser: Parser) -> tuple[Grid, int]:
     cores = os.cpu_count() or 1
     if max(chosen["threads"]) > cores:
         parser.error(f"--threads: {max(chosen['threads'])} threads, but the machine has {cores}")
-    rounds = chosen.pop("rounds")
+    rounds, patience = chosen.pop("rounds"), chosen.pop("patience")
     chosen["ops"] = chosen["ops"] or known
     if rounds < 2:
         parser.error("--rounds must be at least 2")
     if options.plot and not options.plot.absolute().parent.is_dir():
         parser.error(f"--plot: there is no folder {str(options.plot.parent)!r}")
-    return Grid(**{name: list(dict.fromkeys(values)) for name, values in chosen.items()}), rounds
+    grid = Grid(**{name: list(dict.fromkeys(values)) for name, values in chosen.items()})
+    return grid, rounds, patience
 
 
 def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise argparse.ArgumentTypeError(f"no dtype {name!r}. {did_you_mean(name, DTYPES)}")
     return DTYPES[name]
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return seconds
 
 
 def _positive(text: str) -> int:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))  # at the end: its engine.py is not tests/engine
 
 import kernels  # noqa: E402
+from harness import Watch  # noqa: E402
 from kernel_cells import plot, results, summary  # noqa: E402
 from kernel_cells.cases import CASES, ops_with_kernels  # noqa: E402
 from kernel_cells.cell import Cell, Grid, cells_of, dynamic_dims  # noqa: E402
@@ -172,6 +173,8 @@ def test_json_obeys_the_contract(printed: tuple[dict[str, Any], str]) -> None:
     assert found["machine"]["allocator"]["library"]
     assert "mallopt" in found["machine"]["allocator"]["tuned by"]
     assert set(found["machine"]["stream_gb_per_second"]["1"]) > {"out of cache"}
+    disturbed = found["machine"]["disturbed"]["1"]
+    assert disturbed["taken"] >= disturbed["kept"] >= 0
     assert len(found["rows"]) == 4
     for row in found["rows"]:
         assert row["name"] == "kernel.relu2"
@@ -206,6 +209,8 @@ def test_the_picture_has_a_dot_for_each_figure(printed: tuple[dict[str, Any], st
         (("--hidden", "100"), "128"),
         (("--threads", "9999"), "9999"),
         (("--rounds", "1"), "rounds"),
+        (("--patience", "-1"), "patience"),
+        (("--patience", "nan"), "patience"),
         (("--plot", "no/such/folder/x.svg"), "no/such/folder"),
         (("--wat",), "--wat"),
     ],
@@ -258,6 +263,54 @@ def test_cells_near_a_bar_are_measured_longer(row: dict[str, float], is_near: bo
     assert is_near_a_bar(row) == is_near
 
 
+class Busy(Watch):
+    """Sees a core that is disturbed as often as *looks* says, and quiet afterwards."""
+
+    def __init__(self, looks: int, patience: float) -> None:
+        super().__init__(patience)
+        self.looks = looks
+
+    def is_quiet(self) -> bool:
+        self.looks = getattr(self, "looks", 0) - 1
+        return self.looks < 0
+
+
+def test_what_is_disturbed_is_measured_again() -> None:
+    watch, calls = Busy(looks=3, patience=60.0), iter(range(9))
+    assert watch.undisturbed(lambda: next(calls)) == 0  # it waits first
+    watch.looks = 0
+    assert [watch.undisturbed(lambda: next(calls)) for _ in range(2)] == [1, 2]
+    assert (watch.taken, watch.repeated, watch.kept) == (3, 0, 0)
+
+    def disturbed() -> int:
+        watch.looks = 1 if (found := next(calls)) == 3 else 0
+        return found
+
+    assert watch.undisturbed(disturbed) == 4
+    assert (watch.taken, watch.repeated, watch.kept) == (4, 1, 0)
+    assert watch.seconds > 0
+
+
+def test_patience_ends() -> None:
+    watch = Busy(looks=10**9, patience=0.01)
+    assert watch.undisturbed(lambda: 7) == 7
+    assert (watch.taken, watch.kept) == (1, 1)
+    before = watch.seconds
+    assert watch.undisturbed(lambda: 8) == 8  # at once
+    assert watch.seconds == before
+    watch.renew(times=2)
+    watch.undisturbed(lambda: 9)
+    assert watch.seconds - before >= 0.02
+
+
+def test_what_takes_longer_than_ever_is_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(patience=0.0)
+    monkeypatch.setattr(watch, "_least", 1.0)
+    for seconds, is_quiet in ((1.2, True), (1.3, False), (0.5, True), (0.7, False)):
+        monkeypatch.setattr(watch, "_look_up", lambda seconds=seconds: seconds)
+        assert watch.is_quiet() == is_quiet
+
+
 def test_below_the_bar() -> None:
     fine = [row(), row(outputs="reused", stream_share=0.9, limit_share=0.9, least_share=0.8)]
     slow = row(hidden=1024, inductor=9.0)
@@ -276,6 +329,7 @@ def test_results_name_the_command(tmp_path: Path) -> None:
         "processor": "P", "cores": 2, "python": "3", "torch": "2", "threads": [1], "load": 0.0,
         "isa": "avx2", "allocator": {"library": "glibc"},
         "stream_gb_per_second": {"1": {"out of cache": {"copy": 10.0}}},
+        "disturbed": {"1": {"taken": 1000, "repeated": 30, "kept": 2, "seconds": 1.0}},
     }  # fmt: skip
     skipped = [{"name": "kernel.x", "case": "float32", "reason": "too wide"}]
     failed = row(no_inductor="it broke", hidden=64)
@@ -289,6 +343,7 @@ def test_results_name_the_command(tmp_path: Path) -> None:
     page = (tmp_path / "kernels_avx2.md").read_text(encoding="utf-8")
     assert "`python kernels.py --save`" in page
     assert "(kernels_avx2.svg)" in page
+    assert "on 1 thread: 30 and 2 of 1,000." in page
     assert "| relu2 | float32, 512 | 3.00, 2.00 | 3.00, 2.00, 85% (70%) |" in page
     assert "0 of 1 cells reach that share" in page
     assert "too wide" in page

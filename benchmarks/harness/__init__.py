@@ -5,9 +5,11 @@ from harness.options import Parser
 from harness.output import out, print_json, progress, significant
 from harness.program import run
 from harness.timing import interleaved, microseconds, within
+from harness.watch import Watch
 
 __all__ = [
     "Parser",
+    "Watch",
     "cache_bytes",
     "describe_machine",
     "interleaved",

@@ -28,11 +28,13 @@ def microseconds(call: Callable[..., Any], batch: Sequence[tuple[Any, ...]]) -> 
     return (time.perf_counter_ns() - start) / len(batch) / 1e3
 
 
-def within(rounds: int, *, least: float, most: float) -> Iterator[int]:
+def within(
+    rounds: int, *, least: float, most: float, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[int]:
     """Count *rounds*: more of them in less than *least* seconds, fewer (not below 3) in *most*."""
-    start = time.perf_counter()
+    start = clock()
     for count in itertools.count():
-        seconds = time.perf_counter() - start
+        seconds = clock() - start
         if (count >= rounds and seconds >= least) or (count >= 3 and seconds > most):
             return
         yield count

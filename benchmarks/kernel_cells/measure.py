@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from harness import interleaved, microseconds, significant, within
+from harness import Watch, interleaved, microseconds, significant, within
 from kernel_cells.cases import PROVIDER
 from kernel_cells.cell import Cell
 from kernel_cells.contenders import Contender, Inductor, ours, rejection, ring_of, torch_baseline
@@ -34,7 +34,28 @@ class Results:
     skipped: list[Row] = field(default_factory=list)
 
 
-def measure_family(cells: list[Cell], rounds: int, stream: Stream, results: Results) -> None:
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """How cells are timed, with one number of threads."""
+
+    rounds: int
+    watch: Watch
+    stream: Stream
+
+    def time(
+        self, measures: dict[str, Callable[[], float]], longer: int = 1
+    ) -> dict[str, list[float]]:
+        """Return what each of *measures* took, by round."""
+        self.watch.renew(longer)
+        least, most = longer * _LEAST_SECONDS, longer * _MOST_SECONDS
+        rounds = within(longer * self.rounds, least=least, most=most, clock=self.watch.clock)
+        watched = {
+            name: partial(self.watch.undisturbed, measure) for name, measure in measures.items()
+        }
+        return interleaved(watched, rounds)
+
+
+def measure_family(cells: list[Cell], clock: Clock, results: Results) -> None:
     """Measure *cells*, which share one function that Inductor compiles."""
     inductor: Inductor | None = None
     for cell in cells:
@@ -48,12 +69,10 @@ def measure_family(cells: list[Cell], rounds: int, stream: Stream, results: Resu
             inductor = Inductor(cell, inputs)
         elif inductor.reason is None:
             inductor.warm_up(inputs)
-        results.rows += _measure(cell, inputs, rounds, stream, inductor)
+        results.rows += _measure(cell, inputs, clock, inductor)
 
 
-def _measure(
-    cell: Cell, inputs: tuple[Any, ...], rounds: int, stream: Stream, inductor: Inductor
-) -> list[Row]:
+def _measure(cell: Cell, inputs: tuple[Any, ...], clock: Clock, inductor: Inductor) -> list[Row]:
     outputs = _outputs(cell, inputs)
     read, written = cell.case.traffic(inputs, outputs)
     size = math.ceil(COLD_BYTES / max(read, written)) if cell.is_cold else 1
@@ -64,24 +83,17 @@ def _measure(
         contenders["inductor"] = Contender(inductor.call, ring)
     measures = _measures(contenders, _COLD_BATCH_US if cell.is_cold else _WARM_BATCH_US)
     if cell.is_bound_by_memory:
-        measures |= {"copy": stream.copy, "read": stream.read}
+        measures |= {"copy": clock.stream.copy, "read": clock.stream.read}
         if cell.updates:
-            measures["update"] = stream.update
+            measures["update"] = clock.stream.update
     moved = read * cell.case.passes, written
-    rows = _rows(cell, _timed(measures, rounds), moved, inductor.reason)
+    rows = _rows(cell, clock.time(measures), moved, inductor.reason)
     if any(map(is_near_a_bar, rows)):  # or noise would decide on which side of it
-        rows = _rows(cell, _timed(measures, rounds, _LONGER), moved, inductor.reason)
+        rows = _rows(cell, clock.time(measures, _LONGER), moved, inductor.reason)
     for row in rows:
         if row["outputs"] == "fresh":
             row["page_faults"] = _page_faults(contenders["fresh"])
     return rows
-
-
-def _timed(
-    measures: dict[str, Callable[[], float]], rounds: int, longer: int = 1
-) -> dict[str, list[float]]:
-    limits = {"least": longer * _LEAST_SECONDS, "most": longer * _MOST_SECONDS}
-    return interleaved(measures, within(longer * rounds, **limits))
 
 
 def _rows(

@@ -51,12 +51,24 @@ def _page(
     yield f"{machine['python']}, torch {machine['torch']}; load {machine['load']:.1f} at the start."
     yield f"Allocator: {allocator}."
     yield ""
+    yield "Measured again because others computed on the same cores, and disturbed but counted,"
+    yield f"{disturbances(machine)}."
+    yield ""
     yield f"![every cell]({name}.svg)"
     yield ""
     yield from _streams(machine["stream_gb_per_second"])
     yield from _kernels(cells)
     yield from _below(cells)
     yield from _omitted(cells, found)
+
+
+def disturbances(machine: Machine) -> str:
+    """Say how much others disturbed, by numbers of threads."""
+    return ", ".join(
+        f"on {threads} thread{'s' if threads != '1' else ''}: {found['repeated']:,} and "
+        f"{found['kept']:,} of {found['taken']:,}"
+        for threads, found in machine["disturbed"].items()
+    )
 
 
 def _streams(streams: dict[str, dict[str, dict[str, float]]]) -> Iterator[str]:

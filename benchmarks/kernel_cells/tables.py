@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kernel_cells.results import disturbances
 from kernel_cells.summary import Cell, Row, below_the_bar
 
 
@@ -94,6 +95,11 @@ def _threads(cell: Cell) -> str:
 def print_machine(machine: dict[str, Any], console: Console) -> None:
     allocator = ", ".join(f"{name}: {value}" for name, value in machine["allocator"].items())
     console.print(f"{machine['processor']}, {machine['isa']}; allocator: {escape(allocator)}")
+    console.print(
+        "measured again because others computed on the same cores, and disturbed but counted: "
+        f"{disturbances(machine)}",
+        soft_wrap=True,
+    )
     for threads, sizes in machine["stream_gb_per_second"].items():
         for size, speeds in sizes.items():
             figures = ", ".join(f"{what} {speed:g}" for what, speed in speeds.items())
