@@ -5,10 +5,10 @@
 
 Every kernel x dtype x tokens x hidden size x threads is a cell. Its contenders take turns: each
 round times all of them in a new order, by so many calls that the clock can tell; figures are
-medians over rounds, in microseconds per call. A cell within 7 % of a bar is measured again, four
-times as long, and that counts. What the work of others on the same cores disturbed, as a fixed
-piece of work shows that takes longer than it ever did, is measured again as well, whatever came
-out, for as many seconds a cell as `--patience` says; `disturbed` tells how much was.
+medians over rounds, in microseconds per call. What the work of others on the same cores disturbed,
+as a fixed piece of work shows that takes longer than it ever did, is measured again, whatever came
+out, for as many seconds a cell as `--patience` says. A cell within 7 % of a bar, or more than a
+tenth of which was `disturbed` all the same, is measured again, four times as long, and that counts.
 
 Ours is the IR op in eager mode with opweave_c selected: with a `fresh` output that the call
 allocates, and a `reused` one: given to the native function, or the input itself where the op may

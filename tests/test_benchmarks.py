@@ -27,7 +27,7 @@ from kernel_cells.cases import CASES, ops_with_kernels  # noqa: E402
 from kernel_cells.cell import Cell, Grid, cells_of, dynamic_dims  # noqa: E402
 from kernel_cells.contenders import door_call, ours, rejection, torch_baseline  # noqa: E402
 from kernel_cells.eager import globals_of  # noqa: E402
-from kernel_cells.measure import Results, is_near_a_bar, least_microseconds  # noqa: E402
+from kernel_cells.measure import Results, is_worth_longer, least_microseconds  # noqa: E402
 from kernel_cells.shape import Shape  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -183,6 +183,7 @@ def test_json_obeys_the_contract(printed: tuple[dict[str, Any], str]) -> None:
         assert row["value"] > 0
         assert ("limit_share" in row) == ("stream_share" in row) == (row["tokens"] == 2048)
         assert row.get("page_faults", 0) < 100
+        assert 0 <= row["disturbed"] <= 1
         if row["outputs"] == "fresh" and row["tokens"] == 2048:  # reads as much as it writes
             assert row["stream_share"] == pytest.approx(row["limit_share"], rel=0.01)
 
@@ -249,7 +250,7 @@ def test_the_limit_is_a_copy_of_what_is_written_and_a_read_of_the_rest() -> None
 
 
 @pytest.mark.parametrize(
-    ("row", "is_near"),
+    ("row", "is_worth_it"),
     [
         ({"ratio": 1.06}, True),
         ({"ratio": 0.94}, True),
@@ -257,10 +258,14 @@ def test_the_limit_is_a_copy_of_what_is_written_and_a_read_of_the_rest() -> None
         ({"ratio": 2.0, "stream_share": 0.78, "least_share": 0.8}, True),
         ({"ratio": 2.0, "stream_share": 0.7, "least_share": 0.8}, False),
         ({"ratio": 2.0, "stream_share": 0.02, "least_share": 0.0}, False),
+        ({"ratio": 2.0, "disturbed": 0.2}, True),
+        ({"ratio": 2.0, "disturbed": 0.05}, False),
     ],
 )
-def test_cells_near_a_bar_are_measured_longer(row: dict[str, float], is_near: bool) -> None:
-    assert is_near_a_bar(row) == is_near
+def test_cells_are_measured_longer_near_a_bar_or_if_disturbed(
+    row: dict[str, float], is_worth_it: bool
+) -> None:
+    assert is_worth_longer({"disturbed": 0.0} | row) == is_worth_it
 
 
 class Busy(Watch):

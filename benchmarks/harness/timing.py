@@ -29,12 +29,17 @@ def microseconds(call: Callable[..., Any], batch: Sequence[tuple[Any, ...]]) -> 
 
 
 def within(
-    rounds: int, *, least: float, most: float, clock: Callable[[], float] = time.perf_counter
+    rounds: int,
+    *,
+    fewest: int,
+    least: float,
+    most: float,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[int]:
-    """Count *rounds*: more of them in less than *least* seconds, fewer (not below 3) in *most*."""
+    """Count *rounds*: more of them in less than *least* seconds, down to *fewest* in *most*."""
     start = clock()
     for count in itertools.count():
         seconds = clock() - start
-        if (count >= rounds and seconds >= least) or (count >= 3 and seconds > most):
+        if (count >= rounds and seconds >= least) or (count >= fewest and seconds > most):
             return
         yield count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,8 +21,10 @@ from kernel_cells.stream import COLD_BYTES, Stream
 _WARM_BATCH_US, _COLD_BATCH_US = 100.0, 2000.0
 _MOST_CALLS = 1000
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 1.5
-_NEAR = 0.07  # of the bar
+_FEWEST = 3  # rounds, however long they take
 _LONGER = 4
+_NEAR = 0.07  # of the bar
+_MUCH = 0.1  # of what was measured
 Row = dict[str, Any]
 
 
@@ -35,6 +37,14 @@ class Results:
 
 
 @dataclass(frozen=True, slots=True)
+class Timed:
+    """What each contender and each stream took, by round, and how much of it was disturbed."""
+
+    times: dict[str, list[float]]
+    disturbed: float
+
+
+@dataclass(frozen=True, slots=True)
 class Clock:
     """How cells are timed, with one number of threads."""
 
@@ -42,17 +52,27 @@ class Clock:
     watch: Watch
     stream: Stream
 
-    def time(
-        self, measures: dict[str, Callable[[], float]], longer: int = 1
-    ) -> dict[str, list[float]]:
-        """Return what each of *measures* took, by round."""
-        self.watch.renew(longer)
-        least, most = longer * _LEAST_SECONDS, longer * _MOST_SECONDS
-        rounds = within(longer * self.rounds, least=least, most=most, clock=self.watch.clock)
+    def time(self, measures: dict[str, Callable[[], float]]) -> Timed:
+        limits = {"fewest": _FEWEST, "least": _LEAST_SECONDS, "most": _MOST_SECONDS}
+        return self._time(measures, within(self.rounds, clock=self.watch.clock, **limits), 1)
+
+    def time_longer(self, measures: dict[str, Callable[[], float]]) -> Timed:
+        """The same in four times as many rounds, and never fewer than are asked for."""
+        limits = {"least": _LONGER * _LEAST_SECONDS, "most": _LONGER * _MOST_SECONDS}
+        rounds = within(_LONGER * self.rounds, fewest=self.rounds, clock=self.watch.clock, **limits)
+        return self._time(measures, rounds, _LONGER)
+
+    def _time(
+        self, measures: dict[str, Callable[[], float]], rounds: Iterable[int], patience: int
+    ) -> Timed:
+        self.watch.renew(patience)
         watched = {
             name: partial(self.watch.undisturbed, measure) for name, measure in measures.items()
         }
-        return interleaved(watched, rounds)
+        taken, kept = self.watch.taken, self.watch.kept
+        times = interleaved(watched, rounds)
+        share = (self.watch.kept - kept) / (self.watch.taken - taken)
+        return Timed(times, significant(share, 2))
 
 
 def measure_family(cells: list[Cell], clock: Clock, results: Results) -> None:
@@ -88,22 +108,21 @@ def _measure(cell: Cell, inputs: tuple[Any, ...], clock: Clock, inductor: Induct
             measures["update"] = clock.stream.update
     moved = read * cell.case.passes, written
     rows = _rows(cell, clock.time(measures), moved, inductor.reason)
-    if any(map(is_near_a_bar, rows)):  # or noise would decide on which side of it
-        rows = _rows(cell, clock.time(measures, _LONGER), moved, inductor.reason)
+    if any(map(is_worth_longer, rows)):
+        rows = _rows(cell, clock.time_longer(measures), moved, inductor.reason)
     for row in rows:
         if row["outputs"] == "fresh":
             row["page_faults"] = _page_faults(contenders["fresh"])
     return rows
 
 
-def _rows(
-    cell: Cell, times: dict[str, list[float]], moved: tuple[int, int], reason: str | None
-) -> list[Row]:
+def _rows(cell: Cell, timed: Timed, moved: tuple[int, int], reason: str | None) -> list[Row]:
     """Return a row for each state; *moved* is how many bytes are read and written."""
-    medians = {name: statistics.median(found) for name, found in times.items()}
+    medians = {name: statistics.median(found) for name, found in timed.times.items()}
     rows = [_row(cell, state, medians, reason) for state in cell.states]
     for row in rows:
-        row["spread"] = _spread(times[row["outputs"]])
+        row["spread"] = _spread(timed.times[row["outputs"]])
+        row["disturbed"] = timed.disturbed
         if cell.is_bound_by_memory:
             in_place = row["outputs"] == "reused" and cell.updates
             stream = sum(moved) / medians[cell.case.stream] / 1e3
@@ -115,12 +134,12 @@ def _rows(
     return rows
 
 
-def is_near_a_bar(row: Row) -> bool:
-    """Whether *row* is about as fast as the faster of eager and Inductor, or as it should be."""
+def is_worth_longer(row: Row) -> bool:
+    """Whether noise may have decided on which side of a bar *row* is, or others disturbed it."""
     over = [row["ratio"]]
     if row.get("least_share"):
         over.append(row["stream_share"] / row["least_share"])
-    return any(abs(times - 1) < _NEAR for times in over)
+    return row["disturbed"] > _MUCH or any(abs(times - 1) < _NEAR for times in over)
 
 
 def _outputs(cell: Cell, inputs: tuple[Any, ...]) -> list[Tensor]:
