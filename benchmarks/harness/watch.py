@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
+
+from harness.timing import microseconds
 
 T = TypeVar("T")
 
@@ -38,8 +41,8 @@ class Watch:
     def __init__(self, patience: float) -> None:
         threads = torch.get_num_threads()
         size = _TABLE if threads == 1 else _SHARED * threads
-        self._table, self._found = torch.rand(_TABLE), torch.empty(size)
-        self._indices = torch.randint(0, _TABLE, (size,))
+        table, indices = torch.rand(_TABLE), torch.randint(0, _TABLE, (size,))
+        self._work = partial(torch.index_select, table, 0, indices, out=torch.empty(size))
         self._least = math.inf
         self._patience = self._left = patience
         self.seconds, self.taken, self.repeated, self.kept = 0.0, 0, 0, 0
@@ -95,6 +98,4 @@ class Watch:
         self.seconds += seconds
 
     def _look_up(self) -> float:
-        start = time.perf_counter()
-        torch.index_select(self._table, 0, self._indices, out=self._found)
-        return time.perf_counter() - start
+        return microseconds(self._work, [()])

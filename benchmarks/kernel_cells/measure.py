@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -52,20 +52,18 @@ class Clock:
     watch: Watch
     stream: Stream
 
-    def time(self, measures: dict[str, Callable[[], float]]) -> Timed:
-        limits = {"fewest": _FEWEST, "least": _LEAST_SECONDS, "most": _MOST_SECONDS}
-        return self._time(measures, within(self.rounds, clock=self.watch.clock, **limits), 1)
-
-    def time_longer(self, measures: dict[str, Callable[[], float]]) -> Timed:
-        """The same in four times as many rounds, and never fewer than are asked for."""
-        limits = {"least": _LONGER * _LEAST_SECONDS, "most": _LONGER * _MOST_SECONDS}
-        rounds = within(_LONGER * self.rounds, fewest=self.rounds, clock=self.watch.clock, **limits)
-        return self._time(measures, rounds, _LONGER)
-
-    def _time(
-        self, measures: dict[str, Callable[[], float]], rounds: Iterable[int], patience: int
+    def time(
+        self, measures: dict[str, Callable[[], float]], *, longer: int = 1, fewest: int = _FEWEST
     ) -> Timed:
-        self.watch.renew(patience)
+        """Time *measures* in *longer* times as many rounds, *fewest* of them at the least."""
+        self.watch.renew(longer)
+        rounds = within(
+            longer * self.rounds,
+            fewest=fewest,
+            least=longer * _LEAST_SECONDS,
+            most=longer * _MOST_SECONDS,
+            clock=self.watch.clock,
+        )
         watched = {
             name: partial(self.watch.undisturbed, measure) for name, measure in measures.items()
         }
@@ -109,7 +107,8 @@ def _measure(cell: Cell, inputs: tuple[Any, ...], clock: Clock, inductor: Induct
     moved = read * cell.case.passes, written
     rows = _rows(cell, clock.time(measures), moved, inductor.reason)
     if any(map(is_worth_longer, rows)):
-        rows = _rows(cell, clock.time_longer(measures), moved, inductor.reason)
+        timed = clock.time(measures, longer=_LONGER, fewest=clock.rounds)
+        rows = _rows(cell, timed, moved, inductor.reason)
     for row in rows:
         if row["outputs"] == "fresh":
             row["page_faults"] = _page_faults(contenders["fresh"])
