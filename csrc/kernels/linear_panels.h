@@ -14,6 +14,7 @@
 #include "kernels/row_cursor.h"
 #include "kernels/unroll.h"
 #include "kernels/vec_dot.h"
+#include "kernels/vec_transpose.h"
 
 namespace {
 
@@ -21,26 +22,6 @@ constexpr int kGroupTokens = 6;
 constexpr int64_t kPanelRows = 2 * kLanes;
 constexpr int64_t kPanelColumns = 256;
 constexpr int64_t kGroupElements = kPanelColumns * kLanes;  // of a block: a vector for each column
-
-// Lane i of vector k becomes lane k of vector i.
-inline void transpose(Vec (&v)[kLanes]) {
-  Vec pairs[kLanes];
-  OPWEAVE_UNROLL for (int i = 0; i < kLanes; i += 2) {
-    pairs[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
-    pairs[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
-  }
-  Vec quads[kLanes];
-  OPWEAVE_UNROLL for (int i = 0; i < kLanes; i += 4) {
-    OPWEAVE_UNROLL for (int k = 0; k < 2; ++k) {
-      quads[i + 2 * k] = _mm256_shuffle_ps(pairs[i + k], pairs[i + k + 2], 0x44);
-      quads[i + 2 * k + 1] = _mm256_shuffle_ps(pairs[i + k], pairs[i + k + 2], 0xee);
-    }
-  }
-  OPWEAVE_UNROLL for (int i = 0; i < 4; ++i) {
-    v[i] = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
-    v[i + 4] = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
-  }
-}
 
 // to[k * apart] = column k of up to kLanes rows.
 template <class T, class Part>

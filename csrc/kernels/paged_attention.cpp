@@ -6,6 +6,7 @@
 // query and keys only: not on other rows, on the batch, on threads, or on how a prompt is cut.
 //
 // Blocks are the outer loop and kv heads the inner one, which walks memory in order.
+#include "kernels/paged_lanes.h"
 #include "kernels/paged_values.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
@@ -18,9 +19,10 @@
 
 namespace {
 
-constexpr int64_t kRows = 96;  // of a kv head whose scores are there at once
-constexpr int64_t kFewRows = 8;  // take keys as they are stored, and the values of a tile at once
-constexpr int64_t kValuesAtOnce = 32;
+constexpr int64_t kRows = 96;    // of a kv head whose scores are there at once
+constexpr int64_t kFewRows = 8;  // take keys as they are stored, and all columns of values at once
+constexpr int64_t kColumnsAtOnce = 64;
+static_assert(kRows % kQueriesAtOnce == 0 && kTile >= kQueriesAtOnce && kQueriesAtOnce > kFewRows);
 
 // Rows that are multiplied at once, at most: with as many keys as there are registers for sums,
 // beside an operand for each key and one for the row.
@@ -49,6 +51,8 @@ struct Count {
 
 class Bands {
  public:
+  explicit Bands(int64_t first) : first_(first) {}
+
   void add(int64_t first, int64_t rows, Span span) {
     rows_ += rows;
     while (rows > 0) {
@@ -64,8 +68,8 @@ class Bands {
   // Calls visit(band, its number of rows as a Count, the number of rows before it).
   template <class Visit>
   void for_each(Visit visit) const {
-    int64_t before = 0;
-    for (int64_t i = 0; i < count_; before += bands_[i++].rows) {
+    for (int64_t i = 0; i < count_; ++i) {
+      const int64_t before = bands_[i].first - first_;
       if (bands_[i].rows == kMostRows) {
         visit(bands_[i], Count<kMostRows>{}, before);
       } else if (bands_[i].rows == 4) {
@@ -80,6 +84,7 @@ class Bands {
 
  private:
   Band bands_[kRows];
+  int64_t first_;
   int64_t count_ = 0;
   int64_t rows_ = 0;
 };
@@ -121,6 +126,9 @@ class Part : PagedPart<T> {
  public:
   Part(const OpweavePagedAttention& call, const OpweavePagedPart& part, float* scratch)
       : PagedPart<T>(call, part),
+        rows_in_lanes_(call.head_size % Dot<Query>::kWidth == 0
+                           ? rows_per_head_ / kQueriesAtOnce * kQueriesAtOnce
+                           : 0),
         query_stride_(padded(call.head_size)),
         output_stride_(padded_columns(call.value_size)) {
     const int64_t rows = part.heads * rows_per_head_;
@@ -172,7 +180,16 @@ class Part : PagedPart<T> {
       largest_[slot] = -__builtin_inff();
       totals_[slot] = 0;
     });
+    for (int64_t head = 0; head < this->part_.heads; ++head) {
+      for (int64_t row = 0; row < rows_in_lanes_; row += kQueriesAtOnce) {
+        float* queries = queries_ + (head * rows_per_head_ + row) * query_stride_;
+        order_by_lanes(wide_keys_, queries, query_stride_, vectors());
+        memcpy(queries, wide_keys_, sizeof(float) * kQueriesAtOnce * vectors() * kLanes);
+      }
+    }
   }
+
+  int64_t vectors() const { return call_.head_size / Dot<Query>::kWidth; }
 
   void visit_tile(int64_t head, int64_t base, int64_t count, const Tile<T, T>& tile) {
     if constexpr (sizeof(T) != sizeof(float)) {
@@ -195,7 +212,17 @@ class Part : PagedPart<T> {
   template <class K, class V>
   void visit_rows(int64_t head, int64_t base, int64_t count, Tile<K, V> tile) {
     for (int64_t row = 0; row < rows_per_head_; row += kRows) {
-      attend(bands_of(head, row, least(row + kRows, rows_per_head_), base, count), count, tile);
+      const int64_t end = least(row + kRows, rows_per_head_);
+      if constexpr (sizeof(K) == sizeof(Query)) {
+        for (int64_t r = row; r < least(end, rows_in_lanes_); r += kQueriesAtOnce) {
+          const Span span{visible(r, base, count).begin,
+                          visible(r + kQueriesAtOnce - 1, base, count).end};
+          if (span.is_empty()) continue;
+          score_lanes(head * rows_per_head_ + r, span, tile, scores_ + (r - row));
+          tile.next_keys = nullptr;
+        }
+      }
+      attend(bands_of(head, row, end, base, count), head, count, tile);
       tile.next_keys = tile.next_values = nullptr;
     }
   }
@@ -203,11 +230,11 @@ class Part : PagedPart<T> {
   // Rows that see different positions are apart, so that a value that a query does not see cannot
   // reach it, not even as zero times NaN.
   Bands bands_of(int64_t head, int64_t row, int64_t end, int64_t base, int64_t count) const {
-    Bands bands;
+    Bands bands(head * rows_per_head_ + row);
     while (row < end) {
       const Span span = visible(row, base, count);
       int64_t next = row + 1;
-      while (next < end && visible(next, base, count) == span) ++next;
+      while (next < end && next != rows_in_lanes_ && visible(next, base, count) == span) ++next;
       if (!span.is_empty()) bands.add(head * rows_per_head_ + row, next - row, span);
       row = next;
     }
@@ -221,27 +248,28 @@ class Part : PagedPart<T> {
     return {begin, most(least(this->end_visible(token) - base, count), 0)};
   }
 
-  // A few keys or values at a time meet all rows: a tile would fill the first-level cache.
+  // A few keys, or columns of values, at a time meet all rows: a tile would fill the first-level
+  // cache.
   template <class K, class V>
-  void attend(const Bands& bands, int64_t count, const Tile<K, V>& tile) {
+  void attend(const Bands& bands, int64_t head, int64_t count, const Tile<K, V>& tile) {
+    const int64_t end_of_lanes = head * rows_per_head_ + rows_in_lanes_;
     for (int64_t step = 0; step < count; step += kStep) {
       Tile<K, V> of_band = tile;
       bands.for_each([&](const Band& band, auto rows, int64_t before) {
-        if (!band.steps().has(step)) return;
+        if (band.first < end_of_lanes || !band.steps().has(step)) return;
         score<rows.kValue>(band.first, step, of_band, scores_ + before);
         of_band.next_keys = nullptr;
       });
     }
     soften(bands);
-    const int64_t keys = bands.rows() > kFewRows ? kValuesAtOnce : kTile;
-    TileValues<V> values{tile.values, call_.value_size, tile.next_values};
-    for (int64_t key = 0; key < count; key += keys) {
+    const int64_t size = call_.value_size;
+    const int64_t columns = bands.rows() > kFewRows ? kColumnsAtOnce : size;
+    for (int64_t d = 0; d < size; d += columns) {
+      TileValues<V> values{tile.values, size, tile.next_values};
       bands.for_each([&](const Band& band, auto rows, int64_t before) {
-        const Span span = {most(band.span.begin, key), least(band.span.end, key + keys)};
-        if (span.is_empty()) return;
         const RowSums sums{outputs_ + band.first * output_stride_, output_stride_,
                            scores_ + before};
-        add_weighted<Values, rows.kValue>(sums, span, values);
+        add_weighted<Values, rows.kValue>(sums, band.span, values, d, least(d + columns, size));
         values.next = nullptr;
       });
     }
@@ -265,6 +293,33 @@ class Part : PagedPart<T> {
       multiply<R>(products, queries, stride, tile.keys + t * size, size);
       for (int r = 0; r < R; ++r) {
         memcpy(scores[r] + t, products + r * kKeys, sizeof(float) * kKeys);
+      }
+    }
+  }
+
+  // The products of the rows of kQueriesAtOnce lanes and the keys of a span.
+  template <class K, class V>
+  void score_lanes(int64_t first, Span span, const Tile<K, V>& tile, float (*scores)[kTile]) {
+    const int64_t size = call_.head_size;
+    const float* queries = queries_ + first * query_stride_;
+    for (int64_t t = span.begin / kLanes * kLanes; t < span.end; t += kLanes) {
+      alignas(64) float products[kLanes][kQueriesAtOnce];
+      for (int64_t k = 0; k < kLanes; k += kKeysAtOnce) {
+        if (tile.next_keys != nullptr) {
+          const int64_t bytes = static_cast<int64_t>(sizeof(K)) * size;
+          prefetch(tile.next_keys + (t + k) * bytes, kKeysAtOnce * bytes);
+        }
+        multiply_lanes(products + k, queries, tile.keys + (t + k) * size, vectors());
+      }
+      for (int64_t q = 0; q < kQueriesAtOnce; q += kLanes) {
+        Vec of_queries[kLanes];
+        for (int k = 0; k < kLanes; ++k) {
+          of_queries[k] = Lanes<float>::load(products[k] + q, Full{});
+        }
+        transpose(of_queries);
+        for (int r = 0; r < kLanes; ++r) {
+          Lanes<float>::store(scores[q + r] + t, of_queries[r], Full{});
+        }
       }
     }
   }
@@ -335,6 +390,7 @@ class Part : PagedPart<T> {
     largest_[row] = maximum;
   }
 
+  int64_t rows_in_lanes_;  // of a head: the first ones, whose queries are in the order of lanes
   int64_t query_stride_;
   int64_t output_stride_;
   float* queries_;

@@ -212,19 +212,22 @@ struct WeightedValues<BFloat16> {
 #endif
 
 template <int R>
-constexpr int kValuesFor = kLanes == 16 ? (R == 4 ? 4 : 8) : R == 6 ? 2 : 8 / R;
+constexpr int kValuesFor = kLanes == 16 ? (R == 4 ? 4 : 8)
+                           : R == 6     ? 2
+                                        : 8 / R;
 
-// As many vectors at once as there are registers for, then half as many, and so on.
+// Adds columns d to `end`: as many vectors at once as there are registers for, then half as many,
+// and so on. Only the last columns of all may be part of a vector.
 template <class Values, int R, int C = kValuesFor<R>, class V>
-inline void add_weighted(RowSums sums, Span span, TileValues<V> tile, int64_t d = 0) {
+inline void add_weighted(RowSums sums, Span span, TileValues<V> tile, int64_t d, int64_t end) {
   constexpr int64_t kColumns = C * kLanes;
-  for (; d + kColumns <= tile.size; d += kColumns) {
+  for (; d + kColumns <= end; d += kColumns) {
     Values::template add<R, C>(sums, span, tile, d, Full{});
   }
   if constexpr (C > Values::kFewest) {
-    add_weighted<Values, R, C / 2>(sums, span, tile, d);
-  } else if (d < tile.size) {
-    Values::template add<R, C>(sums, span, tile, d, Tail{tile.size - d});
+    add_weighted<Values, R, C / 2>(sums, span, tile, d, end);
+  } else if (d < end) {
+    Values::template add<R, C>(sums, span, tile, d, Tail{end - d});
   }
 }
 

@@ -1,5 +1,6 @@
 // Reductions over lanes:
 //   sums     lane i is the sum over the lanes of v[i], added in one order for every i
+//   kSumOrder  that order: lanes 0 and 1 of it are added, 2 and 3, and so on, then these sums are
 //   store_sums  sum of each of four vectors, with the bits of sum
 //   largest  the largest lane; of several NaN and numbers, which one is unspecified
 #pragma once
@@ -9,6 +10,8 @@
 namespace {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+
+constexpr int kSumOrder[kLanes] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
 
 inline Vec sums(const Vec (&v)[kLanes]) {
   Vec quads[4];  // in each quarter of the lanes: four vectors' sums over that quarter
@@ -40,6 +43,8 @@ inline void store_sums(float* to, const Vec (&v)[4]) {
 inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+constexpr int kSumOrder[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7};
 
 inline Vec sums(const Vec (&v)[kLanes]) {
   // Each step adds the halves of two vectors: those that are in place already, and the others,
@@ -79,9 +84,9 @@ inline float largest(Vec v) {
 
 #else
 
-inline Vec sums(const Vec (&v)[kLanes]) {
-  return Vec{sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])};
-}
+constexpr int kSumOrder[kLanes] = {0, 2, 1, 3};
+
+inline Vec sums(const Vec (&v)[kLanes]) { return Vec{sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])}; }
 
 inline void store_sums(float* to, const Vec (&v)[4]) {
   for (int k = 0; k < 4; ++k) to[k] = sum(v[k]);

@@ -1,11 +1,11 @@
-// Tiles of the matrix unit (Intel AMX): registers of sixteen rows of 64 bytes, whose product adds up
-// pairs of bfloat16 in float32:
+// Tiles of the matrix unit (Intel AMX): registers of sixteen rows of 64 bytes, whose product adds
+// up pairs of bfloat16 in float32:
 //
 //   TileShapes, TilesBorrowed  what the tiles of a thread are, for a while
-//   transpose     16 rows of 16 numbers of 32 bits
 #pragma once
 
 #include "kernels/vec_columns.h"
+#include "kernels/vec_transpose.h"
 
 namespace {
 
@@ -46,31 +46,6 @@ class TilesBorrowed {
  private:
   alignas(64) uint8_t before_[sizeof(TileShapes)];
 };
-
-inline void transpose(__m512i (&rows)[16]) {
-  __m512i pairs[16];
-  for (int i = 0; i < 16; i += 2) {
-    pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  __m512i quads[16];  // in quarter l of quads[i + j]: column 4 * l + j of rows i to i + 3
-  for (int i = 0; i < 16; i += 4) {
-    quads[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
-    quads[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
-    quads[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
-    quads[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
-  }
-  for (int j = 0; j < 4; ++j) {
-    const __m512i even_low = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0x88);
-    const __m512i even_high = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0x88);
-    const __m512i odd_low = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0xdd);
-    const __m512i odd_high = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0xdd);
-    rows[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
-    rows[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
-    rows[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
-    rows[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
-  }
-}
 
 inline Vec splat_of(BFloat16 value) {
   return widen(_mm256_set1_epi16(static_cast<short>(value.bits)), BFloat16{});
