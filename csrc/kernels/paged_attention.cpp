@@ -19,10 +19,12 @@
 
 namespace {
 
-constexpr int64_t kRows = 96;    // of a kv head whose scores are there at once
+constexpr int64_t kRows = 96;  // of a kv head whose scores are there at once
 constexpr int64_t kFewRows = 8;  // take keys as they are stored, and all columns of values at once
 constexpr int64_t kColumnsAtOnce = 64;
-static_assert(kRows % kQueriesAtOnce == 0 && kTile >= kQueriesAtOnce && kQueriesAtOnce > kFewRows);
+static_assert(kRows % kQueriesAtOnce == 0);
+static_assert(kQueriesAtOnce > kFewRows);  // few rows' keys may be of a type that lanes do not take
+static_assert(kQueriesAtOnce <= kTile);    // or there would be no room to order them in
 
 // Rows that are multiplied at once, at most: with as many keys as there are registers for sums,
 // beside an operand for each key and one for the row.
@@ -180,6 +182,11 @@ class Part : PagedPart<T> {
       largest_[slot] = -__builtin_inff();
       totals_[slot] = 0;
     });
+    order_queries();
+  }
+
+  // By way of the room for keys, where none are yet.
+  void order_queries() {
     for (int64_t head = 0; head < this->part_.heads; ++head) {
       for (int64_t row = 0; row < rows_in_lanes_; row += kQueriesAtOnce) {
         float* queries = queries_ + (head * rows_per_head_ + row) * query_stride_;

@@ -212,9 +212,7 @@ struct WeightedValues<BFloat16> {
 #endif
 
 template <int R>
-constexpr int kValuesFor = kLanes == 16 ? (R == 4 ? 4 : 8)
-                           : R == 6     ? 2
-                                        : 8 / R;
+constexpr int kValuesFor = kLanes == 16 ? (R == 4 ? 4 : 8) : R == 6 ? 2 : 8 / R;
 
 // Adds columns d to `end`: as many vectors at once as there are registers for, then half as many,
 // and so on. Only the last columns of all may be part of a vector.

@@ -86,7 +86,9 @@ inline float largest(Vec v) {
 
 constexpr int kSumOrder[kLanes] = {0, 2, 1, 3};
 
-inline Vec sums(const Vec (&v)[kLanes]) { return Vec{sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])}; }
+inline Vec sums(const Vec (&v)[kLanes]) {
+  return Vec{sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])};
+}
 
 inline void store_sums(float* to, const Vec (&v)[4]) {
   for (int k = 0; k < 4; ++k) to[k] = sum(v[k]);

@@ -1,5 +1,5 @@
-// Tiles of the matrix unit (Intel AMX): registers of sixteen rows of 64 bytes, whose product adds
-// up pairs of bfloat16 in float32:
+// Tiles of the matrix unit (Intel AMX): registers of sixteen rows of 64 bytes, whose product adds up
+// pairs of bfloat16 in float32:
 //
 //   TileShapes, TilesBorrowed  what the tiles of a thread are, for a while
 #pragma once
