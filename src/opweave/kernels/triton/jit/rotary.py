@@ -29,19 +29,23 @@ def rotate_heads(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    pairs = tl.arange(0, HALF)
-    if IS_NEOX:
-        first, second = pairs, half + pairs
-    else:
-        first, second = 2 * pairs, 2 * pairs + 1
     for start in range(0, count, HEADS):
         heads = start + tl.arange(0, HEADS)
         offsets = (heads * size)[:, None]
-        inside = (heads < count)[:, None] & (pairs < half)[None, :]
-        low = tl.load(x + offsets + first[None, :], mask=inside)
-        high = tl.load(x + offsets + second[None, :], mask=inside)
-        tl.store(out + offsets + first[None, :], rotate(low, high, cos, sin), mask=inside)
-        tl.store(out + offsets + second[None, :], rotate(high, low, cos, -sin), mask=inside)
+        if IS_NEOX:
+            pairs = tl.arange(0, HALF)[None, :]
+            inside = (heads < count)[:, None] & (pairs < half)
+            low = tl.load(x + offsets + pairs, mask=inside)
+            high = tl.load(x + offsets + half + pairs, mask=inside)
+            tl.store(out + offsets + pairs, rotate(low, high, cos, sin), mask=inside)
+            tl.store(out + offsets + half + pairs, rotate(high, low, cos, -sin), mask=inside)
+        else:
+            columns = tl.arange(0, 2 * HALF)[None, :]
+            inside = (heads < count)[:, None] & (columns < 2 * half)
+            both = tl.load(x + offsets + columns, mask=inside)
+            low, high = tl.split(both.reshape(HEADS, HALF, 2))
+            both = tl.interleave(rotate(low, high, cos, sin), rotate(high, low, cos, -sin))
+            tl.store(out + offsets + columns, both, mask=inside)
         if REST > 0:
             columns = 2 * half + tl.arange(0, REST)
             inside = (heads < count)[:, None] & (columns < size)[None, :]
