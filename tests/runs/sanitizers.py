@@ -1,6 +1,6 @@
 """Builds the native module with AddressSanitizer and UBSan, and runs the tests of its kernels.
 
-    python tests/runs/sanitizers.py [arguments for pytest]
+    python tests/runs/sanitizers.py [what pytest is to run instead of tests/native]
 
 The module, and what the tests compile themselves, go to ``build/sanitizers``; the packages of the
 Python that runs this script are used from there. GCC only.
@@ -71,8 +71,8 @@ def main() -> int:
         "TEST_NATIVE_BUILD": str(FOLDER / "cmake"),
         "TEST_EXPECT_SANITIZERS": "1",
     }
-    tests = [*UNFIT, "tests/native", *sys.argv[1:]]
-    return environment.run("-m", "pytest", *options, *tests, **variables)
+    tests = sys.argv[1:] or ["tests/native"]
+    return environment.run("-m", "pytest", *options, *UNFIT, *tests, **variables)
 
 
 if __name__ == "__main__":
