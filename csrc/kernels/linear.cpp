@@ -33,7 +33,13 @@ constexpr int kTokens = kLanes == 16 ? 4 : 2;  // whose sums with those rows fit
 constexpr int64_t kColumns = 256;  // of a tile: with kRows rows, it stays in the L1 cache
 constexpr int64_t kShortToken = 12 << 10;  // bytes
 constexpr uintptr_t kLargePage = uintptr_t{2} << 20;
-constexpr int64_t kAhead = 32 * kCacheLine;  // enough to hide the latency of memory
+#if defined(__AMX_BF16__)
+constexpr int64_t kAhead = 16 * kCacheLine;  // enough to hide the latency of memory
+constexpr int64_t kNear = 4 * kCacheLine;    // that of the L2 cache, which is longer here
+#else
+constexpr int64_t kAhead = 32 * kCacheLine;
+constexpr int64_t kNear = 0;
+#endif
 
 // Call visit with the Dot for tokens of type X and the weights of a call.
 template <class X, class Visit>
@@ -136,8 +142,9 @@ inline void add_steps(const Columns<D>& c, int64_t steps, Part part, Total total
   for (int64_t i = 0; i < steps * kWidth; i += kWidth) {
     if constexpr (kFetches) {
       OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-        prefetch(reinterpret_cast<const char*>(c.weights + r * c.apart + i) + c.ahead,
-                 kWidth * kSize);
+        const char* weights = reinterpret_cast<const char*>(c.weights + r * c.apart + i);
+        prefetch(weights + c.ahead, kWidth * kSize);
+        if constexpr (kNear > 0) prefetch_near(weights + kNear, kWidth * kSize);
       }
     }
     OPWEAVE_UNROLL for (int k = 0; k < kWidth; k += kVectors * D::kWidth) {
