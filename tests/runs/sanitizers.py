@@ -1,6 +1,6 @@
 """Builds the native module with AddressSanitizer and UBSan, and runs the tests of its kernels.
 
-    python tests/runs/sanitizers.py [what pytest is to run instead of tests/native]
+    python tests/runs/sanitizers.py [arguments for pytest: paths instead of tests/native, options]
 
 The module, and what the tests compile themselves, go to ``build/sanitizers``; the packages of the
 Python that runs this script are used from there. GCC only.
@@ -61,6 +61,7 @@ def main() -> int:
     options = [
         *("-q", "-p", "no:cacheprovider", "--timeout=3000"),
         "--capture=sys",  # a report goes to the terminal, and ends the run
+        "--override-ini=testpaths=tests/native",  # what runs where no path is given
     ]
     variables = {
         # The runtime of C++ has to be there when the sanitizer starts, for it to see exceptions.
@@ -71,8 +72,7 @@ def main() -> int:
         "TEST_NATIVE_BUILD": str(FOLDER / "cmake"),
         "TEST_EXPECT_SANITIZERS": "1",
     }
-    tests = sys.argv[1:] or ["tests/native"]
-    return environment.run("-m", "pytest", *options, *UNFIT, *tests, **variables)
+    return environment.run("-m", "pytest", *options, *UNFIT, *sys.argv[1:], **variables)
 
 
 if __name__ == "__main__":
