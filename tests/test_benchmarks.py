@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -314,6 +315,21 @@ def test_what_takes_longer_than_ever_is_disturbed(monkeypatch: pytest.MonkeyPatc
     for seconds, is_quiet in ((1.2, True), (1.3, False), (0.5, True), (0.7, False)):
         monkeypatch.setattr(watch, "_look_up", lambda seconds=seconds: seconds)
         assert watch.is_quiet() == is_quiet
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_every_thread_looks() -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        watch = Watch(patience=0.0)
+        start, seconds = time.process_time(), time.thread_time()
+        for _ in range(1000):
+            watch._look_up()
+        others = time.process_time() - start - (time.thread_time() - seconds)
+        assert others > 0.5 * (time.thread_time() - seconds)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_below_the_bar() -> None:

@@ -1,7 +1,8 @@
 """Sees when a core is not all ours, which no counter of a virtual machine tells.
 
 Who computes on the other hyperthread of a core, another guest of the host, say, halves what it can
-do for as long as that lasts. A fixed piece of work then takes longer than it ever did.
+do for as long as that lasts. A fixed piece of work then takes longer than it ever did. Every thread
+does its part of it, as the core of any may be disturbed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 _MUCH_LONGER = 1.25  # other hyperthreads make it 1.4 to 1.7, the clock's changes 1.1
 _TABLE = 2**12
-_SHARED = 2**15  # numbers that torch leaves to one thread
+_SHARED = 2**15  # numbers that torch gives to a thread at least
 _REPEATS = 8
 _FIRST_LOOK = 1.0  # seconds
 
@@ -42,7 +43,7 @@ class Watch:
         threads = torch.get_num_threads()
         size = _TABLE if threads == 1 else _SHARED * threads
         table, indices = torch.rand(_TABLE), torch.randint(0, _TABLE, (size,))
-        self._work = partial(torch.index_select, table, 0, indices, out=torch.empty(size))
+        self._work = partial(torch.take, table, indices, out=torch.empty(size))
         self._least = math.inf
         self._patience = self._left = patience
         self.seconds, self.taken, self.repeated, self.kept = 0.0, 0, 0, 0
