@@ -9,6 +9,8 @@ medians over rounds, in microseconds per call. What the work of others on the sa
 as a fixed piece of work shows that takes longer than it ever did, is measured again, whatever came
 out, for as many seconds a cell as `--patience` says. A cell within 7 % of a bar, or more than a
 tenth of which was `disturbed` all the same, is measured again, four times as long, and that counts.
+What is still `disturbed` by more than that in a saved table, `--disturbed` measures anew, whatever
+comes out.
 
 Ours is the IR op in eager mode with opweave_c selected: with a `fresh` output that the call
 allocates, and a `reused` one: given to the native function, or the input itself where the op may
@@ -29,8 +31,10 @@ inputs twice. The bar is 80 % of the stream, of cached keys 60 %.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +42,7 @@ from typing import Any
 import torch
 
 from harness import Parser, Watch, describe_machine, out, print_json, progress, run
-from kernel_cells import plot, results, tables
+from kernel_cells import again, plot, results, tables
 from kernel_cells.allocator import describe_allocator, keep_freed_memory
 from kernel_cells.cases import PROVIDER, ops_with_kernels, ops_without_case
 from kernel_cells.cell import Cell, Grid, cells_of
@@ -75,7 +79,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     grid, rounds, patience = _grid(options, parser)
-    machine, found = measure(cells_of(grid), rounds, patience, grid)
+    command = [Path(__file__).name, *(sys.argv[1:] if arguments is None else arguments)]
+    machine = _describe(f"python benchmarks/{shlex.join(command)}", grid)
+    families, saved = cells_of(grid), None
+    if options.disturbed:
+        saved = _saved(machine, parser)
+        families = again.disturbed_cells(families, saved[1])
+        if not families:
+            out.print("the saved table has no cell that was disturbed")
+            return 0
+    traces, found = measure(families, rounds, patience, grid)
+    machine |= traces
+    if saved:
+        machine, found = again.merge(saved, (machine, found), sum(map(len, families)))
     if options.json:
         print_json(machine, found.rows, skipped=found.skipped)
     else:
@@ -84,19 +100,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.plot:
         options.plot.write_text(plot.draw(cells, machine), encoding="utf-8")
     if options.save:
-        command = " ".join(
-            ["python benchmarks/kernels.py", *(sys.argv[1:] if arguments is None else arguments)]
-        )
-        results.write(RESULTS, machine, found, command)
+        results.write(RESULTS, machine, found)
     return 0
 
 
 def measure(
     families: list[list[Cell]], rounds: int, patience: float, grid: Grid
 ) -> tuple[dict[str, Any], Results]:
-    """Measure every cell; return the machine, with its streams, and the rows."""
+    """Measure every cell; return the memory's streams and what was disturbed, and the rows."""
     found, streams, disturbed = Results(), {}, {}
-    machine = describe_machine() | {"allocator": describe_allocator(keep_freed_memory())}
     with torch.inference_mode(), progress(quiet=not sys.stderr.isatty()) as bar:
         compiling = bar.add_task("compiling", total=len(families))
         for _ in precompile(families):
@@ -113,9 +125,30 @@ def measure(
                     bar.advance(measuring, len(family))
             streams[str(threads)] = {"out of cache": clock.stream.summary(), **cached_speeds()}
             disturbed[str(threads)] = clock.watch.summary()
-    machine["threads"] = list(grid.threads)
-    machine["isa"] = native.status().isa
-    return machine | {"stream_gb_per_second": streams, "disturbed": disturbed}, found
+    return {"stream_gb_per_second": streams, "disturbed": disturbed}, found
+
+
+def _describe(command: str, grid: Grid) -> results.Machine:
+    status = native.status()
+    return describe_machine() | {
+        "allocator": describe_allocator(keep_freed_memory()),
+        "threads": list(grid.threads),
+        "isa": status.isa,
+        "kernels": hashlib.sha256(Path(status.path or "").read_bytes()).hexdigest()[:16],
+        "commands": [command],
+        "again": [],
+    }
+
+
+def _saved(machine: results.Machine, parser: Parser) -> results.Table:
+    """Return the table that is saved for this machine; ends the program if there is none."""
+    try:
+        saved = results.read(RESULTS, machine["isa"])
+    except OSError as error:
+        parser.error(f"--disturbed: {error.strerror}: {error.filename}; --save writes it")
+    if found := again.differences(saved[0], machine):
+        parser.error(f"--disturbed: the saved table has {found}; measure all of it, with --save")
+    return saved
 
 
 def _print(machine: dict[str, Any], found: Results) -> None:
@@ -144,6 +177,9 @@ def _parser() -> Parser:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw what was found")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/kernels_ISA.*")
+    parser.add_argument(
+        "--disturbed", action="store_true", help="measure what was disturbed in the saved table"
+    )
     return parser
 
 

@@ -351,6 +351,7 @@ def test_results_name_the_command(tmp_path: Path) -> None:
         "isa": "avx2", "allocator": {"library": "glibc"},
         "stream_gb_per_second": {"1": {"out of cache": {"copy": 10.0}}},
         "disturbed": {"1": {"taken": 1000, "repeated": 30, "kept": 2, "seconds": 1.0}},
+        "commands": ["python kernels.py --save"], "again": [],
     }  # fmt: skip
     skipped = [{"name": "kernel.x", "case": "float32", "reason": "too wide"}]
     failed = row(no_inductor="it broke", hidden=64)
@@ -360,7 +361,7 @@ def test_results_name_the_command(tmp_path: Path) -> None:
         row(tokens=4096, outputs="reused", stream_share=0.85, limit_share=0.7, least_share=0.8),
     ]
     rows = [row(), *large, failed]
-    results.write(tmp_path, machine, Results(rows, skipped), "python kernels.py --save")
+    results.write(tmp_path, machine, Results(rows, skipped))
     page = (tmp_path / "kernels_avx2.md").read_text(encoding="utf-8")
     assert "`python kernels.py --save`" in page
     assert "(kernels_avx2.svg)" in page
@@ -371,7 +372,37 @@ def test_results_name_the_command(tmp_path: Path) -> None:
     assert "it broke" in page
     saved = json.loads((tmp_path / "kernels_avx2.json").read_text(encoding="utf-8"))
     assert saved == {"machine": machine, "rows": rows, "skipped": skipped}
+    assert results.read(tmp_path, "avx2") == (machine, Results(rows, skipped))
     assert (tmp_path / "kernels_avx2.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_what_was_disturbed_is_measured_anew_whatever_comes_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "RESULTS", tmp_path)
+    few = ["--ops", "relu2", "--dtypes", "float32", "--tokens", "1", "--hidden", "128", "256"]
+    few += ["--threads", "1", "--rounds", "2", "--patience", "0"]
+    with pytest.raises(SystemExit):
+        kernels.main([*few, "--save", "--disturbed"])
+    assert "No such file" in capsys.readouterr().err
+    kernels.main([*few, "--save"])
+    machine, found = results.read(tmp_path, native.status().isa or "")
+    for at, disturbed in enumerate((0.0, 0.0, 0.2, 0.0)):
+        found.rows[at] |= {"disturbed": disturbed, "value": 1e9}
+    results.write(tmp_path, machine, found)
+    kernels.main([*few, "--save", "--disturbed"])
+    merged, again = results.read(tmp_path, machine["isa"])
+    assert [row["value"] == 1e9 for row in again.rows] == [True, True, False, False]
+    assert [row["case"] for row in again.rows] == [row["case"] for row in found.rows]
+    assert merged["commands"][1].endswith("--disturbed")
+    assert merged["again"][0]["cells"] == 1
+    page = (tmp_path / f"kernels_{machine['isa']}.md").read_text(encoding="utf-8")
+    assert "--save`, then `python" in page
+    assert "\nout (1 cells): on 1 thread: 0 and " in page
+    results.write(tmp_path, machine | {"kernels": "others"}, found)
+    with pytest.raises(SystemExit):
+        kernels.main([*few, "--save", "--disturbed"])
+    assert "kernels 'others', here" in capsys.readouterr().err
 
 
 def test_the_picture_of_nothing_is_a_picture() -> None:

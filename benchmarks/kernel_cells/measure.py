@@ -138,7 +138,12 @@ def is_worth_longer(row: Row) -> bool:
     over = [row["ratio"]]
     if row.get("least_share"):
         over.append(row["stream_share"] / row["least_share"])
-    return row["disturbed"] > _MUCH or any(abs(times - 1) < _NEAR for times in over)
+    return is_much_disturbed(row) or any(abs(times - 1) < _NEAR for times in over)
+
+
+def is_much_disturbed(row: Row) -> bool:
+    """Whether others disturbed a good part of what *row* was measured by."""
+    return bool(row["disturbed"] > _MUCH)
 
 
 def _outputs(cell: Cell, inputs: tuple[Any, ...]) -> list[Tensor]:

@@ -14,18 +14,29 @@ from kernel_cells.measure import Results
 from kernel_cells.summary import Cell, below_the_bar, cells_of_rows
 
 Machine = dict[str, Any]
+Table = tuple[Machine, Results]
 
 
-def write(folder: Path, machine: Machine, found: Results, command: str) -> None:
+def write(folder: Path, machine: Machine, found: Results) -> None:
     """Write a page, JSON and a picture into *folder*, one of each per instruction set."""
     cells = cells_of_rows(found.rows)
-    name = f"kernels_{machine['isa']}"
+    name = _name(machine["isa"])
     (folder / f"{name}.json").write_text(
         as_json(machine, rows=found.rows, skipped=found.skipped), encoding="utf-8"
     )
     (folder / f"{name}.svg").write_text(plot.draw(cells, machine), encoding="utf-8")
-    page = "\n".join(_page(name, cells, machine, found, command))
+    page = "\n".join(_page(name, cells, machine, found))
     (folder / f"{name}.md").write_text(page + "\n", encoding="utf-8")
+
+
+def read(folder: Path, isa: str) -> Table:
+    """Return what was written for *isa*; raise OSError where nothing was."""
+    found = json.loads((folder / f"{_name(isa)}.json").read_text(encoding="utf-8"))
+    return found["machine"], Results(found["rows"], found["skipped"])
+
+
+def _name(isa: str) -> str:
+    return f"kernels_{isa}"
 
 
 def as_json(machine: Machine, **lists: Sequence[object]) -> str:
@@ -36,13 +47,11 @@ def as_json(machine: Machine, **lists: Sequence[object]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _page(
-    name: str, cells: Sequence[Cell], machine: Machine, found: Results, command: str
-) -> Iterator[str]:
+def _page(name: str, cells: Sequence[Cell], machine: Machine, found: Results) -> Iterator[str]:
     allocator = ", ".join(f"{name}: {value}" for name, value in machine["allocator"].items())
     yield "# Kernels against eager torch, Inductor and the memory"
     yield ""
-    yield f"`{command}`"
+    yield ", then ".join(f"`{command}`" for command in machine["commands"])
     yield f"on {time.strftime('%Y-%m-%d')}; the whole output is in"
     yield f"[{name}.json]({name}.json), and what is measured how is at the top of"
     yield "[kernels.py](../kernels.py)."
@@ -52,7 +61,11 @@ def _page(
     yield f"Allocator: {allocator}."
     yield ""
     yield "Measured again because others computed on the same cores, and disturbed but counted,"
-    yield f"{disturbances(machine)}."
+    yield f"{disturbances(machine['disturbed'])}."
+    for again in machine["again"]:
+        yield ""
+        yield "What was disturbed by more than a tenth was measured again afterwards, whatever came"
+        yield f"out ({again['cells']} cells): {disturbances(again['disturbed'])}."
     yield ""
     yield f"![every cell]({name}.svg)"
     yield ""
@@ -62,12 +75,12 @@ def _page(
     yield from _omitted(cells, found)
 
 
-def disturbances(machine: Machine) -> str:
+def disturbances(disturbed: dict[str, dict[str, float]]) -> str:
     """Say how much others disturbed, by numbers of threads."""
     return ", ".join(
         f"on {threads} thread{'s' if threads != '1' else ''}: {found['repeated']:,} and "
         f"{found['kept']:,} of {found['taken']:,}"
-        for threads, found in machine["disturbed"].items()
+        for threads, found in disturbed.items()
     )
 
 

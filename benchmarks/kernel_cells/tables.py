@@ -97,7 +97,7 @@ def print_machine(machine: dict[str, Any], console: Console) -> None:
     console.print(f"{machine['processor']}, {machine['isa']}; allocator: {escape(allocator)}")
     console.print(
         "measured again because others computed on the same cores, and disturbed but counted: "
-        f"{disturbances(machine)}",
+        f"{disturbances(machine['disturbed'])}",
         soft_wrap=True,
     )
     for threads, sizes in machine["stream_gb_per_second"].items():
