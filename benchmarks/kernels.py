@@ -88,8 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not families:
             out.print("the saved table has no cell that was disturbed")
             return 0
-    traces, found = measure(families, rounds, patience, grid)
-    machine |= traces
+    conditions, found = measure(families, rounds, patience, grid)
+    machine |= conditions
     if saved:
         machine, found = again.merge(saved, (machine, found), sum(map(len, families)))
     if options.json:
