@@ -31,7 +31,6 @@ inputs twice. The bar is 80 % of the stream, of cached keys 60 %.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import os
 import shlex
@@ -52,6 +51,7 @@ from kernel_cells.stream import Stream, cached_speeds
 from kernel_cells.summary import cells_of_rows
 from opweave import native
 from opweave.ir.errors import did_you_mean
+from opweave.native.inputs import digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FULL = {
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     conditions, found = measure(families, rounds, patience, grid)
     machine |= conditions
     if saved:
-        machine, found = again.merge(saved, (machine, found), sum(map(len, families)))
+        machine, found = again.merge(saved, (machine, found))
     if options.json:
         print_json(machine, found.rows, skipped=found.skipped)
     else:
@@ -134,7 +134,7 @@ def _describe(command: str, grid: Grid) -> results.Machine:
         "allocator": describe_allocator(keep_freed_memory()),
         "threads": list(grid.threads),
         "isa": status.isa,
-        "kernels": hashlib.sha256(Path(status.path or "").read_bytes()).hexdigest()[:16],
+        "kernels": digest(status.path or "")[:16],
         "commands": [command],
         "again": [],
     }

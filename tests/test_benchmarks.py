@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from native.oracle import using_threads
 from opweave import ir, native
 
 ROOT = Path(__file__).parent.parent
@@ -319,17 +320,13 @@ def test_what_takes_longer_than_ever_is_disturbed(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_every_thread_looks() -> None:
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
+    with using_threads(2):
         watch = Watch(patience=0.0)
         start, seconds = time.process_time(), time.thread_time()
         for _ in range(1000):
             watch._look_up()
         others = time.process_time() - start - (time.thread_time() - seconds)
         assert others > 0.5 * (time.thread_time() - seconds)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_below_the_bar() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kernel_cells.cell import Cell
 from kernel_cells.measure import Results, Row, is_much_disturbed
 from kernel_cells.results import Machine, Table
+from kernel_cells.summary import cells_of_rows
 
 _SAME = ("processor", "cores", "python", "torch", "isa", "kernels")
 
@@ -30,10 +31,10 @@ def disturbed_cells(families: Sequence[Sequence[Cell]], saved: Results) -> list[
     return [family for family in chosen if family]
 
 
-def merge(saved: Table, found: Table, cells: int) -> Table:
-    """Return *saved* with the rows of *cells* that were measured again, and how that was."""
+def merge(saved: Table, found: Table) -> Table:
+    """Return *saved* with the rows that were measured again, and how that was."""
     machine, before = saved
-    measured = {"cells": cells, "disturbed": found[0]["disturbed"]}
+    measured = {"cells": len(cells_of_rows(found[1].rows)), "disturbed": found[0]["disturbed"]}
     machine = machine | {
         "commands": machine["commands"] + found[0]["commands"],
         "again": [*machine["again"], measured],
