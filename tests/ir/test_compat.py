@@ -21,6 +21,7 @@ SOURCE = Path(inspect.getfile(ir)).parents[1]
 CHECKED = {
     "is_dynamo_compiling",
     "trace_instead",
+    "run_untraced",
     "dispatch_mode_count",
     "has_torch_function_unary",
     "function_mode_enabled",
@@ -101,6 +102,33 @@ def test_trace_instead() -> None:
     torch.compiler.reset()
     assert calling(x).item() == 2
     assert torch.compile(callee, backend="eager", fullgraph=True)(x).item() == 2
+
+
+def test_run_untraced() -> None:
+    seen: list[bool] = []
+
+    def inner(x: Tensor) -> Tensor:
+        return x + 1
+
+    def outer(x: Tensor) -> Tensor:
+        return inner(x)
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        seen.append(True)
+        return graph_module.forward
+
+    @torch.compile(backend=backend)
+    def calling(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return torch.compiler.disable(outer, recursive=False)(x)
+
+    calling(torch.zeros(1))
+    assert seen  # inner was compiled on its own
+    seen.clear()
+    torch.compiler.reset()
+    compat.run_untraced(outer)
+    assert calling(torch.zeros(1)).item() == 1
+    assert not seen
 
 
 def test_all_reduce_sum() -> None:

@@ -25,6 +25,17 @@ def trace_instead(function: Callable[..., Any], traced: Callable[..., Any]) -> N
     cast("Any", function)._torchdynamo_inline = traced
 
 
+def run_untraced(function: Callable[..., Any]) -> None:
+    """Let Dynamo leave *function*, and all that it calls, to Python where it is not inlined.
+
+    That is where a graph break or a function that Dynamo skips makes the call.
+    """
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(cast("Any", function).__code__, strategy)
+
+
 # How many TorchDispatchModes are active (fake tensors, make_fx, user modes).
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 

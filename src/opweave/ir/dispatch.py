@@ -98,6 +98,7 @@ class Path:
             ).compile()
         if self.callee is not None:
             compat.trace_instead(self.function, _traced)
+            compat.run_untraced(self.function)
             setattr(type(self.callee), "__call__", self.function)  # noqa: B010 (not to be typed)
 
     def scoped(self, scope: Scope) -> Function:

@@ -27,8 +27,10 @@ def opaque(op: IrOp, namespace: str) -> Callable[[Function], Function]:
         library = _new_library(namespace, op.name)
         torch_op = opaque_op(namespace, op.name, function, op.fake, op.schema.torch, library)
         arguments = op.schema.call()
-        names = {**op.schema.defaults, "_op": torch_op, "__name__": function.__module__}
+        # Without __name__: Dynamo looks globals up in the module that __name__ claims.
+        names = {**op.schema.defaults, "_op": torch_op}
         wrapped: Function = eval(f"lambda {op.schema.declaration}: _op({arguments})", names)
+        wrapped.__module__ = function.__module__
         wrapped.__wrapped__ = function  # type: ignore[attr-defined]
         return wrapped
 
