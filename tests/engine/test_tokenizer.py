@@ -113,13 +113,14 @@ def test_a_continuation_is_decoded_behind_its_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("generation", "config", "tokenizer_config", "expected"),
     [
-        ({"eos_token_id": 7}, {"eos_token_id": 8}, {"eos_token": "</s>"}, {7}),
+        ({"eos_token_id": 7}, {"eos_token_id": 8}, {"eos_token": "</s>"}, {7, 8, EOS}),
         ({"eos_token_id": [7, 9]}, {}, {}, {7, 9}),
         ({"eos_token_id": None}, {"eos_token_id": [8]}, {}, {8}),
-        (None, {"eos_token_id": 8}, {"eos_token": "</s>"}, {8}),
+        (None, {"eos_token_id": 8}, {"eos_token": "</s>"}, {8, EOS}),
         (None, {}, {"eos_token": "</s>"}, {EOS}),
         (None, None, {"eos_token": {"content": "</s>", "lstrip": False}}, {EOS}),
-        (None, None, {"eos_token": "<nothing>"}, set()),
+        # A named token that tokenizer.json lacks is added, as in transformers.
+        (None, None, {"eos_token": "<nothing>"}, {VOCABULARY}),
         ({}, {}, None, set()),
         ({"eos_token_id": True}, {"eos_token_id": 8}, None, {8}),
         ({"eos_token_id": "7"}, {"eos_token_id": [8, "9"]}, {"eos_token": "</s>"}, {EOS}),

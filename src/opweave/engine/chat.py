@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.dependencies import require
 from opweave.engine.errors import ChatTemplateError
+from opweave.engine.special_tokens import SpecialTokens
 from opweave.ir.errors import described
 
 _FILE = "chat_template.jinja"
-_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
 Message = Mapping[str, Any]  # role and content, as in OpenAI's API
 
@@ -51,7 +51,7 @@ class ChatTemplate:
             CheckpointError: its ``tokenizer_config.json`` is damaged.
         """
         config = checkpoint.json("tokenizer_config.json") or {}
-        tokens = _special_tokens(config)
+        tokens = SpecialTokens.of(checkpoint).named
         file = checkpoint.path / _FILE
         if file.is_file():
             return cls(_read(file), str(file), tokens)
@@ -71,7 +71,7 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"chat_template={template!r} must be the name of a file, or the template itself."
             )
-        tokens = _special_tokens(checkpoint.json("tokenizer_config.json") or {})
+        tokens = SpecialTokens.of(checkpoint).named
         if "{" in template or "\n" in template:
             return cls(template, "the template given", tokens)
         return cls(_read(Path(template)), template, tokens)
@@ -233,15 +233,3 @@ def _default(given: object) -> str | None:
         if isinstance(entry, dict) and {"name", "template"} <= entry.keys()
     }
     return named.get("default", next(iter(named.values()), None))
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    return dict(_texts(config))
-
-
-def _texts(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name in _SPECIAL:
-        token = config.get(name)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            yield name, text

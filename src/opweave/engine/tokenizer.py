@@ -11,8 +11,10 @@ from opweave.config import EngineConfig
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.dependencies import require
 from opweave.engine.errors import PromptError, TokenizerError
+from opweave.engine.special_tokens import SpecialTokens
 from opweave.engine.token_bytes import token_bytes
 from opweave.engine.token_length import described, longest_token
+from opweave.engine.tokenizer_settings import follow_settings
 
 _log = logging.getLogger(__name__)
 
@@ -29,9 +31,12 @@ _BYTES = 4
 class Tokenizer:
     """The tokenizer of a checkpoint, from its ``tokenizer.json``.
 
+    Padding and truncation in the file are disabled, as they are in transformers: they were meant
+    for training. Special and added tokens of the other files are added.
+
     Attributes:
-        eos_token_ids: the ids that end a text: those of ``generation_config.json``, else of
-            ``config.json``, else of ``tokenizer_config.json``.
+        eos_token_ids: the ids that end a text: those of ``generation_config.json``,
+            ``config.json`` and ``tokenizer_config.json`` together.
         bos_token_id: the id that begins a text, or None.
         special_ids: the ids that stand for no text of their own.
 
@@ -41,11 +46,17 @@ class Tokenizer:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._backend = _load(checkpoint)
+        tokens = SpecialTokens.of(checkpoint)
+        tokens.add_to(self._backend)
         self._pieces: dict[int, str] = {}
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
-        self.eos_token_ids = frozenset(self._special_ids(checkpoint, "eos"))
-        self.bos_token_id = next(iter(self._special_ids(checkpoint, "bos")), None)
+        named = {name: self._backend.token_to_id(text) for name, text in tokens.named.items()}
+        eos, bos = named.get("eos_token"), named.get("bos_token")
+        configured = _configured_ids(checkpoint, "eos")
+        self.eos_token_ids = frozenset(configured if eos is None else [*configured, eos])
+        self.bos_token_id = next(iter(_configured_ids(checkpoint, "bos")), bos)
+        follow_settings(self._backend, checkpoint, bos=bos, eos=eos)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of *text*, with the special tokens that the tokenizer adds unless not.
@@ -107,14 +118,6 @@ class Tokenizer:
         """Return how the vocabulary writes a token, or None if it has no such id."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
-
-    def _special_ids(self, checkpoint: Checkpoint, kind: str) -> list[int]:
-        if configured := _configured_ids(checkpoint, kind):
-            return configured
-        token = (checkpoint.json("tokenizer_config.json") or {}).get(f"{kind}_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        known = self._backend.token_to_id(text) if isinstance(text, str) else None
-        return [] if known is None else [known]
 
 
 class AbsentTokenizer(Tokenizer):
@@ -226,18 +229,19 @@ class IncrementalDecoder:
 
 
 def _configured_ids(checkpoint: Checkpoint, kind: str) -> list[int]:
-    """Return the ids that end or begin a text, as the model's configuration says; or none."""
+    """Return the ids that end or begin a text, as the model's configuration files say."""
+    found: list[int] = []
     for file in ("generation_config.json", "config.json"):
         given = (checkpoint.json(file) or {}).get(f"{kind}_token_id")
         ids: list[Any] = given if isinstance(given, list) else [given]
         if ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            return ids
-        if ids not in ([], [None]):
+            found += ids
+        elif ids not in ([], [None]):
             _log.warning(
                 "%s: %s_token_id=%r is ignored: it is neither a token id nor a list of them",
                 checkpoint.path / file, kind, given,
             )  # fmt: skip
-    return []
+    return found
 
 
 def _load(checkpoint: Checkpoint) -> Any:
