@@ -15,6 +15,7 @@ from opweave.conformance.platform import CHECKS as PLATFORM_CHECKS
 from opweave.ir import TRAITS, ops
 from opweave.platforms import Capabilities, Platform
 from opweave.platforms.contract import members
+from opweave.server.request_fields import ENDPOINTS, Endpoint, Row
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -106,6 +107,23 @@ def _platform() -> str:
     return "\n".join(["| member | meaning |", "|---|---|", *rows])
 
 
+def _request_fields() -> str:
+    return "\n\n".join(_endpoint(each) for each in ENDPOINTS.values())
+
+
+def _endpoint(endpoint: Endpoint) -> str:
+    """Return a heading and the table of the fields of one endpoint."""
+    served = [] if endpoint.is_served else ["", "The server does not have this endpoint."]
+    rows = [f"| `{row.path}` | {_status(row)} | {row.note} |" for row in endpoint.rows]
+    header = ["", "| field | status | meaning |", "|---|---|---|"]
+    return "\n".join([f"## {endpoint.path}", *served, *header, *rows])
+
+
+def _status(row: Row) -> str:
+    off = ", ".join(f"`{json.dumps(value)}`" for value in row.off)
+    return f"{row.status}, unless {off}" if off else row.status
+
+
 def _member(name: str) -> str:
     value = getattr(Platform, name, None)
     if not inspect.isfunction(value):
@@ -140,6 +158,7 @@ _PARTS = {
     "environment": _environment,
     "traits": _traits,
     "platform": _platform,
+    "request fields": _request_fields,
     "capabilities": _capabilities,
     "checks": _checks,
     "platform checks": _platform_checks,

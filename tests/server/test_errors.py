@@ -200,19 +200,21 @@ def test_what_does_not_fit_into_the_context(server: Running, stream: bool) -> No
     assert error_of(server.post(CHAT, chat), 400)["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/embeddings"])
+@pytest.mark.parametrize(
+    ("path", "param"), [(COMPLETIONS, "prompt"), (CHAT, "messages"), ("/v1/embeddings", "input")]
+)
 def test_what_is_too_long_to_be_read(
-    server: Running, path: str, monkeypatch: pytest.MonkeyPatch
+    server: Running, path: str, param: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longest = server.engine.tokenizer.longest_token
     assert longest is not None
     encoded: list[str] = []
     monkeypatch.setattr(server.engine.tokenizer, "encode", lambda text, **_: encoded.append(text))
     text = "x" * (longest * CONTEXT + 1)
-    body = {"prompt": text, "messages": [{"role": "user", "content": text}], "input": text}
-    error = error_of(server.post(path, body), 400)
+    value: Any = [{"role": "user", "content": text}] if path == CHAT else text
+    error = error_of(server.post(path, {param: value}), 400)
     assert error["code"] == "context_length_exceeded"
-    assert error["param"] in body
+    assert error["param"] == param
     assert "characters" in error["message"]
     assert not encoded
 

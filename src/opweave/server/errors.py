@@ -79,6 +79,19 @@ class ApiError(ServerError):
         return json.dumps(self.body)
 
 
+def unsupported(path: str, given: str, note: str) -> ApiError:
+    """Return the error for a field that is known, and refused.
+
+    Args:
+        path: the field, behind those that contain it.
+        given: the field and its value, as the message shows them.
+        note: why, or what to use instead.
+    """
+    return ApiError(
+        f"{given} is not supported. {note}", param=path.partition(".")[0], code="unsupported"
+    )
+
+
 def not_arrived(seconds: float) -> ApiError:
     """Return the error of a request that did not arrive within *seconds*."""
     return ApiError(

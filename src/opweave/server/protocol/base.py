@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
 
-_SHOWN = 16  # names of unknown fields in a header
+from opweave.server.request_fields import ENDPOINTS
+
+_SHOWN = 16  # paths of unknown fields in a header
 
 
 def _is_text(text: str) -> str:
@@ -34,14 +44,31 @@ class Fields(BaseModel):
 
 
 class RequestBody(Fields):
-    """A request; fields that nobody knows are ignored, and named in the response's headers."""
+    """A request, checked against the table of request fields.
+
+    Attributes:
+        endpoint: its name in the table.
+    """
+
+    endpoint: ClassVar[str]
 
     model: Text | None = None
 
+    _unknown: list[str] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_fields(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        # Before the types are checked: a refused field is refused, whatever its type.
+        table = ENDPOINTS[cls.endpoint].table
+        unknown = table.check(values) if isinstance(values, Mapping) else []
+        body = handler(values)
+        body._unknown = unknown
+        return body
+
     def ignored_fields(self) -> list[str]:
-        """Return the names of the fields that mean nothing here, fit for a header."""
-        names = [ascii(name)[1:-1][:64] for name in self.model_extra or {}]
-        return sorted(names)[:_SHOWN]
+        """Return the paths of fields that are not in the table, shortened to fit a header."""
+        return [ascii(path)[1:-1][:64] for path in self._unknown[:_SHOWN]]
 
 
 class ResponseBody(BaseModel):

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from opweave.engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave.server.errors import ApiError
 from opweave.server.protocol.base import Fields, RequestBody, ResponseBody, Text
-from opweave.server.protocol.sampling import SamplingFields, refuse
+from opweave.server.protocol.sampling import SamplingFields
 from opweave.server.protocol.usage import Usage
 
 _RESERVED = {"messages", "tools", "add_generation_prompt"}
@@ -75,20 +75,18 @@ class Conversation(RequestBody):
 class ChatRequest(SamplingFields, Conversation):
     """Answer a conversation."""
 
+    endpoint = "chat"
+
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
 
     def params(self) -> SamplingParams:
         """Return the parameters.
 
         Raises:
             SamplingParamsError: a value is out of range.
-            ApiError: the request contradicts itself, or asks for what there is not.
+            ApiError: the request contradicts itself.
         """
         names = {"logprobs": "top_logprobs", "max_tokens": self.limit_field}
         try:
@@ -104,18 +102,8 @@ class ChatRequest(SamplingFields, Conversation):
     def _params(self) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs=true.", param="top_logprobs")
-        self._refuse_what_there_is_not()
         count = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling_params(self._limit(), logprobs=count)
-
-    def _refuse_what_there_is_not(self) -> None:
-        for name in ("tool_choice", "function_call"):
-            if getattr(self, name) not in (None, "none", "auto"):
-                raise refuse(name, "The model cannot be made to call a function.")
-        if self.functions:
-            raise refuse("functions", "functions are not supported; describe them in tools.")
-        if self.modalities not in (None, [], ["text"]):
-            raise refuse("modalities", 'modalities may hold "text" alone; answers are text.')
 
     def _limit(self) -> int | None:
         limits = {self.max_tokens, self.max_completion_tokens} - {None}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from opweave.engine import FinishReason, SamplingParams, SamplingParamsError
-from opweave.server.protocol.base import Input, ResponseBody, Text
-from opweave.server.protocol.sampling import SamplingFields, refuse
+from opweave.server.errors import unsupported
+from opweave.server.protocol.base import Input, ResponseBody
+from opweave.server.protocol.sampling import SamplingFields
 from opweave.server.protocol.usage import Usage
 
 _MAX_TOKENS = 16  # as OpenAI's API has it
@@ -15,10 +16,11 @@ _MAX_TOKENS = 16  # as OpenAI's API has it
 class CompletionRequest(SamplingFields):
     """Continue one or more prompts."""
 
+    endpoint = "completions"
+
     prompt: Input
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: Text | None = None
     best_of: int | None = None
 
     @property
@@ -33,10 +35,8 @@ class CompletionRequest(SamplingFields):
             SamplingParamsError: a value is out of range.
             ApiError: the request asks for what there is not.
         """
-        if self.suffix:
-            raise refuse("suffix", "suffix is not supported: models continue prompts only.")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise refuse("best_of", f"best_of={self.best_of} is not supported; use n.")
+            raise unsupported("best_of", f"best_of={self.best_of}", "It must equal n; use n.")
         if self.max_tokens is not None and self.max_tokens < 0:
             message = f"max_tokens={self.max_tokens} must be an integer of at least 0."
             raise SamplingParamsError(message, "max_tokens")

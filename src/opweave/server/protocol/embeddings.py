@@ -10,6 +10,8 @@ from opweave.server.protocol.base import Input, RequestBody, ResponseBody, Text
 class EmbeddingRequest(RequestBody):
     """Turn texts into vectors."""
 
+    endpoint = "embeddings"
+
     input: Input
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None

@@ -11,6 +11,8 @@ from opweave.server.protocol.sampling import Priority
 class ProcessRequest(RequestBody):
     """A request in the form of an I/O processor."""
 
+    endpoint = "process"
+
     data: Any
     priority: Priority | None = None
 

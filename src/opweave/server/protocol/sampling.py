@@ -41,7 +41,7 @@ class StreamOptions(Fields):
 class ResponseFormat(Fields):
     """The form of an answer; free text is the only one."""
 
-    type: Text
+    type: Text | None
 
 
 class SamplingFields(RequestBody):
@@ -79,25 +79,13 @@ class SamplingFields(RequestBody):
 
         Raises:
             SamplingParamsError: a value is out of range.
-            ApiError: the answer shall be something else than free text, or there are options for a
-                stream that is not asked for.
+            ApiError: there are options for a stream that is not asked for.
         """
         if self.stream_options is not None and not self.stream:
             raise ApiError(
                 "stream_options are for streams only; they need stream=true.",
                 param="stream_options",
             )
-        form = self.response_format
-        if form is not None and form.type != "text":
-            raise refuse(
-                "response_format",
-                f"response_format of type {form.type!r} is not supported; answers are free text.",
-            )
         values = {**{name: getattr(self, name) for name in _SAME}, **others}
         given = {name: value for name, value in values.items() if value is not None}
         return SamplingParams(max_tokens=max_tokens, **given)
-
-
-def refuse(param: str, message: str) -> ApiError:
-    """Return the error for what OpenAI's API has and opweave does not do."""
-    return ApiError(message, param=param, code="unsupported")

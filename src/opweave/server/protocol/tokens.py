@@ -15,6 +15,8 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 class TokenizePrompt(RequestBody):
     """A text to be split into tokens."""
 
+    endpoint = "tokenize"
+
     prompt: Text
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -27,6 +29,8 @@ class TokenizePrompt(RequestBody):
 
 class TokenizeConversation(Conversation):
     """A conversation to be split into tokens."""
+
+    endpoint = "tokenize"
 
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -48,6 +52,8 @@ class TokenizeResponse(ResponseBody):
 
 class DetokenizeRequest(RequestBody):
     """Tokens to be joined to a text."""
+
+    endpoint = "detokenize"
 
     tokens: list[TokenId]
 

@@ -1,0 +1,68 @@
+"""Fields of conversations, and of what a model may do besides writing text."""
+
+from __future__ import annotations
+
+from opweave.server.request_fields.row import harmless, refused, supported
+
+_TEXT_ONLY = "The model takes text only."
+_FUNCTIONS = "The model cannot be made to call a function."
+_REASONING = "Use chat_template_kwargs, if the chat template has such a variable."
+
+CONVERSATION = (
+    supported(
+        "messages",
+        "The conversation. Fields of messages that are not listed go to the chat template.",
+        is_open=True,
+    ),
+    supported("messages.role", "Who wrote it."),
+    supported("messages.content", "Text, or a list of parts."),
+    supported("messages.content.type", "text or input_text."),
+    supported("messages.content.text", "The text of the part."),
+    harmless("messages.content.prompt_cache_breakpoint", "The prefix cache needs no hints."),
+    refused("messages.content.refusal", "Send it as text."),
+    refused("messages.content.image_url", _TEXT_ONLY),
+    refused("messages.content.image_embeds", _TEXT_ONLY),
+    refused("messages.content.video_url", _TEXT_ONLY),
+    refused("messages.content.audio_url", _TEXT_ONLY),
+    refused("messages.content.input_audio", _TEXT_ONLY),
+    refused("messages.content.file", _TEXT_ONLY),
+    refused("messages.audio", _TEXT_ONLY),
+    refused("messages.function_call", "Use tool_calls."),
+    refused("messages.refusal", "Send it as content."),
+    supported("messages.name", "Goes to the chat template."),
+    supported("messages.tool_call_id", "Goes to the chat template."),
+    supported("messages.tool_calls", "Go to the chat template.", is_open=True),
+    supported("add_generation_prompt", "End the prompt with what begins an answer."),
+    supported("chat_template_kwargs", "Variables for the chat template.", is_open=True),
+    supported("tools", "Functions for the chat template to print.", is_open=True),
+    refused("continue_final_message", "Use /v1/completions.", off=(False,)),
+    refused("chat_template", "Start the server with --chat-template."),
+    refused("documents", "Use chat_template_kwargs.", off=([],)),
+    refused("mm_processor_kwargs", _TEXT_ONLY, off=({},)),
+    refused("media_io_kwargs", _TEXT_ONLY, off=({},)),
+)
+
+ABILITIES = (
+    refused("tool_choice", _FUNCTIONS, off=("none", "auto")),
+    refused("parallel_tool_calls", _FUNCTIONS, off=(True,)),
+    refused("functions", "Describe them in tools.", off=([],)),
+    refused("function_call", _FUNCTIONS, off=("none", "auto")),
+    refused("reasoning_effort", _REASONING),
+    refused("include_reasoning", "Reasoning is part of the text.", off=(True,)),
+    refused("thinking_token_budget", "Use max_tokens.", off=(-1,)),
+    refused("verbosity", "Ask for it in a message.", off=("medium",)),
+    refused("audio", "Answers are text only."),
+    refused("modalities", 'Answers are text only; the list may hold "text".', off=([], ["text"])),
+    refused("moderation", "There is no moderation."),
+    refused("web_search_options", "The server searches nothing."),
+)
+
+STORAGE = (
+    harmless("metadata", "Nothing is stored."),
+    harmless("store", "Nothing is stored."),
+    harmless("safety_identifier", "Not used."),
+    harmless("prompt_cache_key", "The prefix cache needs no hints."),
+    harmless("prompt_cache_options", "The prefix cache needs no hints."),
+    harmless("prompt_cache_retention", "The prefix cache needs no hints."),
+    harmless("service_tier", "There is one tier."),
+)

@@ -1,0 +1,108 @@
+"""The fields of every endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from opweave.server.request_fields.check import FieldTable
+from opweave.server.request_fields.conversation import ABILITIES, CONVERSATION, STORAGE
+from opweave.server.request_fields.generation import COMMON, REQUEST, SAMPLING, STRUCTURED
+from opweave.server.request_fields.responses import RESPONSES
+from opweave.server.request_fields.row import Row, harmless, refused, supported
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An endpoint and the fields of its requests.
+
+    Attributes:
+        path: of the endpoint.
+        rows: one for each field.
+        is_served: whether the server has it; if not, requests get a 404.
+    """
+
+    path: str
+    rows: Sequence[Row]
+    is_served: bool = True
+
+    @cached_property
+    def table(self) -> FieldTable:
+        """The rows, for checks."""
+        return FieldTable(self.rows)
+
+
+_COMPLETIONS = (
+    *COMMON,
+    supported("prompt", "A text or token ids, or a list of them."),
+    refused("prompt_embeds", "Send a text or token ids.", off=([],)),
+    supported("echo", "Begin the answer with the prompt."),
+    supported("logprobs", "Log-probabilities of the tokens, and of this many alternatives."),
+    refused("suffix", "Models continue prompts only.", off=("",)),
+    supported("best_of", "Only with the value of n."),
+    *SAMPLING,
+    *REQUEST,
+    *STRUCTURED,
+)
+_CHAT = (
+    *COMMON,
+    *CONVERSATION,
+    supported("max_completion_tokens", "The most tokens of an answer; stronger than max_tokens."),
+    supported("logprobs", "Whether to return log-probabilities."),
+    supported("top_logprobs", "Log-probabilities of this many alternatives; with logprobs."),
+    refused("best_of", "Use n.", off=(1,)),
+    refused("echo", "The prompt is not repeated.", off=(False,)),
+    harmless("prediction", "It would save time only."),
+    *SAMPLING,
+    *REQUEST,
+    *STRUCTURED,
+    *ABILITIES,
+    *STORAGE,
+)
+_EMBEDDINGS = (
+    *COMMON,
+    supported("input", "A text or token ids, or a list of them."),
+    supported("encoding_format", "float or base64."),
+    supported("dimensions", "The length of the vectors."),
+    refused("messages", "Send texts as input."),
+    refused("add_generation_prompt", "Send texts as input.", off=(False,)),
+    refused("continue_final_message", "Send texts as input.", off=(False,)),
+    refused("chat_template", "Send texts as input."),
+    refused("chat_template_kwargs", "Send texts as input.", off=({},)),
+    refused("mm_processor_kwargs", "The model takes text only.", off=({},)),
+    refused("media_io_kwargs", "The model takes text only.", off=({},)),
+    refused("add_special_tokens", "The tokenizer decides."),
+    refused("truncate_prompt_tokens", "Shorten the input."),
+    refused("truncation_side", "Shorten the input."),
+    refused("padding", "Texts are not padded.", off=("do_not_pad",)),
+    refused("normalize", "The checkpoint decides."),
+    refused("use_activation", "The checkpoint decides."),
+    refused("embed_dtype", "Numbers are float32.", off=("float32",)),
+    refused("endianness", "Numbers are little-endian.", off=("native", "little")),
+    refused("request_id", "Send the header X-Request-Id."),
+    harmless("priority", "Requests are answered in their order."),
+)
+_PROCESS = (
+    *COMMON,
+    supported("data", "Goes to the I/O processor.", is_open=True),
+    supported("priority", "With --scheduling-policy priority, a lower number goes first."),
+)
+_TOKENIZE = (
+    *COMMON,
+    supported("prompt", "A text. Send it, or messages."),
+    supported("add_special_tokens", "True by default for a prompt, false for messages."),
+    supported("return_token_strs", "Return how the vocabulary writes the tokens, too."),
+    *CONVERSATION,
+)
+_DETOKENIZE = (*COMMON, supported("tokens", "Token ids."))
+
+ENDPOINTS = {
+    "completions": Endpoint("/v1/completions", _COMPLETIONS),
+    "chat": Endpoint("/v1/chat/completions", _CHAT),
+    "embeddings": Endpoint("/v1/embeddings", _EMBEDDINGS),
+    "responses": Endpoint("/v1/responses", RESPONSES, is_served=False),
+    "process": Endpoint("/v1/process", _PROCESS),
+    "tokenize": Endpoint("/tokenize", _TOKENIZE),
+    "detokenize": Endpoint("/detokenize", _DETOKENIZE),
+}
