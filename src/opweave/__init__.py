@@ -7,8 +7,11 @@ shows why. Start with :mod:`opweave.ir`.
 from opweave import ir
 from opweave._first_use import load_plugins as _load_plugins
 from opweave._first_use import prepare as _prepare
+from opweave.ir.compat import before_loading_packages as _before_loading_packages
 
 __all__ = ["__version__", "ir"]
 __version__ = "0.1.0"
 
-ir.current_registry().on_first_use(_prepare, _load_plugins)
+_registry = ir.current_registry()
+_registry.on_first_use(_prepare, _load_plugins)
+_before_loading_packages(_registry.ensure_ready)

@@ -338,6 +338,32 @@ def test_aot_inductor(installed: None, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("provider", ["opweave_c", "row_by_row"])
+def test_a_package_loads_where_only_opweave_is_imported(
+    installed: None, tmp_path: Path, fresh_python: Any, provider: str
+) -> None:
+    model, inputs = Small(), (torch.randn(4, 8), torch.randn(4, 8))
+    package, expected = str(tmp_path / "small.pt2"), str(tmp_path / "expected.pt")
+    with ir.priority(silu_and_mul=provider):
+        torch.save((inputs, model(*inputs)), expected)
+        torch._inductor.aoti_compile_and_package(
+            torch.export.export(model, inputs), package_path=package
+        )
+    assert opweave.compile.report().selected_impls["silu_and_mul"] == {"silu_and_mul": provider}
+    fresh_python(f"""
+        import sys
+        import torch
+        import opweave
+
+        assert not [name for name in sys.modules if name.startswith("opweave.kernels")]
+        inputs, expected = torch.load({expected!r})
+        found = torch._inductor.aoti_load_package({package!r})(*inputs)
+        torch.testing.assert_close(tuple(found), tuple(expected))
+    """)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_aot_inductor_without_the_passes_runs_a_call_site(tmp_path: Path) -> None:
     class Pinned(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ CHECKED = {
     "is_dynamo_compiling",
     "trace_instead",
     "run_untraced",
+    "before_loading_packages",
     "dispatch_mode_count",
     "has_torch_function_unary",
     "function_mode_enabled",
@@ -129,6 +130,16 @@ def test_run_untraced() -> None:
     compat.run_untraced(outer)
     assert calling(torch.zeros(1)).item() == 1
     assert not seen
+
+
+def test_before_loading_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That packages load is tested in tests/compile/test_backend.py."""
+    aoti, called = torch._C._aoti, []
+    monkeypatch.setattr(aoti, "AOTIModelPackageLoader", aoti.AOTIModelPackageLoader)
+    compat.before_loading_packages(lambda: called.append(True))
+    with pytest.raises(RuntimeError, match="open failed"):
+        aoti.AOTIModelPackageLoader(str(tmp_path / "missing.pt2"), "model", False, 1, -1)
+    assert called == [True]
 
 
 def test_all_reduce_sum() -> None:

@@ -9,7 +9,13 @@ from typing import Any
 from torch.fx import GraphModule
 
 from opweave.compile import compat
-from opweave.compile.compiled import CompiledGraph, compile_with, registries_of
+from opweave.compile.compiled import (
+    CompiledGraph,
+    ReportLog,
+    compile_with,
+    registries_of,
+    remember,
+)
 from opweave.compile.context import Context
 from opweave.compile.lower import run_lowered
 from opweave.compile.nodes import all_graphs, ir_calls
@@ -71,8 +77,10 @@ def install(**options: Any) -> None:
             parsed = CompileOptions.parse({**options, **patches})
             compile_ = partial(compat.compile_fx, **kwargs)
             if "inner_compile" in kwargs:  # AOTInductor wants an artifact, not a function
-                plan = Plan.capture(registries_of(model), parsed)
-                return compile_with(model, inputs, Context(plan), compile_)
+                context = Context(Plan.capture(registries_of(model), parsed))
+                artifact = compile_with(model, inputs, context, compile_)
+                remember(ReportLog([context.report], context.report))
+                return artifact
             return CompiledGraph(model, inputs, parsed, compile_)
 
         return compile_fx

@@ -72,7 +72,7 @@ class CompiledGraph:
         run, self.log.last = self._variants[plan.digest]
         # In one piece: threads must not see one half of it with the other half of another.
         self._current = self._moment(example_inputs), run
-        _remember(self.log)
+        remember(self.log)
 
     def __call__(self, *inputs: Any) -> Any:
         moment, run = self._current
@@ -237,7 +237,8 @@ def reports() -> list[Report]:
 _latest = ReportLog()
 
 
-def _remember(log: ReportLog) -> None:
+def remember(log: ReportLog) -> None:
+    """Make *log* the one that :func:`report` and :func:`reports` read."""
     global _latest
     _latest = log
 

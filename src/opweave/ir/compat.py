@@ -36,6 +36,22 @@ def run_untraced(function: Callable[..., Any]) -> None:
     eval_frame.set_code_exec_strategy(cast("Any", function).__code__, strategy)
 
 
+def before_loading_packages(prepare: Callable[[], None]) -> None:
+    """Call *prepare* before each AOTInductor package that this process loads.
+
+    A package looks its ops up while it is loaded, and torch has no hook for that.
+    """
+    aoti: Any = torch._C._aoti
+    original: Any = aoti.AOTIModelPackageLoader
+
+    class AOTIModelPackageLoader(original):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            prepare()
+            super().__init__(*args, **kwargs)
+
+    aoti.AOTIModelPackageLoader = AOTIModelPackageLoader
+
+
 # How many TorchDispatchModes are active (fake tensors, make_fx, user modes).
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
