@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from opweave import ir
 from opweave.cli import main
 from opweave.cli.app import COMMANDS
 from opweave.ir.names import OWN_PROVIDERS
+from opweave.layers import op_registry
 from opweave.plugins.claim import BUILTIN_PLATFORMS
 
 ROOT = Path(__file__).parent.parent
@@ -229,9 +231,51 @@ def test_ops_unknown_op(run: Run) -> None:
     assert_one_line_error(run("ops", ""), "No op or layer is called ''")
 
 
-def test_ops_in_a_narrow_terminal() -> None:
-    table = run_anew("ops", COLUMNS="50").stdout.partition("\n\n")[0]
-    assert all(column in table for column in ("op", "yes", "native", "traits"))
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_ops_prints_one_line_for_each_op_and_layer(width: int) -> None:
+    lines = run_anew("ops", COLUMNS=str(width)).stdout.splitlines()
+    assert all(len(line) <= width for line in lines[:-1])  # the note below wraps
+    names = [line.split()[0] for line in lines if line.strip()]
+    assert all(names.count(op) == 1 + (op in op_registry) for op in ir.ops.__all__)
+    assert len(lines) == len(ir.ops.__all__) + len(op_registry) + 5  # headings, a note, blank lines
+
+
+def test_op_details_fit_80_columns_without_breaking_words() -> None:
+    op = ir.ops.fused_add_rms_norm_dynamic_per_token_quant_int8
+    text = run_anew("ops", op.name, COLUMNS="80").stdout
+    table = text[text.index("#  provider") :]
+    assert all(len(line) <= 80 for line in table.splitlines())
+    for word in ("opweave_c", "native", "platform", "default,", "batch_invariant"):
+        assert word in table.split()
+
+
+def test_ops_imports_modules_that_register_ops(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from opweave import ir\nfrom torch import Tensor\n\n"
+        "@ir.register_op\ndef double_it(x: Tensor) -> Tensor:\n    return x + x\n"
+    )
+    assert "double_it" in run_anew("ops", "--import", "mine", cwd=tmp_path).stdout
+    assert_one_line_error(run_anew("ops", "--import", "missing", cwd=tmp_path), "missing")
+
+
+def test_version_imports_no_torch() -> None:
+    code = "import sys, opweave_cli; opweave_cli.main(); assert 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == version("opweave")
+
+
+def test_generate_from_token_ids(run: Run) -> None:
+    arguments = ("generate", CHECKPOINT, "--max-tokens", "4", "--json")
+    text = json.loads(run(*arguments, "--prompt", "Return the").stdout)["outputs"][0]
+    ids = ",".join(map(str, text["prompt_token_ids"]))
+    again = json.loads(run(*arguments, "--prompt-token-ids", ids).stdout)["outputs"][0]
+    assert again["token_ids"] == text["token_ids"]
+    bad = ("generate", CHECKPOINT, "--prompt-token-ids")
+    assert_one_line_error(run(*bad, "1,x"), "1,x", "list of integers")
+    assert_one_line_error(run(*bad, "99999999"), "99999999")
+    assert_one_line_error(run(*bad, "1", "--prompt", "x"), "one of")
 
 
 def test_doctor_is_well(run: Run) -> None:
@@ -242,7 +286,18 @@ def test_doctor_is_well(run: Run) -> None:
     assert report["native"]["available"]
     assert report["versions"]["torch"]
     assert report["platform"]["name"] == "cpu"
-    assert "no problems" in run("doctor").stdout
+    tools = {tool["name"]: tool["found"] for tool in report["tools"]}
+    assert tools["C++ compiler"]
+    assert tools["opweave[serve]"]
+    text = run("doctor").stdout
+    assert "no problems" in text
+    assert "fast_door" not in text
+
+
+def test_doctor_says_what_a_missing_compiler_breaks() -> None:
+    done = run_anew("doctor", CXX="/no/such/compiler")
+    assert done.returncode == 1
+    assert "C++ compiler is missing: torch.compile on the CPU" in done.stdout
 
 
 def test_doctor_reports_what_is_wrong() -> None:

@@ -14,6 +14,7 @@ from opweave.cli.flag import Flag
 from opweave.cli.load import Client, Load, Summary, summarise
 from opweave.cli.output import out, print_json
 from opweave.cli.progress import ProgressBar
+from opweave.cli.tables import PlainTable
 
 bench = App(name="bench", help="Measure a running server.", help_format="plaintext")
 
@@ -108,13 +109,12 @@ def _print(url: str, model: str, found: Summary) -> None:
 
 
 def _table(found: Summary) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     columns = next(iter(found.milliseconds.values()))
-    table.add_column("milliseconds")
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = PlainTable("milliseconds", *columns)
+    for column in table.columns[1:]:
+        column.justify = "right"
     for name, label in _TIMES.items():
         if name in found.milliseconds:
             values = found.milliseconds[name]
-            table.add_row(f"{name}: {label}", *(f"{values[column]:.1f}" for column in columns))
+            table.add_row(f"{name}: {label}", *(f"{values[each]:.1f}" for each in columns))
     return table

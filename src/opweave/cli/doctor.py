@@ -12,9 +12,7 @@ from opweave.cli.flag import Flag
 from opweave.cli.output import out, print_json
 from opweave.cli.plugin_options import PluginOption
 from opweave.cli.plugin_tables import owner_text, plugin_table
-from opweave.cli.selections import plain_table
-
-_LISTED = ("versions", "native", "environment")  # sections of keys and values
+from opweave.cli.tables import PlainTable
 
 
 def doctor(*, plugin: PluginOption = None, json: Flag = False) -> int:
@@ -40,7 +38,8 @@ def _print(report: dict[str, Any]) -> None:
     _print_platform(report["platform"])
     _print_plugins(report["plugins"], report["overrides"])
     _print_settings(report["plugin_settings"])
-    _print_values("native", report["native"])
+    _print_values("native kernels", _native(report["native"]))
+    _print_values("tools", {each["name"]: _tool(each) for each in report["tools"]})
     _print_values("environment", report["environment"])
     out.print(f"[bold]config file[/]\n  {escape(_show(report['config_file']))}")
     if report["problems"]:
@@ -51,10 +50,27 @@ def _print(report: dict[str, Any]) -> None:
         out.print("[bold green]no problems[/]")
 
 
+def _native(status: Mapping[str, Any]) -> dict[str, Any]:
+    if not status["available"]:
+        return {"available": f"no: {status['reason_missing']}"}
+    others = [level for level in status["isa_levels"] if level != status["isa"]]
+    return {
+        "instruction set": f"{status['isa']} (also: {_show(others)})",
+        "direct calls": f"{_show(status['fast_door'])} (kernels are called without torch.ops)",
+        "file": status["path"],
+    }
+
+
+def _tool(tool: Mapping[str, Any]) -> str:
+    if tool["found"]:
+        return str(tool["found"])
+    return f"missing: {tool['needed_for']} will not work. {tool['fix']}"
+
+
 def _print_values(title: str, values: Mapping[str, Any]) -> None:
     out.print(f"[bold]{title}[/]")
     for key, value in values.items():
-        out.print(f"  {escape(key):<22} {escape(_show(value))}")
+        out.print(escape(f"  {key:<22} {_show(value)}"))
 
 
 def _print_platform(platform: dict[str, Any] | None) -> None:
@@ -90,7 +106,7 @@ def _print_plugins(plugins: list[dict[str, Any]], overrides: list[dict[str, Any]
     out.print(plugin_table(plugins) if plugins else "  none is installed")
     if overrides:
         out.print("[bold]registered by plugins[/]")
-        table = plain_table("kind", "name", "owner", "")
+        table = PlainTable("kind", "name", "owner", "")
         for each in overrides:
             by = each["replaced_by"]
             replaced = f"replaced by {owner_text(by)}" if by else ""
@@ -105,7 +121,7 @@ def _print_settings(settings: list[dict[str, Any]]) -> None:
     if not settings:
         return
     out.print("[bold]settings of plugins[/]")
-    table = plain_table("name", "type", "default", "given", "meaning", "owner")
+    table = PlainTable("name", "type", "default", "given", "meaning", "owner")
     for each in settings:
         shown = [each["name"], each["kind"], _show(each["default"]), _show(each["given"])]
         cells = [*shown, each["help"], owner_text(each["owner"])]

@@ -11,6 +11,7 @@ from typing import Any
 
 from opweave import native
 from opweave.cli.plugin_options import GivenOptions, set_options
+from opweave.cli.tools import tools
 from opweave.config import current_compilation_config, environment, file
 from opweave.config.plugin_settings import plugin_settings
 from opweave.ir import current_registry
@@ -52,6 +53,8 @@ class Examination:
         self._step(current_compilation_config)
         self._step(environment.check_declared)
         self._check_native()
+        self.tools = tools()
+        self.problems += [each.problem for each in self.tools if each.required and not each.found]
         self.problems += environment.unknown_variables()
 
     def report(self) -> dict[str, Any]:
@@ -65,6 +68,7 @@ class Examination:
             "overrides": self._overrides(plugins),
             "plugin_settings": _settings(),
             "native": asdict(native.status()),
+            "tools": [asdict(each) for each in self.tools],
             "config_file": _config_file(),
             "environment": environment.in_use(),
         }

@@ -14,6 +14,7 @@ from opweave.cli.compilation import CompilationOption, apply_compilation
 from opweave.cli.errors import CliError
 from opweave.cli.files import STDOUT, check_writable, write, write_json
 from opweave.cli.flag import Flag
+from opweave.cli.imports import ImportOption, import_modules
 from opweave.cli.output import out
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
@@ -41,6 +42,7 @@ def explain(
     ir_op_priority: PriorityOption = None,
     compilation_config: CompilationOption = None,
     plugin: PluginOption = None,
+    import_: ImportOption = None,
 ) -> None:
     """Show which kernels the model in a directory runs, and why the others do not.
 
@@ -60,6 +62,7 @@ def explain(
         auto (the checkpoint's), float32, bfloat16 or float16.
     """
     check_utf8(prompt)
+    import_modules(import_)
     _check(html, json, compiles=compile)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)

@@ -34,6 +34,7 @@ def generate(
     *,
     prompt: Annotated[list[str] | None, Parameter(negative=())] = None,
     prompt_file: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    prompt_token_ids: Annotated[list[str] | None, Parameter(negative=())] = None,
     max_tokens: int = 64,
     temperature: float = 0.0,
     sampling: SamplingOptions = _SAMPLING,
@@ -54,6 +55,8 @@ def generate(
         The text to continue; give it several times for a batch.
     prompt_file
         Read the prompt from this UTF-8 file, or from standard input if it is "-".
+    prompt_token_ids
+        The prompt as token ids, such as 1,17,4; repeatable. Needed for a model without a tokenizer.
     max_tokens
         Write at most this many tokens.
     temperature
@@ -65,7 +68,7 @@ def generate(
     """
     from opweave.engine import LLM
 
-    prompts = _prompts(prompt, prompt_file)
+    prompts = _prompts(prompt, prompt_file, prompt_token_ids)
     params = sampling.params(max_tokens=max_tokens, temperature=temperature)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
@@ -80,23 +83,38 @@ def generate(
         print_json(_to_json(model, outputs, record))
         return
     for output in outputs:
-        print_text(f"{output.prompt}{output.outputs[0].text}\n")
+        print_text(f"{output.prompt or ''}{output.outputs[0].text}\n")
     if explain:
         out.print(selection_table(record))
 
 
-def _prompts(given: list[str] | None, file: str | None) -> list[str]:
-    if given is None and file is None:
+def _prompts(
+    texts: list[str] | None, file: str | None, ids: list[str] | None
+) -> list[str] | list[list[int]]:
+    given = [value for value in (texts, file, ids) if value is not None]
+    if not given:
         raise CliError(
-            "Give a prompt: --prompt TEXT, or --prompt-file FILE (- for standard input)."
+            "Give a prompt: --prompt TEXT, --prompt-file FILE (- for standard input) or "
+            "--prompt-token-ids 1,2,3."
         )
-    if given is not None and file is not None:
-        raise CliError("Give --prompt or --prompt-file, not both.")
-    if given is not None:
-        for text in given:
-            check_utf8(text)
-        return given
-    return [_read(file or "-")]
+    if len(given) > 1:
+        raise CliError("Give one of --prompt, --prompt-file and --prompt-token-ids.")
+    if ids is not None:
+        return [_token_ids(text) for text in ids]
+    if texts is None:
+        return [_read(file or "-")]
+    for text in texts:
+        check_utf8(text)
+    return texts
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise CliError(
+            f"--prompt-token-ids {text!r} is not a list of integers such as 1,17,4."
+        ) from error
 
 
 def _read(file: str) -> str:

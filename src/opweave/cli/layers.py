@@ -9,8 +9,11 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
+from opweave.cli.tables import ListTable, PlainTable
 from opweave.layers import CustomOp, op_registry, replacement
 from opweave.layers.registry import full_name, owner_of
+
+_ENABLED = {True: "yes", False: "no", None: ""}
 
 
 def layers(name: str | None) -> list[dict[str, Any]]:
@@ -39,13 +42,20 @@ def _plugin(layer: type[nn.Module]) -> str | None:
     return None if owner is None else str(owner)
 
 
-def layer_table(found: list[dict[str, Any]]) -> Table:
-    """Return the same as a table."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("layer", "kind", "enabled", "class", "replaced by"):
-        table.add_column(column, no_wrap=column != "class", overflow="fold")
+def layer_overview(found: list[dict[str, Any]]) -> Table:
+    """Return a table with one line per layer."""
+    table = ListTable("layer", "kind", "enabled", "replaced by")
     for layer in found:
-        enabled = {True: "yes", False: "no", None: ""}[layer["enabled"]]
-        row = (layer["layer"], layer["kind"], enabled, layer["class"], layer["replacement"] or "")
-        table.add_row(*map(escape, row))
+        row = (layer["layer"], layer["kind"], _ENABLED[layer["enabled"]], layer["replacement"])
+        table.add_row(*(escape(cell or "") for cell in row))
+    return table
+
+
+def layer_table(found: list[dict[str, Any]]) -> Table:
+    """Return a table of layers with the class of each."""
+    table = PlainTable("layer", "kind", "enabled", "class", "replaced by")
+    for layer in found:
+        enabled = _ENABLED[layer["enabled"]]
+        row = (layer["layer"], layer["kind"], enabled, layer["class"], layer["replacement"])
+        table.add_row(*(escape(cell or "") for cell in row))
     return table

@@ -1,4 +1,4 @@
-"""``opweave ops``: what ops and layers there are, and which kernels each op has here."""
+"""``opweave ops``: list ops and layers with the kernels available on this machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rich.table import Table
 from opweave.cli.compilation import CompilationOption, apply_compilation
 from opweave.cli.errors import CliError
 from opweave.cli.flag import Flag
+from opweave.cli.imports import ImportOption, import_modules
 from opweave.cli.output import out, print_json
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
-from opweave.ir import IrOp, current_registry, policy_for
+from opweave.cli.tables import ListTable, PlainTable
+from opweave.ir import IrOp, IrOpImpl, current_registry, policy_for
 from opweave.ir.description import describe
 from opweave.ir.errors import did_you_mean
-
-_ROOMY = 80  # in a narrower terminal, names that are not folded would leave no room for the rest
 
 
 def ops(
@@ -27,19 +27,22 @@ def ops(
     ir_op_priority: PriorityOption = None,
     compilation_config: CompilationOption = None,
     plugin: PluginOption = None,
+    import_: ImportOption = None,
     json: Flag = False,
 ) -> None:
-    """List the ops with their implementations, and the layers; or describe one.
+    """List ops with their implementations and layers, one per line; or describe one in detail.
 
     Parameters
     ----------
     op
-        Describe the op and the layer of this name only.
+        Show every implementation of this op and the layer of this name: availability, where the
+        priority comes from, traits.
     json
         Print JSON.
     """
-    from opweave.cli.layers import layer_table, layers
+    from opweave.cli.layers import layer_overview, layer_table, layers
 
+    import_modules(import_)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
     apply_compilation(compilation_config)
@@ -51,40 +54,54 @@ def ops(
     if json:
         print_json([*map(describe, chosen), *found])
         return
-    if chosen:
-        out.print(_table(chosen))
+    if name is None:
+        out.print(_overview(chosen))
+        out.print()
+        out.print(layer_overview(found))
+        out.print("\n(provider): not available here. Details of one: opweave ops NAME")
+        return
+    for each in chosen:
+        out.print(f"{each.name}{inspect.signature(each.native)}", markup=False)
+        out.print(f"declared at {each.site}\n", markup=False)
+        out.print(f"{inspect.getdoc(each.native) or ''}\n", markup=False)
+        out.print(_details(each))
     if chosen and found:
         out.print()
     if found:
         out.print(layer_table(found))
-    for each in chosen if name is not None else ():
-        out.print(f"\n{each.name}{inspect.signature(each.native)}", markup=False)
-        out.print(f"declared at {each.site}\n", markup=False)
-        out.print(inspect.getdoc(each.native) or "", markup=False)
 
 
 def _ops(name: str | None) -> list[IrOp]:
     return [op for op in current_registry().ops.values() if name in (None, op.name)]
 
 
-def _table(chosen: list[IrOp]) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("op", "#", "provider", "available", "priority from", "traits"):
-        whole = ("op", "#", "provider") if out.width >= _ROOMY else ("#",)
-        table.add_column(column, no_wrap=column in whole, overflow="fold")
+def _overview(chosen: list[IrOp]) -> Table:
+    table = ListTable("op", "providers by priority; others")
     for op in chosen:
-        listed = {entry.provider: entry for entry in policy_for(op).priority}
-        ordered = [*listed, *(p for p in op.impls if p not in listed)]
-        for i, provider in enumerate(ordered):
-            impl, entry = op.impls[provider], listed.get(provider)
-            table.add_row(
-                op.name if i == 0 else "",
-                str(i + 1) if entry else "-",
-                escape(str(entry) if entry else provider),
-                "[green]yes[/]"
-                if impl.supported
-                else f"[red]no[/]: {escape(impl.unsupported_reason)}",
-                escape(entry.origin) if entry else "in no priority list",
-                " ".join([*sorted(impl.traits), *(["in-place"] if impl.inplace else [])]),
-            )
+        listed = policy_for(op).priority
+        others = sorted(set(op.impls) - {entry.provider for entry in listed})
+        groups = (
+            [_marked(op.impls[entry.provider], str(entry)) for entry in listed],
+            [_marked(op.impls[provider], provider) for provider in others],
+        )
+        table.add_row(op.name, "; ".join(", ".join(group) for group in groups if group))
+    return table
+
+
+def _marked(impl: IrOpImpl, text: str) -> str:
+    return escape(text) if impl.supported else f"[red]({escape(text)})[/]"
+
+
+def _details(op: IrOp) -> Table:
+    table = PlainTable("#", "provider", "available", "priority from", "traits")
+    listed = {entry.provider: entry for entry in policy_for(op).priority}
+    for position, provider in enumerate([*listed, *(p for p in op.impls if p not in listed)]):
+        impl, entry = op.impls[provider], listed.get(provider)
+        table.add_row(
+            str(position + 1) if entry else "-",
+            escape(str(entry) if entry else provider),
+            "[green]yes[/]" if impl.supported else f"[red]no[/]: {escape(impl.unsupported_reason)}",
+            escape(entry.origin) if entry else "in no priority list",
+            " ".join([*sorted(impl.traits), *(["in-place"] if impl.inplace else [])]),
+        )
     return table

@@ -8,14 +8,14 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from opweave.cli.selections import plain_table
+from opweave.cli.tables import PlainTable
 
 _STYLES = {"failed": "bold red", "active": "green", "loaded": "green"}
 
 
 def plugin_table(plugins: Iterable[Mapping[str, Any]]) -> Table:
     """Return a row for each plugin: its state, the time that it took, what it registered."""
-    table = plain_table("plugin", "group", "distribution", "state", "ms", "registered", "")
+    table = PlainTable("plugin", "group", "distribution", "state", "ms", "registered", "")
     for plugin in plugins:
         style = _STYLES.get(plugin["state"], "default")
         table.add_row(

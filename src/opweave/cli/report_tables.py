@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.markup import escape
 
 from opweave.cli.output import out
-from opweave.cli.selections import plain_table
+from opweave.cli.tables import PlainTable
 from opweave.compile.report import NodeReport, Report
 
 
@@ -37,7 +37,7 @@ def print_report(report: Report) -> None:
 
 
 def _print_calls(report: Report) -> None:
-    table = plain_table("op", "runs", "calls", "passed over", "fused, memory")
+    table = PlainTable("op", "runs", "calls", "passed over", "fused, memory")
     for node, calls in report.outcomes():
         passed_over = [f"{r.provider}: {r.reason} [{r.origin}]" for r in node.rejected]
         table.add_row(
@@ -64,7 +64,7 @@ def _what_became(node: NodeReport) -> list[str]:
 def _print_fusions(report: Report) -> None:
     if not report.fusions:
         return
-    table = plain_table("composite", "fusion", "times", "why")
+    table = PlainTable("composite", "fusion", "times", "why")
     fused = Counter(fusion.composite for fusion in report.fused)
     missed = Counter((fusion.composite, fusion.reason) for fusion in report.near_misses)
     for composite, times in fused.items():
@@ -76,7 +76,7 @@ def _print_fusions(report: Report) -> None:
 
 
 def _print_passes(report: Report) -> None:
-    table = plain_table("pass", "stage", "ms", "graph")
+    table = PlainTable("pass", "stage", "ms", "graph")
     table.columns[2].justify = "right"
     for record in report.passes:
         changed = "changed" if record.changed else "-"

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from opweave import ir
+from opweave.cli.tables import PlainTable
 
 
 def selections(record: ir.Record) -> list[dict[str, Any]]:
@@ -17,7 +18,7 @@ def selections(record: ir.Record) -> list[dict[str, Any]]:
 
 def selection_table(record: ir.Record) -> Table:
     """Return every distinct outcome as a row."""
-    table = plain_table("op", "ran", "calls", "because of", "the others")
+    table = PlainTable("op", "ran", "calls", "because of", "the others")
     for explanation, calls in record.outcomes():
         others = [
             f"{verdict.provider}: {verdict.reason}"
@@ -32,12 +33,4 @@ def selection_table(record: ir.Record) -> Table:
             escape(chosen.origin),
             escape("\n".join(others) or "-"),
         )
-    return table
-
-
-def plain_table(*columns: str) -> Table:
-    """Return a table without lines; cells fold where the terminal ends."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
     return table

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from itertools import zip_longest
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -15,15 +15,17 @@ from rich.table import Table
 from opweave.cli.errors import CliError
 from opweave.cli.files import check_writable, write_json
 from opweave.cli.flag import Flag
+from opweave.cli.imports import ImportOption, import_modules
 from opweave.cli.output import out, print_json
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.progress import ProgressBar
-from opweave.cli.selections import plain_table
+from opweave.cli.tables import PlainTable
 from opweave.conformance import Result, Subject, certificate, subjects, summary, verify
 from opweave.conformance.apart import Task, Verifier
 from opweave.conformance.checks import select_checks
 from opweave.conformance.find import with_inputs
-from opweave.conformance.modules import import_named
+
+_MOST_FINDINGS = 5  # per implementation
 
 _MARKS = {
     "passed": "[green]passed[/]",
@@ -38,7 +40,7 @@ def verify_command(
     provider: Annotated[list[str] | None, Parameter(negative=())] = None,
     platform: str | None = None,
     check: Annotated[list[str] | None, Parameter(negative=())] = None,
-    import_: Annotated[list[str] | None, Parameter(name="--import", negative=())] = None,
+    import_: ImportOption = None,
     seed: int = 0,
     input_: Annotated[list[str] | None, Parameter(name="--input", negative=())] = None,
     timeout: float = 300.0,
@@ -64,8 +66,6 @@ def verify_command(
         Verify on the device of this platform; by default the current one.
     check
         Run this check only; may be given several times.
-    import_
-        Import this module first, as it registers what is to be verified.
     seed
         Of the inputs; the same seed gives the same inputs.
     input_
@@ -86,10 +86,8 @@ def verify_command(
     if not timeout > 0:
         raise CliError(f"--timeout {timeout:g} should be a number of seconds above 0.")
     select_checks(check or ())
-    sys.path.append(os.getcwd())  # modules there are found, after the installed ones
-    with redirect_stdout(sys.stderr):  # what modules and kernels print is no result
-        for module in import_ or ():
-            import_named("--import", module)
+    import_modules(import_)
+    with redirect_stdout(sys.stderr):  # stdout holds results only
         apply_plugins(plugin)
         found = with_inputs(subjects(op or (), provider or (), platform), input_ or ())
         task = Task(tuple(import_ or ()), tuple(check or ()), seed)
@@ -125,16 +123,25 @@ def _shown(found: list[Subject]) -> Iterator[Subject]:
 def _print(results: list[Result]) -> None:
     out.print(_table(results))
     for result in results:
-        for outcome in result.outcomes:
-            for problem in outcome.problems:
-                where = f"{result.subject} {outcome.check}"
-                out.print(f"[bold red]✗[/] {escape(where)}: {escape(problem)}")
+        _print_findings(result)
     counts = summary(results)
     out.print(", ".join(f"{count} {status}" for status, count in counts.items() if count))
 
 
+def _print_findings(result: Result) -> None:
+    """Print the first findings, one per check before a second of any: one mistake fails many."""
+    failed = [outcome for outcome in result.outcomes if outcome.problems]
+    rounds = zip_longest(*([(o.check, each) for each in o.problems] for o in failed))
+    findings = [finding for each in rounds for finding in each if finding is not None]
+    for check, problem in findings[:_MOST_FINDINGS]:
+        out.print(f"[bold red]✗[/] {escape(f'{result.subject} {check}')}: {escape(problem)}")
+    more = len(findings) - _MOST_FINDINGS
+    if more > 0:
+        out.print(f"  … {more} more findings for {escape(str(result.subject))}: see --json")
+
+
 def _table(results: list[Result]) -> Table:
-    table = plain_table("op", "provider", "outcome", "cases", "seconds", "by")
+    table = PlainTable("op", "provider", "outcome", "cases", "seconds", "by")
     for result in results:
         failed = [o.check for o in result.outcomes if o.problems]
         table.add_row(

@@ -125,10 +125,14 @@ class SettingError(IrError, ValueError):
     """A setting from the command line, the environment or a file is malformed."""
 
 
-def did_you_mean(name: str, known: Iterable[str], unlisted: Iterable[str] = ()) -> str:
-    """Return a sentence that lists *known* and the closest match to *name*, if there is one.
+_LISTED = 12  # more names than that are not read
 
-    It may be among the *unlisted*: more names than anyone wants to read.
+
+def did_you_mean(name: str, known: Iterable[str], unlisted: Iterable[str] = ()) -> str:
+    """Return a sentence with the closest match to *name*, if there is one, and the known names.
+
+    Of more than 12 known names, the 5 most similar are listed. The match may also come from
+    *unlisted*, names that are never listed.
 
     Examples:
         >>> did_you_mean("rmsnorm", ["rms_norm", "linear"])
@@ -137,7 +141,10 @@ def did_you_mean(name: str, known: Iterable[str], unlisted: Iterable[str] = ()) 
     names = sorted(known)
     close = difflib.get_close_matches(name, [*names, *sorted(unlisted)], n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Known: {', '.join(names) or 'none'}."
+    if len(names) <= _LISTED:
+        return f"{hint}Known: {', '.join(names) or 'none'}."
+    similar = difflib.get_close_matches(name, names, n=5, cutoff=0.0)
+    return f"{hint}Most similar of {len(names)}: {', '.join(similar)}."
 
 
 def described(error: BaseException, lines: int | None = None) -> str:
