@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -63,11 +64,11 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
         stream = generate
 
-    def told_by(command: str, *options: str) -> Told:
+    def told_by(command: str, *options: str, model: Path = CHECKPOINT) -> Told:
         monkeypatch.setattr("opweave.engine.LLM", Notes)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x\n")))
         with pytest.raises(SystemExit) as exit_:
-            main([command, str(CHECKPOINT), *COMMANDS[command], *options])
+            main([command, str(model), *COMMANDS[command], *options])
         assert exit_.value.code == 2
         return told
 
@@ -93,6 +94,21 @@ def test_sampling(run: Run, command: str, capsys: pytest.CaptureFixture[str]) ->
 def test_defaults(run: Run) -> None:
     assert run("generate").params == SamplingParams(max_tokens=64, temperature=0.0)
     assert run("chat").params == SamplingParams(max_tokens=None, temperature=0.7)
+
+
+def test_defaults_of_the_checkpoint(run: Run, command: str, tmp_path: Path) -> None:
+    given = {"temperature": 0.3, "top_k": 5, "max_new_tokens": 7, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    limits = {"max_tokens": 7, "repetition_penalty": 1.1}
+    told = run(command, model=tmp_path)
+    assert told.params == SamplingParams(temperature=0.3, top_k=5, **limits)
+    told = run(command, "--temperature=0", "--top-k=0", model=tmp_path)
+    assert told.params == SamplingParams(temperature=0.0, **limits)
+    plain = run(command).params
+    assert run(command, "--generation-config=none", model=tmp_path).params == plain
+    told = run(command, "--generation-config", str(tmp_path))
+    assert told.params == SamplingParams(temperature=0.3, top_k=5, **limits)
+    assert told.config.generation_config == str(tmp_path)
 
 
 def test_the_model(run: Run, command: str) -> None:

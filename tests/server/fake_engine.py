@@ -60,6 +60,7 @@ class FakeEngine:
     def __init__(self, *, delay: float = 0.0, embeds: bool = False) -> None:
         self.tokenizer = Tokenizer(Checkpoint(CHECKPOINT))
         self.max_model_len, self.model_name = CONTEXT, "tiny-pydoc"
+        self.sampling_defaults: dict[str, object] = {}
         self.delay, self.embeds = delay, embeds
         self.fails_after: int | None = None
         self.raises: Exception | None = None

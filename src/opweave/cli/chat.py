@@ -34,7 +34,7 @@ def chat(
     system: str | None = None,
     chat_template: str | None = None,
     max_tokens: int | None = None,
-    temperature: float = 0.7,
+    temperature: float | None = None,
     sampling: SamplingOptions = _SAMPLING,
     running: ModelOptions = _RUNNING,
     ir_op_priority: PriorityOption = None,
@@ -56,16 +56,19 @@ def chat(
     chat_template
         A Jinja file, or the template itself, instead of the checkpoint's.
     max_tokens
-        Write at most this many tokens in an answer; the default is what the context has room for.
+        Write at most this many tokens in an answer. The default is the checkpoint's, else what the
+        context has room for.
     temperature
-        0 takes the likeliest token each time; higher is more random.
+        0 takes the likeliest token each time; higher is more random. The default is the
+        checkpoint's, else 0.7.
     json
         Print each answer as one line of JSON when it is complete.
     """
     from opweave.engine import LLM, Checkpoint
     from opweave.engine.conversation import template_for
 
-    params = sampling.params(max_tokens=max_tokens, temperature=temperature)
+    defaults = running.defaults(model, max_tokens=None, temperature=0.7)
+    params = sampling.params(defaults, max_tokens=max_tokens, temperature=temperature)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
     apply_compilation(compilation_config)

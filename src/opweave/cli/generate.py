@@ -35,8 +35,8 @@ def generate(
     prompt: Annotated[list[str] | None, Parameter(negative=())] = None,
     prompt_file: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     prompt_token_ids: Annotated[list[str] | None, Parameter(negative=())] = None,
-    max_tokens: int = 64,
-    temperature: float = 0.0,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
     sampling: SamplingOptions = _SAMPLING,
     running: ModelOptions = _RUNNING,
     ir_op_priority: PriorityOption = None,
@@ -58,9 +58,10 @@ def generate(
     prompt_token_ids
         The prompt as token ids, such as 1,17,4; repeatable. Needed for a model without a tokenizer.
     max_tokens
-        Write at most this many tokens.
+        Write at most this many tokens. The default is the checkpoint's, else 64.
     temperature
-        0 takes the likeliest token each time; higher is more random.
+        0 takes the likeliest token each time; higher is more random. The default is the
+        checkpoint's, else 0.
     explain
         Show which kernel each op used, and why the others did not.
     json
@@ -69,7 +70,8 @@ def generate(
     from opweave.engine import LLM
 
     prompts = _prompts(prompt, prompt_file, prompt_token_ids)
-    params = sampling.params(max_tokens=max_tokens, temperature=temperature)
+    defaults = running.defaults(model, max_tokens=64, temperature=0.0)
+    params = sampling.params(defaults, max_tokens=max_tokens, temperature=temperature)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
     apply_compilation(compilation_config)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from cyclopts import Parameter
@@ -24,22 +26,28 @@ def given(kind: type[T], **values: object) -> T:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How to choose tokens, beside what each command has a default of its own for.
+    """How to choose tokens, except for options whose default differs between commands.
+
+    The checkpoint's generation_config.json sets the defaults of top_k, top_p, min_p and
+    repetition_penalty, if it has them.
 
     Parameters
     ----------
     top_k
-        Choose among this many likeliest tokens; 0 is all.
+        Choose among this many likeliest tokens; 0 is all. The default is the checkpoint's, else 0.
     top_p
-        Choose among the likeliest tokens that add up to this probability.
+        Choose among the likeliest tokens that add up to this probability. The default is the
+        checkpoint's, else 1.
     min_p
-        Choose among tokens at least this probable, relative to the likeliest one.
+        Choose among tokens at least this probable, relative to the likeliest one. The default is
+        the checkpoint's, else 0.
     presence_penalty
         From -2 to 2: taken off the score of every token that the answer has.
     frequency_penalty
         From -2 to 2: taken off as often as the answer has the token.
     repetition_penalty
-        Above 1, tokens that were there before become less likely.
+        Above 1, tokens that were there before become less likely. The default is the checkpoint's,
+        else 1.
     seed
         Makes sampling repeatable.
     stop
@@ -52,29 +60,34 @@ class SamplingOptions:
         Go on after an end-of-text token.
     """
 
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     seed: int | None = None
     stop: Annotated[list[str] | None, Parameter(negative=())] = None
     stop_token_id: Annotated[list[int] | None, Parameter(negative=())] = None
     min_tokens: int = 0
     ignore_eos: Flag = False
 
-    def params(self, *, max_tokens: int | None, temperature: float) -> SamplingParams:
+    def params(self, defaults: Mapping[str, object], **others: object) -> SamplingParams:
         """Return them as parameters.
+
+        Args:
+            defaults: for options that were not given.
+            others: options that are not in this class; None: not given.
 
         Raises:
             SamplingParamsError: a value is out of range.
         """
         from opweave.engine import SamplingParams
 
-        given = vars(self) | {"stop": self.stop or [], "stop_token_ids": self.stop_token_id or []}
-        del given["stop_token_id"]
-        return SamplingParams(max_tokens=max_tokens, temperature=temperature, **given)
+        options = {**vars(self), **others}
+        options["stop_token_ids"] = options.pop("stop_token_id")
+        found = {**defaults, **{k: v for k, v in options.items() if v is not None}}
+        return SamplingParams(**found)
 
 
 @Parameter(name="*")
@@ -93,12 +106,27 @@ class ModelOptions:
     cpu_threads
         How many threads kernels on the CPU use, in each rank. The default is OMP_NUM_THREADS, else
         what torch chooses.
+    generation_config
+        Where sampling defaults come from: auto is the checkpoint's generation_config.json, none
+        disables them, anything else is a directory with another such file.
     """
 
     dtype: str = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     tensor_parallel_size: int | None = None
     cpu_threads: int | None = None
+    generation_config: str = "auto"
+
+    def defaults(self, model: Path, **fallbacks: object) -> dict[str, object]:
+        """Return the sampling defaults of the checkpoint *model*, and *fallbacks* for others.
+
+        Raises:
+            CheckpointError: the checkpoint's file of defaults is damaged or missing.
+        """
+        from opweave.engine import Checkpoint
+        from opweave.engine.generation_config import sampling_defaults
+
+        return {**fallbacks, **sampling_defaults(Checkpoint(model), self.generation_config)}
 
     def config(self) -> EngineConfig:
         """Return them as a configuration, after plugins and settings were applied.
@@ -110,5 +138,6 @@ class ModelOptions:
             dtype=self.dtype,
             load_format=self.load_format,
             cpu_threads=self.cpu_threads,
+            generation_config=self.generation_config,
             parallel=given(ParallelConfig, tensor_parallel_size=self.tensor_parallel_size),
         )

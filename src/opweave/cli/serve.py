@@ -48,6 +48,7 @@ def serve(
     dtype: str = "auto",
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
+    generation_config: str = "auto",
     cpu_threads: int | None = None,
     max_model_len: int | None = None,
     max_num_seqs: int | None = None,
@@ -104,6 +105,9 @@ def serve(
         auto reads the weights; dummy makes random ones up.
     seed
         Seeds the sampling of requests that bring no seed.
+    generation_config
+        Where sampling defaults come from: auto is the checkpoint's generation_config.json, none
+        disables them, anything else is a directory with another such file.
     cpu_threads
         How many threads kernels on the CPU use, in each rank. The default is OMP_NUM_THREADS, else
         what torch chooses.
@@ -180,6 +184,7 @@ def serve(
         dtype=dtype,
         load_format=load_format,
         seed=seed,
+        generation_config=generation_config,
         cpu_threads=cpu_threads,
         scheduler=given(
             SchedulerConfig,

@@ -49,6 +49,8 @@ class EngineConfig(Config):
         seed: seeds sampling for requests that bring no seed of their own.
         load_format: ``"auto"`` reads the checkpoint's weights; ``"dummy"`` makes small random ones
             up, so that ``config.json`` is all it needs.
+        generation_config: where sampling defaults come from: ``"auto"`` (the checkpoint's
+            ``generation_config.json``), ``"none"``, or a directory with another such file.
         cpu_threads: that kernels on the CPU use, in the process of each rank; None: as
             OMP_NUM_THREADS says, else what torch chooses, divided by the ranks of a machine.
         kernel_config: which kernels to use.
@@ -66,6 +68,7 @@ class EngineConfig(Config):
     dtype: str = "auto"
     seed: int = 0
     load_format: LoadFormat = "auto"
+    generation_config: str = "auto"
     cpu_threads: int | None = None
     kernel_config: KernelConfig = field(default_factory=KernelConfig)
     compilation_config: CompilationConfig | Mapping[str, object] = field(default_factory=dict)
@@ -75,6 +78,11 @@ class EngineConfig(Config):
 
     def __post_init__(self) -> None:
         check_choice(type(self).__name__, "load_format", self.load_format, get_args(LoadFormat))
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            raise SettingError(
+                f"generation_config={self.generation_config!r} must be 'auto', 'none' or the name "
+                "of a directory with a generation_config.json."
+            )
         if self.cpu_threads is not None:
             check_count(type(self).__name__, "cpu_threads", self.cpu_threads)
             if self.cpu_threads > _MOST_THREADS:

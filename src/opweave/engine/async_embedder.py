@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,6 +65,10 @@ class AsyncEmbedder(AsyncClient):
     @property
     def tokenizer(self) -> Tokenizer:
         return self._embedder.tokenizer
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        return {}
 
     @property
     def max_model_len(self) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -77,6 +78,10 @@ class AsyncEngine(StreamingClient):
     @property
     def tokenizer(self) -> Tokenizer:
         return self._core.tokenizer
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        return self._core.sampling_defaults
 
     @property
     def max_model_len(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput
 from opweave.engine.sampling_params import SamplingParams
@@ -21,6 +21,10 @@ class EngineClient(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the checkpoint."""
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Sampling parameters that the checkpoint sets for requests that do not, by name."""
 
     @property
     def max_model_len(self) -> int:

@@ -18,6 +18,7 @@ from opweave.engine.completion import Completion
 from opweave.engine.errors import EngineError, InvalidArgumentError, NonFiniteLogitsError
 from opweave.engine.executor import Executor
 from opweave.engine.generation import Generation
+from opweave.engine.generation_config import log_defaults, sampling_defaults
 from opweave.engine.kv import KVCacheManager
 from opweave.engine.loader import Progress
 from opweave.engine.logprobs import named
@@ -59,6 +60,7 @@ class EngineCore:
         executor: of the workers.
         scheduler: chooses what each step computes.
         tokenizer: of the checkpoint.
+        sampling_defaults: sampling parameters that the checkpoint sets, by name.
         max_model_len: the most tokens of a prompt and its answer together.
 
     Raises:
@@ -80,6 +82,8 @@ class EngineCore:
         checkpoint = Checkpoint(model)
         checkpoint.config()  # what a directory that is no checkpoint lacks first
         self.tokenizer = tokenizer_of(checkpoint, config)
+        self.sampling_defaults = sampling_defaults(checkpoint, config.generation_config)
+        log_defaults(checkpoint, config.generation_config, self.sampling_defaults)
         executor: type[Executor] = resolve_obj_by_qualname(self.platform.get_executor_cls(config))
         self.executor = executor(model, config, self.platform, progress)
         try:

@@ -91,7 +91,8 @@ class LLM:
 
         Args:
             prompts: one text or several; or token ids, of one prompt or of several.
-            sampling_params: for all prompts, or one for each; None: the defaults.
+            sampling_params: for all prompts, or one for each; None:
+                :meth:`default_sampling_params`.
             progress: called with the number of tokens generated so far, and the most there can
                 be; those that a finished request did not need count as generated. True: a bar on
                 standard error, if that is a terminal.
@@ -101,7 +102,7 @@ class LLM:
             NonFiniteLogitsError: the model's scores are not numbers.
         """
         texts = as_list(prompts)
-        params = params_for(len(texts), sampling_params)
+        params = params_for(len(texts), sampling_params, self.default_sampling_params())
         # All prompts are checked before the first one runs.
         generations = [
             self._core.prepare(str(next(self._names)), *item, streams=False)
@@ -200,7 +201,7 @@ class LLM:
             PromptError: the prompt is too long or not made of the model's tokens.
             NonFiniteLogitsError: the model's scores are not numbers.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self.default_sampling_params() if sampling_params is None else sampling_params
         generation = self._core.prepare(str(next(self._names)), prompt, params)
         try:
             self._add([generation])
@@ -218,6 +219,22 @@ class LLM:
                 known, output = generation.num_done, generation.output()
             if is_new:
                 yield output
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """Return the sampling parameters of prompts that come without.
+
+        The checkpoint's ``generation_config.json`` sets them, unless the configuration has
+        ``generation_config="none"``. Parameters that are given to :meth:`generate` are used as they
+        are: to change only some of the defaults, give them here.
+
+        Raises:
+            SamplingParamsError: a value is out of range or of the wrong type.
+
+        Example::
+
+            llm.generate("Hello", llm.default_sampling_params(max_tokens=64))
+        """
+        return SamplingParams(**{**self._core.sampling_defaults, **changes})
 
     def stats(self) -> EngineStats:
         """Return what the engine has done so far."""

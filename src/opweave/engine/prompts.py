@@ -88,14 +88,14 @@ def as_list(prompts: object) -> list[Prompt]:
     return list(prompts)
 
 
-def params_for(count: int, params: object) -> list[SamplingParams]:
-    """Return the sampling parameters of each of *count* prompts.
+def params_for(count: int, params: object, default: SamplingParams) -> list[SamplingParams]:
+    """Return the sampling parameters of each of *count* prompts; None is *default*.
 
     Raises:
         PromptError: a list has another length, or it is something else than sampling parameters.
     """
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [params or default] * count
     if not isinstance(params, list | tuple) or not all(
         isinstance(item, SamplingParams) for item in params
     ):

@@ -11,6 +11,7 @@ from opweave.config import EngineConfig
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.dependencies import require
 from opweave.engine.errors import PromptError, TokenizerError
+from opweave.engine.generation_config import FILE, generation_folder
 from opweave.engine.special_tokens import SpecialTokens
 from opweave.engine.token_bytes import token_bytes
 from opweave.engine.token_length import described, longest_token
@@ -40,11 +41,15 @@ class Tokenizer:
         bos_token_id: the id that begins a text, or None.
         special_ids: the ids that stand for no text of their own.
 
+    Args:
+        checkpoint: where the files are.
+        generation: where ``generation_config.json`` is; None: there, too.
+
     Raises:
         TokenizerError: the file is missing or damaged.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, generation: Checkpoint | None = None) -> None:
         self._backend = _load(checkpoint)
         tokens = SpecialTokens.of(checkpoint)
         tokens.add_to(self._backend)
@@ -53,9 +58,9 @@ class Tokenizer:
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         named = {name: self._backend.token_to_id(text) for name, text in tokens.named.items()}
         eos, bos = named.get("eos_token"), named.get("bos_token")
-        configured = _configured_ids(checkpoint, "eos")
+        configured = _configured_ids(checkpoint, generation, "eos")
         self.eos_token_ids = frozenset(configured if eos is None else [*configured, eos])
-        self.bos_token_id = next(iter(_configured_ids(checkpoint, "bos")), bos)
+        self.bos_token_id = next(iter(_configured_ids(checkpoint, generation, "bos")), bos)
         follow_settings(self._backend, checkpoint, bos=bos, eos=eos)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -127,10 +132,10 @@ class AbsentTokenizer(Tokenizer):
     stream of it has events, as with a tokenizer.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, generation: Checkpoint | None = None) -> None:
         self._path = checkpoint.path
-        self.eos_token_ids = frozenset(_configured_ids(checkpoint, "eos"))
-        self.bos_token_id = next(iter(_configured_ids(checkpoint, "bos")), None)
+        self.eos_token_ids = frozenset(_configured_ids(checkpoint, generation, "eos"))
+        self.bos_token_id = next(iter(_configured_ids(checkpoint, generation, "bos")), None)
         self.special_ids, self.longest_token = frozenset(), None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -154,13 +159,14 @@ def tokenizer_of(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
     Raises:
         TokenizerError: it is damaged, or of another kind, which dummy weights do not need.
     """
+    generation = generation_folder(checkpoint, config.generation_config)
     if (checkpoint.path / "tokenizer.json").exists():
-        return Tokenizer(checkpoint)
+        return Tokenizer(checkpoint, generation)
     if config.load_format != "dummy":
         if any(file for kind in _KINDS for file in checkpoint.path.glob(kind)):
-            return Tokenizer(checkpoint)  # which says what to do
+            return Tokenizer(checkpoint, generation)  # which says what to do
         _log.warning("%s has no tokenizer: prompts must be token ids", checkpoint.path)
-    return AbsentTokenizer(checkpoint)
+    return AbsentTokenizer(checkpoint, generation)
 
 
 class IncrementalDecoder:
@@ -228,18 +234,18 @@ class IncrementalDecoder:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
 
 
-def _configured_ids(checkpoint: Checkpoint, kind: str) -> list[int]:
+def _configured_ids(checkpoint: Checkpoint, generation: Checkpoint | None, kind: str) -> list[int]:
     """Return the ids that end or begin a text, as the model's configuration files say."""
     found: list[int] = []
-    for file in ("generation_config.json", "config.json"):
-        given = (checkpoint.json(file) or {}).get(f"{kind}_token_id")
+    for folder, file in ((generation or checkpoint, FILE), (checkpoint, "config.json")):
+        given = (folder.json(file) or {}).get(f"{kind}_token_id")
         ids: list[Any] = given if isinstance(given, list) else [given]
         if ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             found += ids
         elif ids not in ([], [None]):
             _log.warning(
                 "%s: %s_token_id=%r is ignored: it is neither a token id nor a list of them",
-                checkpoint.path / file, kind, given,
+                folder.path / file, kind, given,
             )  # fmt: skip
     return found
 

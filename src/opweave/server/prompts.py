@@ -153,15 +153,27 @@ def check_length(text: str, server: ServerState, *, param: str) -> None:
 
 
 def check_context(
-    prompts: list[Prompt], params: SamplingParams, server: ServerState, *, param: str, limit: str
+    prompts: list[Prompt],
+    params: SamplingParams,
+    server: ServerState,
+    *,
+    param: str,
+    limit: str,
+    asks: bool = True,
 ) -> None:
     """Raise ApiError if a prompt and the answer to it do not fit into the context together.
 
-    The prompts come from the field *param* of the request, *limit* is the one of *max_tokens*.
+    Args:
+        prompts: those of the request.
+        params: how long the answers may be.
+        server: whose context it is.
+        param: the field of the prompts.
+        limit: the field of *max_tokens*.
+        asks: whether the request asks for *max_tokens*; the checkpoint's default is only a limit.
     """
     room = server.engine.max_model_len
     for prompt in prompts:
-        answer = 1 if params.max_tokens is None else params.max_tokens
+        answer = params.max_tokens if asks and params.max_tokens is not None else 1
         asked = len(prompt.ids) + answer
         if asked > room:
             least = ", which always needs one" if answer == 1 else ""

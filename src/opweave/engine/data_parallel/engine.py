@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from opweave import platforms
 from opweave.config import EngineConfig
@@ -23,6 +24,7 @@ from opweave.engine.data_parallel.router import Router
 from opweave.engine.data_parallel.statistics import merged
 from opweave.engine.errors import EngineDeadError
 from opweave.engine.executor.agreement import Agreement
+from opweave.engine.generation_config import sampling_defaults
 from opweave.engine.loader import Progress, check_ranks
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput
 from opweave.engine.priorities import engine_priorities
@@ -80,6 +82,7 @@ class DataParallelEngine(StreamingClient):
         if (ranks := config.parallel.tensor_parallel_size) > 1:
             check_ranks(model, ranks)
         self._tokenizer, self._seeds = tokenizer_of(checkpoint, fitted), RequestSeeds(fitted.seed)
+        self._sampling_defaults = sampling_defaults(checkpoint, fitted.generation_config)
         order = Order(
             agreement=Agreement.here().to_json(),
             model=checkpoint.path.resolve(),
@@ -115,6 +118,10 @@ class DataParallelEngine(StreamingClient):
     @property
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        return self._sampling_defaults
 
     @property
     def max_model_len(self) -> int:

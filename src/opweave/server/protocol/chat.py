@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -81,8 +82,8 @@ class ChatRequest(SamplingFields, Conversation):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    def params(self) -> SamplingParams:
-        """Return the parameters.
+    def params(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+        """Return the parameters; *defaults* are the checkpoint's.
 
         Raises:
             SamplingParamsError: a value is out of range.
@@ -90,7 +91,7 @@ class ChatRequest(SamplingFields, Conversation):
         """
         names = {"logprobs": "top_logprobs", "max_tokens": self.limit_field}
         try:
-            return self._params()
+            return self._params(defaults)
         except SamplingParamsError as error:
             raise _renamed(error, names) from error
 
@@ -99,11 +100,14 @@ class ChatRequest(SamplingFields, Conversation):
         """The field that says how long the answer may be."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
-    def _params(self) -> SamplingParams:
+    def _params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs=true.", param="top_logprobs")
         count = (self.top_logprobs or 0) if self.logprobs else None
-        return self.sampling_params(self._limit(), logprobs=count)
+        limit = self._limit()
+        if limit is None:
+            limit = defaults.get("max_tokens")
+        return self.sampling_params(limit, defaults, logprobs=count)
 
     def _limit(self) -> int | None:
         limits = {self.max_tokens, self.max_completion_tokens} - {None}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
 
 from opweave.engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave.server.errors import unsupported
@@ -28,8 +30,8 @@ class CompletionRequest(SamplingFields):
         """Whether only the prompt is asked for, as programs do that rate texts."""
         return self.max_tokens == 0
 
-    def params(self) -> SamplingParams:
-        """Return the parameters.
+    def params(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+        """Return the parameters; *defaults* are the checkpoint's.
 
         Raises:
             SamplingParamsError: a value is out of range.
@@ -40,9 +42,12 @@ class CompletionRequest(SamplingFields):
         if self.max_tokens is not None and self.max_tokens < 0:
             message = f"max_tokens={self.max_tokens} must be an integer of at least 0."
             raise SamplingParamsError(message, "max_tokens")
-        limit = _MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        limit = self.max_tokens
+        if limit is None:
+            limit = defaults.get("max_tokens", _MAX_TOKENS)
         return self.sampling_params(
             1 if self.writes_nothing else limit,
+            defaults,
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
         )

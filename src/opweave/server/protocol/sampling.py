@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -74,8 +75,15 @@ class SamplingFields(RequestBody):
         """Whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling_params(self, max_tokens: int | None, **others: Any) -> SamplingParams:
-        """Return the parameters; *others* are those that the endpoints name differently.
+    def sampling_params(
+        self, max_tokens: int | None, defaults: Mapping[str, Any], **others: Any
+    ) -> SamplingParams:
+        """Return the parameters.
+
+        Args:
+            max_tokens: the most tokens of an answer.
+            defaults: the checkpoint's, for what the request leaves out.
+            others: parameters that the endpoints name differently.
 
         Raises:
             SamplingParamsError: a value is out of range.
@@ -88,4 +96,4 @@ class SamplingFields(RequestBody):
             )
         values = {**{name: getattr(self, name) for name in _SAME}, **others}
         given = {name: value for name, value in values.items() if value is not None}
-        return SamplingParams(max_tokens=max_tokens, **given)
+        return SamplingParams(**{**defaults, "max_tokens": max_tokens, **given})

@@ -34,11 +34,18 @@ router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 async def chat_completions(body: ChatRequest, request: Request, server: Server) -> Response:
     """Answer a conversation."""
     server.accept(body, request)
-    params, deadline = body.params(), server.deadline()
+    params, deadline = body.params(server.engine.sampling_defaults), server.deadline()
     text = await unless_gone(request, render(body, server, deadline))
     check_length(text, server, param="messages")
     prompts = [Prompt(text, await tokenize(text, server, special=False))]
-    check_context(prompts, params, server, param="messages", limit=body.limit_field)
+    check_context(
+        prompts,
+        params,
+        server,
+        param="messages",
+        limit=body.limit_field,
+        asks=getattr(body, body.limit_field) is not None,
+    )
     generation = Generation(
         server, "chatcmpl", prompts, params, deadline, body.priority or 0, param="messages"
     )

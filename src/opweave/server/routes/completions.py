@@ -32,9 +32,11 @@ router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 async def completions(body: CompletionRequest, request: Request, server: Server) -> Response:
     """Continue one or more prompts."""
     server.accept(body, request)
-    params, deadline = body.params(), server.deadline()
+    defaults, deadline = server.engine.sampling_defaults, server.deadline()
+    params = body.params(defaults)
     prompts = await read_prompts(body.prompt, server, param="prompt", n=params.n)
-    check_context(prompts, params, server, param="prompt", limit="max_tokens")
+    asks = body.max_tokens is not None or "max_tokens" not in defaults
+    check_context(prompts, params, server, param="prompt", limit="max_tokens", asks=asks)
     generation = Generation(server, "cmpl", prompts, params, deadline, body.priority or 0)
     writer = _Writer(generation, body)
     if body.stream:

@@ -50,15 +50,20 @@ async def _result(
     processor: IOProcessor, body: ProcessRequest, server: ServerState, deadline: Deadline
 ) -> Any:
     with server.admission.places(1, param="data"):
-        prompts, params = await server.as_guest(partial(_asked, processor, body.data), deadline)
+        prompts, params = await server.as_guest(
+            partial(_asked, processor, body.data, server), deadline
+        )
     outputs = await _answered(processor, prompts, params, body, server, deadline)
     return await server.as_guest(partial(processor.result, body.data, outputs), deadline)
 
 
-def _asked(processor: IOProcessor, data: Any) -> tuple[list[Given], SamplingParams]:
+def _asked(
+    processor: IOProcessor, data: Any, server: ServerState
+) -> tuple[list[Given], SamplingParams]:
     try:
         prompts = as_list(processor.prompts(data))
-        return prompts, processor.sampling_params(data) or SamplingParams()
+        params = processor.sampling_params(data)
+        return prompts, params or SamplingParams(**server.engine.sampling_defaults)
     except (OpweaveError, ValueError) as error:
         raise ApiError(str(error), param="data") from error
 
@@ -74,7 +79,9 @@ async def _answered(
     prompts = await read_prompts(cast(Input, given), server, param="data")
     if processor.embeds:
         return await embed(prompts, server, deadline, param="data")
-    check_context(prompts, params, server, param="data", limit="data")
+    # The processor's choice, or the checkpoint's default, which is only a limit.
+    asks = params.max_tokens != server.engine.sampling_defaults.get("max_tokens")
+    check_context(prompts, params, server, param="data", limit="data", asks=asks)
     generation = Generation(
         server, "proc", prompts, params, deadline, body.priority or 0, param="data"
     )
