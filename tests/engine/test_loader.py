@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from models.tiny_checkpoints import KINDS, hf_model
+from models.tiny_checkpoints import KINDS, hf_model, random_ids
 from opweave.conformance.ranks import Rank, on_ranks
 from opweave.engine import CheckpointError, EngineError, InvalidArgumentError, load_model
 from opweave.engine.loader import as_language_model
 from opweave.layers import TensorParallel, tensor_parallel
-from opweave.models import BertModel, CheckpointModel, ModelError, UnsupportedModelError
+from opweave.models import BertModel, CausalLM, CheckpointModel, ModelError, UnsupportedModelError
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 Copy = Callable[[str], Path]
@@ -340,9 +341,60 @@ def test_tied_embeddings(copy: Copy) -> None:
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight: .*\(320, 1\).*\(320, 64\)"):
         load_model(path)
 
-    edit(path, lambda t: t.update({"model.embed_tokens.weight": t["lm_head.weight"] + 1}))
-    with pytest.raises(CheckpointError, match=r"lm_head.weight differs.*tie_word_embeddings"):
-        load_model(path)
+
+@pytest.mark.parametrize("kind", ["tied", "gemma3", "mamba2_tied"])
+@pytest.mark.parametrize("change", ["another", "rounded"])
+def test_an_output_matrix_that_the_configuration_ties(
+    change: str, kind: str, copy: Copy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The files win, as in transformers: both matrices are loaded."""
+    path = copy(kind)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    embedding = next(n for n in load_file(path / FILE) if "embed" in n)
+    heads: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "another": lambda weight: weight.flip(0).clone(),
+        "rounded": lambda weight: weight.bfloat16().float(),
+    }
+    edit(path, lambda t: t.update({"lm_head.weight": heads[change](t[embedding])}))
+    loaded = load_model(path)
+    assert isinstance(loaded, CausalLM)
+    assert not loaded.is_tied
+    assert "the files hold a different lm_head.weight; both are loaded" in caplog.text
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert torch.equal(loaded.lm_head.weight, reference.lm_head.weight)
+    assert not torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight)
+    ids = torch.tensor(random_ids(7, 9))
+    with torch.inference_mode():
+        found = loaded.compute_logits(loaded(ids, torch.arange(9)))
+        torch.testing.assert_close(found, reference(ids[None]).logits[0], rtol=0, atol=1e-4)
+    caplog.clear()
+    same = load_model(path, dtype="bfloat16")
+    assert isinstance(same, CausalLM)
+    assert same.is_tied is (change == "rounded")  # nothing differs in bfloat16
+    assert bool(caplog.text) is (change == "another")
+
+
+def test_an_output_matrix_in_the_index_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for kind, is_tied in (("tied", True), ("llama", False)):
+        path = tmp_path / kind
+        hf_model(kind).save_pretrained(path, max_shard_size="60KB")
+        file = min(path.glob("*.safetensors")).name
+        if not is_tied:
+            (shard,) = (f for f in path.glob("*.safetensors") if "lm_head.weight" in load_file(f))
+            kept = {n: t for n, t in load_file(shard).items() if n != "lm_head.weight"}
+            save_file(kept, shard, metadata={"format": "pt"})
+        edit_index(path, lambda files, file=file: files.update({"lm_head.weight": file}))
+        if is_tied:
+            loaded = load_model(path)
+            assert isinstance(loaded, CausalLM)
+            assert loaded.is_tied
+            assert "names lm_head.weight, which no file has" in caplog.text
+        else:
+            with pytest.raises(CheckpointError, match=r"that no file has: lm_head.weight\."):
+                load_model(path)
 
 
 def test_damaged_files(copy: Copy) -> None:

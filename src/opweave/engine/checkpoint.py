@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Sequence
 from os import PathLike
 from pathlib import Path
@@ -13,6 +14,8 @@ from torch import Tensor
 from opweave.engine.dependencies import require
 from opweave.engine.errors import CheckpointError
 from opweave.models.weights import shown_name
+
+_log = logging.getLogger(__name__)
 
 _SHOWN = 8  # names in an error
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -100,15 +103,26 @@ class Checkpoint:
             )
         return [self.path / name for name in names]
 
-    def check_index(self, tensors: Collection[str]) -> None:
+    def check_index(self, tensors: Collection[str], *, optional: str | None = None) -> None:
         """Check that the index, if it counts, names no other than *tensors*.
+
+        Args:
+            tensors: the names of those that the files hold.
+            optional: a tensor that the model can do without; that it is missing is logged.
 
         Raises:
             CheckpointError: it does.
         """
         if self._has(_SINGLE):
             return
-        if lost := [name for name in self._weight_map() if name not in tensors]:
+        lost = [name for name in self._weight_map() if name not in tensors]
+        if optional in lost:
+            lost.remove(optional)
+            _log.warning(
+                "%s names %s, which no file has; the model does not need it",
+                self.path / _INDEX, optional,
+            )  # fmt: skip
+        if lost:
             raise CheckpointError(
                 f"{self.path / _INDEX} names tensors that no file has: {_some(lost)}. "
                 "Download or copy the checkpoint again."

@@ -13,6 +13,7 @@ from torch import Tensor
 from opweave.engine import huge_pages
 from opweave.engine.checkpoint import Checkpoint, TensorFile
 from opweave.engine.errors import CheckpointError, InvalidArgumentError
+from opweave.engine.tied_head import head_name, untied
 from opweave.layers.parallel import ALONE, TensorParallel, tensor_parallel
 from opweave.models import (
     CausalLM,
@@ -84,9 +85,11 @@ def load_model(
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
         shapes = _shapes(files)
-        checkpoint.check_index(shapes)
-        _check_shapes(config, shapes)
-        model = _build(config, named or _dtype_of(files))
+        planned = _planned(config, len(shapes))
+        checkpoint.check_index(shapes, optional=head_name(planned))
+        _check_shapes(planned, shapes)
+        kept = named or _dtype_of(files)
+        model = _build(untied(config, planned, files, kept), kept)
         huge_pages.move_parameters(model)
         _fill(model, _tensors(files, progress or (lambda *_: None)))
     return model.eval()
@@ -184,15 +187,20 @@ def _shapes(files: Iterable[TensorFile]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_shapes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Load shapes alone, before memory is allocated: wrong sizes may ask for any amount of it.
+def _planned(config: Mapping[str, Any], tensors: int) -> CheckpointModel:
+    """Return the model without memory for its weights, as one rank without others loads it.
 
-    They are loaded as one rank without others loads them. A checkpoint holds whole tensors, and a
-    layer of several ranks would take one of a rank's size for that rank's part.
+    A checkpoint holds whole tensors, and a layer of several ranks would take one of a rank's size
+    for that rank's part.
     """
-    _check_layers(config, len(shapes), "the number of tensors is")
+    _check_layers(config, tensors, "the number of tensors is")
     with torch.device("meta"), tensor_parallel(ALONE):
-        planned = _build(config, torch.float32)
+        return _build(config, torch.float32)
+
+
+def _check_shapes(planned: CheckpointModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Load shapes alone, before memory is allocated: wrong sizes may ask for any amount of it."""
+    with torch.device("meta"), tensor_parallel(ALONE):
         _fill(planned, ((name, torch.empty(shape)) for name, shape in shapes.items()))
 
 

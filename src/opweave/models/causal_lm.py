@@ -12,7 +12,7 @@ from opweave.layers import LogitsProcessor, ParallelLMHead, VocabParallelEmbeddi
 from opweave.models.errors import WeightsError
 from opweave.models.weights import CheckpointModel, Merged
 
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"  # the output matrix in checkpoints
 
 
 class Decoder(nn.Module):
@@ -109,12 +109,17 @@ class CausalLM(CheckpointModel):
         """Whether the embedding is the output matrix, too."""
         return self.lm_head.weight is self.model.embed_tokens.weight
 
+    @property
+    def embedding_name(self) -> str:
+        """The name of the embedding in checkpoints."""
+        weight = self.model.embed_tokens.weight
+        return next(n for n, place in self.places().items() if place.parameter is weight)
+
     def _tied(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the matrix that is embedding and output once, whichever names a checkpoint uses."""
-        weight, found = self.model.embed_tokens.weight, None
-        embedding = next(n for n, place in self.places().items() if place.parameter is weight)
+        found, embedding = None, self.embedding_name
         for name, tensor in tensors:
-            if name not in (_HEAD, embedding):
+            if name not in (HEAD, embedding):
                 yield name, tensor
             elif found is None or found.shape != tensor.shape:  # which will not fit
                 found = tensor
@@ -123,6 +128,6 @@ class CausalLM(CheckpointModel):
                 *(t.to(self.dtype) for t in (found, tensor))
             ):
                 raise WeightsError(
-                    f"config.json ties the embeddings, but {_HEAD} differs from {embedding}. Set "
+                    f"config.json ties the embeddings, but {HEAD} differs from {embedding}. Set "
                     "'tie_word_embeddings' to false in config.json to use both."
                 )
