@@ -38,6 +38,7 @@ from opweave.engine.outputs import (
 )
 from opweave.engine.sampling_params import SamplingParams
 from opweave.engine.stats import EngineStats, HistogramCounts
+from opweave.engine.structured import StructuredOutputsParams
 from opweave.engine.tokenizer import Tokenizer
 from opweave.engine.usage import KernelUse
 
@@ -74,6 +75,7 @@ __all__ = [
     "RequestTimings",
     "SamplingParams",
     "SamplingParamsError",
+    "StructuredOutputsParams",
     "Tokenizer",
     "TokenizerError",
     "UnsupportedCacheError",

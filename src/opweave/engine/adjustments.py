@@ -23,7 +23,8 @@ def adjusted(logits: Tensor, requests: Sequence[SamplingRequest]) -> Tensor:
        multiplies negative ones (Keskar et al. 2019, arXiv:1909.05858, eq. 4).
     2. Presence and frequency penalties are subtracted, as OpenAI's API defines them.
     3. The bias is added.
-    4. Tokens that are forbidden at this place become impossible.
+    4. Tokens that are forbidden at this place, or that a grammar does not allow, become
+       impossible.
 
     Args:
         logits: ``(rows, vocabulary)``, floating point; not changed.
@@ -43,11 +44,32 @@ def adjusted(logits: Tensor, requests: Sequence[SamplingRequest]) -> Tensor:
         _put(scores, rows, tokens, scores[rows, tokens].double() + numbers)
     rows, tokens, _ = _columns(_forbidden(requests), scores)
     scores[rows, tokens] = -torch.inf
+    _apply_masks(scores, requests)
     return scores
 
 
 def _is_adjusted(request: SamplingRequest) -> bool:
-    return request.history is not None or bool(request.params.logit_bias or request.forbidden)
+    return (
+        request.history is not None
+        or request.allowed is not None
+        or bool(request.params.logit_bias or request.forbidden)
+    )
+
+
+def _apply_masks(scores: Tensor, requests: Sequence[SamplingRequest]) -> None:
+    """Make the tokens impossible that grammars do not allow."""
+    masks = [(row, r.allowed) for row, r in enumerate(requests) if r.allowed is not None]
+    if not masks:
+        return
+    packed = torch.frombuffer(bytearray().join(mask for _, mask in masks), dtype=torch.uint8)
+    packed = packed.reshape(len(masks), -1, 1).to(scores.device)
+    bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
+    allowed = ((packed >> bits) & 1).flatten(1)[:, : scores.shape[-1]].bool()
+    rows = [row for row, _ in masks]
+    if len(rows) == len(scores):
+        scores.masked_fill_(~allowed, -torch.inf)
+    else:
+        scores[rows] = scores[rows].masked_fill(~allowed, -torch.inf)
 
 
 def _repetitions(requests: Sequence[SamplingRequest]) -> Iterator[Entry]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from opweave.engine.completion import Completion
 from opweave.engine.history import History
@@ -11,6 +12,7 @@ from opweave.engine.outputs import CompletionOutput, FinishReason, Logprob, Requ
 from opweave.engine.request import Request
 from opweave.engine.sampler import SamplingRequest
 from opweave.engine.sampling_params import SamplingParams
+from opweave.engine.structured.state import GrammarState
 
 
 class Answer:
@@ -24,6 +26,7 @@ class Answer:
         completion: collects the text.
         max_tokens: generate at most this many.
         eos_token_ids: the end-of-text tokens that end it.
+        grammar: its position in the grammar that it follows; None: it is free text.
 
     Attributes:
         finish_reason: None while it goes on, and if it failed.
@@ -40,8 +43,10 @@ class Answer:
         *,
         max_tokens: int,
         eos_token_ids: frozenset[int],
+        grammar: GrammarState | None = None,
     ) -> None:
         self.index, self.request, self.completion = index, request, completion
+        self.grammar = grammar
         self.params, self.seed, self.max_tokens = params, seed, max_tokens
         self.finish_reason: FinishReason | None = None
         self.since_last = 0.0
@@ -50,6 +55,8 @@ class Answer:
         self._history = History.of(request.token_ids, params)
         self._logprobs: list[Mapping[int, Logprob]] | None = None if params.logprobs is None else []
         self._stop_token: int | None = None
+        # The grammar itself stays here: it may be long, and workers need only the masks.
+        self._sampling = params if grammar is None else replace(params, structured_outputs=None)
         self._started = time.perf_counter()
         self._scheduled = self._first_token = self._last_token = self._finished = 0.0
 
@@ -63,7 +70,16 @@ class Answer:
         """How to choose its next token."""
         place = self.num_tokens
         forbidden = self._forbidden if place < self.params.min_tokens else ()
-        return SamplingRequest(self.params, self.seed, place, forbidden, self._history)
+        allowed = None
+        if self.grammar is not None:
+            allowed = self.grammar.mask.allowed
+            if not self.grammar.leaves_any(forbidden):
+                forbidden = ()
+        return SamplingRequest(self._sampling, self.seed, place, forbidden, self._history, allowed)
+
+    def ends_at(self, token_id: int) -> bool:
+        """Whether this token ends it, and is not part of its text."""
+        return token_id in self._eos_token_ids or token_id in self._stops
 
     def schedule(self) -> None:
         """Take note that it waits no longer, if it did until now."""
@@ -90,7 +106,7 @@ class Answer:
             self.finish("stop")
             return
         self.completion.push(token_id)
-        if self.completion.is_stopped:
+        if self.completion.is_stopped or (self.grammar is not None and self.grammar.is_complete):
             self.finish("stop")
         elif self.num_tokens >= self.max_tokens:
             self.finish("length")

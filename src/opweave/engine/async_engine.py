@@ -99,7 +99,8 @@ class AsyncEngine(StreamingClient):
             generation = self._core.prepare(request_id, prompt, params, priority=priority)
             return partial(self._commands.put, partial(self._add, generation))
 
-        return self._outputs(request_id, prepare)
+        ready = partial(self._core.grammars.compile, params)
+        return self._outputs(request_id, prepare, ready if _is_structured(params) else None)
 
     async def embed(self, prompt: str | Sequence[int], *, request_id: str) -> EmbeddingOutput:
         raise InvalidArgumentError(
@@ -155,3 +156,7 @@ class AsyncEngine(StreamingClient):
 
     def _abort(self, *request_ids: str) -> None:
         self._tell(partial(self._receive, self._core.abort(request_ids)))
+
+
+def _is_structured(params: SamplingParams) -> bool:
+    return isinstance(params, SamplingParams) and params.structured_outputs is not None

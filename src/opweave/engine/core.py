@@ -33,6 +33,7 @@ from opweave.engine.scheduler import Scheduled, Scheduler
 from opweave.engine.stat_logger import stat_loggers
 from opweave.engine.stats import EngineStats, StatCounter
 from opweave.engine.step import SequenceStep
+from opweave.engine.structured.grammars import Grammars
 from opweave.engine.tokenizer import IncrementalDecoder, tokenizer_of
 from opweave.engine.usage import Usage
 from opweave.platforms import Platform
@@ -58,6 +59,7 @@ class EngineCore:
     Attributes:
         config: as the platform runs it.
         executor: of the workers.
+        grammars: that answers follow; one that is compiled before makes :meth:`prepare` quick.
         scheduler: chooses what each step computes.
         tokenizer: of the checkpoint.
         sampling_defaults: sampling parameters that the checkpoint sets, by name.
@@ -110,6 +112,7 @@ class EngineCore:
         self.scheduler = scheduler(config.scheduler, cache)
         self._prompts = PromptReader(self.tokenizer, facts.vocab_size, self.max_model_len)
         self._eos_token_ids = self._known_eos(facts.vocab_size)
+        self.grammars = Grammars(self.tokenizer, facts.vocab_size, self._eos_token_ids)
         self._seeds = RequestSeeds(config.seed)
         self._generations: dict[str, Generation] = {}
         self._answers: dict[str, tuple[Generation, Answer]] = {}  # as the scheduler names them
@@ -154,7 +157,8 @@ class EngineCore:
 
         Raises:
             PromptError: the prompt is empty, too long, or not made of the model's tokens.
-            SamplingParamsError: *params* are none, or name tokens that the model does not have.
+            SamplingParamsError: *params* are none, name tokens that the model does not have, or
+                hold a grammar that cannot be compiled.
             InvalidArgumentError: *priority* is no integer.
             OpweaveError: the platform does not serve such a request.
         """
@@ -175,6 +179,7 @@ class EngineCore:
                 self._completion(tokens, params),
                 max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
                 eos_token_ids=eos,
+                grammar=self.grammars.start(params),
             )
             for index in range(params.n)
         ]
@@ -234,6 +239,12 @@ class EngineCore:
                 return self._fail([asking[row].request for row in error.rows], error)
             raise  # also if nobody knows whose scores they are
         self.scheduler.update(scheduled)
+        answers = [self._answers[item.request.request_id][1] for item in asking]
+        self.grammars.advance(
+            (answer.grammar, found.token_id)
+            for answer, is_complete, found in zip(answers, complete, sampled, strict=True)
+            if is_complete and not answer.ends_at(found.token_id)
+        )
         changed: dict[str, Generation] = {}
         for item, start, is_complete, found in zip(asking, starts, complete, sampled, strict=True):
             generation, answer = self._answers[item.request.request_id]
@@ -242,6 +253,9 @@ class EngineCore:
             if is_complete:
                 self._append(generation, answer, found)
                 changed[generation.request_id] = generation
+        for generation in changed.values():
+            if (failure := generation.grammar_failure) is not None:
+                self._lose(generation, failure)
         self._counter.step(time.perf_counter() - began, sum(s.num_tokens for s in scheduled))
         for logger in self._loggers:
             logger.record(self.stats())

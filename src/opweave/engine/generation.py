@@ -51,6 +51,12 @@ class Generation:
         return all(answer.is_finished for answer in self.answers)
 
     @property
+    def grammar_failure(self) -> EngineError | None:
+        """Why an unfinished answer cannot follow its grammar any further, or None."""
+        grammars = [answer.grammar for answer in self.answers if not answer.is_finished]
+        return next((g.error for g in grammars if g is not None and g.error is not None), None)
+
+    @property
     def num_done(self) -> int:
         """How many of ``max_tokens`` are generated, or not needed any more."""
         return sum(a.max_tokens if a.is_finished else a.num_tokens for a in self.answers)

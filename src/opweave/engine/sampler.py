@@ -27,6 +27,8 @@ class SamplingRequest(NamedTuple):
         place: how many tokens the answer has; seed and place decide what is drawn.
         forbidden: tokens that may not come here.
         history: the tokens so far; None where no penalty asks for them.
+        allowed: the tokens that may come here, one bit per token, the lowest bit of a byte first;
+            None: all of them.
     """
 
     params: SamplingParams
@@ -34,6 +36,7 @@ class SamplingRequest(NamedTuple):
     place: int = 0
     forbidden: tuple[int, ...] = ()
     history: History | None = None
+    allowed: bytes | None = None
 
 
 class Sampled(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opweave.engine.errors import SamplingParamsError
+from opweave.engine.structured.params import StructuredOutputsParams
 
 MAX_LOGPROBS = 20  # as many as OpenAI's API gives
 MAX_N = 128  # answers to one prompt
@@ -43,6 +44,9 @@ class SamplingParams:
             most: of the model's own scores, before all that is above changes them.
         prompt_logprobs: the same for the tokens of the prompt.
         skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: the form that the answer must have: a JSON schema, a regular expression,
+            a choice or a grammar. End-of-text tokens come only where it allows the end; an answer
+            that is complete and cannot go on ends, even before *min_tokens*.
 
     Raises:
         SamplingParamsError: a value is out of range or of the wrong type.
@@ -66,6 +70,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _stop_texts(self.stop))
@@ -91,6 +96,10 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
                 raise SamplingParamsError(f"{name}={value!r} is neither True nor False.", name)
+        form = self.structured_outputs
+        if form is not None and not isinstance(form, StructuredOutputsParams):
+            message = f"structured_outputs={form!r} must be StructuredOutputsParams, or None."
+            raise SamplingParamsError(message, "structured_outputs")
 
     def _check_limits(self) -> None:
         _check_int("min_tokens", self.min_tokens, 0, "and at most max_tokens")

@@ -93,9 +93,17 @@ class StreamingClient(AsyncClient, ABC):
     # In the event loop
 
     async def _outputs(
-        self, request_id: str, prepare: Callable[[], Callable[[], None]]
+        self,
+        request_id: str,
+        prepare: Callable[[], Callable[[], None]],
+        before: Callable[[], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of a request; what *prepare* returns hands it over."""
+        """Yield the outputs of a request; what *prepare* returns hands it over.
+
+        *before* is called first, in a thread of its own, since it may take long.
+        """
+        if before is not None:
+            await asyncio.to_thread(before)
         self._enter_loop()
         self._check_unused(request_id)
         hand_over = prepare()

@@ -119,6 +119,11 @@ class Tokenizer:
         """How many characters of a text a token stands for at most; None: that is not known."""
         return longest_token(self._backend)
 
+    def to_json(self) -> str:
+        """Return the tokenizer in the format of ``tokenizer.json``."""
+        text: str = self._backend.to_str()
+        return text
+
     def token(self, token_id: int) -> str | None:
         """Return how the vocabulary writes a token, or None if it has no such id."""
         token: str | None = self._backend.id_to_token(token_id)
