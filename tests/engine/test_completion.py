@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opweave.engine.completion import Completion
-from opweave.engine.tokenizer import IncrementalDecoder
+from opweave.engine.incremental_decoder import IncrementalDecoder
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 

@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 
 from models.tiny_checkpoints import BOS, EOS, VOCABULARY, write_tokenizer
 from opweave.engine import Checkpoint, CheckpointError, MissingDependencyError, Tokenizer
+from opweave.engine.completion import Completion
 from opweave.engine.errors import TokenizerError
-from opweave.engine.tokenizer import IncrementalDecoder
+from opweave.engine.incremental_decoder import IncrementalDecoder
 
 TEXTS = ["", "the quick dog", "naïve façade", "東京 🙂", "a\n\n b\tc", "</s>the<s>"]
 
@@ -79,10 +80,13 @@ def test_pieces_add_up(tokenizer: Tokenizer, ids: list[int], text: str) -> None:
         decoder = IncrementalDecoder(tokenizer)
         pieces = [decoder.push(token) for token in tokens]
         assert "".join(pieces) + decoder.finish() == tokenizer.decode(tokens)
-        for index, piece in enumerate(pieces):
-            # Of nine bytes that are no text, all but the last four are given up.
-            is_given_up = index >= 8 and not any(pieces[index - 4 : index])
-            assert is_given_up or not piece.endswith("\ufffd")
+        known, shown = b"", ""
+        for token, piece in zip(tokens, pieces, strict=True):
+            # Only the bytes of an incomplete character are held back.
+            if token not in tokenizer.special_ids:
+                known += tokenizer.bytes_in_text(token)
+            shown += piece
+            assert shown == known[: len(known) - incomplete(known)].decode(errors="replace")
 
 
 def test_no_piece_ends_inside_a_character(tokenizer: Tokenizer) -> None:
@@ -196,6 +200,93 @@ def test_a_character_that_the_prompt_began(tokenizer: Tokenizer) -> None:
         decoder = IncrementalDecoder(tokenizer, ids[:count])
         assert decoder.push(ids[0]) == "x"
         assert IncrementalDecoder(tokenizer, ids[:count]).finish() == ""
+
+
+BYTES = st.binary(max_size=8)
+TEXT = st.text("a\ufffd\u00e9\u6f22\U0001f642", max_size=8)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.builds(lambda *parts: b"".join(parts), BYTES, TEXT.map(str.encode), BYTES), st.data())
+def test_only_text_behind_the_prompt_is_new(tokenizer: Tokenizer, text: bytes, data: Any) -> None:
+    of_bytes = {tokenizer.bytes_of(token): token for token in range(VOCABULARY) if token > 2}
+    cut = data.draw(st.integers(0, len(text)))
+    prompt, answer = ([of_bytes[bytes([b])] for b in part] for part in (text[:cut], text[cut:]))
+    decoder = IncrementalDecoder(tokenizer, prompt)
+    new = "".join(map(decoder.push, answer)) + decoder.finish()
+    begun = text[cut - incomplete(text[:cut]) : cut]
+    expected = (begun + text[cut:]).decode(errors="replace")
+    if begun and not any(is_character(begun + text[cut : cut + more]) for more in (1, 2, 3)):
+        expected = expected[1:]  # the prompt shows it
+    assert new == expected
+
+
+def incomplete(text: bytes) -> int:
+    """How many bytes at the end of *text* some bytes after it can make a character."""
+    ends = [
+        count
+        for count in (1, 2, 3)
+        for rest in (b"\x80", b"\xbf")
+        for more in (1, 2, 3)
+        if count <= len(text) and is_character(text[-count:] + rest * more)
+    ]
+    return max(ends, default=0)
+
+
+def is_character(text: bytes) -> bool:
+    try:
+        return len(text.decode()) == 1
+    except UnicodeDecodeError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "text", ["x\ufffd\u6f22y", "\ufffd\ufffd", "\u6f22\U0001f642", "\u6f22" * 5]
+)
+@pytest.mark.parametrize("stray", [b"", b"\xff"])
+def test_replacement_characters_and_tokens_of_one_byte(
+    text: str, stray: bytes, tmp_path: Path
+) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    words = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"x": 256, "y": 257}
+    backend = Backend(models.BPE(words, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(Checkpoint(tmp_path))
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    before = [*stray, words["y"]]
+    for count in range(len(ids) + 1):
+        decoder = IncrementalDecoder(tokenizer, [*before, *ids[:count]])
+        complete = len(b"".join(map(tokenizer.bytes_in_text, ids[:count])).decode(errors="ignore"))
+        pieces = [decoder.push(token) for token in ids[count:]]
+        assert "".join(pieces) + decoder.finish() == text[complete:]
+        assert decoder.finish() == ""
+
+
+def test_a_replacement_character_is_not_held_back(tokenizer: Tokenizer) -> None:
+    completion = Completion(IncrementalDecoder(tokenizer), ["\ufffd"])
+    ids = tokenizer.encode("a\ufffdb", add_special_tokens=False)
+    for token in ids[:-1]:
+        completion.push(token)
+    assert (completion.stopped_by, completion.text) == ("\ufffd", "a")
+
+
+def test_a_space_between_special_tokens(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["decoder"] = None  # tokens are joined with spaces
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer(Checkpoint(tmp_path))
+    ids = [EOS, EOS, 300, EOS]
+    word = tokenizer.piece(300).strip()
+    for spaces, expected in [(True, f"</s> </s> {word} </s>"), (False, f"</s></s> {word} </s>")]:
+        decoder = IncrementalDecoder(
+            tokenizer, skip_special_tokens=False, spaces_between_special_tokens=spaces
+        )
+        assert "".join(map(decoder.push, ids)) == expected
 
 
 def test_special_tokens_are_left_out_or_not(tokenizer: Tokenizer) -> None:

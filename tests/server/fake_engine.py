@@ -24,9 +24,9 @@ from opweave.engine import (
     Tokenizer,
 )
 from opweave.engine.completion import Completion
+from opweave.engine.incremental_decoder import IncrementalDecoder
 from opweave.engine.outputs import FinishReason
 from opweave.engine.stats import SECONDS, TOKENS, Histogram
-from opweave.engine.tokenizer import IncrementalDecoder
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "models" / "tiny-pydoc"
 VOCABULARY = 2048

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from opweave.engine import CompletionOutput, Logprob
 from opweave.engine.completion import Completion
-from opweave.engine.tokenizer import IncrementalDecoder
+from opweave.engine.incremental_decoder import IncrementalDecoder
 from opweave.server.pieces import Growth
 
 TEXTS = st.text("abc", max_size=40)

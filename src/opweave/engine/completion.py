@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from opweave.engine.beginning import Beginning
-from opweave.engine.tokenizer import IncrementalDecoder
+from opweave.engine.incremental_decoder import IncrementalDecoder
 
 
 class Completion:

@@ -19,6 +19,7 @@ from opweave.engine.errors import EngineError, InvalidArgumentError, NonFiniteLo
 from opweave.engine.executor import Executor
 from opweave.engine.generation import Generation
 from opweave.engine.generation_config import log_defaults, sampling_defaults
+from opweave.engine.incremental_decoder import IncrementalDecoder
 from opweave.engine.kv import KVCacheManager
 from opweave.engine.loader import Progress
 from opweave.engine.logprobs import named
@@ -34,7 +35,7 @@ from opweave.engine.stat_logger import stat_loggers
 from opweave.engine.stats import EngineStats, StatCounter
 from opweave.engine.step import SequenceStep
 from opweave.engine.structured.grammars import Grammars
-from opweave.engine.tokenizer import IncrementalDecoder, tokenizer_of
+from opweave.engine.tokenizer import tokenizer_of
 from opweave.engine.usage import Usage
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname

@@ -13,20 +13,22 @@ from opweave.engine.dependencies import require
 from opweave.engine.errors import PromptError, TokenizerError
 from opweave.engine.generation_config import FILE, generation_folder
 from opweave.engine.special_tokens import SpecialTokens
-from opweave.engine.token_bytes import token_bytes
+from opweave.engine.token_bytes import (
+    REPLACEMENT,
+    has_byte_tokens,
+    incomplete_end,
+    is_byte_level,
+    token_bytes,
+)
 from opweave.engine.token_length import described, longest_token
 from opweave.engine.tokenizer_settings import follow_settings
 
 _log = logging.getLogger(__name__)
 
-_REPLACEMENT = "\ufffd"
+_CHARACTER = 4  # bytes of the longest character
 _SHORT = 1024  # tokens that are decoded sooner than a thread could take turns
-_CONTEXT = 8  # tokens of the prompt that decide how its continuation is decoded
 # The files of tokenizers, of any kind.
 _KINDS = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
-# No character has more bytes, and a token that is text at all has one: what is longer undecided
-# than twice that holds bytes that never become text.
-_BYTES = 4
 
 
 class Tokenizer:
@@ -105,10 +107,39 @@ class Tokenizer:
     def bytes_of(self, token_id: int) -> bytes | None:
         """Return the bytes of one token; None: it is no text, and its bytes are not known."""
         text = self.piece(token_id)
-        if _REPLACEMENT not in text:
+        if REPLACEMENT not in text:
             return text.encode("utf-8")
         token = self.token(token_id)
         return None if token is None else token_bytes(token, self._decoder)
+
+    def bytes_in_text(self, token_id: int) -> bytes:
+        """Return the bytes of one token; of an unknown one, those of its text."""
+        known = self.bytes_of(token_id)
+        return self.piece(token_id).encode() if known is None else known
+
+    def incomplete_bytes(self, ids: Sequence[int]) -> bytes:
+        """Return the bytes at the end of *ids* that tokens after them may make a character.
+
+        Args:
+            ids: tokens, without special ones if they are left out of the text.
+        """
+        if self.has_byte_tokens:
+            parts = [token_bytes(self.token(token) or "", self._decoder) for token in ids]
+            first = next((at for at in range(len(ids), 0, -1) if parts[at - 1] is None), 0)
+            # One byte that is no text spoils all bytes around it.
+            return incomplete_end(b"".join(part or b"" for part in parts[first:]), is_strict=True)
+        if self._is_byte_level:
+            return incomplete_end(b"".join(map(self.bytes_in_text, ids[-_CHARACTER:])))
+        return b""
+
+    @cached_property
+    def has_byte_tokens(self) -> bool:
+        """Whether a byte that has no token of its own is written as ``<0xE6>``."""
+        return has_byte_tokens(self._decoder)
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return is_byte_level(self._decoder)
 
     @cached_property
     def _decoder(self) -> dict[str, Any]:
@@ -142,6 +173,7 @@ class AbsentTokenizer(Tokenizer):
         self.eos_token_ids = frozenset(_configured_ids(checkpoint, generation, "eos"))
         self.bos_token_id = next(iter(_configured_ids(checkpoint, generation, "bos")), None)
         self.special_ids, self.longest_token = frozenset(), None
+        self.has_byte_tokens = False
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise TokenizerError(
@@ -153,6 +185,9 @@ class AbsentTokenizer(Tokenizer):
 
     def piece(self, token_id: int) -> str:
         return f"<{token_id}>"
+
+    def incomplete_bytes(self, ids: Sequence[int]) -> bytes:
+        return b""
 
     def token(self, token_id: int) -> str | None:
         return None
@@ -172,71 +207,6 @@ def tokenizer_of(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
             return Tokenizer(checkpoint, generation)  # which says what to do
         _log.warning("%s has no tokenizer: prompts must be token ids", checkpoint.path)
     return AbsentTokenizer(checkpoint, generation)
-
-
-class IncrementalDecoder:
-    """Text from tokens that arrive one by one.
-
-    What is returned never ends inside a character, and all together is the text that the tokens add
-    to the prompt's.
-
-    Args:
-        tokenizer: of the tokens.
-        prompt: the tokens before.
-        skip_special_tokens: leave special tokens out.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
-    ) -> None:
-        self._tokenizer, self._skips = tokenizer, skip_special_tokens
-        # Decoders treat the first token of a text differently (they drop its space), so each
-        # piece is decoded behind the one before it.
-        self._context = list(prompt[-_CONTEXT:])
-        self._before = self._decode(self._context)
-        self._pending: list[int] = []
-
-    def push(self, token_id: int) -> str:
-        """Return the text that *token_id* completes; empty while a character is incomplete."""
-        if self._skips and token_id in self._tokenizer.special_ids:
-            return ""
-        self._pending.append(token_id)
-        text = self._decode(self._context + self._pending)
-        if not text.endswith(_REPLACEMENT):
-            return self._advance(len(self._pending), text)
-        return self._give_up(text) if len(self._pending) > 2 * _BYTES else ""
-
-    def finish(self) -> str:
-        """Return the rest: what incomplete characters decode to."""
-        text = self._new(self._decode(self._context + self._pending))
-        self._pending = []
-        return text
-
-    def _advance(self, count: int, text: str) -> str:
-        """Return what is new in *text*, which the context and *count* tokens decode to."""
-        new = self._new(text)
-        done, self._pending = self._pending[:count], self._pending[count:]
-        # Tokens without a text of their own can decide how the next one is decoded.
-        self._context = done if new else (self._context + done)[-_CONTEXT:]
-        self._before = self._decode(self._context)
-        return new
-
-    def _new(self, text: str) -> str:
-        # A character that the prompt began is part of what comes after it.
-        is_behind = text.startswith(self._before)
-        return text[len(self._before if is_behind else self._before.rstrip(_REPLACEMENT)) :]
-
-    def _give_up(self, text: str) -> str:
-        """Return the text of old tokens whose bytes are no text, so that they do not pile up."""
-        count = len(self._pending) - _BYTES
-        older = self._decode(self._context + self._pending[:count])
-        # Text that follows shows that the bytes before it are complete.
-        if len(text) > len(older) and text.startswith(older):
-            return self._advance(count, older)
-        return ""
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
 
 
 def _configured_ids(checkpoint: Checkpoint, generation: Checkpoint | None, kind: str) -> list[int]:
