@@ -57,8 +57,23 @@ def call_site(x: Tensor, r: Tensor) -> Any:
     return y * r  # read
 
 
+def copies_it_next_to_it(x: Tensor, r: Tensor) -> Any:
+    both = torch.cat((x, r), -1)
+    y, _ = add_norm.maybe_inplace(both[:, :8], r.clone(), WEIGHT, 1e-5)
+    both[:, 8:].copy_(both[:, :8])  # read
+    return y
+
+
 @pytest.mark.parametrize(
-    "function", [reads_the_tensor, reads_a_view, reads_the_base, donates_twice, call_site]
+    "function",
+    [
+        reads_the_tensor,
+        reads_a_view,
+        reads_the_base,
+        donates_twice,
+        call_site,
+        copies_it_next_to_it,
+    ],
 )
 def test_reading_what_was_given_up_names_both_lines(function: Callable[..., Any]) -> None:
     with pytest.raises(Exception, match="used again") as caught:
@@ -97,6 +112,68 @@ def test_slices_that_do_not_touch_are_apart() -> None:
         torch.testing.assert_close(found, wanted)
     (node,) = opweave.compile.report().nodes
     assert node.chosen == "opweave_c"
+
+
+rotate = ir.ops.rotary_embedding
+TABLE = torch.linspace(0, 3, 16 * 8).sin().view(16, 8)
+
+
+def values_are_transposed(x: Tensor) -> Any:
+    q, k, v = (x * 1).split(16, -1)
+    q, k = rotate.maybe_inplace(q, k, torch.arange(4), TABLE, 8)
+    return q * 1, k * 1, v.view(4, 2, 8).transpose(0, 1) * 2
+
+
+def a_range_of_rows_at_a_time(x: Tensor) -> Any:
+    q, k, v = (x * 1).split(16, -1)
+    at = torch.arange(4)
+    first = rotate.maybe_inplace(q[:2], k[:2], at[:2], TABLE, 8)
+    return *first, *rotate.maybe_inplace(q[2:], k[2:], at[2:], TABLE, 8), v * 2
+
+
+def every_other_row(x: Tensor) -> Any:
+    wide = x * 1
+    y, s = add_norm.maybe_inplace(wide[::2, :8], wide[1::2, :8], WEIGHT, 1e-5)
+    return y * 1, s * 1, wide[:, 8:].t() * 1
+
+
+def asks_for_sizes(x: Tensor) -> Any:
+    q, k, v = (x * 1).split(16, -1)
+    a, b = rotate.maybe_inplace(q, k, torch.arange(x.shape[0]), TABLE, 8)
+    return a.view(q.shape[0], 2, 8) * 1, b.view(k.size()) * q.numel(), v.sum() * q.stride(0)
+
+
+def views_are_not_reads(x: Tensor) -> Any:
+    h = x * 1
+    y, _ = add_norm.maybe_inplace(h[:, :8], h[:, 8:16] + 1, WEIGHT, 1e-5)
+    return y * 1, h.view(4, 6, 8)[:, 2:] * 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        values_are_transposed,
+        a_range_of_rows_at_a_time,
+        every_other_row,
+        asks_for_sizes,
+        views_are_not_reads,
+    ],
+)
+def test_memory_next_to_what_was_given_up_may_be_read(
+    function: Callable[..., Any], dynamic: bool
+) -> None:
+    torch.compiler.reset()
+    run = torch.compile(
+        function,
+        backend=opweave.compile.backend,
+        fullgraph=True,
+        dynamic=dynamic,
+        options=EAGERLY,
+    )
+    x = torch.randn(4, 48)
+    torch.testing.assert_close(tuple(run(x)), tuple(function(x)))
+    assert not [c for c in copies(opweave.compile.report()) if "shares memory" in c]
 
 
 def test_a_donated_input_is_reused_and_no_other_changes() -> None:
@@ -163,6 +240,20 @@ def scale() -> Any:
 
         scale.set_default(["in_place"])
         yield scale
+
+
+def test_memory_that_may_be_shared_is_copied(scale: ir.IrOp) -> None:
+    def function(x: Tensor) -> Any:
+        memory = x * 1
+        donated, kept = (memory.as_strided((3, 3), (7, 3), start) for start in (0, 2))
+        return scale.maybe_inplace(donated, x[0]), kept * 2
+
+    x = torch.randn(40)
+    expected = tuple(function(x.clone()))
+    for codegen in (False, True):
+        found = tuple(compiled(function, codegen=codegen)(x))
+        torch.testing.assert_close(found, expected)
+        assert len(copies(opweave.compile.report())) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")

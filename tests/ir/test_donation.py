@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from opweave import ir
 from opweave.ir import compat
-from opweave.ir.donation import apart
 from opweave.ir.errors import DonationError
 
 
@@ -316,40 +313,3 @@ def test_the_declared_ops_under_check_mode() -> None:
                         assert reused or poison.all()
     finally:
         settings.check_donation = False
-
-
-def elements(tensor: Tensor) -> set[int]:
-    """Where in the storage the elements of a tensor are."""
-    places = torch.arange(200).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-    return set(places.flatten().tolist())
-
-
-_VIEW = st.tuples(
-    st.lists(st.integers(0, 4), min_size=1, max_size=3),
-    st.lists(st.integers(0, 9), min_size=3, max_size=3),
-    st.integers(0, 40),
-)
-
-
-@given(first=_VIEW, second=_VIEW)
-@example(first=([1, 4], [6, 1, 0], 0), second=([1, 2], [6, 1, 0], 4))  # slices of a single token
-@example(first=([3, 4], [8, 1, 0], 6), second=([3, 2], [8, 1, 0], 0))  # rows that wrap around
-def test_apart_is_never_claimed_wrongly(first: Any, second: Any) -> None:
-    base = torch.zeros(200)
-    a, b = (base.as_strided(s, d[: len(s)], o) for s, d, o in (first, second))
-    if apart(a, b):
-        assert not elements(a) & elements(b)
-
-
-def test_slices_of_one_token_are_apart() -> None:
-    q, k = torch.zeros(1, 12).split([8, 4], -1)
-    assert apart(q, k)
-    assert apart(q.view(1, 2, 4), k.view(1, 1, 4))
-
-
-def test_slices_of_every_head_are_apart() -> None:
-    query = torch.zeros(3, 4, 10)
-    plain, turned = torch.split_with_sizes(query, [6, 4], -1)
-    assert apart(plain, turned)
-    assert not apart(plain, query[..., 5:])
-    assert not apart(plain, turned[1:])  # other rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 
 from torch import Tensor
@@ -10,7 +10,11 @@ from torch.fx import Graph, Node
 
 from opweave.compile import compat
 from opweave.compile.nodes import tensors_of
-from opweave.ir.donation import apart, covers
+from opweave.ir import memory
+from opweave.ir.memory import apart, covers
+
+# Functions of a tensor's metadata; they read none of its elements.
+_METADATA = {"dim", "getattr", "numel", "size", "storage_offset", "stride"}
 
 
 class Aliases:
@@ -58,28 +62,38 @@ class Aliases:
             for tensor in tensors_of(node)
         )
 
-    def sharing(self, node: Node) -> list[Node]:
-        """Return the nodes that may share elements with *node*, itself included."""
+    def sharing(self, node: Node, *, certainly: bool = False) -> list[Node]:
+        """Return the nodes that may share elements with *node*, itself included.
+
+        With *certainly*, only those that are known to share some.
+        """
+        share = coincide if certainly else share_elements
         found: dict[Node, None] = {node: None}
         for tensor in tensors_of(node):
             for other in self._by_storage.get(_key(tensor), ()):
-                if overlap(node, other):
+                if _any(share, node, other):
                     found[other] = None
         return list(found)
 
-    def readers_after(self, node: Node, position: Node) -> list[Node]:
-        """Return who uses the memory of *node*, under whatever name, after *position*."""
+    def readers_after(self, node: Node, position: Node, *, certainly: bool = False) -> list[Node]:
+        """Return the nodes that use the memory of *node*, under any name, after *position*.
+
+        With *certainly*, only those that are known to use some of its elements. Making a view, or
+        asking for a size, uses none.
+        """
         limit = self.order[position]
-        readers = [user for alias in self.sharing(node) for user in alias.users]
+        aliases = self.sharing(node, certainly=certainly)
+        readers = [user for alias in aliases for user in alias.users]
         late = {u: None for u in readers if u is not position and self.order.get(u, -1) > limit}
-        reading = [u for u in late if not self._views_elsewhere(u, node)]
+        reading = [u for u in late if not self._reads_nothing(u, node)]
         return sorted(reading, key=self.order.__getitem__)
 
-    def _views_elsewhere(self, reader: Node, node: Node) -> bool:
-        """Whether *reader* makes nothing but views, of memory beside that of *node*."""
-        made = tensors_of(reader)
-        is_view = bool(made) and all(_key(tensor) in self._storages[node] for tensor in made)
-        return is_view and not overlap(reader, node)
+    def _reads_nothing(self, user: Node, node: Node) -> bool:
+        made = tensors_of(user)
+        if not made:
+            return compat.function_name(user) in _METADATA
+        in_place = all(_key(tensor) in self._storages[node] for tensor in made)
+        return in_place and compat.makes_views(user)
 
     def _enter(self, node: Node) -> None:
         self._storages[node] = set(map(_key, tensors_of(node)))
@@ -89,7 +103,7 @@ class Aliases:
 
 def overlap(a: Node, b: Node) -> bool:
     """Whether two nodes may share elements: they have one storage and are not provably apart."""
-    return any(share_elements(s, t) for s, t in product(tensors_of(a), tensors_of(b)))
+    return _any(share_elements, a, b)
 
 
 def share_elements(a: Tensor, b: Tensor) -> bool:
@@ -99,6 +113,19 @@ def share_elements(a: Tensor, b: Tensor) -> bool:
         return False
     # Where a transform's elements lie, its strides don't say.
     return a is b or compat.is_wrapped(a) or compat.is_wrapped(b) or not apart(a, b)
+
+
+def coincide(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors, real or fake, are known to share elements."""
+    key = compat.storage_key(a)
+    if key is None or key != compat.storage_key(b):
+        return False
+    wrapped = compat.is_wrapped(a) or compat.is_wrapped(b)
+    return a is b or (not wrapped and memory.coincide(a, b))
+
+
+def _any(test: Callable[[Tensor, Tensor], bool], a: Node, b: Node) -> bool:
+    return any(test(s, t) for s, t in product(tensors_of(a), tensors_of(b)))
 
 
 def _key(tensor: Tensor) -> int:

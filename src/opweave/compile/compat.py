@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -135,6 +135,30 @@ def no_modes() -> Iterator[None]:
 def is_mutable(target: object) -> bool:
     """Whether the operator *target* writes to an argument."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def function_name(node: Node) -> str:
+    """Return what the function that *node* calls is called, without its overload."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.rpartition("::")[2].removeprefix("sym_")
+    return str(target) if node.op == "call_method" else str(getattr(target, "__name__", ""))
+
+
+def makes_views(node: Node) -> bool:
+    """Whether the function that *node* calls reads nothing where it returns views."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _is_view(node.target)
+    name = function_name(node)
+    packet: Any = getattr(torch.ops.aten, name, None)
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        return any(_is_view(getattr(packet, name)) for name in cast("Any", packet).overloads())
+    return name in ("getitem", "getattr")
+
+
+def _is_view(operator: torch._ops.OpOverload[..., Any]) -> bool:
+    returned = [value.alias_info for value in operator._schema.returns]
+    return any(info is not None and not info.is_write for info in returned)
 
 
 _inside = threading.local()  # .count: how deep this thread is in Inductor's own entry point

@@ -145,6 +145,15 @@ def decided(condition: bool | torch.SymBool, *, otherwise: bool) -> bool:
     return guard(condition)
 
 
+def is_certain(condition: bool | torch.SymBool) -> bool:
+    """Whether *condition* holds for all sizes that the graph is compiled for; adds no guard."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental import symbolic_shapes
+
+    return symbolic_shapes.statically_known_true(condition)
+
+
 def depends_on_data(error: Exception) -> bool:
     """Whether *error* says that a condition is about a size that only the data will tell."""
     module: Any = sys.modules.get("torch.fx.experimental.symbolic_shapes")  # long to import

@@ -1,8 +1,9 @@
 """Donation: what ``maybe_inplace`` says becomes part of the graph.
 
 ``op.maybe_inplace(x, r, w)`` turns into ``op_annotated(x, r, w, donate=[0, 1])``, a functional op
-that carries its donations itself, where no cache can lose them. Reading a donated tensor later,
-under whatever name, is an error here.
+that carries its donations itself, where no cache can lose them. Reading an element of a donated
+tensor later, under any name, is an error here. Where memory is not known to be shared, nor to be
+separate, it is not: the kernel then gets a copy, see :mod:`opweave.compile.passes.reuse`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from opweave.compile.nodes import IrCall, annotate, ir_calls, source_line
 
 
 def carry_donations(graph: Graph, context: Context) -> None:
-    """Rewrite every ``maybe_inplace``, and check that nothing reads what was given up.
+    """Rewrite every ``maybe_inplace``, and check that nothing reads what was donated.
 
     Raises:
         UseAfterDonationError: something does.
@@ -56,7 +57,7 @@ def _annotate(call: IrCall) -> str:
 
 def _check(call: IrCall, aliases: Aliases) -> None:
     for donated in donated_nodes(call):
-        late = aliases.readers_after(donated, call.node)
+        late = aliases.readers_after(donated, call.node, certainly=True)
         if late:
             position = call.values.index(donated)
             raise UseAfterDonationError(

@@ -34,7 +34,7 @@ from opweave.compile.passes.lowering import check_outputs, is_kept, keep_as_call
 from opweave.compile.report import Reuse
 from opweave.compile.tracing import Trace, arguments, flat_nodes, inline
 from opweave.ir.compat import decided
-from opweave.ir.donation import overlaps_itself
+from opweave.ir.memory import overlaps_itself
 from opweave.ir.selection import Selection
 
 STAGE = "lower in place"

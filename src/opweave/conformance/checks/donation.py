@@ -16,7 +16,7 @@ from opweave.conformance.compare import outputs_problem
 from opweave.conformance.memory import Snapshot, copied
 from opweave.conformance.subject import Subject
 from opweave.ir import compat
-from opweave.ir.donation import apart
+from opweave.ir.memory import apart
 
 
 def _donates(subject: Subject) -> bool:

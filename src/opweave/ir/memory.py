@@ -1,0 +1,176 @@
+"""Which elements of one storage strided tensors occupy: decided from sizes, strides and offsets.
+
+A tensor is a set of places, the sum of one multiple of each stride. Let every stride of two sets be
+either a multiple of some step or too short to leave the step that it starts in. Then a place is a
+row (its quotient by the step) and a column (the remainder), the sets are products of rows and
+columns, and they share a place if and only if they share a row and a column. Rows and columns are
+sets of the same kind with fewer or shorter strides, so the question is answered recursively. The
+order of the dimensions plays no part.
+
+Sizes may be symbolic. An answer that only the data can give counts as not known.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from opweave.ir import compat
+from opweave.ir.compat import decided, is_certain
+
+Dims = list[tuple[int, int]]  # (size, stride)
+Question = Callable[..., bool]
+
+
+def _if_known(otherwise: bool) -> Callable[[Question], Question]:
+    """Let a function return *otherwise* where sizes that only the data can tell decide."""
+
+    def decorate(question: Question) -> Question:
+        @functools.wraps(question)
+        def ask(*tensors: Tensor) -> bool:
+            try:
+                return question(*tensors)
+            except Exception as error:
+                if not compat.depends_on_data(error):
+                    raise
+                return otherwise
+
+        return ask
+
+    return decorate
+
+
+@_if_known(otherwise=True)
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two indices of a tensor may lead to one element, as in an expanded one."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if decided(size > 1, otherwise=True) and decided(stride < extent, otherwise=True):
+            return decided(tensor.numel() > 0, otherwise=True)
+        extent += stride * (size - 1)
+    return False
+
+
+@_if_known(otherwise=False)
+def apart(a: Tensor, b: Tensor) -> bool:
+    """Whether two views of one storage are known to share no element."""
+    return _meet(a, b) is False
+
+
+@_if_known(otherwise=False)
+def coincide(a: Tensor, b: Tensor) -> bool:
+    """Whether two views of one storage are known to share an element."""
+    return _meet(a, b) is True
+
+
+@_if_known(otherwise=False)
+def covers(a: Tensor, b: Tensor) -> bool:
+    """Whether every element of *b* is known to be one of *a*, a view of the same storage."""
+    if _yes(a.numel() == 0) or _yes(b.numel() == 0):
+        return _yes(b.numel() == 0)
+    (a_dims, a_start), (b_dims, b_start) = _places(a, b)
+    return _contains(a_dims, b_dims, b_start - a_start)
+
+
+def _meet(a: Tensor, b: Tensor) -> bool | None:
+    """Return whether two views of one storage share an element; None if that is not known."""
+    if _yes(a.numel() == 0) or _yes(b.numel() == 0):
+        return False
+    (a_dims, a_start), (b_dims, b_start) = _places(a, b)
+    return _share(a_dims, b_dims, b_start - a_start)
+
+
+def _places(a: Tensor, b: Tensor) -> tuple[tuple[Dims, int], tuple[Dims, int]]:
+    """Return the dimensions and the offset of both tensors, in units of the same size."""
+    in_bytes = a.element_size() != b.element_size()
+    return _in_units(a, in_bytes), _in_units(b, in_bytes)
+
+
+def _in_units(tensor: Tensor, in_bytes: bool) -> tuple[Dims, int]:
+    width: int = tensor.element_size() if in_bytes else 1
+    start: Any = tensor.storage_offset()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    dims = [(size, stride * width) for size, stride in pairs if not _yes(size == 1)]
+    return [*dims, *([(width, 1)] if width > 1 else [])], start * width
+
+
+def _share(a: Dims, b: Dims, shift: int) -> bool | None:
+    """Return whether two sets share a place, of which *b* starts *shift* places after *a*."""
+    if _yes(shift < 0):
+        a, b, shift = b, a, -shift
+    a_reach, b_reach = _reach(a), _reach(b)
+    if _yes(a_reach < shift):
+        return False
+    # The first place of b, or else the last one of a, lies in an unbroken stretch of the other.
+    if _yes(shift == 0) or (_is_unbroken(a) and _yes(shift > 0) and _yes(shift <= a_reach)):
+        return True
+    if _is_unbroken(b) and _yes(shift <= a_reach) and _yes(a_reach <= shift + b_reach):
+        return True
+    for rows, columns, place in _splits(a, b, shift):
+        shared = _share(*columns, place[1])
+        if shared is False:
+            return False
+        return _share(*rows, place[0]) and shared
+    return None
+
+
+def _contains(a: Dims, b: Dims, shift: int) -> bool:
+    """Return whether *a* is known to contain *b*, which starts *shift* places after it."""
+    if not _yes(shift >= 0):
+        return False
+    if _is_unbroken(a):
+        return _yes(shift + _reach(b) <= _reach(a))
+    for rows, columns, place in _splits(a, b, shift):
+        return _contains(*columns, place[1]) and _contains(*rows, place[0])
+    return False
+
+
+def _splits(
+    a: Dims, b: Dims, shift: int
+) -> Iterator[tuple[tuple[Dims, Dims], tuple[Dims, Dims], tuple[int, int]]]:
+    """Yield both sets as rows and columns, and the row and column where *b* starts.
+
+    All splits say the same, so the first is as good as any.
+    """
+    for _, step in [*a, *b]:
+        if not _yes(step > 1):
+            continue
+        (a_rows, a_columns), (b_rows, b_columns) = (_split(dims, step) for dims in (a, b))
+        row, column = shift // step, shift % step
+        fits = _yes(_reach(a_columns) < step) and _yes(column + _reach(b_columns) < step)
+        if fits and (a_rows or b_rows):
+            yield (a_rows, b_rows), (a_columns, b_columns), (row, column)
+
+
+def _split(dims: Dims, step: int) -> tuple[Dims, Dims]:
+    rows, columns = [], []
+    for size, stride in dims:
+        if is_certain(stride % step == 0):  # no guard on divisibility
+            rows.append((size, stride // step))
+        else:
+            columns.append((size, stride))
+    return rows, columns
+
+
+def _reach(dims: Dims) -> int:
+    """Return the distance from the first to the last place."""
+    return sum((size - 1) * stride for size, stride in dims)
+
+
+def _is_unbroken(dims: Dims) -> bool:
+    """Whether a set is known to have every place from its first to its last."""
+    width, left = 1, list(dims)
+    while left:
+        found = next((dim for dim in left if _yes(dim[1] <= width)), None)
+        if found is None:
+            return False
+        left.remove(found)
+        width += (found[0] - 1) * found[1]
+    return True
+
+
+def _yes(condition: bool) -> bool:
+    return decided(condition, otherwise=False)
