@@ -135,7 +135,7 @@ INVALID = {
     "no architecture": ({**SIZES}, "'architectures'.*LlamaForCausalLM"),
     "two architectures": (raw(architectures=["A", "B"]), "must name one of"),
     "not a list": (raw(architectures="LlamaForCausalLM"), "list of strings"),
-    "missing size": ({k: v for k, v in raw().items() if k != "hidden_size"}, "'hidden_size'"),
+    "missing size": (raw(hidden_size=None), "lacks 'hidden_size'"),
     "text for a size": (raw(vocab_size="320"), "'vocab_size': '320'; .*positive integer"),
     "true for a size": (raw(vocab_size=True), "positive integer"),
     "zero": (raw(num_hidden_layers=0), "'num_hidden_layers': 0"),

@@ -17,7 +17,20 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
-_MAX_POSITIONS = dict(zip(SUPPORTED_ARCHITECTURES, (2048, 131072, 32768, 32768), strict=True))
+# What absent keys mean to transformers, by architecture: the number of positions, the vocabulary
+# and the size of an MLP.
+_ABSENT = dict(
+    zip(
+        SUPPORTED_ARCHITECTURES,
+        (
+            (2048, 32000, 11008),
+            (131072, 32000, 14336),
+            (32768, 151936, 22016),
+            (32768, 151936, 22016),
+        ),
+        strict=True,
+    )
+)
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -76,17 +89,18 @@ class LlamaConfig:
         architecture = _architecture(fields)
         fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
         fields.refuse_quantized()
-        layers = fields.count("num_hidden_layers")
-        positions = fields.count("max_position_embeddings", _MAX_POSITIONS[architecture])
+        layers = fields.size("num_hidden_layers", 32)
+        context, vocabulary, intermediate = _ABSENT[architecture]
+        positions = fields.count("max_position_embeddings", context)
         biased = fields.flag("attention_bias", False) and architecture in (
             "LlamaForCausalLM",
             "Qwen3ForCausalLM",
         )
         return cls(
             architecture=architecture,
-            vocab_size=fields.count("vocab_size"),
-            hidden_size=fields.count("hidden_size"),
-            intermediate_size=fields.count("intermediate_size"),
+            vocab_size=fields.size("vocab_size", vocabulary),
+            hidden_size=fields.size("hidden_size", 4096),
+            intermediate_size=fields.size("intermediate_size", intermediate),
             num_hidden_layers=layers,
             **_heads(fields, architecture),
             max_position_embeddings=positions,

@@ -48,13 +48,15 @@ class DeepseekMoE(nn.Module):
         )
         correction = nn.Parameter(torch.zeros(config.n_routed_experts, dtype=torch.float32))
         self.gate.e_score_correction_bias = correction
-        self.shared_experts = GatedMlp(
-            config.hidden_size,
-            config.n_shared_experts * config.moe_intermediate_size,
-            SiluAndMul(),
-            dtype=dtype,
-            reduce_results=False,
-        )
+        self.shared_experts = None
+        if config.n_shared_experts:
+            self.shared_experts = GatedMlp(
+                config.hidden_size,
+                config.n_shared_experts * config.moe_intermediate_size,
+                SiluAndMul(),
+                dtype=dtype,
+                reduce_results=False,
+            )
         self.experts = FusedMoE(
             config.n_routed_experts,
             config.num_experts_per_tok,
@@ -101,11 +103,18 @@ class DeepseekV3ForCausalLM(PreNormLM):
         super().load_weights(self._own(tensors))
 
     def _own(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors but those of the layers that predict further tokens."""
+        """Yield all tensors but those of the layers that predict further tokens, and empty ones.
+
+        transformers writes empty ones for no shared experts.
+        """
         end = self.config.num_hidden_layers
         others = range(end, end + self.config.num_nextn_predict_layers)
         prefixes = tuple(f"model.layers.{layer}." for layer in others)
-        return ((name, tensor) for name, tensor in tensors if not name.startswith(prefixes))
+        return (
+            (name, tensor)
+            for name, tensor in tensors
+            if not name.startswith(prefixes) and (tensor.numel() or "shared_experts" not in name)
+        )
 
 
 def deepseek_layer(config: DeepseekV3Config, layer: int, dtype: torch.dtype) -> DecoderLayer:

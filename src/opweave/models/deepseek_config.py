@@ -83,29 +83,29 @@ class DeepseekV3Config:
         rope = rope_parameters(fields, positions)
         direct = "q_lora_rank" in fields.values and fields.values["q_lora_rank"] is None
         found = cls(
-            vocab_size=fields.count("vocab_size"),
-            hidden_size=fields.count("hidden_size"),
-            intermediate_size=fields.count("intermediate_size"),
+            vocab_size=fields.size("vocab_size", 129280),
+            hidden_size=fields.size("hidden_size", 7168),
+            intermediate_size=fields.size("intermediate_size", 18432),
             moe_intermediate_size=fields.count("moe_intermediate_size", 2048),
-            num_hidden_layers=fields.count("num_hidden_layers"),
-            num_attention_heads=fields.count("num_attention_heads"),
+            num_hidden_layers=fields.size("num_hidden_layers", 61),
+            num_attention_heads=fields.size("num_attention_heads", 128),
             q_lora_rank=None if direct else fields.count("q_lora_rank", 1536),
             kv_lora_rank=fields.count("kv_lora_rank", 512),
             qk_nope_head_dim=nope,
             qk_rope_head_dim=turned,
             v_head_dim=fields.count("v_head_dim", 128),
             n_routed_experts=fields.count("n_routed_experts", 256),
-            n_shared_experts=fields.count("n_shared_experts", 1),
+            n_shared_experts=_shared_experts(fields),
             num_experts_per_tok=fields.count("num_experts_per_tok", 8),
             n_group=fields.count("n_group", 8),
             topk_group=fields.count("topk_group", 4),
-            norm_topk_prob=fields.flag("norm_topk_prob", True),
+            norm_topk_prob=fields.flag("norm_topk_prob", True, null=False),
             routed_scaling_factor=fields.number("routed_scaling_factor", 2.5),
             first_k_dense_replace=fields.natural("first_k_dense_replace", 3),
             max_position_embeddings=positions,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
-            rope_interleave=fields.flag("rope_interleave", True),
+            rope_interleave=fields.flag("rope_interleave", True, null=False),
             softmax_scale=_softmax_scale(nope + turned, rope),
             attention_bias=fields.flag("attention_bias", False),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
@@ -145,6 +145,12 @@ def _require_routing(fields: Fields) -> None:
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         fields.require(key, fields.text(key, only), only)
     fields.require("moe_layer_freq", fields.count("moe_layer_freq", 1), 1)
+
+
+def _shared_experts(fields: Fields) -> int:
+    """Return the number of shared experts, which the original configurations write as null."""
+    key = "n_shared_experts"
+    return 0 if key in fields.values and key not in fields else fields.natural(key, 1)
 
 
 def _softmax_scale(size: int, rope: Mapping[str, Any]) -> float:

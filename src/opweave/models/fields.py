@@ -38,6 +38,10 @@ class Fields:
             raise self._wrong(key, value, _COUNT)
         return value
 
+    def size(self, key: str, default: int) -> int:
+        """Return a positive integer; an absent key takes the default, and null is an error."""
+        return self.count(key, None if key in self.values else default)
+
     def natural(self, key: str, default: int | None = None) -> int:
         """Return an integer from 0."""
         value = self._value(key, default, _NATURAL)
@@ -54,8 +58,10 @@ class Fields:
             raise self._wrong(key, value, _NUMBER)
         return float(value)
 
-    def flag(self, key: str, default: bool) -> bool:
-        """Return a boolean."""
+    def flag(self, key: str, default: bool, *, null: bool | None = None) -> bool:
+        """Return a boolean; *null* is what null means, by default the same as an absent key."""
+        if null is not None and key in self.values and key not in self:
+            return null
         value = self._value(key, default, "true or false")
         if not isinstance(value, bool):
             raise self._wrong(key, value, "true or false")

@@ -63,15 +63,18 @@ class Gemma3Config:
         fields.refuse_quantized()
         backward = fields.flag("use_bidirectional_attention", False)
         fields.require("use_bidirectional_attention", backward, False)
-        heads, kv_heads = fields.count("num_attention_heads"), fields.count("num_key_value_heads")
+        heads, kv_heads = (
+            fields.size("num_attention_heads", 8),
+            fields.size("num_key_value_heads", 4),
+        )
         fields.require_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads)
         positions = fields.count("max_position_embeddings", 131_072)
         require_whole_heads(fields)
         return cls(
-            vocab_size=fields.count("vocab_size"),
-            hidden_size=fields.count("hidden_size"),
-            intermediate_size=fields.count("intermediate_size"),
-            num_hidden_layers=fields.count("num_hidden_layers"),
+            vocab_size=fields.size("vocab_size", 262208),
+            hidden_size=fields.size("hidden_size", 2304),
+            intermediate_size=fields.size("intermediate_size", 9216),
+            num_hidden_layers=fields.size("num_hidden_layers", 26),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=fields.count("head_dim", 256),
@@ -106,9 +109,9 @@ def _cap(fields: Fields, key: str) -> float | None:
 
 
 def _layer_types(fields: Fields) -> tuple[str, ...]:
-    layers, types = fields.count("num_hidden_layers"), fields.texts("layer_types")
+    layers, types = fields.size("num_hidden_layers", 26), fields.texts("layer_types")
     if not types:
-        pattern = fields.count("sliding_window_pattern", fields.count("_sliding_window_pattern", 6))
+        pattern = fields.count("sliding_window_pattern", 6)
         return tuple(FULL if (i + 1) % pattern == 0 else SLIDING for i in range(layers))
     if len(types) != layers:
         raise InvalidConfigError(
@@ -118,10 +121,27 @@ def _layer_types(fields: Fields) -> tuple[str, ...]:
 
 
 def _rope(fields: Fields, kind: str, positions: int) -> dict[str, Any]:
-    """Return the parameters of one layer type, from ``rope_parameters`` or the older keys."""
+    """Return the parameters of one layer type, from ``rope_parameters`` and the older keys.
+
+    As in transformers, the base in ``rope_parameters`` wins over the older keys, and
+    ``rope_scaling`` wins over the rest of it.
+    """
     rope = fields.nested("rope_parameters").nested(kind)
     older = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}[kind]
     # The older format scales the layers that see everything, and no others.
     if kind == FULL and "rope_scaling" in fields:
-        rope = fields.nested("rope_scaling")
+        scaling = fields.nested("rope_scaling")
+        _require_one_meaning(rope, scaling)
+        rope = Fields({**rope.values, **scaling.values}, scaling.name)
     return read_rope(rope, fields.number(older, _THETA[kind]), positions)
+
+
+def _require_one_meaning(rope: Fields, scaling: Fields) -> None:
+    """Raise InvalidConfigError where versions of transformers disagree on what *scaling* means."""
+    kind = scaling.text("type", "default")
+    if "rope_type" not in scaling and kind != rope.text("rope_type", "default"):
+        raise InvalidConfigError(
+            f"{scaling.name} has 'type': {kind!r} and no 'rope_type': transformers 4 scales the "
+            f"rope of Gemma 3 by it, transformers 5 does not. Write 'rope_type': {kind!r} to "
+            "scale, or remove 'rope_scaling'."
+        )

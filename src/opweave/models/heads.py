@@ -9,7 +9,12 @@ _SHARED = "num_key_value_heads"
 
 
 def read_heads(
-    fields: Fields, *, kv_heads: int | None, head_dim: int | None = None
+    fields: Fields,
+    *,
+    kv_heads: int | None,
+    head_dim: int | None = None,
+    hidden_size: int = 4096,
+    heads: int = 32,
 ) -> dict[str, int]:
     """Read ``num_attention_heads``, ``num_key_value_heads`` and ``head_dim``.
 
@@ -19,11 +24,13 @@ def read_heads(
             what a null means.
         head_dim: what an absent head size means; None: the share of a head in the hidden size,
             which is what a null means.
+        hidden_size, heads: what absent sizes mean.
 
     Raises:
         InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
     """
-    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    hidden = fields.size("hidden_size", hidden_size)
+    heads = fields.size("num_attention_heads", heads)
     absent = heads if _SHARED in fields.values or kv_heads is None else kv_heads
     shared = fields.count(_SHARED, absent)
     if head_dim is None or "head_dim" in fields.values:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from opweave.models.mixture import MixtureForCausalLM
 from opweave.models.mixture_config import MixtureConfig
-from opweave.models.weights import Place
+from opweave.models.weights import FusedPlace, Place
 
 
 class MixtralForCausalLM(MixtureForCausalLM):
@@ -21,6 +22,20 @@ class MixtralForCausalLM(MixtureForCausalLM):
     def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
         return cls(MixtureConfig.mixtral(config), dtype=dtype)
 
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        # transformers 5 names the block "mlp" where it writes all experts into one tensor.
+        super().load_weights((_original(name), tensor) for name, tensor in tensors)
+
     def places(self) -> dict[str, Place]:
-        named = super().places()
-        return {name.replace(".mlp.", ".block_sparse_moe."): named[name] for name in named}
+        return {_original(name): place for name, place in super().places().items()}
+
+    def fused_places(self) -> dict[str, FusedPlace]:
+        return {
+            _original(name): FusedPlace(fused.place, frozenset(map(_original, fused.replaced)))
+            for name, fused in super().fused_places().items()
+        }
+
+
+def _original(name: str) -> str:
+    """Return what the original checkpoints call a tensor."""
+    return name.replace(".mlp.", ".block_sparse_moe.")

@@ -75,12 +75,20 @@ class MixtureConfig:
         fields = Fields(config)
         size = fields.count("intermediate_size", 14336)
         return cls(
-            **_common(fields, kv_heads=8, theta=1e6, positions=131072, epsilon=1e-5),
+            **_common(
+                fields,
+                kv_heads=8,
+                theta=1e6,
+                positions=131072,
+                epsilon=1e-5,
+                vocab_size=32000,
+                hidden_size=4096,
+            ),
             intermediate_size=size,
             moe_intermediate_size=size,
             **_experts(fields, "num_local_experts", 8, 2),
             norm_topk_prob=True,
-            sparse_layers=(True,) * fields.count("num_hidden_layers"),
+            sparse_layers=(True,) * fields.size("num_hidden_layers", 32),
             sliding_window=_window(fields, None),
             attention_bias=False,
             qk_norm=False,
@@ -93,7 +101,15 @@ class MixtureConfig:
         key = "num_experts" if "num_experts" in fields else "num_local_experts"
         windowed = fields.flag("use_sliding_window", False)
         return cls(
-            **_common(fields, kv_heads=4, theta=10000.0, positions=32768, epsilon=1e-6),
+            **_common(
+                fields,
+                kv_heads=4,
+                theta=10000.0,
+                positions=32768,
+                epsilon=1e-6,
+                vocab_size=151936,
+                hidden_size=2048,
+            ),
             intermediate_size=fields.count("intermediate_size", 6144),
             moe_intermediate_size=fields.count("moe_intermediate_size", 768),
             **_experts(fields, key, 128, 8),
@@ -106,16 +122,23 @@ class MixtureConfig:
 
 
 def _common(
-    fields: Fields, *, kv_heads: int, theta: float, positions: int, epsilon: float
+    fields: Fields,
+    *,
+    kv_heads: int,
+    theta: float,
+    positions: int,
+    epsilon: float,
+    vocab_size: int,
+    hidden_size: int,
 ) -> dict[str, Any]:
     """Read what both have; the arguments are the values of absent keys."""
     fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
     fields.refuse_quantized()
     positions = fields.count("max_position_embeddings", positions)
     return {
-        "vocab_size": fields.count("vocab_size"),
-        "hidden_size": fields.count("hidden_size"),
-        **read_heads(fields, kv_heads=kv_heads),
+        "vocab_size": fields.size("vocab_size", vocab_size),
+        "hidden_size": fields.size("hidden_size", hidden_size),
+        **read_heads(fields, kv_heads=kv_heads, hidden_size=hidden_size),
         "max_position_embeddings": positions,
         "rms_norm_eps": fields.number("rms_norm_eps", epsilon),
         "rope": rope_parameters(fields, positions, theta),
@@ -145,5 +168,5 @@ def _sparse(fields: Fields) -> tuple[bool, ...]:
         raise InvalidConfigError(
             f"{fields.name} has 'mlp_only_layers': {plain!r}; it must be a list of integers."
         )
-    layers = range(fields.count("num_hidden_layers"))
+    layers = range(fields.size("num_hidden_layers", 24))
     return tuple(layer not in plain and (layer + 1) % step == 0 for layer in layers)

@@ -51,6 +51,8 @@ def read_rope(rope: Fields, theta: float, positions: int) -> dict[str, Any]:
     theta = rope.number("rope_theta", theta)
     rope.require_finite()
     parameters = {**rope.values, "rope_theta": theta, "rope_type": kind}
+    if kind == "yarn" and "factor" not in rope:
+        parameters["factor"] = _implied_factor(rope, positions)
     if kind in _STRETCHED:
         parameters.setdefault(_TRAINED, positions)
     try:
@@ -68,6 +70,16 @@ def read_rope(rope: Fields, theta: float, positions: int) -> dict[str, Any]:
             f"{rows:.9g} positions; there can be {_MOST}. Lower it, or the factor."
         )
     return parameters
+
+
+def _implied_factor(rope: Fields, positions: int) -> float:
+    """Return by how much YaRN stretches the context of training if no factor says so."""
+    if _TRAINED not in rope:
+        raise InvalidConfigError(
+            f"{rope.name} of type 'yarn' has neither 'factor' nor {_TRAINED!r}; one of them must "
+            "say how far the context is stretched."
+        )
+    return positions / rope.number(_TRAINED)
 
 
 def max_positions(rope: Mapping[str, Any], positions: int) -> int:

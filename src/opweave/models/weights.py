@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -53,6 +54,13 @@ class Place(NamedTuple):
             raise ValueError(f"it is {tuple(tensor.shape)}, not {tuple(self.parameter.shape)}")
 
 
+class FusedPlace(NamedTuple):
+    """Where a tensor goes that stands for several, which are named."""
+
+    place: Place
+    replaced: frozenset[str]
+
+
 class CheckpointModel(nn.Module):
     """A model of layers that Hugging Face checkpoints fill.
 
@@ -86,7 +94,7 @@ class CheckpointModel(nn.Module):
         Raises:
             WeightsError: tensors are missing, unexpected or do not fit; the message lists them.
         """
-        fill(self.places(), tensors)
+        fill(self.places(), tensors, self.fused_places())
 
     def fill_randomly(self, seed: int = 0) -> None:
         """Fill every parameter with small random numbers: normal, with a deviation of 0.02.
@@ -114,6 +122,24 @@ class CheckpointModel(nn.Module):
             found |= _expert_places(name, layer, self.experts)
         return found
 
+    def fused_places(self) -> dict[str, FusedPlace]:
+        """Return where tensors go that hold all experts of a layer, by their name."""
+        found = {}
+        gate, down, up = self.experts
+        for name, layer in self.named_modules():
+            if isinstance(layer, FusedMoE):
+                for leaf, parts, place in (
+                    ("gate_up_proj", (gate, up), Place(layer.w13_weight, ("w13",))),
+                    ("down_proj", (down,), Place(layer.w2_weight, ("w2",))),
+                ):
+                    replaced = (
+                        f"{name}.{expert}.{part}.weight"
+                        for expert in range(layer.num_experts)
+                        for part in parts
+                    )
+                    found[f"{name}.{leaf}"] = FusedPlace(place, frozenset(replaced))
+        return found
+
 
 def _expert_places(name: str, layer: FusedMoE, parts: tuple[str, str, str]) -> dict[str, Place]:
     targets = (("w1", layer.w13_weight), ("w2", layer.w2_weight), ("w3", layer.w13_weight))
@@ -124,8 +150,17 @@ def _expert_places(name: str, layer: FusedMoE, parts: tuple[str, str, str]) -> d
     }
 
 
-def fill(where: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def fill(
+    where: Mapping[str, Place],
+    tensors: Iterable[tuple[str, Tensor]],
+    fused: Mapping[str, FusedPlace] = MappingProxyType({}),
+) -> None:
     """Load each of *tensors*, by name, to its place.
+
+    Args:
+        where: the places that must be filled.
+        tensors: of a checkpoint.
+        fused: places that stand for several of *where*.
 
     Raises:
         WeightsError: tensors are missing, given twice, unexpected or do not fit; the message lists
@@ -133,14 +168,18 @@ def fill(where: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]]) -> N
     """
     missing, twice, unexpected, unfit = set(where), [], [], []
     for name, tensor in tensors:
-        if name not in where:
+        if name in fused:
+            place, filled = fused[name]
+        elif name in where:
+            place, filled = where[name], frozenset([name])
+        else:
             unexpected.append(shown_name(name))
             continue
-        if name not in missing:
+        if not filled <= missing:
             twice.append(name)
-        missing.discard(name)
+        missing -= filled
         try:
-            where[name].fill(tensor)
+            place.fill(tensor)
         except ValueError as error:  # what loaders raise for a shape
             unfit.append(f"{name}: {str(error).removesuffix('.')}")
     problems = {
