@@ -19,7 +19,13 @@ from opweave.cli.output import err
 from opweave.config import CompilationConfig, EngineConfig
 from opweave.config.current import apply_command_line_config
 from opweave.config.progress import ProgressBar
-from opweave.engine import Checkpoint, EngineError, SamplingParams, Tokenizer
+from opweave.engine import (
+    Checkpoint,
+    EngineError,
+    SamplingParams,
+    StructuredOutputsParams,
+    Tokenizer,
+)
 from opweave.engine.progress import after_loading, reporting
 
 CHECKPOINT = Path(__file__).parent.parent / "examples" / "models" / "tiny-pydoc"
@@ -91,6 +97,21 @@ def test_sampling(run: Run, command: str, capsys: pytest.CaptureFixture[str]) ->
     )  # fmt: skip
 
 
+def test_forms(run: Run, command: str, tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "null"}')
+    for options, form in [
+        (["--json-schema", str(file)], {"json": '{"type": "null"}'}),
+        (["--json-schema", '{"type": "null"}'], {"json": '{"type": "null"}'}),
+        (["--regex=a+"], {"regex": "a+"}),
+        (["--choice=a", "--choice", "b c"], {"choice": ["a", "b c"]}),
+        (["--grammar", 'root ::= "a"'], {"grammar": 'root ::= "a"'}),
+    ]:
+        told = run(command, *options)
+        assert told.params.structured_outputs == StructuredOutputsParams(**form)
+    assert run(command).params.structured_outputs is None
+
+
 def test_defaults(run: Run) -> None:
     assert run("generate").params == SamplingParams(max_tokens=64, temperature=0.0)
     assert run("chat").params == SamplingParams(max_tokens=None, temperature=0.7)
@@ -131,13 +152,17 @@ def test_the_model(run: Run, command: str) -> None:
         ("--min-p=2", "min_p=2"),
         ("--stop-token-id=-1", "stop_token_ids=-1"),
         ("--topk=3", "--top-k"),
+        ("--regex=a --choice=b", "--regex and --choice exclude each other"),
+        ("--json-schema=missing.json", "--json-schema 'missing.json' cannot be read: No such file"),
+        ("--grammar=missing", "--grammar 'missing' cannot be read"),
+        ("--json-schema={", "structured_outputs: json is not valid JSON"),
         ("--load-format=foo", 'Choose from: "auto", "dummy"'),
     ],
 )
 def test_options_that_are_wrong(
     run: Run, command: str, option: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(command, option)
+    run(command, *option.split())
     error = capsys.readouterr().err
     assert named in error
     assert error.count("\n") == 1

@@ -61,9 +61,9 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         (COMPLETIONS, {"prompt": [5] * 256, "max_tokens": 0}, "prompt", "always needs one"),
         (
             COMPLETIONS,
-            {"prompt": "x", "response_format": {"type": "json_object"}},
+            {"prompt": "x", "response_format": {"type": "xml"}},
             "response_format",
-            "json_object",
+            "response_format.type='xml' is not supported",
         ),
         (COMPLETIONS, {"prompt": "x", "n": 0}, "n", "at least 1"),
         (COMPLETIONS, {"prompt": "x", "n": 4096}, "n", "at most"),
@@ -144,9 +144,9 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         ),
         (
             CHAT,
-            {"messages": USER, "response_format": {"type": "json_object"}},
+            {"messages": USER, "response_format": {"type": "xml"}},
             "response_format",
-            "json_object",
+            "response_format.type='xml' is not supported",
         ),
         (
             CHAT,

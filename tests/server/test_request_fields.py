@@ -104,6 +104,17 @@ BASES: dict[str, Body] = {
     "detokenize": {"tokens": [5]},
 }
 _STREAM: Body = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def _json_schema(schema: Body) -> Body:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def _form(**options: Any) -> tuple[Body, Body]:
+    """A request with structured_outputs, and one with another form."""
+    return {"structured_outputs": options}, {"structured_outputs": {"choice": ["other"]}}
+
+
 # A value with an effect; or what to send, and what to send without the field.
 _SAMPLING_EFFECTS: dict[str, Any] = {
     "model": "another",
@@ -126,6 +137,26 @@ _SAMPLING_EFFECTS: dict[str, Any] = {
     "stream": True,
     "stream_options.include_usage": (_STREAM, {"stream": True}),
     "priority": 3,
+    "response_format.type": ({"response_format": {"type": "json_object"}}, {}),
+    "response_format.json_schema.schema": (_json_schema({}), _json_schema({"type": "null"})),
+    "structured_outputs.json": _form(json={}),
+    "structured_outputs.json_object": _form(json_object=True),
+    "structured_outputs.regex": _form(regex="a"),
+    "structured_outputs.choice": _form(choice=["a"]),
+    "structured_outputs.grammar": _form(grammar="start: X"),
+    "structured_outputs.disable_any_whitespace": _form(json={}, disable_any_whitespace=True),
+    "structured_outputs.disable_additional_properties": _form(
+        json={}, disable_additional_properties=True
+    ),
+    "structured_outputs.whitespace_pattern": _form(json={}, whitespace_pattern=" "),
+    "guided_json": {"type": "null"},
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": "start: X",
+    "guided_whitespace_pattern": (
+        {"guided_json": {}, "guided_whitespace_pattern": " "},
+        {"guided_json": {}},
+    ),
 }
 
 
@@ -310,6 +341,15 @@ def with_field(path: str, value: object) -> tuple[Body, Body]:
             {"stream": True, "stream_options": {name: value}},
             {"stream": True, "stream_options": {}},
         )
+    for parent in ("response_format.json_schema", "structured_outputs"):
+        if path.startswith(f"{parent}."):
+            name = path.removeprefix(f"{parent}.")
+            if parent == "structured_outputs":
+                form = {"choice": ["a"]}
+                return {parent: {**form, name: value}}, {parent: form}
+            schema: Body = {"type": "json_schema", "json_schema": {"schema": {}}}
+            with_ = {**schema, "json_schema": {"schema": {}, name: value}}
+            return {"response_format": with_}, {"response_format": schema}
     if path.startswith("response_format."):
         form = {"type": "text"}
         name = path.partition(".")[2]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 from cyclopts import Parameter
 
 from opweave.cli.flag import Flag
+from opweave.cli.structured import structured_outputs
 from opweave.config import EngineConfig, ParallelConfig
 
 if TYPE_CHECKING:
@@ -58,6 +59,14 @@ class SamplingOptions:
         Let nothing end an answer before it has so many tokens.
     ignore_eos
         Go on after an end-of-text token.
+    json_schema
+        Answer with JSON that satisfies this schema: a file, or the schema itself.
+    regex
+        Answer with a text that matches this regular expression.
+    choice
+        Answer with this text; give it several times for a choice.
+    grammar
+        Answer with a text of this grammar, in Lark or GBNF notation: a file, or the grammar itself.
     """
 
     top_k: int | None = None
@@ -71,6 +80,10 @@ class SamplingOptions:
     stop_token_id: Annotated[list[int] | None, Parameter(negative=())] = None
     min_tokens: int = 0
     ignore_eos: Flag = False
+    json_schema: str | None = None
+    regex: str | None = None
+    choice: Annotated[list[str] | None, Parameter(negative=())] = None
+    grammar: str | None = None
 
     def params(self, defaults: Mapping[str, object], **others: object) -> SamplingParams:
         """Return them as parameters.
@@ -81,10 +94,13 @@ class SamplingOptions:
 
         Raises:
             SamplingParamsError: a value is out of range.
+            CliError: several options say what form the answer must have, or a file cannot be read.
         """
         from opweave.engine import SamplingParams
 
         options = {**vars(self), **others}
+        form = (options.pop(name) for name in ("json_schema", "regex", "choice", "grammar"))
+        options["structured_outputs"] = structured_outputs(*form)
         options["stop_token_ids"] = options.pop("stop_token_id")
         found = {**defaults, **{k: v for k, v in options.items() if v is not None}}
         return SamplingParams(**found)

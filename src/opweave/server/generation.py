@@ -9,11 +9,18 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from opweave.engine import PromptError, RequestOutput, SamplingParams
+from opweave.engine import (
+    MissingDependencyError,
+    PromptError,
+    RequestOutput,
+    SamplingParams,
+    SamplingParamsError,
+)
 from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError
 from opweave.server.merge import merged
 from opweave.server.prompts import Prompt
+from opweave.server.protocol.structured import form_error
 from opweave.server.state import ServerState
 
 _log = logging.getLogger(__name__)
@@ -33,6 +40,7 @@ class Generation:
         deadline: when it must have been answered.
         priority: a lower number goes first.
         param: the field of the request that the prompts come from.
+        form_field: the field that says what form the answers must have.
         id: its id in responses; the engine knows each prompt by it and a number.
         created: in seconds since 1970.
     """
@@ -44,6 +52,7 @@ class Generation:
     deadline: Deadline
     priority: int = 0
     param: str = "prompt"
+    form_field: str = "structured_outputs"
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -75,6 +84,10 @@ class Generation:
                         return
                     except PromptError as error:
                         raise ApiError(str(error), param=self.param) from error
+                    except (SamplingParamsError, MissingDependencyError) as error:
+                        if self.params.structured_outputs is None:
+                            raise
+                        raise form_error(error, self.form_field) from error
                     self._check_not_aborted(output)
                     yield index, output
 

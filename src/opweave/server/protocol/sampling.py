@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Field
 
 from opweave.engine import SamplingParams
 from opweave.server.errors import ApiError
-from opweave.server.protocol.base import Fields, RequestBody, Text, TokenIds
+from opweave.server.protocol.base import Fields, Text, TokenIds
+from opweave.server.protocol.structured import FormFields
 
 _MAX_STOPS = 64
 _SAME = (
@@ -39,13 +40,7 @@ class StreamOptions(Fields):
     include_usage: bool | None = None
 
 
-class ResponseFormat(Fields):
-    """The form of an answer; free text is the only one."""
-
-    type: Text | None
-
-
-class SamplingFields(RequestBody):
+class SamplingFields(FormFields):
     """Everything that :class:`opweave.engine.SamplingParams` knows; None is its default."""
 
     max_tokens: int | None = None
@@ -68,7 +63,6 @@ class SamplingFields(RequestBody):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Priority | None = None
-    response_format: ResponseFormat | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -87,7 +81,8 @@ class SamplingFields(RequestBody):
 
         Raises:
             SamplingParamsError: a value is out of range.
-            ApiError: there are options for a stream that is not asked for.
+            ApiError: there are options for a stream that is not asked for, or the fields for the
+                form of the answer contradict each other.
         """
         if self.stream_options is not None and not self.stream:
             raise ApiError(
@@ -95,5 +90,6 @@ class SamplingFields(RequestBody):
                 param="stream_options",
             )
         values = {**{name: getattr(self, name) for name in _SAME}, **others}
+        values["structured_outputs"] = self.form()
         given = {name: value for name, value in values.items() if value is not None}
         return SamplingParams(**{**defaults, "max_tokens": max_tokens, **given})

@@ -47,7 +47,14 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
         asks=getattr(body, body.limit_field) is not None,
     )
     generation = Generation(
-        server, "chatcmpl", prompts, params, deadline, body.priority or 0, param="messages"
+        server,
+        "chatcmpl",
+        prompts,
+        params,
+        deadline,
+        body.priority or 0,
+        param="messages",
+        form_field=body.form_field,
     )
     writer = _Writer(generation, body)
     if body.stream:

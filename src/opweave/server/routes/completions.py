@@ -37,7 +37,15 @@ async def completions(body: CompletionRequest, request: Request, server: Server)
     prompts = await read_prompts(body.prompt, server, param="prompt", n=params.n)
     asks = body.max_tokens is not None or "max_tokens" not in defaults
     check_context(prompts, params, server, param="prompt", limit="max_tokens", asks=asks)
-    generation = Generation(server, "cmpl", prompts, params, deadline, body.priority or 0)
+    generation = Generation(
+        server,
+        "cmpl",
+        prompts,
+        params,
+        deadline,
+        body.priority or 0,
+        form_field=body.form_field,
+    )
     writer = _Writer(generation, body)
     if body.stream:
         return await stream(generation, writer.events, request)

@@ -1,0 +1,60 @@
+"""The form that an answer must have, from the options of a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opweave.cli.errors import CliError
+
+if TYPE_CHECKING:
+    from opweave.engine import StructuredOutputsParams
+
+
+def structured_outputs(
+    json_schema: str | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> StructuredOutputsParams | None:
+    """Return the form, or None if no option gives one.
+
+    Args:
+        json_schema: the name of a file, or the schema itself.
+        regex: a regular expression.
+        choice: texts.
+        grammar: the name of a file, or the grammar itself.
+
+    Raises:
+        CliError: several options give a form, or a file cannot be read.
+        SamplingParamsError: the form is not valid.
+    """
+    from opweave.engine import StructuredOutputsParams
+
+    options = {
+        "--json-schema": json_schema,
+        "--regex": regex,
+        "--choice": choice,
+        "--grammar": grammar,
+    }
+    given = [name for name, value in options.items() if value is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise CliError(f"{' and '.join(given)} exclude each other; give one of them.")
+    return StructuredOutputsParams(
+        json=_read("--json-schema", json_schema, "{"),
+        regex=regex,
+        choice=choice,
+        grammar=_read("--grammar", grammar, "\n", "::=", "start:"),
+    )
+
+
+def _read(option: str, value: str | None, *marks: str) -> str | None:
+    """Return *value* if it holds one of *marks*, which a name of a file does not; else the file."""
+    if value is None or any(mark in value for mark in marks):
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CliError(f"{option} {value!r} is not UTF-8: {error}.") from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CliError(f"{option} {value!r} cannot be read: {why}.") from error

@@ -1,0 +1,123 @@
+"""The fields that say what form an answer must have, in the words of OpenAI and of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field
+
+from opweave.engine import SamplingParamsError, StructuredOutputsParams
+from opweave.server.errors import ApiError, unsupported
+from opweave.server.protocol.base import Fields, RequestBody, Text
+
+Schema = dict[str, Any] | bool
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+class JsonSchema(Fields):
+    """A JSON schema with a name."""
+
+    schema_: Schema | None = Field(None, alias="schema")
+
+
+class ResponseFormat(Fields):
+    """Free text, any JSON object, or JSON that satisfies a schema."""
+
+    type: Text | None
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Fields):
+    """The fields of :class:`opweave.engine.StructuredOutputsParams`."""
+
+    json_: Schema | Text | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: list[Text] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: Text | None = None
+
+
+class FormFields(RequestBody):
+    """The form of an answer; at most one of these fields gives it."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
+    guided_whitespace_pattern: Text | None = None
+
+    @property
+    def form_field(self) -> str:
+        """The field that gives the form."""
+        return next((name for name, _ in self._forms()), "structured_outputs")
+
+    def form(self) -> StructuredOutputsParams | None:
+        """Return the form, or None for free text.
+
+        Raises:
+            ApiError: several fields give one, or it contradicts itself.
+        """
+        given = list(self._forms())
+        if not given:
+            return None
+        if len(given) > 1:
+            names = " and ".join(name for name, _ in given)
+            raise ApiError(
+                f"{names} both say what form the answer must have; give one of them.",
+                param=given[1][0],
+            )
+        ((name, options),) = given
+        try:
+            return StructuredOutputsParams(
+                **{key: value for key, value in options.items() if value is not None}
+            )
+        except SamplingParamsError as error:
+            raise form_error(error, name) from error
+
+    def _forms(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        spaces = {"whitespace_pattern": self.guided_whitespace_pattern}
+        if self.response_format is not None and (form := _of(self.response_format)):
+            yield "response_format", {**form, **spaces}
+        if self.structured_outputs is not None:
+            declared = self.structured_outputs.model_dump(by_alias=True)
+            known = type(self.structured_outputs).model_fields.items()
+            names = {info.alias or name for name, info in known}
+            yield "structured_outputs", {name: declared[name] for name in names}
+        for field, kind in _GUIDED.items():
+            if (value := getattr(self, field)) is not None:
+                yield field, {kind: value, **spaces}
+
+
+def form_error(error: Exception, field: str) -> ApiError:
+    """Return *error*, which is about the form of an answer, with the field that gave it."""
+    return ApiError(str(error).replace("structured_outputs", field, 1), param=field)
+
+
+def _of(form: ResponseFormat) -> dict[str, Any]:
+    if form.type in (None, "text"):
+        return {}
+    if form.type == "json_object":
+        return {"json_object": True}
+    if form.type == "json_schema":
+        if form.json_schema is None or form.json_schema.schema_ is None:
+            raise ApiError(
+                "response_format of type 'json_schema' needs json_schema.schema.",
+                param="response_format",
+            )
+        return {"json": form.json_schema.schema_}
+    raise unsupported(
+        "response_format.type",
+        f"response_format.type={form.type!r}",
+        "It may be 'text', 'json_object' or 'json_schema'.",
+    )
