@@ -228,7 +228,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"hidden_act": "gelu"}, UnsupportedModelError, "'hidden_act': 'gelu'"),
-    ({"quantization_config": {}}, UnsupportedModelError, "quantization_config"),
+    ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantization_config"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, UnsupportedModelError, "'dynamic'"),
     ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "'partial_rotary_factor': 0.5"),
     ({"num_key_value_heads": 3}, InvalidConfigError, "not a multiple"),

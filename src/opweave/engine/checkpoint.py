@@ -43,6 +43,11 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = checkpoint_path(path).expanduser()
+        if self.path.suffix == ".gguf" and not self.path.is_dir():
+            raise CheckpointError(
+                f"{str(path)!r} is a GGUF file, which is not supported. Give the directory of a "
+                "checkpoint with config.json, tokenizer.json and safetensors files."
+            )
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{str(path)!r} is not a directory. Give the directory of a checkpoint, with "
@@ -84,7 +89,10 @@ class Checkpoint:
         """
         config = self.json("config.json")
         if config is None:
-            raise CheckpointError(f"{self.path} has no config.json. It holds: {self._listing()}.")
+            gguf = " GGUF files are not supported." if any(self.path.glob("*.gguf")) else ""
+            raise CheckpointError(
+                f"{self.path} has no config.json. It holds: {self._listing()}.{gguf}"
+            )
         return config
 
     def tensor_files(self) -> list[Path]:
@@ -210,6 +218,10 @@ class TensorFile:
         """Return the shape of every tensor, by name; reads no tensor."""
         names: list[str] = self._handle.keys()
         return {name: tuple(self._handle.get_slice(name).get_shape()) for name in names}
+
+    def dtypes(self) -> dict[str, str]:
+        """Return the dtype of every tensor as the format calls it, by name; reads no tensor."""
+        return {name: self._handle.get_slice(name).get_dtype() for name in self.shapes()}
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from opweave.engine import huge_pages
 from opweave.engine.checkpoint import Checkpoint, TensorFile
 from opweave.engine.errors import CheckpointError, InvalidArgumentError
+from opweave.engine.quantization import is_cache_scale, unquantised, without_quantization
 from opweave.engine.tied_head import head_name, untied
 from opweave.layers.parallel import ALONE, TensorParallel, tensor_parallel
 from opweave.models import (
@@ -84,10 +85,11 @@ def load_model(
         return model.eval()
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
+        config = unquantised(config, checkpoint, files)
         shapes = _shapes(files)
         planned = _planned(config, len(shapes))
         checkpoint.check_index(shapes, optional=head_name(planned))
-        _check_shapes(planned, shapes)
+        _check_shapes(planned, {n: s for n, s in shapes.items() if not is_cache_scale(n)})
         kept = named or _dtype_of(files)
         model = _build(untied(config, planned, files, kept), kept)
         huge_pages.move_parameters(model)
@@ -103,7 +105,7 @@ def check_ranks(path: str | Path, size: int) -> None:
         CheckpointError: ``config.json`` is missing or damaged.
         ModelError: the configuration is invalid or not supported.
     """
-    config = Checkpoint(path).config()
+    config = without_quantization(Checkpoint(path).config())
     model_class(config)
     _check_layers(config, _MOST_LAYERS, "there can be")
     rank = TensorParallel(0, size, _not_called, _not_called)
@@ -230,7 +232,7 @@ def _fill(model: CheckpointModel, tensors: Iterable[tuple[str, Tensor]]) -> None
 
 
 def _tensors(files: list[TensorFile], progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    names = [(name, file) for file in files for name in file.shapes()]
+    names = [(n, file) for file in files for n in file.shapes() if not is_cache_scale(n)]
     for done, (name, file) in enumerate(names, start=1):
         yield name, file.tensor(name)
         progress(done, len(names))

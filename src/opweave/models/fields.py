@@ -118,7 +118,7 @@ class Fields:
         """Raise UnsupportedModelError if the checkpoint is quantised."""
         key = "quantization_config"
         found = self.values.get(key)
-        if found is None:
+        if found in (None, {}):
             return
         method = found.get("quant_method") if isinstance(found, Mapping) else found
         raise UnsupportedModelError(

@@ -1,0 +1,145 @@
+"""Quantised checkpoints are recognised, and plain weights load whatever else the files say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.tiny_checkpoints import random_ids
+from opweave.engine import LLM, CheckpointError, SamplingParams, load_model
+from opweave.engine.loader import check_ranks
+from opweave.models import LlamaConfig, UnsupportedModelError
+
+Checkpoints = Callable[[str], tuple[Path, Any]]
+Tensors = dict[str, torch.Tensor]
+FILE = "model.safetensors"
+LAYER = "model.layers.0.self_attn.k_proj"
+
+
+@pytest.fixture
+def path(checkpoint: Checkpoints, tmp_path: Path) -> Path:
+    copy = Path(shutil.copytree(checkpoint("llama")[0], tmp_path / "model"))
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(copy / FILE).items()}
+    save_file(tensors, copy / FILE, metadata={"format": "pt"})
+    return copy
+
+
+def edit(path: Path, file: str = "config.json", **changes: Any) -> None:
+    values = json.loads((path / file).read_text()) if (path / file).exists() else {}
+    (path / file).write_text(json.dumps({**values, **changes}))
+
+
+def edit_tensors(path: Path, new: Tensors, *removed: str) -> None:
+    tensors = {n: t for n, t in load_file(path / FILE).items() if n not in removed}
+    save_file({**tensors, **new}, path / FILE, metadata={"format": "pt"})
+
+
+def tokens(path: Path) -> list[int]:
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    return LLM(path, dtype="float32").generate(random_ids(3, 9), params)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+        {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}},
+        {"compression_config": {"quant_method": "compressed-tensors"}},
+        {"quantization_config": "awq"},
+    ],
+)
+def test_a_configuration_over_plain_weights(
+    config: dict[str, Any], path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = tokens(path)
+    edit(path, **config)
+    assert tokens(path) == plain
+    assert "is ignored: no weight is quantised" in caplog.text
+    check_ranks(path, 2)
+
+
+def test_an_empty_configuration(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = tokens(path)
+    edit(path, quantization_config={})
+    assert tokens(path) == plain
+    assert not caplog.text
+    assert LlamaConfig.from_hf(json.loads((path / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("file", ["quantize_config.json", "hf_quant_config.json"])
+def test_a_file_over_plain_weights(file: str, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit(path, file, bits=4)
+    load_model(path)
+    assert f"{file} is ignored: no weight is quantised" in caplog.text
+
+
+def test_scales_of_a_cache(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = tokens(path)
+    scales = {f"{LAYER.rpartition('.')[0]}.{kind}_scale": torch.tensor(0.5) for kind in "kv"}
+    scales |= {f"{LAYER}.k_scale": torch.tensor(0.5)}
+    edit_tensors(path, scales)
+    edit(path, quantization_config={"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}})
+    assert tokens(path) == plain
+    assert "3 scales of a quantised KV cache are ignored" in caplog.text
+
+
+PACKED: dict[str, Tensors] = {
+    "GPTQ": {f"{LAYER}.qweight": torch.zeros(8, 32, dtype=torch.int32)},
+    "compressed-tensors": {f"{LAYER}.weight_packed": torch.zeros(32, 8, dtype=torch.int32)},
+    "fp8": {
+        f"{LAYER}.weight": torch.zeros(32, 64).to(torch.float8_e4m3fn),
+        f"{LAYER}.weight_scale_inv": torch.ones(1, 1),
+    },
+    "bitsandbytes": {
+        f"{LAYER}.weight": torch.zeros(1024, 1, dtype=torch.uint8),
+        f"{LAYER}.weight.absmax": torch.ones(16),
+    },
+    "LLM.int8": {
+        f"{LAYER}.weight": torch.zeros(32, 64, dtype=torch.int8),
+        f"{LAYER}.SCB": torch.ones(32),
+    },
+    "mxfp4": {"model.layers.0.mlp.experts.gate_up_proj_blocks": torch.zeros(2, dtype=torch.uint8)},
+    "MLX": {
+        f"{LAYER}.weight": torch.zeros(32, 8, dtype=torch.uint32),
+        f"{LAYER}.scales": torch.ones(32, 1),
+    },
+}
+
+
+@pytest.mark.parametrize("shown_by", ["tensors", "config", "file"])
+@pytest.mark.parametrize("form", PACKED)
+def test_quantised_weights(form: str, shown_by: str, path: Path) -> None:
+    edit_tensors(path, PACKED[form], f"{LAYER}.weight")
+    sign = next(name for name in PACKED[form] if not name.endswith(".weight"))
+    if shown_by == "config":
+        edit(path, quantization_config={"quant_method": form})
+        sign = f"quant_method '{form}'"
+    elif shown_by == "file":
+        edit(path, "quantize_config.json", bits=4)
+        sign = "quantize_config.json"
+    with pytest.raises(UnsupportedModelError, match="holds quantised weights") as raised:
+        load_model(path)
+    assert sign in str(raised.value)
+    assert "quantised checkpoints are not supported" in str(raised.value)
+
+
+def test_narrow_weights_with_a_configuration(path: Path) -> None:
+    edit_tensors(path, {f"{LAYER}.weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)})
+    edit(path, "hf_quant_config.json", quantization={"quant_algo": "FP8"})
+    with pytest.raises(UnsupportedModelError, match=r"hf_quant_config.json, the tensor .*k_proj"):
+        load_model(path)
+
+
+def test_gguf(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"no config.json.*GGUF files are not supported"):
+        load_model(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model.gguf' is a GGUF file, which is not supp"):
+        load_model(tmp_path / "model.gguf")
