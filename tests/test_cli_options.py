@@ -41,6 +41,7 @@ class Told:
 
     config: EngineConfig = field(default_factory=EngineConfig)
     params: SamplingParams = field(default_factory=SamplingParams)
+    add_special_tokens: bool = True
 
 
 Run = Callable[..., Told]
@@ -64,8 +65,14 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
             progress(1, 2)
             progress(2, 2)
 
-        def generate(self, prompts: Any, params: SamplingParams, progress: Any = None) -> Any:
-            told.params = params
+        def generate(
+            self,
+            prompts: Any,
+            params: SamplingParams,
+            progress: Any = None,
+            add_special_tokens: bool = True,
+        ) -> Any:
+            told.params, told.add_special_tokens = params, add_special_tokens
             raise EngineError("enough")
 
         stream = generate
@@ -87,13 +94,18 @@ def test_sampling(run: Run, command: str, capsys: pytest.CaptureFixture[str]) ->
         command, "--max-tokens=9", "--temperature=0.5", "--top-k=4", "--top-p=0.75", "--min-p=0.25",
         "--presence-penalty", "-1.5", "--frequency-penalty=1", "--repetition-penalty=1.25",
         "--seed=3", "--stop=a", "--stop", "b", "--stop-token-id=5", "--stop-token-id=6",
-        "--min-tokens=2", "--ignore-eos",
+        "--min-tokens=2", "--ignore-eos", "--no-skip-special-tokens",
+        "--no-spaces-between-special-tokens", "--include-stop-str-in-output",
+        "--allowed-token-ids=7", "--allowed-token-ids=8", "--bad-words=x", "--bad-words", "y",
+        "--truncate-prompt-tokens=-1",
     )  # fmt: skip
     assert capsys.readouterr().err.startswith("opweave: enough")
     assert told.params == SamplingParams(
         max_tokens=9, temperature=0.5, top_k=4, top_p=0.75, min_p=0.25, presence_penalty=-1.5,
         frequency_penalty=1.0, repetition_penalty=1.25, seed=3, stop=("a", "b"),
-        stop_token_ids=(5, 6), min_tokens=2, ignore_eos=True,
+        stop_token_ids=(5, 6), min_tokens=2, ignore_eos=True, skip_special_tokens=False,
+        spaces_between_special_tokens=False, include_stop_str_in_output=True,
+        allowed_token_ids=(7, 8), bad_words=("x", "y"), truncate_prompt_tokens=-1,
     )  # fmt: skip
 
 
@@ -110,6 +122,11 @@ def test_forms(run: Run, command: str, tmp_path: Path) -> None:
         told = run(command, *options)
         assert told.params.structured_outputs == StructuredOutputsParams(**form)
     assert run(command).params.structured_outputs is None
+
+
+def test_special_tokens_of_a_prompt(run: Run) -> None:
+    assert run("generate").add_special_tokens
+    assert not run("generate", "--no-add-special-tokens").add_special_tokens
 
 
 def test_defaults(run: Run) -> None:

@@ -37,6 +37,7 @@ def generate(
     prompt_token_ids: Annotated[list[str] | None, Parameter(negative=())] = None,
     max_tokens: int | None = None,
     temperature: float | None = None,
+    add_special_tokens: bool = True,
     sampling: SamplingOptions = _SAMPLING,
     running: ModelOptions = _RUNNING,
     ir_op_priority: PriorityOption = None,
@@ -62,6 +63,8 @@ def generate(
     temperature
         0 takes the likeliest token each time; higher is more random. The default is the
         checkpoint's, else 0.
+    add_special_tokens
+        Begin prompts with the special tokens that the tokenizer adds.
     explain
         Show which kernel each op used, and why the others did not.
     json
@@ -80,7 +83,9 @@ def generate(
         llm = LLM(model, config=config, progress=loading)
     recording = ir.record() if explain or json else nullcontext(ir.Record())
     with recording as record, ProgressBar("writing") as writing:
-        outputs = llm.generate(prompts, params, progress=writing)
+        outputs = llm.generate(
+            prompts, params, progress=writing, add_special_tokens=add_special_tokens
+        )
     if json:
         print_json(_to_json(model, outputs, record))
         return

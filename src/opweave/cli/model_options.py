@@ -67,6 +67,19 @@ class SamplingOptions:
         Answer with this text; give it several times for a choice.
     grammar
         Answer with a text of this grammar, in Lark or GBNF notation: a file, or the grammar itself.
+    skip_special_tokens
+        Leave special tokens out of the text.
+    spaces_between_special_tokens
+        Where they are not left out, keep the space that some tokenizers write between two of them.
+    include_stop_str_in_output
+        Show the stop text that ended an answer.
+    allowed_token_ids
+        Choose among these tokens only; give it several times for more than one.
+    bad_words
+        Never write this text; give it several times for more than one.
+    truncate_prompt_tokens
+        Keep only the last tokens of a longer prompt, as many as this; -1: as many as there is room
+        for.
     """
 
     top_k: int | None = None
@@ -84,6 +97,12 @@ class SamplingOptions:
     regex: str | None = None
     choice: Annotated[list[str] | None, Parameter(negative=())] = None
     grammar: str | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: Flag = False
+    allowed_token_ids: Annotated[list[int] | None, Parameter(negative=())] = None
+    bad_words: Annotated[list[str] | None, Parameter(negative=())] = None
+    truncate_prompt_tokens: int | None = None
 
     def params(self, defaults: Mapping[str, object], **others: object) -> SamplingParams:
         """Return them as parameters.

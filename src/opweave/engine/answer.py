@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from opweave.engine.bad_words import BadWords
 from opweave.engine.completion import Completion
 from opweave.engine.history import History
 from opweave.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestTimings
@@ -13,6 +14,7 @@ from opweave.engine.request import Request
 from opweave.engine.sampler import SamplingRequest
 from opweave.engine.sampling_params import SamplingParams
 from opweave.engine.structured.state import GrammarState
+from opweave.engine.token_mask import intersection
 
 
 class Answer:
@@ -27,6 +29,8 @@ class Answer:
         max_tokens: generate at most this many.
         eos_token_ids: the end-of-text tokens that end it.
         grammar: its position in the grammar that it follows; None: it is free text.
+        allowed: the mask of the tokens that may be chosen; None: all.
+        bad_words: the words that it may not have.
 
     Attributes:
         finish_reason: None while it goes on, and if it failed.
@@ -44,9 +48,12 @@ class Answer:
         max_tokens: int,
         eos_token_ids: frozenset[int],
         grammar: GrammarState | None = None,
+        allowed: bytes | None = None,
+        bad_words: BadWords | None = None,
     ) -> None:
         self.index, self.request, self.completion = index, request, completion
         self.grammar = grammar
+        self._allowed, self._bad_words = allowed, bad_words
         self.params, self.seed, self.max_tokens = params, seed, max_tokens
         self.finish_reason: FinishReason | None = None
         self.since_last = 0.0
@@ -55,8 +62,10 @@ class Answer:
         self._history = History.of(request.token_ids, params)
         self._logprobs: list[Mapping[int, Logprob]] | None = None if params.logprobs is None else []
         self._stop_token: int | None = None
-        # The grammar itself stays here: it may be long, and workers need only the masks.
-        self._sampling = params if grammar is None else replace(params, structured_outputs=None)
+        # What workers need only the masks of stays here: it may be long.
+        self._sampling = replace(
+            params, structured_outputs=None, allowed_token_ids=None, bad_words=()
+        )
         self._started = time.perf_counter()
         self._scheduled = self._first_token = self._last_token = self._finished = 0.0
 
@@ -70,15 +79,18 @@ class Answer:
         """How to choose its next token."""
         place = self.num_tokens
         forbidden = self._forbidden if place < self.params.min_tokens else ()
-        allowed = None
+        allowed = self._allowed
         if self.grammar is not None:
-            allowed = self.grammar.mask.allowed
+            allowed = intersection(allowed, self.grammar.mask.allowed)
             if not self.grammar.leaves_any(forbidden):
                 forbidden = ()
+        if self._bad_words:
+            words = self._bad_words.forbidden(self.request.output_token_ids)
+            forbidden = tuple(sorted(words.union(forbidden)))
         return SamplingRequest(self._sampling, self.seed, place, forbidden, self._history, allowed)
 
     def ends_at(self, token_id: int) -> bool:
-        """Whether this token ends it, and is not part of its text."""
+        """Whether this token ends it."""
         return token_id in self._eos_token_ids or token_id in self._stops
 
     def schedule(self) -> None:
@@ -98,11 +110,11 @@ class Answer:
         self._end_or_go_on(token_id)
 
     def _end_or_go_on(self, token_id: int) -> None:
-        if token_id in self._eos_token_ids:
-            self.finish("stop")
-            return
-        if token_id in self._stops:
-            self._stop_token = token_id
+        if self.ends_at(token_id):
+            if token_id not in self._eos_token_ids:
+                self._stop_token = token_id
+            if self.params.include_stop_str_in_output:
+                self.completion.push(token_id)
             self.finish("stop")
             return
         self.completion.push(token_id)

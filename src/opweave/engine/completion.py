@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 from opweave.engine.beginning import Beginning
 from opweave.engine.incremental_decoder import IncrementalDecoder
+from opweave.engine.sampling_params import SamplingParams
+from opweave.engine.tokenizer import Tokenizer
 
 
 class Completion:
-    """The text that tokens add up to, cut before the first stop string.
+    """The text that tokens add up to, cut before or after the first stop string.
 
     Args:
         decoder: turns the tokens into text.
         stop: texts that end the answer.
         min_tokens: a stop string that is complete before this many tokens does not end it.
+        include_stop: the text ends with the stop string.
 
     Attributes:
         stopped_by: the stop string that ended the answer, or None. Of several that begin at the
@@ -22,14 +25,35 @@ class Completion:
     """
 
     def __init__(
-        self, decoder: IncrementalDecoder, stop: Sequence[str], *, min_tokens: int = 0
+        self,
+        decoder: IncrementalDecoder,
+        stop: Sequence[str],
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         self.stopped_by: str | None = None
-        self._decoder, self._min_tokens = decoder, min_tokens
+        self._decoder, self._min_tokens, self._includes_stop = decoder, min_tokens, include_stop
         self._stop = sorted(stop, key=len, reverse=True)
         self._beginnings = [Beginning(text) for text in stop]
         self._text, self._decided, self._tokens = "", 0, 0
         self._is_finished = False
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        """Return the empty text behind the tokens of a prompt."""
+        decoder = IncrementalDecoder(
+            tokenizer,
+            prompt,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        return cls(
+            decoder,
+            params.stop,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+        )
 
     @property
     def is_stopped(self) -> bool:
@@ -74,4 +98,5 @@ class Completion:
         found = min((each for each in places if each[0] >= 0), key=lambda e: e[0], default=None)
         if found is not None:
             place, self.stopped_by = found
-            self._text = self._text[:place]
+            kept = len(self.stopped_by) if self._includes_stop else 0
+            self._text = self._text[: place + kept]

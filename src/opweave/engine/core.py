@@ -11,6 +11,7 @@ from pathlib import Path
 from opweave import platforms
 from opweave.config import EngineConfig
 from opweave.engine.answer import Answer
+from opweave.engine.bad_words import BadWords
 from opweave.engine.cache_plan import CachePlan, plan_cache
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.compilation import check_backend
@@ -19,7 +20,6 @@ from opweave.engine.errors import EngineError, InvalidArgumentError, NonFiniteLo
 from opweave.engine.executor import Executor
 from opweave.engine.generation import Generation
 from opweave.engine.generation_config import log_defaults, sampling_defaults
-from opweave.engine.incremental_decoder import IncrementalDecoder
 from opweave.engine.kv import KVCacheManager
 from opweave.engine.loader import Progress
 from opweave.engine.logprobs import named
@@ -35,6 +35,7 @@ from opweave.engine.stat_logger import stat_loggers
 from opweave.engine.stats import EngineStats, StatCounter
 from opweave.engine.step import SequenceStep
 from opweave.engine.structured.grammars import Grammars
+from opweave.engine.token_mask import token_mask
 from opweave.engine.tokenizer import tokenizer_of
 from opweave.engine.usage import Usage
 from opweave.platforms import Platform
@@ -130,13 +131,22 @@ class EngineCore:
         """The names of all requests that are not finished."""
         return list(self._generations)
 
-    def tokens(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of one prompt.
+    def tokens(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """Return the tokens of one prompt, cut as *params* say.
 
         Raises:
             PromptError: it is empty, too long, or not made of the model's tokens.
         """
-        return self._prompts.tokens(prompt)
+        count = None if params is None else params.truncate_prompt_tokens
+        if params is not None and count == -1:
+            count = max(1, self.max_model_len - (params.max_tokens or 1))
+        return self._prompts.tokens(prompt, add_special_tokens=add_special_tokens, keep=count)
 
     def prepare(
         self,
@@ -146,6 +156,7 @@ class EngineCore:
         *,
         priority: int = 0,
         streams: bool = True,
+        add_special_tokens: bool = True,
     ) -> Generation:
         """Return a request that can be added.
 
@@ -155,6 +166,7 @@ class EngineCore:
             params: how to choose tokens.
             priority: an integer; a lower one goes first, where the scheduler's policy asks for it.
             streams: return an output after every token, and not only at the end.
+            add_special_tokens: begin a text with the special tokens that the tokenizer adds.
 
         Raises:
             PromptError: the prompt is empty, too long, or not made of the model's tokens.
@@ -165,9 +177,12 @@ class EngineCore:
         """
         check_params(params)
         check_priority(priority)
-        tokens = self.tokens(prompt)
+        tokens = self.tokens(prompt, params, add_special_tokens=add_special_tokens)
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
-        params.check_vocabulary(self._prompts.vocab_size, eos)
+        bad_words, allowed = BadWords(params.bad_words, self.tokenizer), params.allowed_token_ids
+        size = self._prompts.vocab_size
+        params.check_vocabulary(size, eos, bad_words.single)
+        mask = None if allowed is None else token_mask(allowed, size)
         self.platform.validate_request(params)
         room = self.max_model_len - len(tokens)
         seed = self._seeds.of(params)
@@ -177,10 +192,12 @@ class EngineCore:
                 Request(self._sequence_id(request_id), tokens, priority=priority),
                 params,
                 derived_seed(seed, index),
-                self._completion(tokens, params),
+                Completion.of(self.tokenizer, tokens, params),
                 max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
                 eos_token_ids=eos,
                 grammar=self.grammars.start(params),
+                allowed=mask,
+                bad_words=bad_words,
             )
             for index in range(params.n)
         ]
@@ -374,12 +391,6 @@ class EngineCore:
         del self._answers[answer.request.request_id]
         self.scheduler.remove(answer.request.request_id)
         self._counter.finish(answer.finish_reason or "error", answer.timings())
-
-    def _completion(self, prompt: list[int], params: SamplingParams) -> Completion:
-        decoder = IncrementalDecoder(
-            self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens
-        )
-        return Completion(decoder, params.stop, min_tokens=params.min_tokens)
 
     def _sequence_id(self, request_id: str) -> str:
         """Return a name that no other sequence has, whatever requests are called."""

@@ -48,7 +48,7 @@ class ChatTemplateError(EngineError, ValueError):
 
 
 class NonFiniteLogitsError(EngineError):
-    """The model produced scores that are not numbers.
+    """The model produced logits that are NaN or infinite.
 
     Attributes:
         rows: of the scores, those that are not.
@@ -57,6 +57,10 @@ class NonFiniteLogitsError(EngineError):
     def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.rows = tuple(rows)
+
+
+class NoTokenLeftError(NonFiniteLogitsError, ValueError):
+    """The parameters of a request leave no token to choose."""
 
 
 class EngineDeadError(EngineError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Context
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -86,6 +85,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Progress | bool | None = None,
+        *,
+        add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
         """Answer *prompts*, several at a time; the results are in their order.
 
@@ -96,6 +97,8 @@ class LLM:
             progress: called with the number of tokens generated so far, and the most there can
                 be; those that a finished request did not need count as generated. True: a bar on
                 standard error, if that is a terminal.
+            add_special_tokens: begin texts with the special tokens that the tokenizer adds. False
+                for texts that hold them already.
 
         Raises:
             PromptError: a prompt is empty, too long or not made of the model's tokens.
@@ -105,7 +108,9 @@ class LLM:
         params = params_for(len(texts), sampling_params, self.default_sampling_params())
         # All prompts are checked before the first one runs.
         generations = [
-            self._core.prepare(str(next(self._names)), *item, streams=False)
+            self._core.prepare(
+                str(next(self._names)), *item, streams=False, add_special_tokens=add_special_tokens
+            )
             for item in zip(texts, params, strict=True)
         ]
         most = sum(generation.max_tokens for generation in generations)
@@ -135,6 +140,7 @@ class LLM:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
         **variables: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several of them; the results are in their order.
@@ -147,6 +153,8 @@ class LLM:
             chat_template: a Jinja file, or the template itself; None: the checkpoint's.
             tools: the functions that the model may call, for templates that know of them.
             add_generation_prompt: end the prompt with what begins an answer.
+            add_special_tokens: begin the prompt with the special tokens that the tokenizer adds,
+                which most templates write themselves.
             variables: what the template may ask for beside these.
 
         Raises:
@@ -165,10 +173,9 @@ class LLM:
             )
             for one in as_conversations(messages)
         ]
-        # The template has written the special tokens that a prompt begins with.
-        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        outputs = self.generate(ids, sampling_params, progress)
-        return [replace(o, prompt=text) for o, text in zip(outputs, texts, strict=True)]
+        return self.generate(
+            texts, sampling_params, progress, add_special_tokens=add_special_tokens
+        )
 
     def process(self, request: Any, *, io_processor: str | None = None) -> Any:
         """Answer a request that is in a form of a plugin's own.
@@ -190,7 +197,11 @@ class LLM:
         return processor.result(request, outputs)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
     ) -> Iterator[RequestOutput]:
         """Yield the answer to one prompt as it grows: each output holds everything so far.
 
@@ -202,7 +213,9 @@ class LLM:
             NonFiniteLogitsError: the model's scores are not numbers.
         """
         params = self.default_sampling_params() if sampling_params is None else sampling_params
-        generation = self._core.prepare(str(next(self._names)), prompt, params)
+        generation = self._core.prepare(
+            str(next(self._names)), prompt, params, add_special_tokens=add_special_tokens
+        )
         try:
             self._add([generation])
             with private_context(self._priorities) as context:

@@ -32,7 +32,7 @@ class CompletionOutput:
 
     Attributes:
         index: its place among the answers to the prompt.
-        text: the text, without special tokens and without the stop string.
+        text: the text, without special tokens and the stop string unless the request wants them.
         token_ids: every token that was generated, an end-of-text token included.
         finish_reason: ``"stop"`` at an end-of-text token or a stop string; ``"length"`` at
             ``max_tokens`` or the end of the context; ``"abort"``: it was given up; None: it goes

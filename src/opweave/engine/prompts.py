@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from opweave.engine.errors import PromptError
 from opweave.engine.sampling_params import SamplingParams
-from opweave.engine.tokenizer import Tokenizer
+from opweave.engine.tokenizer import Side, Tokenizer
 
 Prompt = str | Sequence[int]  # text, or token ids
 _KINDS = "a string, a list of strings, a list of token ids, or a list of such lists"
@@ -29,14 +29,28 @@ class PromptReader:
     max_positions: int
     answers: bool = True
 
-    def tokens(self, prompt: Prompt) -> list[int]:
+    def tokens(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, keep: int | None = None
+    ) -> list[int]:
         """Return the tokens of one prompt.
+
+        Args:
+            prompt: a text, or token ids.
+            add_special_tokens: whether a text gets the special tokens that the tokenizer adds.
+            keep: this many tokens of a longer prompt: the last ones, or the first ones where no
+                answer follows; None: all.
 
         Raises:
             PromptError: it is neither text nor token ids, has no token, an id is not in the
                 vocabulary, or no room is left for an answer.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
+        ids = truncated(
+            prompt if isinstance(prompt, str) else as_ids(prompt),
+            self.tokenizer,
+            keep,
+            side="left" if self.answers else "right",
+            add_special_tokens=add_special_tokens,
+        )
         if not ids and self.tokenizer.bos_token_id is not None:
             ids = [self.tokenizer.bos_token_id]
         if not ids:
@@ -57,6 +71,32 @@ class PromptReader:
                 f"{self.max_positions} tokens{answer}. Shorten it by {too_many}."
             )
         return ids
+
+
+def truncated(
+    prompt: str | list[int],
+    tokenizer: Tokenizer,
+    keep: int | None,
+    *,
+    side: Side,
+    add_special_tokens: bool,
+) -> list[int]:
+    """Return the tokens of a prompt, and of a longer one *keep*, with the added special tokens.
+
+    Args:
+        prompt: a text, or token ids.
+        tokenizer: splits a text.
+        keep: the most tokens; None: all.
+        side: of a longer prompt that is cut off: ``left`` keeps the last tokens.
+        add_special_tokens: whether a text gets the special tokens that the tokenizer adds.
+    """
+    if isinstance(prompt, str):
+        return tokenizer.encode(
+            prompt, add_special_tokens=add_special_tokens, keep=keep, truncation_side=side
+        )
+    if keep is None or len(prompt) <= keep:
+        return prompt
+    return prompt[-keep:] if side == "left" else prompt[:keep]
 
 
 def as_ids(prompt: object) -> list[int]:

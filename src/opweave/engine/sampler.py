@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opweave.engine.adjustments import adjusted
 from opweave.engine.distribution import cut_distributions, plain_weights
-from opweave.engine.errors import NonFiniteLogitsError
+from opweave.engine.errors import NonFiniteLogitsError, NoTokenLeftError
 from opweave.engine.history import History
 from opweave.engine.logprobs import TokenLogprob, token_logprobs
 from opweave.engine.randomness import uniform
@@ -70,7 +70,8 @@ class Sampler:
             requests: one for each row.
 
         Raises:
-            NonFiniteLogitsError: scores are NaN, or a row has no finite maximum.
+            NonFiniteLogitsError: logits are NaN, or a row has no finite maximum.
+            NoTokenLeftError: a request rules out every token.
         """
         sampled = [Sampled(token) for token in sample(logits, requests)]
         asked = [row for row, r in enumerate(requests) if r.params.logprobs is not None]
@@ -88,7 +89,7 @@ def sample(logits: Tensor, requests: Sequence[SamplingRequest]) -> list[int]:
     """Return a token for each row of *logits*; arguments and errors are those of a sampler."""
     scores = adjusted(logits, requests)
     best = scores.float().argmax(dim=-1, keepdim=True)  # on the CPU, faster than in 16 bits
-    _check_finite(scores.gather(-1, best).flatten().tolist())  # a NaN counts as the maximum
+    _check_finite(scores.gather(-1, best).flatten().tolist(), logits)  # NaN is the maximum
     tokens: list[int] = best.flatten().tolist()
     drawn = [row for row, request in enumerate(requests) if not request.params.is_greedy]
     if drawn:
@@ -97,14 +98,25 @@ def sample(logits: Tensor, requests: Sequence[SamplingRequest]) -> list[int]:
     return tokens
 
 
-def _check_finite(best: Sequence[float]) -> None:
+def _check_finite(best: Sequence[float], logits: Tensor) -> None:
     rows = [row for row, score in enumerate(best) if not math.isfinite(score)]
-    if rows:
+    if not rows:
+        return
+    given = logits[rows].float()
+    is_bad = given.isnan().any(-1) | ~given.amax(-1).isfinite()
+    if broken := [row for row, bad in zip(rows, is_bad.tolist(), strict=True) if bad]:
+        kind = "NaN" if given.isnan().any() else "infinite"
         raise NonFiniteLogitsError(
-            "The model's scores are not finite. Try dtype='float32'; if it persists, a weight or a "
-            "kernel is wrong; opweave generate --explain shows which kernels ran.",
-            rows=rows,
+            f"The model returned {kind} logits, and scores that are not finite choose no token. "
+            "Try dtype='float32'; if that does not help, a weight or a kernel is wrong: opweave "
+            "generate --explain shows which kernels ran.",
+            rows=broken,
         )
+    raise NoTokenLeftError(
+        "No token is left to choose: allowed_token_ids, bad_words, min_tokens and the form of the "
+        "answer rule out every token to which the model gives a finite score.",
+        rows=rows,
+    )
 
 
 def _draw(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opweave.engine.errors import SamplingParamsError
+from opweave.engine.parameter_checks import check_flag, check_int, check_number, texts, token_ids
 from opweave.engine.structured.params import StructuredOutputsParams
 
 MAX_LOGPROBS = 20  # as many as OpenAI's API gives
 MAX_N = 128  # answers to one prompt
+_FLAGS = (
+    "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,11 @@ class SamplingParams:
             engine draws one. The model's scores, and so the tokens, may still depend a little on
             what else runs, unless OPWEAVE_BATCH_INVARIANT is set: see
             ``how-to/batch-invariance.md``.
-        stop: one or more texts that end the request; none of them is part of its text.
+        stop: one or more texts that end the request; they are not part of its text, unless
+            *include_stop_str_in_output*.
         ignore_eos: go on after an end-of-text token.
-        stop_token_ids: tokens that end the request, beside the end-of-text token; none of them is
-            part of its text.
+        stop_token_ids: tokens that end the request, besides the end-of-text token; they are not
+            part of its text, unless *include_stop_str_in_output*.
         min_tokens: nothing but *max_tokens* and the end of the context ends an answer that has
             fewer; until then, the tokens that would are not chosen.
         n: how many answers to give, at most 128.
@@ -44,6 +49,18 @@ class SamplingParams:
             most: of the model's own scores, before all that is above changes them.
         prompt_logprobs: the same for the tokens of the prompt.
         skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: where they are not left out, keep the space that some
+            tokenizers write between two of them.
+        include_stop_str_in_output: the text ends with the stop string, or with the text of the
+            token that ended it.
+        allowed_token_ids: choose among these tokens only; None: among all. An end-of-text token
+            that is not one of them does not come.
+        bad_words: texts that are not generated. As in vLLM, this is about tokens: of those that
+            the tokenizer makes of the text by itself, after a space or at the beginning of a line,
+            the last one does not follow the others. Other tokens can still spell the text.
+        truncate_prompt_tokens: keep only the last tokens of a longer prompt, as many as this, with
+            the special tokens that the tokenizer adds to a text; -1: as many as leave room for
+            *max_tokens*; None: a prompt that is too long is an error.
         structured_outputs: the form that the answer must have: a JSON schema, a regular expression,
             a choice or a grammar. End-of-text tokens come only where it allows the end; an answer
             that is complete and cannot go on ends, even before *min_tokens*.
@@ -70,55 +87,67 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: str | Sequence[str] = ()
+    truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _stop_texts(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        for name in ("stop", "bad_words"):
+            object.__setattr__(self, name, texts(name, getattr(self, name)))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if name == "stop_token_ids" or self.allowed_token_ids is not None:
+                object.__setattr__(self, name, token_ids(name, getattr(self, name)))
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, "or None for no limit")
-        _check_number("temperature", self.temperature, 0.0, math.inf)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
+            check_int("max_tokens", self.max_tokens, 1, "or None for no limit")
+        check_number("temperature", self.temperature, 0.0, math.inf)
+        check_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
             message = "top_p=0 leaves no token; it must be above 0, and at most 1."
             raise SamplingParamsError(message, "top_p")
-        _check_int("top_k", self.top_k, -1, "where 0 and -1 mean all tokens")
+        check_int("top_k", self.top_k, -1, "where 0 and -1 mean all tokens")
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), "or None")
+            check_int("seed", self.seed, -(2**63), "or None")
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_int("n", self.n, 1, f"and at most {MAX_N}")
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_int("n", self.n, 1, f"and at most {MAX_N}")
         if self.n > MAX_N:
             raise SamplingParamsError(f"n={self.n} must be at most {MAX_N}.", "n")
         self._check_limits()
         self._check_penalties()
-        for name in ("ignore_eos", "skip_special_tokens"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise SamplingParamsError(f"{name}={value!r} is neither True nor False.", name)
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
         form = self.structured_outputs
         if form is not None and not isinstance(form, StructuredOutputsParams):
             message = f"structured_outputs={form!r} must be StructuredOutputsParams, or None."
             raise SamplingParamsError(message, "structured_outputs")
 
     def _check_limits(self) -> None:
-        _check_int("min_tokens", self.min_tokens, 0, "and at most max_tokens")
+        check_int("min_tokens", self.min_tokens, 0, "and at most max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingParamsError(
                 f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}.",
                 "min_tokens",
             )
+        if self.allowed_token_ids == ():
+            message = "allowed_token_ids is empty, which leaves no token; None allows all."
+            raise SamplingParamsError(message, "allowed_token_ids")
+        if (count := self.truncate_prompt_tokens) is not None and count != -1:
+            check_int("truncate_prompt_tokens", count, 1, "or -1 for as many as there is room for")
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                _check_int(name, value, 0, f"at most {MAX_LOGPROBS}, or None")
+                check_int(name, value, 0, f"at most {MAX_LOGPROBS}, or None")
                 if value > MAX_LOGPROBS:
                     message = f"{name}={value} must be at most {MAX_LOGPROBS}."
                     raise SamplingParamsError(message, name)
 
     def _check_penalties(self) -> None:
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
         if self.repetition_penalty == 0:
             message = "repetition_penalty=0 divides by zero; it must be above 0."
             raise SamplingParamsError(message, "repetition_penalty")
@@ -130,8 +159,8 @@ class SamplingParams:
                 "logit_bias",
             )
         for token, bias in self.logit_bias.items():
-            _check_int("logit_bias", token, 0, "an id of the vocabulary", what="a token of ")
-            _check_number("logit_bias", bias, -100.0, 100.0, place=f"[{token}]")
+            check_int("logit_bias", token, 0, "an id of the vocabulary", what="a token of ")
+            check_number("logit_bias", bias, -100.0, 100.0, place=f"[{token}]")
 
     @property
     def is_greedy(self) -> bool:
@@ -148,21 +177,34 @@ class SamplingParams:
         """Whether the tokens so far change the scores."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
-    def check_vocabulary(self, size: int, eos_token_ids: Collection[int] = ()) -> None:
+    def check_vocabulary(
+        self, size: int, eos_token_ids: Collection[int] = (), barred: Collection[int] = ()
+    ) -> None:
         """Check that all tokens that it names are below *size*, and that some may be chosen.
+
+        Args:
+            size: of the vocabulary.
+            eos_token_ids: tokens that end the answer.
+            barred: tokens that are never chosen, because each is a bad word.
 
         Raises:
             SamplingParamsError: otherwise.
         """
         named = [("logit_bias", token) for token in self.logit_bias or ()]
         named += [("stop_token_ids", token) for token in self.stop_token_ids]
+        named += [("allowed_token_ids", token) for token in self.allowed_token_ids or ()]
         for name, token in named:
             if token >= size:
                 raise SamplingParamsError(
                     f"{name} holds the token id {token}, but ids are from 0 to {size - 1}.",
                     name,
                 )
-        if self.min_tokens and len({*self.stop_token_ids, *eos_token_ids}) >= size:
+        if not (self.min_tokens or barred):
+            return
+        allowed = set(range(size) if self.allowed_token_ids is None else self.allowed_token_ids)
+        if not allowed.difference(barred):
+            raise SamplingParamsError("bad_words must leave some tokens to choose.", "bad_words")
+        if self.min_tokens and not allowed.difference(barred, self.stop_token_ids, eos_token_ids):
             raise SamplingParamsError(
                 f"min_tokens={self.min_tokens}, but every token ends the answer: stop_token_ids "
                 "must leave some.",
@@ -174,46 +216,3 @@ def check_params(params: object) -> None:
     """Raise SamplingParamsError unless *params* are SamplingParams."""
     if not isinstance(params, SamplingParams):
         raise SamplingParamsError(f"The sampling parameters are {params!r}, no SamplingParams.")
-
-
-def _check_int(name: str, value: object, least: int, note: str, *, what: str = "") -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if is_int and value >= 2**63:  # type: ignore[operator]
-        raise SamplingParamsError(f"{what}{name}={_shown(value)} must be below 2**63.", name)
-    if not is_int or value < least:  # type: ignore[operator]
-        message = f"{what}{name}={_shown(value)} must be an integer of at least {least}, {note}."
-        raise SamplingParamsError(message, name)
-
-
-def _check_number(name: str, value: object, low: float, high: float, *, place: str = "") -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    most = min(high, sys.float_info.max)  # integers above it become no float
-    if not is_number or not low <= value <= most:  # type: ignore[operator]
-        limit = "finite" if high == math.inf else f"at most {high:g}"
-        message = f"{name}{place}={_shown(value)} must be a number of at least {low:g}, {limit}."
-        raise SamplingParamsError(message, name)
-
-
-def _shown(value: object) -> str:
-    """Python writes out no integer of thousands of digits, and nobody reads one of hundreds."""
-    is_long = isinstance(value, int) and value.bit_length() > 128
-    return f"<an integer of {value.bit_length()} bits>" if is_long else repr(value)  # type: ignore[attr-defined]
-
-
-def _stop_texts(stop: object) -> tuple[str, ...]:
-    texts = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise SamplingParamsError(f"stop={stop!r} must be a string or a list of strings.", "stop")
-    if "" in texts:
-        message = "stop holds an empty string, which every text contains."
-        raise SamplingParamsError(message, "stop")
-    return tuple(texts)
-
-
-def _token_ids(ids: object) -> tuple[int, ...]:
-    name = "stop_token_ids"
-    if not isinstance(ids, list | tuple):
-        raise SamplingParamsError(f"{name}={ids!r} must be a list of token ids.", name)
-    for token in ids:
-        _check_int(name, token, 0, "an id of the vocabulary", what="a token of ")
-    return tuple(ids)

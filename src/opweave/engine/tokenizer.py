@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from opweave.config import EngineConfig
 from opweave.engine.checkpoint import Checkpoint
@@ -24,6 +24,8 @@ from opweave.engine.token_length import described, longest_token
 from opweave.engine.tokenizer_settings import follow_settings
 
 _log = logging.getLogger(__name__)
+
+Side = Literal["left", "right"]
 
 _CHARACTER = 4  # bytes of the longest character
 _SHORT = 1024  # tokens that are decoded sooner than a thread could take turns
@@ -65,12 +67,35 @@ class Tokenizer:
         self.bos_token_id = next(iter(_configured_ids(checkpoint, generation, "bos")), bos)
         follow_settings(self._backend, checkpoint, bos=bos, eos=eos)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        keep: int | None = None,
+        truncation_side: Side = "left",
+    ) -> list[int]:
         """Return the ids of *text*, with the special tokens that the tokenizer adds unless not.
+
+        Args:
+            text: any.
+            add_special_tokens: whether to add them.
+            keep: cut a longer text to this many ids, special ones included; None: to any number.
+            truncation_side: the side that is cut off.
 
         Raises:
             PromptError: it holds half of a surrogate pair, which is no character.
         """
+        encoding = self._encoding(text, add_special_tokens=add_special_tokens)
+        if keep is not None and len(encoding.ids) > keep:
+            encoding = self._encoding(text, add_special_tokens=False)
+            added = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+            encoding.truncate(max(0, keep - added), direction=truncation_side)
+            encoding = self._backend.post_process(encoding, None, add_special_tokens)
+            return list(encoding.ids)[:keep]
+        return list(encoding.ids)
+
+    def _encoding(self, text: str, *, add_special_tokens: bool) -> Any:
         try:
             # A batch, since the library lets other threads run only while it works on one.
             batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -82,7 +107,7 @@ class Tokenizer:
                 f"The prompt holds half of a surrogate pair, {text[half]!a} at {half}, which is no "
                 "character."
             ) from error
-        return list(batch[0].ids)
+        return batch[0]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of *ids*; bytes that are no text become U+FFFD."""
@@ -175,7 +200,7 @@ class AbsentTokenizer(Tokenizer):
         self.special_ids, self.longest_token = frozenset(), None
         self.has_byte_tokens = False
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def _encoding(self, text: str, *, add_special_tokens: bool) -> Any:
         raise TokenizerError(
             f"{self._path} has no tokenizer.json: give token ids instead of the text {text!r}."
         )
