@@ -13,6 +13,8 @@ from conftest import FreshPython
 from test_cli import Run, assert_one_line_error
 from test_cli import run as run  # the fixture
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "vllm_custom_op.py"
+
 MODULE = '''
 """Custom ops, as a package for vLLM writes them."""
 
@@ -137,6 +139,12 @@ def becomes(found: dict[str, Any], name: str) -> list[tuple[str, str]]:
 def notes(found: dict[str, Any], name: str) -> str:
     (described,) = (each for each in found["classes"] if each["class"] == name)
     return " ".join(described["notes"])
+
+
+def test_the_example_of_the_readme(run: Run) -> None:
+    found = json.loads(run("migrate", EXAMPLE, "--json").stdout)
+    assert [each["class"] for each in found["classes"]] == ["SoftCappedGelu"]
+    compile(found["sketch"], "sketch", "exec")
 
 
 def test_what_each_class_becomes(run: Run, module: Path) -> None:

@@ -314,7 +314,7 @@ def test_a_new_plugin(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert new("demo") == 0
     text = capfd.readouterr().out
     assert "demo/src/demo/kernels.py" in text
-    assert "Now: pytest demo, then pip install -e demo && opweave plugins list" in text
+    assert "Now: pip install -e './demo[test]' && pytest demo && opweave plugins list" in text
     written = {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()}
     assert "platform" not in " ".join(written)
     assert "platform_plugins" not in (here / "demo" / "pyproject.toml").read_text()

@@ -40,7 +40,7 @@ def new(name: str, /, *, json: Flag = False) -> None:
         return
     for path in files:
         out.print(escape(str(path.relative_to(Path.cwd()))))
-    out.print(f"\nNow: opweave native build {name} && pytest {name}")
+    out.print(f"\nNow: opweave native build {name} && pip install pytest && pytest {name}")
 
 
 @native.command

@@ -40,7 +40,7 @@ def new(name: str, /, *, platform: Flag = False, json: Flag = False) -> None:
         return
     for path in files:
         out.print(escape(str(path.relative_to(Path.cwd()))))
-    out.print(f"\nNow: pytest {name}, then pip install -e {name} && opweave plugins list")
+    out.print(f"\nNow: pip install -e './{name}\\[test]' && pytest {name} && opweave plugins list")
 
 
 @plugins.command(name="list")
