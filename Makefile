@@ -13,12 +13,19 @@ ABI_TORCH := 2.13.0
 CHECKPOINT := examples/models/tiny-pydoc
 # The editable install is redone when one of these changes.
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -type f)
+# For make gpu: a Python whose torch finds a GPU, else the environment's, which prints the queue.
+FINDS_GPU := import sys, torch; sys.exit(not torch.cuda.is_available())
+GPU_PYTHON = $(shell for python in $(BIN)/python $(PYTHON); do \
+  $$python -c "$(FINDS_GPU)" 2>/dev/null && echo $$python && exit; done; \
+  test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
+# Of make itself: make gpu --dry-run prints the queue, too.
+IS_DRY_RUN = $(findstring n,$(firstword -$(MAKEFLAGS)))
 # On few cores, threads that spin cost more than they bring.
 export OMP_NUM_THREADS ?= 1
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all verify test-abi test-abi-nightly test-sanitizers test-mindspore test-triton check fix bench bench-all bench-engine docs clean
+.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-sanitizers test-mindspore test-triton check fix bench bench-all bench-engine docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -57,6 +64,9 @@ bench-all: $(VENV)/dev.stamp ## measure every kernel, and write benchmarks/resul
 
 bench-engine: $(VENV)/dev.stamp ## measure the engine against transformers and the memory (10 GB, 10 minutes)
 	$(BIN)/python benchmarks/engine.py
+
+gpu: ## check and measure on a GPU for 10 minutes (GPU_OPTIONS=--help; --dry-run: the queue)
+	+$(GPU_PYTHON) tests/runs/gpu.py $(if $(IS_DRY_RUN),--dry-run) $(GPU_OPTIONS)
 
 docs: $(VENV)/dev.stamp ## serve the documentation
 	$(BIN)/mkdocs serve

@@ -25,7 +25,18 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from harness import Parser, describe_machine, out, print_json, progress, run, significant
+from harness import (
+    Parser,
+    copy_speed,
+    describe_machine,
+    device_time,
+    host_time,
+    out,
+    print_json,
+    progress,
+    run,
+    significant,
+)
 from kernel_cells.cases import CASES
 from kernel_cells.cell import Cell, dynamic_dims
 from kernel_cells.contenders import torch_baseline
@@ -35,12 +46,12 @@ from opweave import ir
 from opweave.ir.errors import did_you_mean
 
 PROVIDER = "triton"
+DEVICE = "cuda"
 HIDDEN = 4096
 TOKENS = (16, 256, 2048, 8192)
 ATTENTION = ((1, 8192), (16, 2048), (64, 2048), (2048, 2048))
 """Tokens, one of each sequence but for the last, and the keys that each sees."""
 ROUNDS = 3
-CALLS = 50
 RESULTS = Path(__file__).parent / "results"
 Call = Callable[[], Any]
 
@@ -63,13 +74,13 @@ def main(arguments: list[str] | None = None) -> int:
     cells = [cell for name in options.ops or names for cell in cells_of(name)]
     if options.compile:
         for cell in cells:
-            inputs = on_gpu(cell.inputs())
+            inputs = on_device(cell.inputs())
             baselines(cell, inputs)
             cell.op.using(f"{PROVIDER}!")(*inputs)
         return 0
     machine = describe_machine() | {
         "gpu": torch.cuda.get_device_name(),
-        "copy_gb_per_second": significant(copy_speed()),
+        "copy_gb_per_second": significant(copy_speed(DEVICE)),
     }
     rows = []
     with progress(quiet=options.json) as bar, torch.inference_mode():
@@ -98,19 +109,19 @@ def cells_of(name: str) -> Iterator[Cell]:
             yield Cell(name, index, Shape(tokens, HIDDEN, torch.bfloat16, context), 1)
 
 
-def on_gpu(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(a.cuda() if isinstance(a, Tensor) else a for a in arguments)
+def on_device(arguments: Sequence[Any], device: str = DEVICE) -> tuple[Any, ...]:
+    return tuple(a.to(device) if isinstance(a, Tensor) else a for a in arguments)
 
 
 _compiled: dict[tuple[Any, ...], Call] = {}
 
 
-def baselines(cell: Cell, arguments: tuple[Any, ...]) -> dict[str, Call]:
+def baselines(cell: Cell, arguments: tuple[Any, ...], backend: str = "inductor") -> dict[str, Call]:
     """Return eager torch, what Inductor makes of it, and torch's own kernel if there is one."""
     plain = torch_baseline(cell)
     if cell.family not in _compiled:
         torch._dynamo.reset()
-        _compiled[cell.family] = torch.compile(plain)
+        _compiled[cell.family] = torch.compile(plain, backend=backend)
     compiled = _compiled[cell.family]
     if cell.shape.tokens > 1:
         for value, dims in zip(arguments, dynamic_dims(cell), strict=True):
@@ -127,57 +138,38 @@ def baselines(cell: Cell, arguments: tuple[Any, ...]) -> dict[str, Call]:
     return found
 
 
-def measured(cell: Cell, copy_gb_per_second: float) -> Iterator[dict[str, Any]]:
-    arguments = on_gpu(cell.inputs())
-    op = cell.op.using(f"{PROVIDER}!")
-    ours = op.maybe_inplace if cell.op.impls[PROVIDER].inplace else op
+def measured(
+    cell: Cell,
+    copy_gb_per_second: float,
+    *,
+    device: str = DEVICE,
+    provider: str = PROVIDER,
+    backend: str = "inductor",
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of *cell*: the kernel of *provider*, and what *backend* compiles."""
+    arguments = on_device(cell.inputs(), device)
+    op = cell.op.using(f"{provider}!")
+    ours = op.maybe_inplace if cell.op.impls[provider].inplace else op
     result = ours(*arguments)
     outputs = [result] if isinstance(result, Tensor) else list(result)
-    calls = {"triton": lambda: ours(*arguments), **baselines(cell, arguments)}
-    device: dict[str, list[float]] = {name: [] for name in calls}
+    calls = {provider: lambda: ours(*arguments), **baselines(cell, arguments, backend)}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     host: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            device[name].append(device_time(call))
-            host[name].append(host_time(call))
+            times[name].append(device_time(call, device))
+            host[name].append(host_time(call, device))
     traffic = sum(cell.case.traffic(arguments, outputs))
-    times = {name: significant(statistics.median(found)) for name, found in device.items()}
+    us = {name: significant(statistics.median(found)) for name, found in times.items()}
     yield {
         "op": cell.name,
         "variant": cell.case.variant,
         "tokens": cell.shape.tokens,
         "context": cell.shape.context,
-        "us": times,
+        "us": us,
         "host_us": {name: significant(statistics.median(found)) for name, found in host.items()},
-        "share": significant(traffic / copy_gb_per_second / 1e3 / times["triton"], 3),
+        "share": significant(traffic / copy_gb_per_second / 1e3 / us[provider], 3),
     }
-
-
-def device_time(call: Call) -> float:
-    """Return the device's time for a call, in microseconds."""
-    from triton.testing import do_bench
-
-    return float(do_bench(call, warmup=3, rep=12, quantiles=[0.5])) * 1e3
-
-
-def host_time(call: Call) -> float:
-    """Return the host's time for a call, in microseconds: the best of two runs of many."""
-    found = []
-    for _ in range(2):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        found.append((time.perf_counter() - start) / CALLS * 1e6)
-    torch.cuda.synchronize()
-    return min(found)
-
-
-def copy_speed() -> float:
-    """Return what a copy out of every cache moves, read and written, in GB/s."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / device_time(lambda: target.copy_(source)) / 1e3
 
 
 def heading() -> list[str]:

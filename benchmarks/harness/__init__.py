@@ -1,5 +1,6 @@
 """What every benchmark here shares: the machine, interleaved timing, options, output, end."""
 
+from harness.device import copy_speed, device_time, host_time, synchronize
 from harness.machine import cache_bytes, describe_machine
 from harness.options import Parser
 from harness.output import out, print_json, progress, significant
@@ -11,7 +12,10 @@ __all__ = [
     "Parser",
     "Watch",
     "cache_bytes",
+    "copy_speed",
     "describe_machine",
+    "device_time",
+    "host_time",
     "interleaved",
     "microseconds",
     "out",
@@ -19,5 +23,6 @@ __all__ = [
     "progress",
     "run",
     "significant",
+    "synchronize",
     "within",
 ]
