@@ -176,6 +176,79 @@ def test_a_hit_after_the_joint_stage_has_the_report() -> None:
         assert (report.nodes, report.fusions) == (first.nodes, first.fusions)
 
 
+LEARNED = torch.nn.Parameter(torch.ones(8))
+MODES = {
+    "grad": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+
+def partly_differentiated(x: Tensor, r: Tensor) -> Tensor:
+    y, _ = ir.ops.fused_add_rms_norm(x, r, None, 1e-5)
+    with torch.no_grad():
+        z = ir.ops.rms_norm(r, LEARNED, 1e-5)
+    return ir.ops.silu_and_mul(ir.ops.rms_norm(y * z, LEARNED, 1e-5))
+
+
+def three_ops(x: Tensor, r: Tensor) -> Tensor:
+    y, _ = ir.ops.fused_add_rms_norm(x, r, None, 1e-5)
+    return ir.ops.silu_and_mul(ir.ops.rms_norm(y, None, 1e-5))
+
+
+OPS = {
+    partly_differentiated: ["fused_add_rms_norm", "rms_norm", "rms_norm", "silu_and_mul"],
+    three_ops: ["fused_add_rms_norm", "rms_norm", "silu_and_mul"],
+}
+
+
+@pytest.mark.parametrize("function", OPS)
+@pytest.mark.parametrize("modes", [("grad", "no_grad"), ("inference", "grad")])
+def test_the_report_is_complete_after_hits_across_grad_modes(
+    function: Callable[..., Any], modes: tuple[str, ...]
+) -> None:
+    for mode in (*modes, *modes):
+        with MODES[mode]():
+            report = compile_anew(function)
+        assert report.complete
+        assert sorted(node.op for node in report.nodes) == OPS[function], mode
+        differentiated = [n.op for n in report.nodes if n.stage == "with gradients"]
+        expected = mode == "grad" and function is partly_differentiated
+        assert differentiated == (["rms_norm", "silu_and_mul"] if expected else [])
+    assert report.from_cache
+
+
+def test_a_backward_graph_does_not_complete_the_report_of_a_forward_from_the_cache() -> None:
+    def scaled(by: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, w: Tensor) -> Tensor:
+                return w * 2
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                return grad * by
+
+        def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            return ir.ops.fused_add_rms_norm(x, x + 1, None, 1e-5)[0], Scaled.apply(w)
+
+        return function
+
+    reports = []
+    for by in (2.0, 3.0):
+        torch._dynamo.reset()
+        w = torch.ones(8, requires_grad=True)
+        with torch.enable_grad():
+            compiled = torch.compile(scaled(by), backend=opweave.compile.backend)
+            compiled(torch.ones(4, 8), w)[1].sum().backward()
+        assert w.grad is not None
+        assert w.grad.tolist() == [by] * 8
+        reports.append(opweave.compile.report())
+    assert [node.op for node in reports[0].nodes] == ["fused_add_rms_norm"]
+    for report in reports:
+        assert report.complete == bool(report.nodes)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff"])
 def test_a_report_that_is_missing_says_so(tmp_path: Path, content: bytes) -> None:
     compile_anew(norm)

@@ -175,7 +175,9 @@ def compile_with(
     for module in all_graphs(graph_module):
         pipeline.run(Stage.DYNAMO, module.graph, context)
         module.recompile()
-    context.report.key = store.key_of(graph_module, context.plan, inputs)
+    context.report.key = store.key_of(
+        graph_module, context.plan, inputs, grad_mode=torch.is_grad_enabled()
+    )
     config = {**context.plan.options.inductor, **hooks(context)}
     runner = compile(graph_module, inputs, config)
     store.settle(context)

@@ -19,6 +19,7 @@ from opweave.compile.passes.autocast import carry_autocast
 from opweave.compile.passes.cleanup import clean_up
 from opweave.compile.passes.donation import carry_donations
 from opweave.compile.passes.fusion import fuse
+from opweave.compile.passes.gradients import note_gradients
 from opweave.compile.passes.lowering import is_kept, lower_functional
 from opweave.compile.passes.noop import eliminate_noops
 from opweave.compile.passes.plugin import run_plugin_pass
@@ -49,6 +50,7 @@ class Pass(NamedTuple):
 PASSES = (
     Pass("carry donations", Stage.DYNAMO, carry_donations),
     Pass("carry autocast", Stage.DYNAMO, carry_autocast),
+    Pass("note gradients", Stage.DYNAMO, note_gradients),
     Pass("eliminate noops", Stage.JOINT, eliminate_noops, lambda o: o.noop_elimination),
     Pass("fuse", Stage.JOINT, fuse, lambda o: o.fusion),
     Pass("clean up", Stage.JOINT, clean_up),
@@ -74,7 +76,8 @@ def run(stage: Stage, graph: Graph, context: Context) -> None:
         _check_lowered(graph)
     # Inductor goes no further where it has the code of the joint graph, or nothing to compile.
     is_last = stage is Stage.POST_GRAD or (stage is Stage.JOINT and not _computes(graph))
-    context.report.complete = is_last
+    if not _is_backward(graph, stage):
+        context.report.complete = is_last
 
 
 def _run(stage: Stage, graph: Graph, context: Context) -> None:
@@ -126,6 +129,12 @@ def _is_same(a: list[tuple[object, ...]], b: list[tuple[object, ...]]) -> bool:
 
 def _computes(graph: Graph) -> bool:
     return any(node.op not in ("placeholder", "get_attr", "output") for node in graph.nodes)
+
+
+def _is_backward(graph: Graph, stage: Stage) -> bool:
+    """Whether *graph* is a backward graph, which is compiled, or found in a cache, on its own."""
+    inputs = (node.name for node in graph.nodes if node.op == "placeholder")
+    return stage is Stage.POST_GRAD and any(name.startswith("tangents_") for name in inputs)
 
 
 def _check_lowered(graph: Graph) -> None:

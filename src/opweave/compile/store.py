@@ -1,9 +1,10 @@
 """Reports, filed next to Inductor's cached artifacts: a cache hit runs no pass, and has a report.
 
 A report depends on the graph, the shapes and dtypes of its inputs, and the plan: its key is a
-digest of these. It has two. AOTAutograd caches by the graph that Dynamo traced, where names are
-those of the program; Inductor by the one that AOTAutograd made, and a hit there comes after the
-joint stage.
+digest of these. It has two. AOTAutograd caches by the grad mode and the graph that Dynamo traced,
+where names are those of the program; Inductor by the one that AOTAutograd made, and a hit there
+comes after the joint stage. The passes of the dynamo stage run in any case, so what they say comes
+from the compilation at hand.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -22,22 +22,31 @@ from opweave.compile import compat, fingerprint
 from opweave.compile.context import Context
 from opweave.compile.log import logger
 from opweave.compile.nodes import all_graphs, fake_of, has_fakes
-from opweave.compile.pipeline import graph_text
+from opweave.compile.passes.gradients import STAGE as GRADIENTS
+from opweave.compile.pipeline import Stage, graph_text
 from opweave.compile.plan import Plan
 from opweave.compile.report import Report
 
 
-def key_of(graph_module: GraphModule, plan: Plan, inputs: Sequence[Any] = ()) -> str:
+def key_of(
+    graph_module: GraphModule,
+    plan: Plan,
+    inputs: Sequence[Any] = (),
+    *,
+    grad_mode: bool | None = None,
+) -> str:
     """Return what the report of compiling a graph is filed under.
 
     Args:
         graph_module: the graph, and those inside of it.
         plan: of the compilation.
         inputs: of the graph, for one that says nothing of them.
+        grad_mode: in which the graph is compiled; None for one that AOTAutograd made, which does
+            the same in every mode.
     """
     graph = graph_module.graph
     parts = [graph_text(module.graph) for module in all_graphs(graph_module)]
-    parts += [plan.digest, str(torch.is_grad_enabled())]
+    parts += [plan.digest, str(grad_mode)]
     if has_fakes(graph):
         inputs = [fake_of(node) for node in graph.nodes if node.op == "placeholder"]
     return fingerprint.digest_of([*parts, *map(_describe, inputs)])
@@ -58,12 +67,22 @@ def settle(context: Context) -> None:
         if found is None:
             logger.debug("cache hit, but no report of the artifact")
             return
-        vars(report).update(vars(found), key=report.key, from_cache=True)
+        _complete(report, found)
         logger.debug("cache hit: the report is the one of the first compilation")
     for key in outdated:
         _write(Path(compat.cache_directory(), _name(key)), report.to_json())
     for key in keys:
         compat.record_artifact(_name(key), report.to_dict())
+
+
+def _complete(report: Report, filed: Report) -> None:
+    """Add to *report*, which has the dynamo stage, the later stages of the *filed* one."""
+    nodes = [n for n in report.nodes if n.stage == GRADIENTS]
+    nodes += [n for n in filed.nodes if n.stage != GRADIENTS]
+    passes = [p for p in report.passes if p.stage == Stage.DYNAMO.value]
+    passes += [p for p in filed.passes if p.stage != Stage.DYNAMO.value]
+    own = {"key": report.key, "from_cache": True, "nodes": nodes, "passes": passes}
+    vars(report).update(vars(filed), **own)
 
 
 def _name(key: str) -> str:
@@ -90,5 +109,6 @@ def _write(path: Path, text: str) -> None:
 
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}{value.device}"
+        layout = f"{tuple(value.shape)}{tuple(value.stride())}"
+        return f"{value.dtype}{layout}{value.device}{value.requires_grad}"
     return repr(value)
