@@ -54,6 +54,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
         "attention_factor": 1.7,
     },
+    "proportional": {"rope_type": "proportional", "factor": 2.0},
     "longrope-short": {
         "rope_type": "longrope",
         "short_factor": [1.0 + 0.1 * i for i in range(HEAD // 2)],
@@ -85,7 +86,8 @@ def hugging_face(
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("theta", [10000.0, 5e5])
 def test_frequencies_and_table(name: str, share: float, theta: float) -> None:
-    parameters, size = dict(PARAMETERS[name]), int(HEAD * share)
+    parameters = dict(PARAMETERS[name])
+    size = HEAD if name == "proportional" else int(HEAD * share)
     for key in ("short_factor", "long_factor"):
         if key in parameters:
             parameters[key] = parameters[key][: size // 2]

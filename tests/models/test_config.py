@@ -116,10 +116,13 @@ def test_the_prefix_of_a_dtype_is_dropped() -> None:
 
 UNSUPPORTED = {
     "architecture": (raw("GPT2"), "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"),
-    "activation": (raw(hidden_act="gelu"), "'hidden_act': 'gelu'.* Supported: silu"),
-    "rope": (raw(rope_scaling={"rope_type": "longrope"}), "'longrope'.* default, linear, llama3"),
-    "old rope": (raw(rope_scaling={"type": "dynamic", "factor": 2.0}), "'dynamic'.* default"),
-    "partial": (raw(partial_rotary_factor=0.5), "partial_rotary_factor.*Supported: 1.0"),
+    "activation": (raw(hidden_act="mish"), "'hidden_act': 'mish'.* Supported: gelu, .*silu"),
+    "rope": (raw(rope_scaling={"rope_type": "spiral"}), "'spiral'.* default, .*linear, llama3"),
+    "old rope": (raw(rope_scaling={"type": "spiral", "factor": 2.0}), "'spiral'.* default"),
+    "partial": (
+        raw(partial_rotary_factor=0.5, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        "partial_rotary_factor.*Supported: 1.0",
+    ),
     "quantised": (
         raw(quantization_config={"quant_method": "fp8"}),
         r"quantised checkpoints \(quant_method 'fp8'\) are not supported; use unquantised weights",

@@ -227,10 +227,14 @@ def test_absent_keys_mean_what_they_mean_to_transformers(
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"hidden_act": "gelu"}, UnsupportedModelError, "'hidden_act': 'gelu'"),
+    ({"hidden_act": "relu"}, UnsupportedModelError, "'hidden_act': 'relu'"),
     ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantization_config"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, UnsupportedModelError, "'dynamic'"),
-    ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "'partial_rotary_factor': 0.5"),
+    ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, UnsupportedModelError, "'spiral'"),
+    (
+        {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        UnsupportedModelError,
+        "'partial_rotary_factor': 0.5",
+    ),
     ({"num_key_value_heads": 3}, InvalidConfigError, "not a multiple"),
     ({"hidden_size": 66}, InvalidConfigError, "no 'head_dim'"),
     ({"num_experts_per_tok": 200}, InvalidConfigError, "'num_experts_per_tok': 200"),

@@ -20,6 +20,7 @@ from opweave.models import (
     LlamaConfig,
     MixtureConfig,
 )
+from opweave.models.activations import ACTIVATIONS
 
 DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12,
@@ -33,6 +34,23 @@ MIXTRAL = {"num_experts_per_tok": 2, "num_local_experts": 6}
 QWEN3_MOE = {
     "num_experts_per_tok": 2, "num_experts": 6, "moe_intermediate_size": 40, "head_dim": 24,
 }  # fmt: skip
+SHORT, LONG = ([start + step * i for i in range(12)] for start, step in ((1.0, 0.1), (2.0, 0.3)))
+
+
+def longrope(pairs: int, **others: Any) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 400,
+        "short_factor": SHORT[:pairs], "long_factor": LONG[:pairs], **others,
+    }  # fmt: skip
+
+
+def gemma_rope(full: dict[str, Any]) -> dict[str, Any]:
+    ropes = {"full_attention": full, "sliding_attention": SLIDING}
+    return {"layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": ropes}
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 FULL = {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}
 SLIDING = {"rope_type": "default", "rope_theta": 7e3}
 
@@ -81,6 +99,57 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
     ),
+    "llama dynamic": ("llama", {}, {"rope_parameters": DYNAMIC}),
+    "qwen2 dynamic of version 4": (
+        "qwen2", {},
+        {"rope_parameters": None, "rope_theta": 5e4,
+         "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    ),
+    "deepseek dynamic": (
+        "deepseek_v3", DEEPSEEK, {"rope_parameters": {**DYNAMIC, "mscale_all_dim": 1.0}},
+    ),
+    "gemma dynamic": ("gemma3_text", GEMMA, gemma_rope(DYNAMIC)),
+    "llama proportional": ("llama", {}, {"rope_parameters": PROPORTIONAL}),
+    "mistral proportional with a factor": (
+        "mistral", {}, {"rope_parameters": {**PROPORTIONAL, "factor": 3.0}},
+    ),
+    "qwen3 proportional with the share beside it": (
+        "qwen3", {"head_dim": 24},
+        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4},
+         "partial_rotary_factor": 0.3},
+    ),
+    "deepseek proportional": ("deepseek_v3", DEEPSEEK, {"rope_parameters": PROPORTIONAL}),
+    "gemma proportional": ("gemma3_text", GEMMA, gemma_rope(PROPORTIONAL)),
+    "llama longrope": ("llama", {}, {"rope_parameters": longrope(8)}),
+    "llama longrope with a factor": ("llama", {}, {"rope_parameters": longrope(8, factor=4.0)}),
+    "qwen3_moe longrope": (
+        "qwen3_moe", QWEN3_MOE, {"rope_parameters": longrope(12, attention_factor=1.5)},
+    ),
+    "deepseek longrope": ("deepseek_v3", DEEPSEEK, {"rope_parameters": longrope(4)}),
+    "gemma longrope": ("gemma3_text", GEMMA, gemma_rope(longrope(12))),
+    "longrope with the context of training beside it": (
+        "llama", {},
+        {"rope_parameters": None, "rope_theta": 1e4, "original_max_position_embeddings": 400,
+         "rope_scaling": {"type": "longrope", "short_factor": SHORT[:8], "long_factor": LONG[:8]}},
+    ),
+    "llama partial rotary": (
+        "llama", {},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                             "partial_rotary_factor": 0.5}},
+    ),
+    "mixtral partial rotary": ("mixtral", MIXTRAL, {"partial_rotary_factor": 0.5}),
+    **{
+        f"llama {name}": ("llama", {"hidden_act": name}, {})
+        for name in ACTIVATIONS
+    },
+    "qwen3 relu": ("qwen3", {"hidden_act": "relu", "head_dim": 16}, {}),
+    "gemma silu": ("gemma3_text", {**GEMMA, "hidden_activation": "silu"}, {}),
+    "mixtral gelu": ("mixtral", {**MIXTRAL, "hidden_act": "gelu"}, {}),
+    "qwen3_moe gelu": (
+        "qwen3_moe", {**QWEN3_MOE, "hidden_act": "gelu_pytorch_tanh", "mlp_only_layers": [0]}, {},
+    ),
+    "deepseek swish": ("deepseek_v3", {**DEEPSEEK, "hidden_act": "swish"}, {}),
+    "deepseek gelu": ("deepseek_v3", {**DEEPSEEK, "hidden_act": "gelu"}, {}),
     "yarn with a null factor": (
         "llama", {},
         {

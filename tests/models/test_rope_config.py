@@ -47,12 +47,26 @@ def test_or_else_it_is_the_context_of_the_model(parameters: dict[str, Any]) -> N
         (
             {"rope_type": "spiral"},
             UnsupportedModelError,
-            "'spiral'.*: default, linear, llama3, yarn",
+            "'spiral'.*: default, dynamic, linear, llama3, longrope, proportional, yarn",
         ),
-        ({"rope_type": "dynamic", "factor": 2.0}, UnsupportedModelError, "'dynamic'"),
-        ({"rope_type": "longrope", "factor": 2.0}, UnsupportedModelError, "'longrope'"),
+        ({"rope_type": "dynamic"}, InvalidConfigError, "lacks 'factor'"),
+        ({"rope_type": "longrope", "factor": 2.0}, InvalidConfigError, "short_factor must be"),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0], "original_max_position_embeddings": 0},
+            InvalidConfigError,
+            "'original_max_position_embeddings': 0",
+        ),
         ({"type": "mrope", "mrope_section": [2, 1, 1]}, UnsupportedModelError, "'mrope'"),
-        ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "0.5, .*Supported: 1.0"),
+        (
+            {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+            UnsupportedModelError,
+            "0.5, .*Supported: 1.0",
+        ),
+        (
+            {"rope_type": "proportional", "partial_rotary_factor": 1.5},
+            InvalidConfigError,
+            "it must be at most 1",
+        ),
         ({"partial_rotary_factor": "1"}, InvalidConfigError, "positive number"),
         ({"rope_dim": 8}, UnsupportedModelError, "'rope_dim'.*heads are rotated whole"),
         ({"rope_type": 3}, InvalidConfigError, "'rope_type': 3; it must be a string"),
@@ -101,7 +115,16 @@ def test_null_and_zero_mean_what_they_mean_to_transformers() -> None:
 @pytest.mark.parametrize("share", ["partial_rotary_factor", "rope_dim"])
 def test_a_part_of_a_head_may_be_named_beside_the_others(share: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"^config\.json has '{share}'"):
-        read({share: 0.5})
+        read({share: 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+
+
+@pytest.mark.parametrize("place", ["rope", "config"])
+def test_a_share_that_transformers_ignores(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    share = {"partial_rotary_factor": 0.5}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    given = {"rope_parameters": {**rope, **share}} if place == "rope" else share
+    assert read(given) == {"rope_type": "default", "rope_theta": 1e4}
+    assert "which is ignored, as in transformers" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -112,6 +135,16 @@ def test_a_part_of_a_head_may_be_named_beside_the_others(share: str) -> None:
         (LLAMA3_ROPE, 512),
         ({**YARN, "original_max_position_embeddings": 512}, 1536),  # Qwen's recipe
         ({**YARN, "original_max_position_embeddings": 100}, 512),  # DeepSeek's: named already
+        ({"rope_type": "dynamic", "factor": 4.0}, 512),  # above it, the base would change
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0],
+                "long_factor": [2.0],
+                "original_max_position_embeddings": 64,
+            },
+            64,
+        ),
     ],
 )
 def test_the_longest_sequence_is_that_of_the_table(rope: dict[str, Any], longest: int) -> None:

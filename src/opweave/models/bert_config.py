@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from opweave.models.activations import read_activation
 from opweave.models.fields import Fields
-
-ACTIVATIONS = ("gelu", "gelu_new", "relu")
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,7 @@ class BertConfig:
     """A BERT encoder. Sizes have the names that ``config.json`` gives them.
 
     Attributes:
-        hidden_act: one of ``ACTIVATIONS``.
+        hidden_act: the activation of the MLPs.
         dtype: the name of the checkpoint's dtype; None if it does not say.
     """
 
@@ -50,7 +49,6 @@ class BertConfig:
         fields.refuse_quantized()
         hidden, heads = fields.count("hidden_size", 768), fields.count("num_attention_heads", 12)
         fields.require_multiple("hidden_size", hidden, "num_attention_heads", heads)
-        activation = fields.text("hidden_act", "gelu")
         return cls(
             vocab_size=fields.count("vocab_size", 30522),
             hidden_size=hidden,
@@ -60,6 +58,6 @@ class BertConfig:
             max_position_embeddings=fields.count("max_position_embeddings", 512),
             type_vocab_size=fields.count("type_vocab_size", 2),
             layer_norm_eps=fields.number("layer_norm_eps", 1e-12),
-            hidden_act=fields.require("hidden_act", activation, *ACTIVATIONS),
+            hidden_act=read_activation(fields, default="gelu"),
             dtype=fields.dtype(),
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from opweave.models.activations import read_activation
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
 from opweave.models.heads import read_heads
@@ -47,6 +48,7 @@ class LlamaConfig:
         windows: for each layer, how many positions its attention sees; None: all.
         qkv_bias, o_bias, mlp_bias: which linear maps have a bias.
         qk_norm: whether queries and keys are normalised, head by head.
+        hidden_act: the activation of the MLPs.
         dtype: the name of the checkpoint's dtype; None if it does not say.
     """
 
@@ -66,6 +68,7 @@ class LlamaConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     dtype: str | None = None
 
@@ -87,7 +90,6 @@ class LlamaConfig:
         """
         fields = Fields(config)
         architecture = _architecture(fields)
-        fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
         fields.refuse_quantized()
         layers = fields.size("num_hidden_layers", 32)
         context, vocabulary, intermediate = _ABSENT[architecture]
@@ -111,6 +113,7 @@ class LlamaConfig:
             o_bias=biased,
             mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
             qk_norm=architecture == "Qwen3ForCausalLM",
+            hidden_act=read_activation(fields),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             dtype=fields.dtype(),
         )

@@ -17,10 +17,10 @@ from opweave.layers import (
     ReplicatedLinear,
     RMSNorm,
     RowParallelLinear,
-    SiluAndMul,
     get_rope,
 )
 from opweave.layers.parallel import current_tensor_parallel
+from opweave.models.activations import expert_activation, gated_activation
 from opweave.models.causal_lm import CausalLM
 from opweave.models.decoder_layer import DecoderLayer
 from opweave.models.deepseek_config import DeepseekV3Config
@@ -53,7 +53,7 @@ class DeepseekMoE(nn.Module):
             self.shared_experts = GatedMlp(
                 config.hidden_size,
                 config.n_shared_experts * config.moe_intermediate_size,
-                SiluAndMul(),
+                gated_activation(config.hidden_act),
                 dtype=dtype,
                 reduce_results=False,
             )
@@ -64,6 +64,7 @@ class DeepseekMoE(nn.Module):
             config.moe_intermediate_size,
             dtype,
             renormalize=config.norm_topk_prob,
+            activation=expert_activation(config.hidden_act),
             use_grouped_topk=True,
             num_expert_group=config.n_group,
             topk_group=config.topk_group,
@@ -124,7 +125,7 @@ def deepseek_layer(config: DeepseekV3Config, layer: int, dtype: torch.dtype) -> 
         RMSNorm(size, epsilon, dtype=dtype),
         latent_attention(config, layer, dtype),
         RMSNorm(size, epsilon, dtype=dtype),
-        GatedMlp(size, config.intermediate_size, SiluAndMul(), dtype=dtype)
+        GatedMlp(size, config.intermediate_size, gated_activation(config.hidden_act), dtype=dtype)
         if layer < config.first_k_dense_replace
         else DeepseekMoE(config, dtype),
     )
@@ -143,6 +144,7 @@ def latent_attention(
         not config.rope_interleave,
         config.rope,
         dtype,
+        max_model_len=config.max_positions,
     )
     modules = MLAModules(
         kv_a_layernorm=RMSNorm(config.kv_lora_rank, _LATENT_EPSILON, dtype=dtype),

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from opweave.models.activations import read_expert_activation
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
-from opweave.models.rope_config import max_positions, rope_parameters
+from opweave.models.rope_config import max_positions, rope_parameters, rope_type
 
 _SCORED = 2  # experts of a group
 
@@ -47,6 +48,7 @@ class DeepseekV3Config:
     topk_group: int
     norm_topk_prob: bool
     routed_scaling_factor: float
+    hidden_act: str
     first_k_dense_replace: int
     max_position_embeddings: int
     rms_norm_eps: float
@@ -75,7 +77,6 @@ class DeepseekV3Config:
             InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
         """
         fields = Fields(config)
-        fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
         fields.refuse_quantized()
         _require_routing(fields)
         nope, turned = fields.count("qk_nope_head_dim", 128), fields.count("qk_rope_head_dim", 64)
@@ -101,12 +102,13 @@ class DeepseekV3Config:
             topk_group=fields.count("topk_group", 4),
             norm_topk_prob=fields.flag("norm_topk_prob", True, null=False),
             routed_scaling_factor=fields.number("routed_scaling_factor", 2.5),
+            hidden_act=read_expert_activation(fields),
             first_k_dense_replace=fields.natural("first_k_dense_replace", 3),
             max_position_embeddings=positions,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
             rope_interleave=fields.flag("rope_interleave", True, null=False),
-            softmax_scale=_softmax_scale(nope + turned, rope),
+            softmax_scale=_softmax_scale(nope + turned, rope, rope_type(fields)),
             attention_bias=fields.flag("attention_bias", False),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             num_nextn_predict_layers=fields.natural("num_nextn_predict_layers", 1),
@@ -153,15 +155,15 @@ def _shared_experts(fields: Fields) -> int:
     return 0 if key in fields.values and key not in fields else fields.natural(key, 1)
 
 
-def _softmax_scale(size: int, rope: Mapping[str, Any]) -> float:
-    stretch = _stretch(rope)
+def _softmax_scale(size: int, rope: Mapping[str, Any], kind: str) -> float:
+    stretch = _stretch(rope, kind)
     return float(size**-0.5) * stretch * stretch
 
 
-def _stretch(rope: Mapping[str, Any]) -> float:
+def _stretch(rope: Mapping[str, Any], kind: str) -> float:
     """Return by how much a longer context sharpens the attention: YaRN, arXiv:2309.00071."""
     key, factor = "mscale_all_dim", rope.get("factor")
-    if rope["rope_type"] == "default" or not rope.get(key) or not factor or factor <= 1:
+    if kind == "default" or not rope.get(key) or not factor or factor <= 1:
         return 1.0
     every = Fields(rope, "'rope_parameters' in config.json").number(key)
     return 0.1 * every * math.log(factor) + 1.0

@@ -8,7 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from opweave.layers import GeluAndMul, GemmaRMSNorm, VocabParallelEmbedding
+from opweave.layers import GemmaRMSNorm, VocabParallelEmbedding
+from opweave.models.activations import gated_activation
 from opweave.models.causal_lm import CausalLM, Decoder
 from opweave.models.decoder_layer import add_and_norm
 from opweave.models.gemma3_config import Gemma3Config
@@ -40,7 +41,8 @@ class Gemma3Layer(nn.Module):
         )
         self.post_attention_layernorm = GemmaRMSNorm(size, epsilon)
         self.pre_feedforward_layernorm = GemmaRMSNorm(size, epsilon)
-        self.mlp = GatedMlp(size, config.intermediate_size, GeluAndMul("tanh"), dtype=dtype)
+        activation = gated_activation(config.hidden_activation)
+        self.mlp = GatedMlp(size, config.intermediate_size, activation, dtype=dtype)
         self.post_feedforward_layernorm = GemmaRMSNorm(size, epsilon)
 
     def forward(

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from opweave.models.activations import read_activation
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
-from opweave.models.rope_config import max_positions, read_rope, require_whole_heads
+from opweave.models.rope_config import max_positions, read_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
@@ -36,6 +37,7 @@ class Gemma3Config:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
+    hidden_activation: str
     query_pre_attn_scalar: float
     layer_types: tuple[str, ...]
     sliding_window: int
@@ -58,8 +60,6 @@ class Gemma3Config:
             InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
         """
         fields = Fields(config)
-        activation = fields.text("hidden_activation", "gelu_pytorch_tanh")
-        fields.require("hidden_activation", activation, "gelu_pytorch_tanh")
         fields.refuse_quantized()
         backward = fields.flag("use_bidirectional_attention", False)
         fields.require("use_bidirectional_attention", backward, False)
@@ -69,7 +69,6 @@ class Gemma3Config:
         )
         fields.require_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads)
         positions = fields.count("max_position_embeddings", 131_072)
-        require_whole_heads(fields)
         return cls(
             vocab_size=fields.size("vocab_size", 262208),
             hidden_size=fields.size("hidden_size", 2304),
@@ -80,6 +79,7 @@ class Gemma3Config:
             head_dim=fields.count("head_dim", 256),
             max_position_embeddings=positions,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            hidden_activation=read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
             query_pre_attn_scalar=fields.number("query_pre_attn_scalar", 256),
             layer_types=_layer_types(fields),
             sliding_window=fields.count("sliding_window", 4096),
@@ -133,7 +133,7 @@ def _rope(fields: Fields, kind: str, positions: int) -> dict[str, Any]:
         scaling = fields.nested("rope_scaling")
         _require_one_meaning(rope, scaling)
         rope = Fields({**rope.values, **scaling.values}, scaling.name)
-    return read_rope(rope, fields.number(older, _THETA[kind]), positions)
+    return read_rope(rope, fields.number(older, _THETA[kind]), positions, outer=fields)
 
 
 def _require_one_meaning(rope: Fields, scaling: Fields) -> None:

@@ -11,7 +11,8 @@ from typing import Any, Self
 
 import torch
 
-from opweave.layers import RMSNorm, SiluAndMul
+from opweave.layers import RMSNorm
+from opweave.models.activations import gated_activation
 from opweave.models.config import LlamaConfig
 from opweave.models.decoder_layer import DecoderLayer
 from opweave.models.mlp import GatedMlp
@@ -49,5 +50,6 @@ def llama_layer(config: LlamaConfig, layer: int, dtype: torch.dtype) -> DecoderL
         norms=(norm(config.head_dim), norm(config.head_dim)) if config.qk_norm else None,
         window=config.windows[layer],
     )
-    mlp = GatedMlp(size, config.intermediate_size, SiluAndMul(), bias=config.mlp_bias, dtype=dtype)
+    activation = gated_activation(config.hidden_act)
+    mlp = GatedMlp(size, config.intermediate_size, activation, bias=config.mlp_bias, dtype=dtype)
     return DecoderLayer(norm(size), attention, norm(size), mlp)

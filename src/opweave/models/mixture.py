@@ -11,8 +11,8 @@ from opweave.layers import (
     FusedMoE,
     ReplicatedLinear,
     RMSNorm,
-    SiluAndMul,
 )
+from opweave.models.activations import expert_activation, gated_activation
 from opweave.models.decoder_layer import DecoderLayer
 from opweave.models.mixture_config import MixtureConfig
 from opweave.models.mlp import GatedMlp
@@ -39,6 +39,7 @@ class MixtureOfExperts(nn.Module):
             config.moe_intermediate_size,
             dtype,
             renormalize=config.norm_topk_prob,
+            activation=expert_activation(config.hidden_act),
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -75,6 +76,8 @@ def mixture_layer(config: MixtureConfig, layer: int, dtype: torch.dtype) -> Deco
     mlp = (
         MixtureOfExperts(config, dtype)
         if config.sparse_layers[layer]
-        else GatedMlp(size, config.intermediate_size, SiluAndMul(), dtype=dtype)
+        else GatedMlp(
+            size, config.intermediate_size, gated_activation(config.hidden_act), dtype=dtype
+        )
     )
     return DecoderLayer(norm(size), attention, norm(size), mlp)

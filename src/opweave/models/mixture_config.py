@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from opweave.models.activations import read_expert_activation
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
 from opweave.models.heads import read_heads
@@ -26,6 +27,7 @@ class MixtureConfig:
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         sparse_layers: for each layer, whether it has experts.
         rope: ``rope_parameters``, ``rope_theta`` included.
+        hidden_act: the activation of experts and MLPs.
         sliding_window: how many positions attention sees; None: all.
         attention_bias: whether the linear maps of attention have a bias.
         qk_norm: whether queries and keys are normalised, head by head.
@@ -46,6 +48,7 @@ class MixtureConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: Mapping[str, Any]
+    hidden_act: str
     sliding_window: int | None
     attention_bias: bool
     qk_norm: bool
@@ -132,7 +135,6 @@ def _common(
     hidden_size: int,
 ) -> dict[str, Any]:
     """Read what both have; the arguments are the values of absent keys."""
-    fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
     fields.refuse_quantized()
     positions = fields.count("max_position_embeddings", positions)
     return {
@@ -142,6 +144,7 @@ def _common(
         "max_position_embeddings": positions,
         "rms_norm_eps": fields.number("rms_norm_eps", epsilon),
         "rope": rope_parameters(fields, positions, theta),
+        "hidden_act": read_expert_activation(fields),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
         "dtype": fields.dtype(),
     }

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from opweave.layers.errors import LayerArgumentError
 from opweave.layers.rotary.parameters import Context, read_scaling, sections
-from opweave.layers.rotary.scaling import Scaling
+from opweave.layers.rotary.scaling import LongRopeScaling, Scaling
 from opweave.models.errors import InvalidConfigError, UnsupportedModelError
 from opweave.models.fields import Fields
 
-# What is computed as transformers computes it. By the length of a sequence, that takes another base
-# for "dynamic" and other factors for "longrope": keys in a cache cannot follow.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_TRAINED = "original_max_position_embeddings"
-_STRETCHED = ("llama3", "yarn")
+_log = logging.getLogger(__name__)
+
+# Above the length of training, transformers changes the base of "dynamic" and the factors of
+# "longrope" with the length of a sequence: keys in a cache cannot follow. These types are therefore
+# limited to that length, within which nothing changes.
+_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
+_TRAINED, _SHARE = "original_max_position_embeddings", "partial_rotary_factor"
+_STRETCHED = ("llama3", "longrope", "yarn")
 _PAIR = 2  # dimensions: what no frequency can be made of is as wrong for one pair as for all
 _MOST = 2**24  # positions: float32, in which their angles are computed, tells no more apart
 
@@ -32,33 +36,51 @@ def rope_parameters(fields: Fields, positions: int, theta: float = 10000.0) -> d
         UnsupportedModelError: another rope type, or heads that are rotated in part.
         InvalidConfigError: a parameter is missing or wrong.
     """
-    rope = fields.nested("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
+    rope = _nested(fields)
     if _TRAINED in fields:  # some checkpoints have it beside the others
         rope = Fields({**rope.values, _TRAINED: fields.count(_TRAINED)}, rope.name)
-    require_whole_heads(fields)
-    return read_rope(rope, fields.number("rope_theta", theta), positions)
+    return read_rope(rope, fields.number("rope_theta", theta), positions, outer=fields)
 
 
-def read_rope(rope: Fields, theta: float, positions: int) -> dict[str, Any]:
+def rope_type(fields: Fields) -> str:
+    """Return the ``rope_type`` that the configuration names."""
+    rope = _nested(fields)
+    return rope.text("rope_type", rope.text("type", "default"))
+
+
+def _nested(fields: Fields) -> Fields:
+    return fields.nested("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
+
+
+def read_rope(rope: Fields, theta: float, positions: int, *, outer: Fields) -> dict[str, Any]:
     """Return the parameters in *rope*, with ``rope_type`` and ``rope_theta``.
 
     Arguments and errors as those of :func:`rope_parameters`; *theta* is what an absent
-    ``rope_theta`` means.
+    ``rope_theta`` means, and *outer* the configuration, which may name what *rope* does not.
     """
     kind = rope.text("rope_type", rope.text("type", "default"))
     rope.require("rope_type", kind, *_ROPE_TYPES)
-    require_whole_heads(rope)
+    share = _share(rope, outer, kind)
+    if kind == "dynamic":  # which changes nothing up to the length of training
+        rope.number("factor")
+        kind = "default"
     theta = rope.number("rope_theta", theta)
     rope.require_finite()
     parameters = {**rope.values, "rope_theta": theta, "rope_type": kind}
+    parameters.pop(_SHARE, None)
+    if kind == "proportional":
+        parameters[_SHARE] = share
     if kind == "yarn" and "factor" not in rope:
         parameters["factor"] = _implied_factor(rope, positions)
     if kind in _STRETCHED:
         parameters.setdefault(_TRAINED, positions)
+    if kind == "longrope":
+        rope.count(_TRAINED, positions)
     try:
         scaling = _scaling(parameters, positions)
         rows = scaling.rows(positions)
-        _ = scaling.frequencies(_PAIR, theta) * scaling.magnitude
+        pairs = len(scaling.factors) if isinstance(scaling, LongRopeScaling) else 1
+        _ = scaling.frequencies(_PAIR * pairs, theta) * scaling.magnitude
         sections(parameters)
     except LayerArgumentError as error:
         raise InvalidConfigError(f"{rope.name}: {error}") from error
@@ -70,6 +92,31 @@ def read_rope(rope: Fields, theta: float, positions: int) -> dict[str, Any]:
             f"{rows:.9g} positions; there can be {_MOST}. Lower it, or the factor."
         )
     return parameters
+
+
+def _share(rope: Fields, outer: Fields, kind: str) -> float:
+    """Return which part of a head is rotated.
+
+    Raises:
+        UnsupportedModelError: transformers cannot rotate that part for this type.
+    """
+    for fields in (rope, outer):
+        if "rope_dim" in fields:  # which means nothing to transformers
+            raise UnsupportedModelError(
+                f"{fields.name} has 'rope_dim', which is not supported: heads are rotated whole."
+            )
+    named = rope if _SHARE in rope else outer
+    share = named.number(_SHARE, 1.0)
+    if kind == "default" and share != 1:
+        _log.warning(
+            "%s has %r: %g, which is ignored, as in transformers: heads are rotated whole",
+            named.name, _SHARE, share,
+        )  # fmt: skip
+    elif kind != "proportional":
+        named.require(_SHARE, share, 1.0)
+    elif share > 1:
+        raise InvalidConfigError(f"{named.name} has {_SHARE!r}: {share:g}; it must be at most 1.")
+    return share
 
 
 def _implied_factor(rope: Fields, positions: int) -> float:
@@ -89,18 +136,11 @@ def max_positions(rope: Mapping[str, Any], positions: int) -> int:
         rope: ``rope_parameters``.
         positions: ``max_position_embeddings``, which may be what a stretched model was trained on.
     """
-    return _scaling(rope, positions).rows(positions)
-
-
-def require_whole_heads(fields: Fields) -> None:
-    """Raise UnsupportedModelError if *fields* ask for a rotation of a part of every head."""
-    share = "partial_rotary_factor"
-    fields.require(share, fields.number(share, 1.0), 1.0)
-    if "rope_dim" in fields:  # which means nothing to transformers
-        raise UnsupportedModelError(
-            f"{fields.name} has 'rope_dim', which is not supported: heads are rotated whole."
-        )
+    longest = _scaling(rope, positions).rows(positions)
+    return min(longest, int(rope[_TRAINED])) if rope["rope_type"] == "longrope" else longest
 
 
 def _scaling(rope: Mapping[str, Any], positions: int) -> Scaling:
-    return read_scaling(rope, Context(positions, positions))
+    # Within the length of training, "longrope" takes its short factors.
+    longest = rope[_TRAINED] if rope["rope_type"] == "longrope" else positions
+    return read_scaling(rope, Context(positions, longest))

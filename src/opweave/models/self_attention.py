@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from opweave.layers import QKVParallelLinear, RowParallelLinear, get_rope
 from opweave.models.attention import Attention
+from opweave.models.rope_config import max_positions
 
 
 class AttentionConfig(Protocol):
@@ -73,6 +74,7 @@ class SelfAttention(nn.Module):
             config.max_position_embeddings,
             rope_parameters=rope,
             dtype=dtype,
+            max_model_len=max_positions(rope, config.max_position_embeddings),
         )
         self.attention = Attention(
             layer,

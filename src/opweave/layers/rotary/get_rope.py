@@ -42,8 +42,9 @@ def get_rope(
         is_neox_style: the layout of the pairs.
         rope_parameters: as Hugging Face writes them: ``rope_type`` (one of
             ``opweave.layers.rotary.ROPE_TYPES``), ``rope_theta`` (10000 by default),
-            ``partial_rotary_factor`` or ``rope_dim`` (how much of a head is rotated), those of the
-            type, and ``mrope_section`` for M-RoPE, which goes with every type.
+            ``partial_rotary_factor`` or ``rope_dim`` (how much of a head is rotated; for
+            ``proportional``, the share of pairs that turn), those of the type, and
+            ``mrope_section`` for M-RoPE, which goes with every type.
         dtype: of the table; by default, torch's default dtype.
         dual_chunk_attention_config: ``chunk_size`` and ``local_size``, for dual chunk attention.
         max_model_len: the longest sequence that will be run, by default *max_position*, by which
@@ -93,7 +94,8 @@ def _rotary_dim(head_size: int, parameters: Mapping[str, Any]) -> int:
         raise LayerArgumentError(
             f"rope_parameters: partial_rotary_factor={share} must be above 0 and at most 1."
         )
-    return int(head_size * share)
+    kind = parameters.get("rope_type", parameters.get("type"))
+    return head_size if kind == "proportional" else int(head_size * share)
 
 
 def _dual_chunk(config: Mapping[str, Any]) -> dict[str, Any]:

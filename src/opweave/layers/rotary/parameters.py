@@ -12,6 +12,7 @@ from opweave.layers.rotary.scaling import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     Scaling,
     YarnScaling,
 )
@@ -108,6 +109,12 @@ def _linear(parameters: Mapping[str, Any], context: Context) -> Scaling:
     return LinearScaling(number(parameters, "factor"))
 
 
+def _proportional(parameters: Mapping[str, Any], context: Context) -> Scaling:
+    return ProportionalScaling(
+        _number_or(parameters, "factor", 1.0), number(parameters, "partial_rotary_factor", 1.0)
+    )
+
+
 def _dynamic(parameters: Mapping[str, Any], context: Context) -> Scaling:
     return DynamicNTKScaling(number(parameters, "factor"))
 
@@ -166,6 +173,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], Context], Scaling]] = {
     "llama3": _llama3,
     "longrope": _longrope,
     "mrope": _default,
+    "proportional": _proportional,
     "yarn": _yarn,
 }
 ROPE_TYPES = tuple(_READERS)

@@ -58,6 +58,26 @@ class LinearScaling(Scaling):
 
 
 @dataclass(frozen=True)
+class ProportionalScaling(Scaling):
+    """The slowest pairs do not turn; frequencies are those of the whole head, divided by *factor*.
+
+    Args:
+        factor: divides the frequencies.
+        share: the part of the pairs that turn.
+
+    Source: transformers' rope type ``"proportional"``, used by Gemma 4.
+    """
+
+    factor: float
+    share: float
+
+    def frequencies(self, size: int, theta: float) -> Tensor:
+        found = super().frequencies(size, theta) / self.factor
+        found[int(self.share * size // 2) :] = 0.0
+        return found
+
+
+@dataclass(frozen=True)
 class DynamicNTKScaling(Scaling):
     """A larger base, for sequences *factor* times as long as those trained on.
 
