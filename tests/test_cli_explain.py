@@ -17,6 +17,8 @@ from test_cli import CHECKPOINT, Done, Run, assert_one_line_error, run_anew
 
 run = test_cli.run  # the fixture
 SILU = "--ir-op-priority.silu-and-mul=native"
+PARTLY_READ = ("embedding", "rotary_embedding", "paged_attention")  # ops that look up in tables
+BFLOAT16_BYTES = 2  # of the checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -185,3 +187,25 @@ def test_fusions_and_several_graphs(capsys: pytest.CaptureFixture[str]) -> None:
         "from add, norm", "near miss", "2 all_gather", "without a report", "2 graphs in 1.5 s",
     ):  # fmt: skip
         assert said in shown
+
+
+def test_profile_times_every_kernel(run: Run) -> None:
+    found = json.loads(run("explain", CHECKPOINT, "--profile", "--json", "-").stdout)
+    ran = {(each["op"], each["chosen"]) for each in found["selections"]}
+    assert {(each["op"], each["provider"]) for each in found["timings"]} == ran
+    for each in found["timings"]:
+        assert each["microseconds"] > 0
+        assert (each["bytes"] is None) == ("cache" in each["op"] or each["op"] in PARTLY_READ)
+    norm = next(each for each in found["timings"] if each["op"] == "rms_norm")
+    shape, (hidden,) = (json.loads(part) for part in norm["shapes"].split())
+    assert norm["bytes"] == (2 * shape[0] * hidden + hidden) * BFLOAT16_BYTES
+    assert norm["gb_per_second"] == pytest.approx(norm["bytes"] / norm["microseconds"] / 1e3)
+    assert "of limit" in run("explain", CHECKPOINT, "--profile").stdout
+    assert_one_line_error(run("explain", CHECKPOINT, "--profile", "--compile"), "--profile")
+
+
+def test_compiled_calls_name_their_modules(run: Run) -> None:
+    [report] = json.loads(run("explain", CHECKPOINT, "--compile", "--json", "-").stdout)["reports"]
+    modules = {node["module"] for node in report["nodes"] if node["op"] == "linear"}
+    assert "model.layers.0.mlp.down_proj" in modules
+    assert all(node["bytes"] for node in report["nodes"] if node["op"] == "linear")

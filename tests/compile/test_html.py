@@ -116,6 +116,41 @@ def test_every_decision_is_on_the_page() -> None:
         assert said in shown
 
 
+def test_calls_of_identical_layers_share_a_row() -> None:
+    def call(i: int, chosen: str = "native") -> NodeReport:
+        module = f"model.layers.{i}.mlp"
+        return NodeReport(
+            f"linear_{i}", "linear", "/m.py:1: F", "x", chosen, [], "lower functional",
+            module=module, bytes=24_576,
+        )  # fmt: skip
+
+    report = Report(complete=True, nodes=[*map(call, range(3)), call(3, "opweave_c")])
+    assert [len(group) for group in report.layer_groups()] == [3, 1]
+    text = Parsed(render([report], "A model")).text
+    for shown in ("model.layers.*.mlp", "3 calls", "model.layers.3.mlp", "24.6 kB", "linear_2"):
+        assert shown in text
+
+
+def test_only_reused_memory_is_shown_as_good() -> None:
+    reuses = [
+        Reuse("x", True, "", copied=False),
+        Reuse("y", False, "the graph returns it", copied=True),
+        Reuse("z", False, "another activation may not be reused", copied=False),
+    ]
+    node = NodeReport("n", "op", "/m.py:1", "", "c", [], "lower in place", reuse=reuses)
+    page = render([Report(complete=True, nodes=[node])], "A model")
+    assert '<b class="good">reuses</b>' in page
+    assert '<b class="bad">copies</b>' in page
+    assert "<b>leaves</b>" in page
+
+
+def test_the_head_says_what_the_page_was_made_with() -> None:
+    facts = {"torch": "2.13.0", "command": "opweave explain 'a <b>'"}
+    text = Parsed(render([], "A model", facts)).text
+    assert "2.13.0" in text
+    assert "opweave explain 'a <b>'" in text
+
+
 def test_headings_tables_and_anchors_are_in_order() -> None:
     page = Parsed(render([full_report(), full_report(1)], "Two graphs"))
     levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch(r"h\d", tag)]

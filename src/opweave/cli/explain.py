@@ -35,6 +35,7 @@ def explain(
     /,
     *,
     compile: Flag = False,
+    profile: Flag = False,
     html: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     prompt: str = PROMPT,
@@ -52,6 +53,9 @@ def explain(
         A directory with config.json, safetensors and tokenizer.json.
     compile
         Compile the model, and show what every pass decided; otherwise it is run op by op.
+    profile
+        Also time each kernel on the arguments it was called with: µs, GB/s, and the share of the
+        speed of a large copy.
     html
         Write the report of the compilation to this file as a page; "-" is standard output.
     json
@@ -63,17 +67,19 @@ def explain(
     """
     check_utf8(prompt)
     import_modules(import_)
-    _check(html, json, compiles=compile)
+    _check(html, json, compiles=compile, profiles=profile)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
     apply_compilation(compilation_config)
     if compile:
         _compiled(model, prompt, dtype, json, html)
     else:
-        _eager(model, prompt, dtype, json)
+        _eager(model, prompt, dtype, json, profiles=profile)
 
 
-def _check(html: str | None, json: str | None, *, compiles: bool) -> None:
+def _check(html: str | None, json: str | None, *, compiles: bool, profiles: bool) -> None:
+    if profiles and compiles:
+        raise CliError("--profile times kernels op by op. Leave out --compile.")
     if html is not None and not compiles:
         raise CliError("--html shows a compilation. Add --compile.")
     if html == json == STDOUT:
@@ -82,7 +88,8 @@ def _check(html: str | None, json: str | None, *, compiles: bool) -> None:
     check_writable("--json", json)
 
 
-def _eager(model: Path, prompt: str, dtype: str, json: str | None) -> None:
+def _eager(model: Path, prompt: str, dtype: str, json: str | None, *, profiles: bool) -> None:
+    from opweave.cli.profile import Timing, as_data, profiled, timing_table
     from opweave.engine import LLM, SamplingParams
 
     with ProgressBar("loading") as loading:
@@ -91,14 +98,26 @@ def _eager(model: Path, prompt: str, dtype: str, json: str | None) -> None:
     sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     with ir.record() as record, ProgressBar("running") as running:
         llm.generate(prompt, sampling, progress=running)
+    timings: list[Timing] = []
+    if profiles:
+        with profiled() as profile, ProgressBar("running") as running:
+            llm.generate(prompt, sampling, progress=running)
+        with ProgressBar("timing") as timing:
+            timings = list(profile.timings(timing))
     if json != STDOUT:
         out.print(selection_table(record))
+        if timings:
+            out.print()
+            out.print(timing_table(timings))
     if json is not None:
         data = {"model": str(model), "selections": selections(record)}
+        if profiles:
+            data["timings"] = as_data(timings)
         write_json("--json", json, data)
 
 
 def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str | None) -> None:
+    from opweave.cli.facts import facts
     from opweave.cli.report_tables import print_reports
     from opweave.compile.html import render
 
@@ -111,7 +130,7 @@ def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str 
         print_reports(reports, seconds)
     if html is not None:
         title = f"{model.resolve().name}, {str(loaded.dtype).removeprefix('torch.')}"
-        write("--html", html, render(reports, title))
+        write("--html", html, render(reports, title, facts()))
     if json is not None:
         found = [report.to_dict() for report in reports]
         data = {"model": str(model), "seconds": seconds, "reports": found}

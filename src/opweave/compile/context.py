@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opweave.compile.log import logger
-from opweave.compile.nodes import IrCall, source_line
+from opweave.compile.nodes import IrCall, module_path, source_line, tensors_of
 from opweave.compile.plan import Plan
 from opweave.compile.report import NodeReport, Refusal, Report
 from opweave.compile.tracing import Tracer, signature
 from opweave.ir import Selection
 from opweave.ir.explain import explained
+from opweave.ir.traffic import least_bytes
 
 
 @dataclass
@@ -47,6 +48,8 @@ class Context:
             rejected=[Refusal(r.provider, r.reason, r.origin) for r in selection.rejected],
             stage=stage,
             fused_from=self.fused_from.get(call.node.name, []),
+            module=module_path(call.node),
+            bytes=least_bytes(call.op, call.fakes, tensors_of(call.node)),
         )
         self.report.nodes.append(described)
         logger.debug("%s [%s] → %s (%s)", call.op.name, described.node, described.chosen, stage)

@@ -21,6 +21,7 @@ from opweave.ir.priority import Entries
 from opweave.ir.torch_ops import call_site, find_target
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n +([^\n]*))?')
+_ROOT = re.compile(r"^L\.'\w+'(\._modules)?\.?")
 _MACHINERY = dirname(ir.__file__)
 
 
@@ -210,6 +211,16 @@ def source_line(node: Node) -> str:
         return f"node {node.name} (no source line is known)"
     file, number, code = own[-1]
     return f"{file}:{number}: {code.strip()}" if code else f"{file}:{number}"
+
+
+def module_path(node: Node) -> str:
+    """Return the path of the innermost module that made *node*, or "" outside of modules.
+
+    ``L['self'].model.layers.0.mlp`` in the graph is ``model.layers.0.mlp``.
+    """
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return _ROOT.sub("", path.replace("[", ".").replace("]", ""))
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:

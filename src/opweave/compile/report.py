@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, field
@@ -56,6 +57,8 @@ class NodeReport:
         stage: which pass lowered it.
         fused_from: the nodes that it replaced, if it is a composite that fusion formed.
         reuse: what became of the activations of an in-place kernel.
+        module: the path of the module that makes the call, such as ``model.layers.0.mlp``.
+        bytes: of its arguments and results; None where the call reads a part of a table.
     """
 
     node: str
@@ -67,6 +70,19 @@ class NodeReport:
     stage: str
     fused_from: list[str] = field(default_factory=list)
     reuse: list[Reuse] = field(default_factory=list)
+    module: str = ""
+    bytes: int | None = None
+
+    @property
+    def outcome(self) -> tuple[Any, ...]:
+        """What was decided, equal for calls that are treated alike."""
+        rejected, reuse = tuple(map(astuple, self.rejected)), tuple(map(astuple, self.reuse))
+        return (self.op, self.chosen, self.stage, bool(self.fused_from), rejected, reuse)
+
+    @property
+    def module_pattern(self) -> str:
+        """The module's path with ``*`` for indices: ``model.layers.*.mlp``."""
+        return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", self.module)
 
 
 @dataclass
@@ -182,10 +198,16 @@ class Report:
         """Return one call for each distinct outcome, with the number of calls like it."""
         alike: dict[Any, list[NodeReport]] = {}
         for node in self.nodes:
-            rejected, reuse = tuple(map(astuple, node.rejected)), tuple(map(astuple, node.reuse))
-            key = (node.op, node.chosen, node.stage, bool(node.fused_from), rejected, reuse)
-            alike.setdefault(key, []).append(node)
+            alike.setdefault(node.outcome, []).append(node)
         return [(nodes[0], len(nodes)) for nodes in alike.values()]
+
+    def layer_groups(self) -> list[list[NodeReport]]:
+        """Return the calls, those grouped that differ in the index of their layer only."""
+        groups: dict[Any, list[NodeReport]] = {}
+        for node in self.nodes:
+            key = (node.outcome, node.source, node.call, node.module_pattern)
+            groups.setdefault(key, []).append(node)
+        return list(groups.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""

@@ -154,6 +154,11 @@ def is_certain(condition: bool | torch.SymBool) -> bool:
     return symbolic_shapes.statically_known_true(condition)
 
 
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """Return a size, or the one that a symbolic size was traced with; None if it has none."""
+    return size if isinstance(size, int) else cast("int | None", size.node.hint)
+
+
 def depends_on_data(error: Exception) -> bool:
     """Whether *error* says that a condition is about a size that only the data will tell."""
     module: Any = sys.modules.get("torch.fx.experimental.symbolic_shapes")  # long to import

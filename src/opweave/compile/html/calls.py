@@ -8,13 +8,16 @@ from opweave.compile.html.elements import Html, breakable, element, join
 from opweave.compile.html.sections import (
     code,
     common_folder,
+    count,
+    items,
     provider,
     row,
+    size,
     small,
     split_source,
     table,
 )  # fmt: skip
-from opweave.compile.html.summary import passed_over, what_became
+from opweave.compile.html.summary import how_lowered, passed_over, what_became
 from opweave.compile.report import NodeReport, Report
 
 
@@ -24,8 +27,8 @@ def calls(report: Report) -> Html | None:
         return None
     folder = common_folder(node.source for node in report.nodes)
     colours = list(report.providers)
-    rows = [_call(node, folder, colours) for node in report.nodes]
-    columns = ("op, node", "runs", "source", "passed over", "fused, memory")
+    rows = [_calls(group, folder, colours) for group in report.layer_groups()]
+    columns = ("op, module", "runs", "bytes", "source", "passed over", "fused, memory")
     below = element("p", "Files are below ", code(folder), ".", class_="small") if folder else None
     found = table("Every call of an op", columns, rows, "calls")
     return element("div", _filters(report), below, found, class_="filtered")
@@ -51,21 +54,35 @@ def _select(title: str, values: Iterable[str]) -> Html:
     return element("label", f"{title.capitalize()} ", element("select", *options, name=title))
 
 
-def _call(node: NodeReport, folder: str, colours: list[str]) -> Html:
-    details = element("details", element("summary", "arguments"), code(node.call))
-    return row(
-        join([breakable(node.op), element("span", code(node.node), class_="node"), details]),
-        join([provider(node.chosen, colours), small(_stage(node))]),
-        _source(node.source, folder),
-        passed_over(node.rejected) or "–",
-        what_became(node) or "–",
-        data_op=node.op,
-        data_provider=node.chosen,
+def _calls(nodes: list[NodeReport], folder: str, colours: list[str]) -> Html:
+    """Return one row for calls that differ in the index of their layer only."""
+    first = nodes[0]
+    several = len(nodes) > 1
+    title = element(
+        "summary", f"{count(len(nodes), 'call')}, arguments" if several else "arguments"
     )
-
-
-def _stage(node: NodeReport) -> str:
-    return "kept as a call" if node.stage.startswith("kept") else node.stage
+    names = [join([code(n.node), small(f" {n.module}" if several else "")]) for n in nodes]
+    return row(
+        join(
+            [
+                breakable(first.op),
+                element(
+                    "span",
+                    breakable(first.module_pattern if several else first.module),
+                    class_="node",
+                ),
+                element("details", title, code(first.call), items(names)),
+            ]
+        ),
+        join([provider(first.chosen, colours), small(how_lowered(first))]),
+        size(first.bytes) if first.bytes else "–",
+        _source(first.source, folder),
+        passed_over(first.rejected) or "–",
+        what_became(first) or "–",
+        data_op=first.op,
+        data_provider=first.chosen,
+        data_calls=str(len(nodes)),
+    )
 
 
 def _source(source: str, folder: str) -> Html:

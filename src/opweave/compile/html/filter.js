@@ -4,6 +4,7 @@ for (const box of document.querySelectorAll(".filtered")) {
   const form = box.querySelector("form"), count = form.querySelector("output");
   const rows = [...box.querySelectorAll("tbody tr")];
   const texts = rows.map((row) => row.textContent.toLowerCase());
+  const total = rows.reduce((sum, row) => sum + Number(row.dataset.calls), 0);
   const apply = () => {
     const { op, provider, text } = form.elements;
     const words = text.value.toLowerCase().split(/\s+/);
@@ -13,9 +14,9 @@ for (const box of document.querySelectorAll(".filtered")) {
         && (!provider.value || row.dataset.provider === provider.value)
         && words.every((word) => texts[i].includes(word));
       row.hidden = !matches;
-      shown += matches;
+      shown += matches * row.dataset.calls;
     });
-    count.value = `${shown} of ${rows.length} calls`;
+    count.value = `${shown} of ${total} calls`;
   };
   form.addEventListener("input", apply);
   form.addEventListener("submit", (event) => event.preventDefault());

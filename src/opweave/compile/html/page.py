@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from opweave.compile.html.calls import calls
 from opweave.compile.html.changes import changes
-from opweave.compile.html.elements import Html, element, join
+from opweave.compile.html.elements import Html, breakable, element, join
 from opweave.compile.html.sections import Place, count
 from opweave.compile.html.summary import decisions, fusions, memory, pipeline, summary
 from opweave.compile.report import Report
@@ -17,7 +17,7 @@ from opweave.compile.report import Report
 _HERE = Path(__file__).parent
 
 
-def render(reports: Sequence[Report], title: str) -> str:
+def render(reports: Sequence[Report], title: str, facts: Mapping[str, str] | None = None) -> str:
     """Return one HTML page that shows everything that was decided.
 
     It loads nothing, and runs no script but its own.
@@ -25,6 +25,7 @@ def render(reports: Sequence[Report], title: str) -> str:
     Args:
         reports: one for each graph, in the order in which they were compiled.
         title: what was compiled.
+        facts: shown below the title by name: versions, the device, the command.
     """
     style, script = (_read(name) for name in ("style.css", "filter.js"))
     several = len(reports) > 1
@@ -34,11 +35,25 @@ def render(reports: Sequence[Report], title: str) -> str:
     contents = _links("Graphs", [(f"graph-{i}-top", f"Graph {i}") for i in numbers])
     body = element(
         "body",
-        element("header", element("h1", title), element("p", lead, class_="lead"), contents),
+        element(
+            "header",
+            element("h1", title),
+            element("p", lead, class_="lead"),
+            _facts(facts),
+            contents,
+        ),
         element("main", *graphs),
         element("script", Html(script)),
     )
     return f"<!doctype html>\n{element('html', _head(title, style, script), body, lang='en')}\n"
+
+
+def _facts(facts: Mapping[str, str] | None) -> Html | None:
+    pairs = [
+        element("div", element("dt", name), element("dd", breakable(value)))
+        for name, value in (facts or {}).items()
+    ]
+    return element("dl", *pairs, class_="facts") if pairs else None
 
 
 def _head(title: str, style: str, script: str) -> Html:

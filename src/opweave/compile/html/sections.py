@@ -114,6 +114,20 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.1f} ms" if value >= 0.0001 else "< 0.1 ms"
 
 
+def size(number: int) -> str:
+    """Return a number of bytes in a unit that keeps it short.
+
+    >>> size(512), size(24_576), size(3_300_000_000)
+    ('512 B', '24.6 kB', '3.3 GB')
+    """
+    value = float(number)
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GB"
+
+
 def count(number: int, noun: str, plural: str = "") -> str:
     """Return a number and what it counts.
 

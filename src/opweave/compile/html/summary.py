@@ -22,10 +22,15 @@ from opweave.compile.html.sections import (
 from opweave.compile.report import FusionReport, NodeReport, PassReport, Refusal, Report
 
 _STAGES = {
-    "dynamo": "what Dynamo traced, before AOTAutograd",
+    "dynamo": "the graph that Dynamo traced, before AOTAutograd",
     "joint": "after AOTAutograd, before Inductor’s passes",
     "post grad": "after Inductor’s passes, before it generates code",
 }
+_LOWERED = {
+    "lower functional": "written into the graph before Inductor",
+    "lower in place": "written into the graph last; may reuse memory",
+}
+_VERBS = {"reuses": "good", "copies": "bad", "leaves": None}  # CSS classes
 
 
 def summary(report: Report) -> Html:
@@ -145,6 +150,13 @@ def decisions(report: Report) -> Html | None:
     return table("What runs, one line for each outcome", columns, rows, "decisions")
 
 
+def how_lowered(node: NodeReport) -> str:
+    """Return how the call reaches Inductor."""
+    if node.stage.startswith("kept"):
+        return "called through torch.ops"
+    return _LOWERED.get(node.stage, node.stage)
+
+
 def passed_over(refusals: Iterable[Refusal]) -> Html | None:
     """List the providers in front of the one that was chosen, and why they were not."""
     return items(
@@ -208,7 +220,7 @@ def memory(report: Report) -> Html | None:
     rows = [
         row(
             join([breakable(op), " ", code(activation)]),
-            element("b", verb, class_="bad" if verb == "copies" else "good"),
+            element("b", verb, class_=_VERBS[verb]),
             times,
             reason or "nothing reads it afterwards",
         )

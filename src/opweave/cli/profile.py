@@ -1,0 +1,151 @@
+"""Times the kernels of a model, each on the arguments that it was called with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from opweave.cli.tables import PlainTable
+from opweave.ir import Selection
+from opweave.ir.scope import Scope, current_scope, entered
+from opweave.ir.traffic import least_bytes
+from opweave.platforms import current_platform
+
+_SECONDS = 0.02  # that one figure takes at least
+_ROUNDS = 5
+_COPIED = 2**27  # bytes; more than caches hold
+
+
+@dataclass
+class Timing:
+    """The time of one kernel for one signature.
+
+    Attributes:
+        op, provider, shapes: the call; shapes of its tensor arguments.
+        calls: how often the model made it.
+        microseconds: of one call, median of 5 rounds, called repeatedly with the same arguments.
+        bytes: of arguments and results, or None where a table is read in part.
+        gb_per_second: those bytes over the time.
+        limit_share: this speed over that of a large copy on the same machine. Above 1 where the
+            arguments fit into a cache.
+    """
+
+    op: str
+    provider: str
+    shapes: str
+    calls: int
+    microseconds: float
+    bytes: int | None
+    gb_per_second: float | None
+    limit_share: float | None
+
+
+@dataclass
+class Profile:
+    """Keeps the arguments of each distinct call, and times them afterwards."""
+
+    _calls: dict[Any, tuple[Selection, tuple[Any, ...]]] = field(default_factory=dict)
+    _counts: dict[Any, int] = field(default_factory=dict)
+
+    def add(self, selection: Selection, values: tuple[Any, ...]) -> None:
+        """Count one call; the first of its kind is copied, because kernels may write to it."""
+        key = (selection.op.name, selection.provider, _shapes(values))
+        self._counts[key] = self._counts.get(key, 0) + 1
+        if key not in self._calls:
+            self._calls[key] = selection, _copied(values)
+
+    def timings(self, progress: Callable[[int, int], object]) -> Iterator[Timing]:
+        """Time every distinct call; *progress* gets the number of calls done, and of all."""
+        limit = copy_speed()
+        for done, (key, (selection, values)) in enumerate(self._calls.items()):
+            progress(done, len(self._calls))
+            seconds, results = _time(partial(selection.impl.impl_fn, *values))
+            moved = least_bytes(selection.op, values, [results])
+            speed = moved / seconds if moved else None
+            op, provider, shapes = key
+            yield Timing(
+                op,
+                provider,
+                shapes,
+                calls=self._counts[key],
+                microseconds=seconds * 1e6,
+                bytes=moved,
+                gb_per_second=speed / 1e9 if speed else None,
+                limit_share=speed / limit if speed else None,
+            )
+
+
+@contextmanager
+def profiled() -> Iterator[Profile]:
+    """Keep the calls made inside the block."""
+    found = Profile()
+    with entered(Scope(current_scope(), recorder=found.add)):
+        yield found
+
+
+def copy_speed() -> float:
+    """Return the bytes per second that a large copy reads and writes."""
+    source = torch.ones(_COPIED, dtype=torch.uint8, device=current_platform.device_type)
+    target = torch.empty_like(source)
+    seconds, _ = _time(lambda: target.copy_(source))
+    return 2 * _COPIED / seconds
+
+
+def timing_table(timings: list[Timing]) -> Table:
+    """Return the slowest first, by the time of all their calls."""
+    table = PlainTable("op", "ran", "shapes", "calls", "µs", "total µs", "GB/s", "of limit")
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for each in sorted(timings, key=lambda t: -t.microseconds * t.calls):
+        table.add_row(
+            each.op,
+            f"[green]{each.provider}[/]",
+            each.shapes.replace("[", r"\["),
+            str(each.calls),
+            f"{each.microseconds:.1f}",
+            f"{each.microseconds * each.calls:.0f}",
+            "-" if each.gb_per_second is None else f"{each.gb_per_second:.1f}",
+            "-" if each.limit_share is None else f"{each.limit_share:.0%}",
+        )
+    return table
+
+
+def as_data(timings: list[Timing]) -> list[dict[str, Any]]:
+    """Return the timings as plain data."""
+    return [asdict(each) for each in timings]
+
+
+def _time(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the median seconds of one call, and its last results."""
+    with torch.inference_mode():
+        result = call()
+        once = _elapsed(call, 1)
+        repeats = max(1, int(_SECONDS / max(once, 1e-7)))
+        return median(_elapsed(call, repeats) for _ in range(_ROUNDS)), result
+
+
+def _elapsed(call: Callable[[], Any], repeats: int) -> float:
+    current_platform.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    current_platform.synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def _copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(v.detach().clone() if isinstance(v, Tensor) else v for v in values)
+
+
+def _shapes(values: tuple[Any, ...]) -> str:
+    shown = [f"{list(v.shape)}".replace(" ", "") for v in values if isinstance(v, Tensor)]
+    return " ".join(shown)
