@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel
 
-from models.tiny_checkpoints import random_ids
+from models.layer_checkpoints import randomised
+from models.tiny_checkpoints import random_ids, write_tokenizer
 from opweave.config import EngineConfig, SchedulerConfig
 from opweave.engine import (
     AsyncEmbedder,
@@ -25,6 +28,7 @@ from opweave.engine import (
     InvalidArgumentError,
     PromptError,
     SamplingParams,
+    load_model,
     open_engine,
 )
 from opweave.models import UnsupportedModelError
@@ -147,6 +151,40 @@ def test_the_length_that_the_checkpoint_names(checkpoint: Checkpoints, tmp_path:
     embedder.embed([5] * 20)
     with pytest.raises(PromptError, match="Shorten it by 1"):
         embedder.embed([5] * 21)
+
+
+@pytest.mark.parametrize("kind", ["silu", "masked", "masked with a pooler", "prefixed"])
+def test_other_checkpoints_of_bert(kind: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    config = BertConfig.from_pretrained(checkpoint("bert")[0])
+    torch.manual_seed(3)
+    if kind == "silu":
+        config.hidden_act = "silu"
+        randomised(BertModel(config)).save_pretrained(tmp_path)
+    elif kind == "prefixed":  # as BertForPreTraining writes the encoder
+        whole = randomised(BertModel(config))
+        whole.save_pretrained(tmp_path)
+        tensors = {f"bert.{name}": tensor for name, tensor in whole.state_dict().items()}
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    else:
+        masked = randomised(BertForMaskedLM(config))
+        masked.save_pretrained(tmp_path)
+        if kind == "masked with a pooler":
+            tensors = load_file(tmp_path / "model.safetensors")
+            shapes = {"weight": (64, 64), "bias": (64,)}
+            pooler = {f"bert.pooler.dense.{n}": torch.ones(shape) for n, shape in shapes.items()}
+            save_file({**tensors, **pooler}, tmp_path / "model.safetensors")
+    model = AutoModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    write_tokenizer(tmp_path)
+    for prompt, output in zip(PROMPTS, Embedder(tmp_path).embed(PROMPTS), strict=True):
+        found, wanted = torch.tensor(output.embedding), states(model, prompt).mean(0)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    if kind == "masked":
+        loaded = load_model(tmp_path)
+        engine = open_engine(tmp_path)
+        assert isinstance(engine, AsyncEmbedder)
+        engine.shutdown()
+        with pytest.raises(UnsupportedModelError, match="has no pooler"):
+            loaded.pool(torch.zeros(1, 64))  # type: ignore[attr-defined]
 
 
 def test_many_at_once_from_asyncio(checkpoint: Checkpoints) -> None:

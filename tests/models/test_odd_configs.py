@@ -10,8 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import Gemma3Config as Gemma3HfConfig
+from transformers import Gemma3ForConditionalGeneration as HfGemma3
 
 from models.comparing import SIZES, check_as_transformers, write
+from models.layer_checkpoints import randomised
 from opweave.engine import CheckpointError, load_model
 from opweave.models import (
     DeepseekV3Config,
@@ -266,3 +269,59 @@ def test_shared_experts_that_are_null(tmp_path: Path) -> None:
     with torch.inference_mode():
         found = model.compute_logits(model(ids, torch.arange(9)))  # type: ignore[attr-defined]
         torch.testing.assert_close(found, reference(ids[None]).logits[0], rtol=0, atol=1e-4)
+
+
+def gemma_with_vision(path: Path, text: dict[str, Any]) -> dict[str, Any]:
+    """Save a random Gemma 3 that sees images; return the object in its config.json."""
+    config = Gemma3HfConfig(
+        text_config={**SIZES, **GEMMA, **text},
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+        },
+        mm_tokens_per_image=4, image_token_index=300, boi_token_index=301, eoi_token_index=302,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    randomised(HfGemma3(config)).save_pretrained(path)
+    written: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return written
+
+
+@pytest.mark.parametrize("names", ["as written", "as in the model"])
+def test_the_language_model_of_gemma_with_vision(names: str, tmp_path: Path) -> None:
+    written = gemma_with_vision(tmp_path, {"layer_types": None, "sliding_window_pattern": 2})
+    # The published configurations leave out what has a default.
+    for key in ("layer_types", "_sliding_window_pattern", "rms_norm_eps", "hidden_activation"):
+        written["text_config"].pop(key)
+    written["text_config"]["sliding_window_pattern"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert any(name.startswith("vision_tower.") for name in tensors)
+    check_as_transformers(tmp_path)
+    if names == "as in the model":  # as transformers 5 names them in a state dict
+        prefixes = {"language_model.model.": "model.language_model.", "vision": "model.vision"}
+        renamed = {}
+        for name, tensor in tensors.items():
+            old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+            renamed[prefixes.get(old, "") + name.removeprefix(old)] = tensor
+        save_file(renamed, file, metadata={"format": "pt"})
+        check_as_transformers(tmp_path, lengths=(9,))
+
+
+def test_layers_of_gemma_with_vision_are_counted(tmp_path: Path) -> None:
+    written = gemma_with_vision(tmp_path, {})
+    written["text_config"]["num_hidden_layers"] = 10**6
+    written["text_config"]["layer_types"] = None
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(CheckpointError, match="num_hidden_layers=1000000, but the number"):
+        load_model(tmp_path)
+
+
+def test_keys_that_transformers_reads_and_forgets() -> None:
+    """They are applied, for which docs/how-to/checkpoints.md gives the reason."""
+    yarn = {"rope_type": "yarn", "factor": 2.0, "truncate": False}
+    config = {**SIZES, "attn_logit_softcapping": 30.0, "rope_parameters": {"full_attention": yarn}}
+    ours = Gemma3Config.from_hf(config)
+    assert ours.attn_logit_softcapping == 30.0
+    assert ours.ropes["full_attention"]["truncate"] is False

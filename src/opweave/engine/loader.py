@@ -207,7 +207,9 @@ def _check_shapes(planned: CheckpointModel, shapes: Mapping[str, tuple[int, ...]
 
 
 def _check_layers(config: Mapping[str, Any], most: int, what: str) -> None:
-    layers = config.get("num_hidden_layers")
+    text = config.get("text_config")  # of models that also see images
+    named = text if isinstance(text, Mapping) else config
+    layers = named.get("num_hidden_layers")
     if isinstance(layers, int) and layers > most:  # they would be built one by one
         raise CheckpointError(f"config.json says num_hidden_layers={layers}, but {what} {most}.")
 

@@ -18,6 +18,7 @@ from opweave.layers import (
     get_act_fn,
 )
 from opweave.models.bert_config import BertConfig
+from opweave.models.errors import UnsupportedModelError
 from opweave.models.layer_norm import LayerNorm
 from opweave.models.weights import CheckpointModel, Merged
 
@@ -150,16 +151,19 @@ class BertModel(CheckpointModel):
     Args:
         config: the model.
         dtype: of weights and activations.
+        pools: whether there is a pooler, whose output classifiers take.
     """
 
     merged: ClassVar[Merged] = {"qkv": {"query": "q", "key": "k", "value": "v"}}
 
-    def __init__(self, config: BertConfig, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, config: BertConfig, *, dtype: torch.dtype = torch.float32, pools: bool = True
+    ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embeddings = BertEmbeddings(config, dtype)
         self.encoder = BertEncoder(config, dtype)
-        self.pooler = BertPooler(config, dtype)
+        self.pooler = BertPooler(config, dtype) if pools else None
         self.requires_grad_(False)
 
     @classmethod
@@ -187,10 +191,35 @@ class BertModel(CheckpointModel):
         return hidden
 
     def pool(self, first: Tensor) -> Tensor:
-        """Return a classifier's input, ``(..., hidden_size)``, from first tokens' hidden state."""
+        """Return a classifier's input, ``(..., hidden_size)``, from first tokens' hidden state.
+
+        Raises:
+            UnsupportedModelError: the checkpoint has no pooler.
+        """
+        if self.pooler is None:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} has no pooler: its checkpoints do not hold one."
+            )
         pooled: Tensor = self.pooler(first)
         return pooled
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # Older checkpoints also hold the numbers of positions.
-        super().load_weights((n, t) for n, t in tensors if not n.endswith(".position_ids"))
+        super().load_weights(
+            (name.removeprefix("bert."), tensor)
+            for name, tensor in tensors
+            if not name.endswith(".position_ids")
+        )
+
+
+class BertForMaskedLM(BertModel):
+    """The encoder of a BERT that predicts masked tokens, as embeddings need it."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
+        return cls(BertConfig.from_hf(config), dtype=dtype, pools=False)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        # The pooler, which some checkpoints hold, and the head of the predictions.
+        others = ("cls.", "bert.pooler.")
+        super().load_weights((n, t) for n, t in tensors if not n.startswith(others))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import torch
@@ -12,6 +12,7 @@ from opweave.layers import GemmaRMSNorm, VocabParallelEmbedding
 from opweave.models.activations import gated_activation
 from opweave.models.causal_lm import CausalLM, Decoder
 from opweave.models.decoder_layer import add_and_norm
+from opweave.models.fields import Fields
 from opweave.models.gemma3_config import Gemma3Config
 from opweave.models.mlp import GatedMlp
 from opweave.models.self_attention import SelfAttention
@@ -85,3 +86,37 @@ class Gemma3ForCausalLM(CausalLM):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
         return cls(Gemma3Config.from_hf(config), dtype=dtype)
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The language model of a Gemma 3 that also sees images, whose vision encoder is left out."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
+        fields = Fields(config)
+        fields.refuse_quantized()
+        text = dict(fields.nested("text_config").values)
+        tied = "tie_word_embeddings"
+        text[tied] = fields.flag(tied, Fields(text, "text_config").flag(tied, True))
+        return cls(Gemma3Config.from_hf(text), dtype=dtype)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        named = ((_text_name(name), tensor) for name, tensor in tensors)
+        super().load_weights((n, t) for n, t in named if not n.startswith(_OF_IMAGES))
+
+
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
+
+
+def _text_name(name: str) -> str:
+    """Return what checkpoints of the language model alone call a tensor.
+
+    transformers 5 writes ``model.language_model.layers`` and ``model.vision_tower``, earlier
+    versions ``language_model.model.layers`` and ``vision_tower``.
+    """
+    if name.startswith("language_model."):
+        return name.removeprefix("language_model.")
+    inner = name.removeprefix("model.")
+    if inner.startswith("language_model."):
+        return f"model.{inner.removeprefix('language_model.')}"
+    return inner if inner.startswith(_OF_IMAGES) else name

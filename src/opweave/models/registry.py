@@ -142,9 +142,11 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> CheckpointM
 
 
 for _architecture, _model in {
+    "BertForMaskedLM": "bert:BertForMaskedLM",
     "BertModel": "bert:BertModel",
     "DeepseekV3ForCausalLM": "deepseek:DeepseekV3ForCausalLM",
     "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "gemma3:Gemma3ForConditionalGeneration",
     "LlamaForCausalLM": "llama:LlamaForCausalLM",
     "Mamba2ForCausalLM": "mamba2:Mamba2ForCausalLM",
     "MistralForCausalLM": "llama:LlamaForCausalLM",
