@@ -23,15 +23,11 @@ class MissingDependencyError(EngineError, ImportError):
     """An optional dependency is not installed."""
 
 
-class InvalidArgumentError(EngineError, ValueError):
-    """An argument of the engine has a value that it cannot have."""
-
-
-class SamplingParamsError(EngineError, ValueError):
-    """A sampling parameter is out of range or of the wrong type.
+class RequestError(EngineError, ValueError):
+    """Base class of errors in what a caller asked for.
 
     Attributes:
-        parameter: its name.
+        parameter: the name of the parameter that is wrong, or None.
     """
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
@@ -39,12 +35,24 @@ class SamplingParamsError(EngineError, ValueError):
         self.parameter = parameter
 
 
-class PromptError(EngineError, ValueError):
+class InvalidArgumentError(RequestError):
+    """An argument of the engine has a value that it cannot have."""
+
+
+class UnexpectedKeywordError(InvalidArgumentError, TypeError):
+    """A keyword argument does not exist."""
+
+
+class SamplingParamsError(RequestError):
+    """A sampling parameter is out of range or of the wrong type."""
+
+
+class PromptError(RequestError):
     """A prompt is empty, too long, or not made of this model's tokens."""
 
 
-class ChatTemplateError(EngineError, ValueError):
-    """A chat template is missing, is no valid Jinja, or refuses the messages."""
+class ChatTemplateError(RequestError):
+    """A chat template is missing, is not valid Jinja, or refuses the messages."""
 
 
 class NonFiniteLogitsError(EngineError):
