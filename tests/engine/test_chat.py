@@ -170,6 +170,57 @@ def test_where_checkpoints_keep_it(checkpoint: Path) -> None:
         rendered()
 
 
+@pytest.mark.parametrize("kind", ["list", "object", "files", "both"])
+def test_the_template_for_tools(checkpoint: Path, kind: str) -> None:
+    default, tools = "default{{ tools }}", "tools: {{ tools | length }}"
+    if kind == "list":
+        named = [{"name": "default", "template": default}, {"name": "tool_use", "template": tools}]
+        configure(checkpoint, chat_template=named)
+    elif kind == "object":
+        configure(checkpoint, chat_template={"default": default, "tool_use": tools})
+    else:
+        folder = checkpoint / "additional_chat_templates"
+        folder.mkdir()
+        (folder / "tool_use.jinja").write_text(tools)
+        if kind == "both":  # a file is stronger than tokenizer_config.json
+            configure(checkpoint, chat_template=[{"name": "tool_use", "template": "old"}])
+        (checkpoint / "chat_template.jinja").write_text(default)
+    template = ChatTemplate.of(Checkpoint(checkpoint))
+    assert template is not None
+    theirs = PreTrainedTokenizerFast.from_pretrained(checkpoint).apply_chat_template
+    for given in (None, TOOLS):
+        assert template.render(MESSAGES, tools=given) == theirs(
+            MESSAGES, tools=given, tokenize=False, add_generation_prompt=True
+        )
+    assert template.render(MESSAGES, tools=TOOLS) == "tools: 1"
+    assert template.render(MESSAGES, tools=[]) == "defaultNone"
+    named_template = ChatTemplate.given("tool_use", Checkpoint(checkpoint))
+    assert named_template.render(MESSAGES, tools=TOOLS) == "tools: 1"
+    assert ChatTemplate.given("default", Checkpoint(checkpoint)).source == default
+
+
+def test_a_broken_template_for_tools_shows_when_it_is_loaded(checkpoint: Path) -> None:
+    named = [{"name": "default", "template": "x"}, {"name": "tool_use", "template": "{% if %}"}]
+    configure(checkpoint, chat_template=named)
+    with pytest.raises(ChatTemplateError, match="no valid Jinja"):
+        ChatTemplate.of(Checkpoint(checkpoint))
+
+
+def test_named_special_tokens_reach_the_template(checkpoint: Path) -> None:
+    source = "{{ bos_token }}{{ image_token }}"
+    file = checkpoint / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config.pop("bos_token", None)
+    config |= {"chat_template": source, "extra_special_tokens": {"image_token": "<image>"}}
+    file.write_text(json.dumps(config))
+    (checkpoint / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>"}))
+    template = ChatTemplate.of(Checkpoint(checkpoint))
+    assert template is not None
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    text = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+    assert template.render(MESSAGES) == text == "<s><image>"
+
+
 def test_a_template_that_is_given(checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "my.jinja"
     file.write_text("mine{{ bos_token }}")

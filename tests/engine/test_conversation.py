@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from models.tiny_checkpoints import BOS
-from opweave.engine import LLM, ChatTemplateError, PromptError, SamplingParams
+from opweave.engine import LLM, ChatTemplateError, EngineError, PromptError, SamplingParams
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -55,10 +55,80 @@ def test_what_the_template_is_given(llm: LLM) -> None:
         HELLO[1:], GREEDY, tools=[{"type": "function"}], mood="!", add_generation_prompt=False
     )
     assert output.prompt == "<s><user>the dog</s>1!"
-    (output,) = llm.chat(HELLO, GREEDY, chat_template="{{ context }}", **CLASHING)
+    (output,) = llm.chat(
+        HELLO, GREEDY, chat_template="{{ context }}", chat_template_kwargs=CLASHING
+    )
     assert output.prompt == "2"
     (output,) = llm.chat(HELLO, GREEDY, chat_template="{{ messages | length }}{{ eos_token }}")
     assert output.prompt == "2</s>"
+
+
+def test_variables_as_keywords_and_by_name(llm: LLM) -> None:
+    by_name = llm.chat(HELLO, GREEDY, chat_template_kwargs={"mood": "!", "other": 1})
+    assert by_name[0].prompt == llm.chat(HELLO, GREEDY, mood="!")[0].prompt
+    documents = [{"text": "x"}]
+    (output,) = llm.chat(
+        HELLO, GREEDY, chat_template="{{ documents[0].text }}", documents=documents
+    )
+    assert output.prompt == "x"
+
+
+@pytest.mark.parametrize(
+    ("keyword", "meant"),
+    [
+        ("continue_final_mesage", "continue_final_message"),
+        ("add_generation_promt", "add_generation_prompt"),
+        ("sampling_parms", "sampling_params"),
+        ("document", "documents"),
+        ("chat_templates", "chat_template"),
+        ("moood", "mood"),
+    ],
+)
+def test_misspelt_keywords(keyword: str, meant: str, llm: LLM) -> None:
+    with pytest.raises(TypeError, match=f"'{keyword}' .*Did you mean '{meant}'") as raised:
+        llm.chat(HELLO, GREEDY, **{keyword: True})
+    assert isinstance(raised.value, EngineError)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"add_generation_prompt": True, "continue_final_message": True}, "give one of them"),
+        ({"chat_template_kwargs": {"tools": []}}, "cannot hold tools"),
+        ({"chat_template_kwargs": [1]}, "must be a dict"),
+        ({"documents": [{"text": "x"}]}, "does not use documents"),
+        ({"chat_template": "{{ messages[0].content }}", "tools": [{}]}, "does not use tools"),
+    ],
+)
+def test_options_that_contradict_the_template(
+    options: dict[str, Any], named: str, llm: LLM
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        llm.chat(HELLO, GREEDY, **options)
+
+
+def test_the_last_message_is_continued(llm: LLM) -> None:
+    history = [*HELLO, {"role": "assistant", "content": "OK! "}]
+    (output,) = llm.chat(history, GREEDY, continue_final_message=True)
+    assert output.prompt == "<s><system>Be brief.</s><user>the dog</s><assistant>OK! "
+    (plain,) = llm.generate(output.prompt_token_ids, GREEDY)
+    assert output.outputs == plain.outputs
+
+
+def test_parts_and_arguments_as_clients_send_them(llm: LLM) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    function = {"name": "f", "arguments": '{"x":1}'}
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "the dog"}, "it"]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": function}]},
+    ]
+    (output,) = llm.chat(history, GREEDY, chat_template=template)
+    assert output.prompt == 'the dog\nit{"x": 1}'
+    with pytest.raises(PromptError, match=r"messages\.0\.role is 'robot'"):
+        llm.chat([{"role": "robot", "content": "x"}], GREEDY)
 
 
 @pytest.mark.parametrize("messages", ["hello", None, [[]], [1], [{"content": "x"}], [HELLO, "x"]])

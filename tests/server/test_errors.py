@@ -102,7 +102,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, {"messages": [{}]}, "messages", "required"),
         (CHAT, {"messages": "hello"}, "messages", "list"),
         (CHAT, {"messages": [{"role": "", "content": ""}]}, "messages", "at least 1"),
-        (CHAT, {"messages": [{"role": "forbidden"}]}, None, "No such role"),
+        (CHAT, {"messages": [{"role": "forbidden"}]}, "messages", "No such role"),
         (CHAT, {"messages": [{"role": "a\ud800"}]}, "messages", "surrogate"),
         (CHAT, {"messages": USER, "tools": [{"a": "\ud800"}]}, None, "surrogate"),
         (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),

@@ -19,6 +19,7 @@ from typing_extensions import is_typeddict
 
 from opweave.config import EngineConfig
 from opweave.engine import ChatTemplate
+from opweave.server import ServerConfig
 from opweave.server.protocol.base import RequestBody
 from opweave.server.protocol.chat import ChatRequest
 from opweave.server.protocol.completions import CompletionRequest
@@ -88,7 +89,8 @@ MODELS: dict[str, list[type[RequestBody]]] = {
 }
 SERVED = [name for name, endpoint in ENDPOINTS.items() if endpoint.is_served]
 TEMPLATE = ChatTemplate(
-    "{{ messages | tojson }}{{ (tools or '') | tojson }}{{ mood }}{{ add_generation_prompt }}",
+    "{{ messages | tojson }}{{ (tools or '') | tojson }}{{ mood }}{{ add_generation_prompt }}"
+    "{{ (documents or '') | tojson }}{{ messages[-1].content }}",
     "a test",
     {},
 )
@@ -175,7 +177,12 @@ _CONVERSATION_EFFECTS: dict[str, Any] = {
     "messages.content.text": (_part(text="y"), _part()),
     "messages.name": (_message(name="me"), USER),
     "messages.tool_call_id": (_message(tool_call_id="a"), USER),
-    "messages.tool_calls": (_message(tool_calls=[{"id": "a"}]), USER),
+    "messages.content.refusal": (_part(type="refusal", refusal="y"), _part()),
+    "messages.content.thinking": (_part(type="thinking", thinking="y"), _part()),
+    "messages.tool_calls": (_message(tool_calls=[{"function": {"name": "f"}}]), USER),
+    "continue_final_message": ({**USER, "continue_final_message": True}, USER),
+    "chat_template": ({**USER, "chat_template": "{{ mood }}y"}, USER),
+    "documents": ({**USER, "documents": [{"text": "y"}]}, USER),
     "add_generation_prompt": ({**USER, "add_generation_prompt": False}, USER),
     "chat_template_kwargs": ({**USER, "chat_template_kwargs": {"mood": "merry"}}, USER),
     "tools": ({**USER, "tools": [{"type": "function"}]}, USER),
@@ -215,7 +222,8 @@ EFFECTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(template=TEMPLATE, io_processor=Echo(EngineConfig())) as shared:
+    config = ServerConfig(trust_request_chat_template=True)
+    with running(None, config, TEMPLATE, Echo(EngineConfig())) as shared:
         yield shared
 
 

@@ -42,6 +42,7 @@ def serve(
     api_key: Annotated[list[str] | None, Parameter(negative=())] = None,
     served_model_name: Annotated[list[str] | None, Parameter(negative=())] = None,
     chat_template: str | None = None,
+    trust_request_chat_template: Flag = False,
     io_processor: str | None = None,
     root_path: str = "",
     cors: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -91,7 +92,11 @@ def serve(
     served_model_name
         The name by which clients ask for the model; give it several times for several.
     chat_template
-        A Jinja file, or the template itself, instead of the checkpoint's.
+        A Jinja file, the template itself, or the name of one of the checkpoint's templates, such as
+        tool_use, instead of the checkpoint's default.
+    trust_request_chat_template
+        Let requests bring chat templates of their own. These are programs, which may use a
+        processor for as long as they like.
     io_processor
         The plugin that answers requests of a form of its own; the default is the one that
         config.json names as io_processor_plugin.
@@ -159,6 +164,7 @@ def serve(
     from opweave.engine.dependencies import require
     from opweave.engine.executor import is_follower, is_launched
     from opweave.engine.io_processor import IOProcessors
+    from opweave.engine.special_tokens import SpecialTokens
 
     for package in _PACKAGES:
         require(package)
@@ -176,6 +182,7 @@ def serve(
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,
         log_prompts=log_prompts,
+        trust_request_chat_template=trust_request_chat_template,
     )
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
@@ -225,7 +232,7 @@ def serve(
             engine = open_engine(model, config=engine_config, progress=loading)
         if parallel.data_parallel_size == 1:
             _log_threads(cpu_threads)
-        app = create_app(engine, settings, template, processor)
+        app = create_app(engine, settings, template, processor, SpecialTokens.of(checkpoint).named)
         run(
             app,
             bound,

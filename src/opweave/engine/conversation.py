@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any
 
 from opweave.engine.chat import ChatTemplate, Message
 from opweave.engine.checkpoint import Checkpoint
-from opweave.engine.errors import ChatTemplateError, PromptError
+from opweave.engine.errors import (
+    ChatTemplateError,
+    InvalidArgumentError,
+    PromptError,
+    UnexpectedKeywordError,
+)
+from opweave.ir.errors import did_you_mean
+
+_log = logging.getLogger(__name__)
+
+_NOT_VARIABLES = signature(ChatTemplate.render).parameters.keys() - {"self", "variables"}
 
 
 def template_for(checkpoint: Checkpoint, given: str | None) -> ChatTemplate:
-    """Return the chat template to use: the one given, a file or the template itself, or its own.
+    """Return the chat template to use: the checkpoint's, or the one that *given* names or is.
 
     Raises:
-        ChatTemplateError: there is none, or it is no valid Jinja.
+        ChatTemplateError: there is none, or it is not valid Jinja.
     """
     if given is not None:
         return ChatTemplate.given(given, checkpoint)
@@ -23,6 +36,77 @@ def template_for(checkpoint: Checkpoint, given: str | None) -> ChatTemplate:
             "Give a template (chat_template=..., or --chat-template FILE), or use generate."
         )
     return own
+
+
+def check_keywords(
+    given: Mapping[str, Any], template: ChatTemplate, function: Callable[..., Any]
+) -> None:
+    """Check that the template reads a variable for each of the keyword arguments *given*.
+
+    Raises:
+        UnexpectedKeywordError: one is neither that nor a parameter of *function*.
+    """
+    known = template.traits.variables
+    for name in given:
+        if name not in known:
+            parameters = signature(function).parameters.keys() - {"self", "variables"}
+            raise UnexpectedKeywordError(
+                f"{name!r} is neither a parameter of {function.__name__} nor a variable of the "
+                f"chat template. {did_you_mean(name, parameters | known)}",
+                name,
+            )
+
+
+def checked_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the variables that *chat_template_kwargs* holds.
+
+    Raises:
+        InvalidArgumentError: it is not a mapping, or one of them is a parameter.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidArgumentError(
+            f"chat_template_kwargs={given!r} must be a dict of variables.", "chat_template_kwargs"
+        )
+    if clash := sorted(_NOT_VARIABLES & given.keys()):
+        raise InvalidArgumentError(
+            f"chat_template_kwargs cannot hold {', '.join(clash)}; give it as a parameter.",
+            "chat_template_kwargs",
+        )
+    return dict(given)
+
+
+def render_all(
+    conversations: Sequence[Sequence[Message]],
+    template: ChatTemplate,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    documents: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+    variables: Mapping[str, Any],
+) -> list[str]:
+    """Return the prompt of each conversation.
+
+    Raises:
+        ChatTemplateError, PromptError, InvalidArgumentError: as :meth:`ChatTemplate.render`; or
+            the template does not show the model the tools or documents.
+    """
+    template.check_use(tools=tools, documents=documents)
+    for name in sorted(variables.keys() - template.chosen(tools).traits.variables):
+        _log.warning("the chat template does not read the variable %r", name)
+    return [
+        template.render(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
+        for messages in conversations
+    ]
 
 
 def as_conversations(messages: object) -> list[list[Message]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Context
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,15 @@ import torch
 
 from opweave.config import EngineConfig
 from opweave.engine.arguments import make_core
-from opweave.engine.chat import Message
+from opweave.engine.chat import ChatTemplate, Message
 from opweave.engine.checkpoint import Checkpoint
-from opweave.engine.conversation import as_conversations, template_for
+from opweave.engine.conversation import (
+    as_conversations,
+    check_keywords,
+    checked_variables,
+    render_all,
+    template_for,
+)
 from opweave.engine.generation import Generation
 from opweave.engine.io_processor import IOProcessors
 from opweave.engine.loader import Progress
@@ -139,43 +145,70 @@ class LLM:
         *,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         add_special_tokens: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several of them; the results are in their order.
+
+        Messages are written as the template reads them, as the server does: content may be null, a
+        string or text parts, and the arguments of tool calls objects or JSON text.
 
         Args:
             messages: dicts with ``role`` and ``content``, as in OpenAI's API: a list of them for
                 one conversation, a list of such lists for several.
             sampling_params: for all conversations, or one for each; None: the defaults.
             progress: as for :meth:`generate`.
-            chat_template: a Jinja file, or the template itself; None: the checkpoint's.
-            tools: the functions that the model may call, for templates that know of them.
-            add_generation_prompt: end the prompt with what begins an answer.
+            chat_template: a Jinja file, the template itself, or the name of one of the
+                checkpoint's templates; None: the checkpoint's default.
+            tools: the functions that the model may call.
+            documents: the documents that the model may cite.
+            add_generation_prompt: end the prompt with the header of an answer; None: unless the
+                last message is continued.
+            continue_final_message: end the prompt with the text of the last message, which the
+                model continues.
             add_special_tokens: begin the prompt with the special tokens that the tokenizer adds,
                 which most templates write themselves.
-            variables: what the template may ask for beside these.
+            chat_template_kwargs: variables of the template, by name.
+            variables: the same, as keywords, if the template reads them.
 
         Raises:
-            ChatTemplateError: there is no template, or it refuses the messages.
-            PromptError: *messages* are no conversations, or one is too long.
+            ChatTemplateError: there is no template, it refuses the messages, or it does not show
+                the model the tools or documents.
+            PromptError: *messages* are malformed, or a conversation is too long.
+            UnexpectedKeywordError: (a TypeError) neither this method nor the template has a
+                variable of that name.
+            InvalidArgumentError: the last message is to be continued, and another one begun.
             NonFiniteLogitsError: the model's scores are not numbers.
 
         Example::
 
             llm.chat([{"role": "user", "content": "Hello"}])[0].outputs[0].text
         """
-        template = template_for(self._checkpoint, chat_template)
-        texts = [
-            template.render(
-                one, tools=tools, add_generation_prompt=add_generation_prompt, **variables
-            )
-            for one in as_conversations(messages)
-        ]
+        if chat_template is None:
+            template = self._chat_template
+        else:
+            template = template_for(self._checkpoint, chat_template)
+        check_keywords(variables, template.chosen(tools), LLM.chat)
+        texts = render_all(
+            as_conversations(messages),
+            template,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**checked_variables(chat_template_kwargs), **variables},
+        )
         return self.generate(
             texts, sampling_params, progress, add_special_tokens=add_special_tokens
         )
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        return template_for(self._checkpoint, None)
 
     def process(self, request: Any, *, io_processor: str | None = None) -> Any:
         """Answer a request that is in a form of a plugin's own.

@@ -35,6 +35,7 @@ def create_app(
     config: ServerConfig | None = None,
     chat_template: ChatTemplate | None = None,
     io_processor: IOProcessor | None = None,
+    special_tokens: Mapping[str, str] | None = None,
 ) -> FastAPI:
     """Return the application; the engine is the caller's to stop.
 
@@ -43,13 +44,18 @@ def create_app(
         config: how to behave towards clients.
         chat_template: turns conversations into prompts; None: they are refused.
         io_processor: a plugin's, for ``/v1/process``; None: its requests are refused.
+        special_tokens: for chat templates that requests bring; None: those of *chat_template*.
 
     Raises:
         PluginRouteError: a plugin's HTTP routes cannot be attached.
     """
     config = config or ServerConfig()
     admission = Admission(config.max_requests)
-    server = ServerState(engine, config, chat_template, admission, io_processor)
+    if special_tokens is None:
+        special_tokens = chat_template.special_tokens if chat_template is not None else {}
+    server = ServerState(
+        engine, config, chat_template, admission, io_processor, special_tokens=special_tokens
+    )
     metrics = Metrics(engine, server.model_names[0])
     app = FastAPI(
         title="opweave",

@@ -28,6 +28,8 @@ class ServerConfig:
         request_timeout: seconds within which it must have been answered.
         drain_timeout: seconds that running requests get when the server is told to stop.
         log_prompts: whether prompts are logged.
+        trust_request_chat_template: whether a request may bring a chat template of its own. A
+            template is a program, which may use a processor for as long as it likes.
 
     Raises:
         ServerConfigError: a value is out of range.
@@ -43,6 +45,7 @@ class ServerConfig:
     request_timeout: float = 600.0
     drain_timeout: float = 60.0
     log_prompts: bool = False
+    trust_request_chat_template: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_body_bytes"):

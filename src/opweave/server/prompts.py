@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, cast
 
-from opweave.engine import SamplingParams, TokenizerError
+from fastapi import Request
+
+from opweave.engine import ChatTemplate, SamplingParams, TokenizerError
 from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError
-from opweave.server.protocol.base import Input
+from opweave.server.protocol.base import Input, for_header
 from opweave.server.protocol.chat import Conversation
 from opweave.server.state import ServerState
 
@@ -55,29 +57,57 @@ async def read_prompts(
     ]
 
 
-async def render(conversation: Conversation, server: ServerState, deadline: Deadline) -> str:
-    """Return the text of a conversation.
+async def render(
+    conversation: Conversation, request: Request, server: ServerState, deadline: Deadline
+) -> str:
+    """Return the text of a conversation; note which of its variables the template ignores.
 
     Raises:
         ApiError: there is no chat template, too many requests are running, it takes too long, or
             the server stops.
-        ChatTemplateError: it refuses the messages.
+        ChatTemplateError, PromptError: the template refuses the messages, or they are malformed.
     """
-    if server.chat_template is None:
+    with server.admission.places(1, param="messages"):
+        text, unread = await server.as_guest(partial(_render, conversation, server), deadline)
+    request.state.ignored = [*request.state.ignored, *for_header(unread)]
+    return text
+
+
+def _render(conversation: Conversation, server: ServerState) -> tuple[str, list[str]]:
+    """Return the text of a conversation, and the paths of variables that the template ignores."""
+    template = _template(conversation.chat_template, server)
+    template.check_use(
+        tools=conversation.tools if conversation.shows_tools else None,
+        documents=conversation.documents,
+    )
+    text = template.render(conversation.for_template(), **conversation.template_arguments())
+    variables = (conversation.chat_template_kwargs or {}).keys()
+    unread = variables - template.chosen(conversation.tools).traits.variables
+    return text, [f"chat_template_kwargs.{name}" for name in sorted(unread)]
+
+
+def _template(given: str | None, server: ServerState) -> ChatTemplate:
+    """Return the template for a request that gives a name or a template, or neither."""
+    own = server.chat_template
+    if given is not None and own is not None and (named := own.by_name(given)) is not None:
+        return named
+    if given is not None and not server.config.trust_request_chat_template:
+        names = f" Names of templates: {', '.join(own.named)}." if own and own.named else ""
+        raise ApiError(
+            "chat_template: templates in requests are not supported by this server, since they "
+            f"are programs; start it with --trust-request-chat-template.{names}",
+            param="chat_template",
+            code="unsupported",
+        )
+    if given is not None:
+        return ChatTemplate(given, "of the request", server.special_tokens)
+    if own is None:
         raise ApiError(
             "The model has no chat template: its checkpoint brings none. Start the server with "
             "--chat-template FILE, or use /v1/completions.",
             code="no_chat_template",
         )
-    write = partial(
-        server.chat_template.render,
-        [message.for_template() for message in conversation.messages],
-        tools=conversation.tools,
-        add_generation_prompt=conversation.add_generation_prompt is not False,
-        **(conversation.chat_template_kwargs or {}),
-    )
-    with server.admission.places(1, param="messages"):
-        return await server.as_guest(write, deadline)
+    return own
 
 
 async def tokenize(text: str, server: ServerState, *, special: bool = True) -> list[int]:

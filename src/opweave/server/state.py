@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +36,7 @@ class ServerState:
         engine: answers the requests.
         config: what the server is told.
         chat_template: turns conversations into prompts, if there is one.
+        special_tokens: for chat templates that requests bring.
         admission: how many requests there are.
         io_processor: answers requests of a form of its own, if there is one.
         readers: tokenize what takes long; the engine keeps half of the processors.
@@ -48,6 +49,7 @@ class ServerState:
     chat_template: ChatTemplate | None
     admission: Admission
     io_processor: IOProcessor | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
     readers: Executor = field(default_factory=partial(DaemonThreads, _HALF, "reader"))
     guests: Executor = field(default_factory=partial(DaemonThreads, _GUESTS, "guest"))
     created: int = field(default_factory=lambda: int(time.time()))

@@ -76,7 +76,7 @@ def _message(message: Message, path: str, traits: Traits) -> dict[str, Any]:
 
 
 def _role(role: object, path: str, traits: Traits) -> str:
-    if not isinstance(role, str) or (role not in _ROLES and role not in traits.strings):
+    if not isinstance(role, str) or role not in traits.strings.union(_ROLES) - {""}:
         raise PromptError(
             f"{path}.role is {role!r}, which is not a role that the chat template knows; use one "
             f"of {', '.join(_ROLES)}.",

@@ -60,9 +60,11 @@ class ChatTemplate:
         """
         tokens = SpecialTokens.of(checkpoint).named
         sources = sources_of(checkpoint)
+        if not sources:
+            return None
+        first = sources.pop(DEFAULT if DEFAULT in sources else next(iter(sources)))
         named = {name: cls(*source, tokens) for name, source in sources.items()}
-        first = named.get(DEFAULT, next(iter(named.values()), None))
-        return first and cls(first.source, first.origin, tokens, named)
+        return cls(*first, tokens, named)
 
     @classmethod
     def given(cls, template: str, checkpoint: Checkpoint) -> ChatTemplate:
@@ -96,7 +98,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
+        continue_final_message: bool | None = None,
         **variables: Any,
     ) -> str:
         """Return the prompt, with the special tokens that it begins with.
@@ -118,6 +120,12 @@ class ChatTemplate:
             ChatTemplateError: the template refuses the messages, or fails.
             InvalidArgumentError: a message is to be continued, and another one begun.
         """
+        for name, flag in (
+            ("add_generation_prompt", add_generation_prompt),
+            ("continue_final_message", continue_final_message),
+        ):
+            if flag not in (None, True, False):
+                raise InvalidArgumentError(f"{name}={flag!r} must be True or False.", name)
         if continue_final_message and add_generation_prompt:
             raise InvalidArgumentError(
                 "continue_final_message=True continues the last message, and "
@@ -141,6 +149,10 @@ class ChatTemplate:
             }
         )
         return _before_mark(text) if continue_final_message else text
+
+    def by_name(self, name: str) -> ChatTemplate | None:
+        """Return the checkpoint's template of that name, or None."""
+        return self if name == DEFAULT else self.named.get(name)
 
     def chosen(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
         """Return the template for a request: with tools, the one named ``tool_use``, if any."""
@@ -192,4 +204,3 @@ def _before_mark(text: str) -> str:
             "continue_final_message",
         )
     return text[:end]
-

@@ -54,7 +54,7 @@ class Traits:
     def needs_null_content(self) -> bool:
         """Whether it prints the calls of a message only if its content is None."""
         return any(
-            any(self._tests_for_none(node) for node in self._syntax.below(each.node.test))
+            any(self._tests_for_none(part) for part in self._syntax.below(each.node.test))
             and self._mentions_calls(each.node)
             for each in self._syntax.placed
             if isinstance(each.node, self._nodes.If)
@@ -121,7 +121,7 @@ class Traits:
                 condition = above
             else:
                 continue
-            if any(self._tests_for_string(node) for node in self._syntax.below(condition)):
+            if any(self._tests_for_string(each.node) for each in self._syntax.below(condition)):
                 return True
         return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -68,7 +68,12 @@ class RequestBody(Fields):
 
     def ignored_fields(self) -> list[str]:
         """Return the paths of fields that are not in the table, shortened to fit a header."""
-        return [ascii(path)[1:-1][:64] for path in self._unknown[:_SHOWN]]
+        return for_header(self._unknown)
+
+
+def for_header(paths: Sequence[str]) -> list[str]:
+    """Return the first of *paths*, shortened to fit a header."""
+    return [ascii(path)[1:-1][:64] for path in paths[:_SHOWN]]
 
 
 class ResponseBody(BaseModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,54 +15,63 @@ from opweave.server.protocol.base import Fields, RequestBody, ResponseBody, Text
 from opweave.server.protocol.sampling import SamplingFields
 from opweave.server.protocol.usage import Usage
 
-_RESERVED = {"messages", "tools", "add_generation_prompt"}
+# Fields of a request that chat_template_kwargs may hold instead, and those that it may not.
+_EITHER = ("add_generation_prompt", "continue_final_message", "documents")
+_RESERVED = {"messages", "tools", "chat_template"}
 
 
 class ContentPart(Fields):
-    """A part of a message; text is the only kind."""
+    """A part of a message; its type says which field holds the text."""
 
-    type: Text
+    type: Text | None = None
     text: Text | None = None
-
-    @model_validator(mode="after")
-    def _has_text(self) -> ContentPart:
-        if self.text is None:
-            raise ValueError(f"a part of type {self.type!r} needs 'text'")
-        return self
-
-    @field_validator("type")
-    @classmethod
-    def _only_text(cls, kind: str) -> str:
-        if kind not in ("text", "input_text"):
-            raise ValueError(f"{kind!r} is not supported; the model takes parts of type 'text'")
-        return kind
+    refusal: Text | None = None
+    thinking: Text | None = None
 
 
 class ChatMessage(Fields):
-    """A message; fields that are unknown here are the chat template's business."""
+    """A message; the chat template reads the fields that are not listed here."""
 
     role: Annotated[Text, Field(min_length=1)]
-    content: Text | list[ContentPart] | None = None
+    content: Text | list[Text | ContentPart] | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """Return it as templates expect it: content in one piece, arguments of calls as objects."""
-        message: dict[str, Any] = {"role": self.role, **(self.model_extra or {})}
-        if isinstance(self.content, list):
-            message["content"] = "\n".join(part.text or "" for part in self.content)
-        else:
-            message["content"] = self.content
-        if isinstance(calls := message.get("tool_calls"), list):
-            message["tool_calls"] = [_with_arguments(call) for call in calls]
-        return message
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message with every field that was sent."""
+        content = self.content
+        if isinstance(content, list):
+            parts = [part if isinstance(part, str) else dict(part) for part in content]
+            return {**dict(self), "content": parts}
+        return dict(self)
 
 
 class Conversation(RequestBody):
-    """What becomes a prompt by the chat template."""
+    """Messages that the chat template turns into a prompt."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Text | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _move_from_variables(cls, values: Any) -> Any:
+        """Move what ``chat_template_kwargs`` may hold to the fields of those names."""
+        variables = values.get("chat_template_kwargs") if isinstance(values, Mapping) else None
+        if not isinstance(variables, Mapping):
+            return values
+        moved = {name: variables[name] for name in _EITHER if name in variables}
+        for name, value in moved.items():
+            if values.get(name, value) not in (None, value):
+                raise ApiError(
+                    f"{name}={values[name]!a} differs from {value!a} in chat_template_kwargs; "
+                    "give one of them.",
+                    param=name,
+                )
+        others = {name: value for name, value in variables.items() if name not in moved}
+        return {**values, **moved, "chat_template_kwargs": others}
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -71,6 +79,21 @@ class Conversation(RequestBody):
         if clash := sorted(_RESERVED & (variables or {}).keys()):
             raise ValueError(f"cannot hold {', '.join(clash)}, which the request itself has")
         return variables
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the prompt must describe the tools to the model."""
+        return bool(self.tools)
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """Return the messages as dictionaries."""
+        return [message.as_dict() for message in self.messages]
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Return the other arguments of :meth:`opweave.engine.ChatTemplate.render`, by name."""
+        given = {name: getattr(self, name) for name in (*_EITHER, "tools")}
+        own = {name: value for name, value in given.items() if value is not None}
+        return {**(self.chat_template_kwargs or {}), **own}
 
 
 class ChatRequest(SamplingFields, Conversation):
@@ -94,6 +117,10 @@ class ChatRequest(SamplingFields, Conversation):
             return self._params(defaults)
         except SamplingParamsError as error:
             raise _renamed(error, names) from error
+
+    @property
+    def shows_tools(self) -> bool:
+        return super().shows_tools and (self.model_extra or {}).get("tool_choice") != "none"
 
     @property
     def limit_field(self) -> str:
@@ -192,16 +219,3 @@ def _renamed(error: SamplingParamsError, names: Mapping[str, str]) -> SamplingPa
     """Return *error* with the names that the fields have here."""
     message = re.sub(r"\w+(?==)", lambda found: names.get(found[0], found[0]), str(error))
     return SamplingParamsError(message, names.get(error.parameter or "", error.parameter))
-
-
-def _with_arguments(call: Any) -> Any:
-    """Clients send the arguments of a call as JSON in a string; templates print objects."""
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(arguments, str):
-        return call
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": value}}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from opweave.server.protocol.base import RequestBody, ResponseBody, Text
 from opweave.server.protocol.chat import Conversation
@@ -39,6 +40,19 @@ class TokenizeConversation(Conversation):
     def special(self) -> bool:
         """Whether the tokenizer adds special tokens: the template has them, unless it must."""
         return bool(self.add_special_tokens)
+
+
+def _kind(body: object) -> str:
+    has_messages = isinstance(body, Mapping) and "messages" in body
+    return "TokenizeConversation" if has_messages else "TokenizePrompt"
+
+
+# By the fields that it has, so that errors are about one of the types alone.
+TokenizeRequest = Annotated[
+    Annotated[TokenizePrompt, Tag("TokenizePrompt")]
+    | Annotated[TokenizeConversation, Tag("TokenizeConversation")],
+    Discriminator(_kind),
+]
 
 
 class TokenizeResponse(ResponseBody):

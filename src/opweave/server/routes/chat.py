@@ -35,7 +35,7 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
     """Answer a conversation."""
     server.accept(body, request)
     params, deadline = body.params(server.engine.sampling_defaults), server.deadline()
-    text = await unless_gone(request, render(body, server, deadline))
+    text = await unless_gone(request, render(body, request, server, deadline))
     check_length(text, server, param="messages")
     prompts = [Prompt(text, await tokenize(text, server, special=False))]
     check_context(

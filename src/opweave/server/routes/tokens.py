@@ -11,6 +11,7 @@ from opweave.server.protocol.tokens import (
     DetokenizeResponse,
     TokenizeConversation,
     TokenizePrompt,
+    TokenizeRequest,
     TokenizeResponse,
 )
 from opweave.server.routes.responses import ERRORS, json_response
@@ -20,12 +21,10 @@ router = APIRouter(responses=ERRORS, tags=["Tokens"])
 
 
 @router.post("/tokenize", response_model=TokenizeResponse)
-async def tokenize_text(
-    body: TokenizePrompt | TokenizeConversation, request: Request, server: Server
-) -> Response:
+async def tokenize_text(body: TokenizeRequest, request: Request, server: Server) -> Response:
     """Split a prompt, or a conversation, into tokens."""
     server.accept(body, request)
-    ids = await unless_gone(request, _tokens(body, server))
+    ids = await unless_gone(request, _tokens(body, request, server))
     token = server.engine.tokenizer.token
     return json_response(
         TokenizeResponse(
@@ -37,11 +36,13 @@ async def tokenize_text(
     )
 
 
-async def _tokens(body: TokenizePrompt | TokenizeConversation, server: ServerState) -> list[int]:
+async def _tokens(
+    body: TokenizePrompt | TokenizeConversation, request: Request, server: ServerState
+) -> list[int]:
     if isinstance(body, TokenizePrompt):
         text = body.prompt
     else:
-        text = await render(body, server, server.deadline())
+        text = await render(body, request, server, server.deadline())
     return await tokenize(text, server, special=body.special)
 
 
