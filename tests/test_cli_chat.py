@@ -93,6 +93,20 @@ def test_json_lines(chat: Chat, llm: LLM) -> None:
     assert (code, err) == (0, "")
 
 
+def test_variables_of_the_template(chat: Chat) -> None:
+    template = "{{ messages[0].content }}{{ 'Return' if thinks is false else 'Set' }}{{ n }}"
+
+    def answer(*arguments: str) -> str:
+        options = ("--chat-template", template, "--max-tokens", "4", "--json", *arguments)
+        _, out, _ = chat(b"Return\n", *options)
+        return out
+
+    plain = answer()
+    changed = answer("--chat-template-kwargs.thinks=false", "--chat-template-kwargs.n", "-1 x")
+    assert changed != plain
+    assert answer("--chat-template-kwargs", '{"thinks": false, "n": "-1 x"}') == changed
+
+
 def test_the_system_message_stays_after_a_reset(chat: Chat) -> None:
     _, out, _ = chat(b"a\n/reset\na\n", "--system", "Return the", "--json", "--max-tokens", "3")
     first, second = out.splitlines()
@@ -108,6 +122,9 @@ def test_the_system_message_stays_after_a_reset(chat: Chat) -> None:
         (b"x", ("--chat-template", "{% if %}"), "no valid Jinja"),
         (b"x", ("--chat-template", "{{ raise_exception('not so') }}"), "not so"),
         (b"x", ("--chat-template", "/nowhere.jinja"), "cannot be read"),
+        (b"x", ("--chat-template-kwargs.think=1",), "'think' is not a variable of"),
+        (b"x", ("--chat-template-kwargs", "[1]"), "JSON object"),
+        (b"x", ("--chat-template-kwargs.tools=[]",), "cannot hold tools"),
     ],
 )
 def test_errors_are_one_line(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unicodedata import category
@@ -19,9 +20,10 @@ from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
 from opweave.cli.progress import loading_bar
 from opweave.cli.prompts import check_utf8
+from opweave.cli.template_variables import TemplateVariables
 
 if TYPE_CHECKING:
-    from opweave.engine import LLM, ChatTemplate, RequestOutput, SamplingParams
+    from opweave.engine import LLM, RequestOutput, SamplingParams
 
 _SAMPLING, _RUNNING = SamplingOptions(), ModelOptions()
 _HELP = "/reset forgets the conversation; /exit or Ctrl-D leaves; Ctrl-C stops an answer."
@@ -33,6 +35,7 @@ def chat(
     *,
     system: str | None = None,
     chat_template: str | None = None,
+    chat_template_kwargs: TemplateVariables = None,
     max_tokens: int | None = None,
     temperature: float | None = None,
     sampling: SamplingOptions = _SAMPLING,
@@ -54,7 +57,8 @@ def chat(
     system
         What the conversation begins with, as its system message.
     chat_template
-        A Jinja file, or the template itself, instead of the checkpoint's.
+        A Jinja file, the template itself, or the name of one of the checkpoint's templates, instead
+        of the checkpoint's default.
     max_tokens
         Write at most this many tokens in an answer. The default is the checkpoint's, else what the
         context has room for.
@@ -65,7 +69,7 @@ def chat(
         Print each answer as one line of JSON when it is complete.
     """
     from opweave.engine import LLM, Checkpoint
-    from opweave.engine.conversation import template_for
+    from opweave.engine.conversation import check_keywords, checked_variables, template_for
 
     defaults = running.defaults(model, max_tokens=None, temperature=0.7)
     params = sampling.params(defaults, max_tokens=max_tokens, temperature=temperature)
@@ -74,10 +78,13 @@ def chat(
     apply_compilation(compilation_config)
     # Before the model, which takes longer.
     template = template_for(Checkpoint(model), chat_template)
+    variables = checked_variables(chat_template_kwargs)
+    check_keywords(variables, template)
     config = running.config()
     with loading_bar(config) as loading:
         llm = LLM(model, config=config, progress=loading)
-    _Chat(llm, template, params, system, as_json=json).run()
+    render = partial(template.render, **variables)
+    _Chat(llm, render, params, system, as_json=json).run()
 
 
 class _Chat:
@@ -86,13 +93,13 @@ class _Chat:
     def __init__(
         self,
         llm: LLM,
-        template: ChatTemplate,
+        render: Callable[[list[dict[str, str]]], str],
         sampling: SamplingParams,
         system: str | None,
         *,
         as_json: bool,
     ) -> None:
-        self._llm, self._template, self._sampling = llm, template, sampling
+        self._llm, self._render, self._sampling = llm, render, sampling
         self._as_json = as_json
         self._beginning = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._beginning)
@@ -129,7 +136,7 @@ class _Chat:
 
     def _write(self, messages: list[dict[str, str]]) -> str:
         """Answer, and return the text; of an answer that was stopped, what there was."""
-        prompt = self._template.render(messages)
+        prompt = self._render(messages)
         ids = self._llm.tokenizer.encode(prompt, add_special_tokens=False)
         shown, newest = "", None
         with interruptible() as is_interrupted:

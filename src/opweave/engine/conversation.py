@@ -39,20 +39,21 @@ def template_for(checkpoint: Checkpoint, given: str | None) -> ChatTemplate:
 
 
 def check_keywords(
-    given: Mapping[str, Any], template: ChatTemplate, function: Callable[..., Any]
+    given: Mapping[str, Any], template: ChatTemplate, function: Callable[..., Any] | None = None
 ) -> None:
     """Check that the template reads a variable for each of the keyword arguments *given*.
 
     Raises:
-        UnexpectedKeywordError: one is neither that nor a parameter of *function*.
+        UnexpectedKeywordError: it does not; the message lists the parameters of *function*, too.
     """
-    known = template.traits.variables
+    known, fault = template.traits.variables, "is not"
+    if function is not None:
+        known |= signature(function).parameters.keys() - {"self", "variables"}
+        fault = f"is neither a parameter of {function.__name__} nor"
     for name in given:
-        if name not in known:
-            parameters = signature(function).parameters.keys() - {"self", "variables"}
+        if name not in template.traits.variables:
             raise UnexpectedKeywordError(
-                f"{name!r} is neither a parameter of {function.__name__} nor a variable of the "
-                f"chat template. {did_you_mean(name, parameters | known)}",
+                f"{name!r} {fault} a variable of the chat template. {did_you_mean(name, known)}",
                 name,
             )
 
