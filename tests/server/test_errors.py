@@ -55,6 +55,23 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         (COMPLETIONS, {"prompt": "x", "max_tokens": "many"}, "max_tokens", "integer"),
         (COMPLETIONS, {"prompt": "x", "max_tokens": -1}, "max_tokens", "at least 0"),
         (COMPLETIONS, {"prompt": "x", "temperature": -1}, "temperature", "at least 0"),
+        (COMPLETIONS, {"prompt": "x", "temperature": 9}, "temperature", "=9 must be at most 2"),
+        (CHAT, {"messages": USER, "temperature": 2.01}, "temperature", "at most 2"),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "prompt_logprobs": 1, "stream": True},
+            "prompt_logprobs",
+            "not sent in streams",
+        ),
+        (COMPLETIONS, {"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs", "at least 0"),
+        (COMPLETIONS, {"prompt": "x", "bad_words": "y"}, "bad_words", "valid list"),
+        (COMPLETIONS, {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids", "empty"),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "truncate_prompt_tokens": 0},
+            "truncate_prompt_tokens",
+            "at least 1",
+        ),
         (COMPLETIONS, {"prompt": "x", "temperature": math.inf}, "temperature", "finite"),
         (COMPLETIONS, {"prompt": "x", "temperature": math.nan}, "temperature", "finite"),
         (COMPLETIONS, {"prompt": "x", "top_p": 0}, "top_p", "above 0"),
@@ -136,12 +153,6 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions", "tools"),
         (CHAT, {"messages": USER, "function_call": {"name": "f"}}, "function_call", "function"),
         (CHAT, {"messages": USER, "modalities": ["text", "audio"]}, "modalities", "text"),
-        (
-            CHAT,
-            {"messages": USER, "max_tokens": 1, "max_completion_tokens": 2},
-            "max_tokens",
-            "one",
-        ),
         (
             CHAT,
             {"messages": USER, "response_format": {"type": "xml"}},
@@ -258,6 +269,21 @@ HOSTILE = {
 def test_hostile_bodies(server: Running, path: str, body: bytes, named: str) -> None:
     headers = {"content-type": "application/json"}
     assert named in error_of(server.post(path, content=body, headers=headers), 400)["message"]
+
+
+def test_whole_numbers_are_integers(server: Running) -> None:
+    body = {"prompt": "x", "max_tokens": 2.0, "n": 1.0, "seed": 3.0, "top_k": -1.0, "logprobs": 1.0}
+    assert server.post(COMPLETIONS, body).status_code == 200
+    params = server.engine.calls[-1].params
+    assert (params.max_tokens, params.seed, params.logprobs) == (2, 3, 1)
+    assert isinstance(params.max_tokens, int)
+
+
+def test_the_newer_limit_of_two_counts(server: Running) -> None:
+    body = {"messages": USER, "max_tokens": 9, "max_completion_tokens": 2, "model": ""}
+    answer = server.post(CHAT, body)
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    assert answer.json()["model"] == "tiny-pydoc"
 
 
 def test_integers_are_numbers_too(server: Running) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -136,6 +137,15 @@ _SAMPLING_EFFECTS: dict[str, Any] = {
     "min_tokens": 1,
     "ignore_eos": True,
     "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "allowed_token_ids": [5],
+    "bad_words": ["y"],
+    "truncate_prompt_tokens": 1,
+    "prompt_logprobs": 1,
+    "return_token_ids": True,
+    "request_id": "mine",
+    "stream_options.continuous_usage_stats": True,
     "stream": True,
     "stream_options.include_usage": (_STREAM, {"stream": True}),
     "priority": 3,
@@ -194,6 +204,11 @@ EFFECTS: dict[str, dict[str, Any]] = {
         "echo": True,
         "logprobs": 1,
         "best_of": 2,
+        "add_special_tokens": False,
+        "return_tokens_as_token_ids": (
+            {"logprobs": 1, "return_tokens_as_token_ids": True},
+            {"logprobs": 1},
+        ),
     },
     "chat": {
         **_SAMPLING_EFFECTS,
@@ -201,6 +216,11 @@ EFFECTS: dict[str, dict[str, Any]] = {
         "max_completion_tokens": ({"max_completion_tokens": 3, "max_tokens": None}, {}),
         "logprobs": True,
         "top_logprobs": ({"logprobs": True, "top_logprobs": 2}, {"logprobs": True}),
+        "add_special_tokens": True,
+        "return_tokens_as_token_ids": (
+            {"logprobs": True, "return_tokens_as_token_ids": True},
+            {"logprobs": True},
+        ),
     },
     "embeddings": {
         "model": "another",
@@ -333,9 +353,10 @@ class Client:
         engine.calls.clear()
         answer = self.send(body)
         parts = [
-            {**json.loads(line.removeprefix("data: ")), "id": "", "created": 0}
+            {**content, "id": re.sub("[0-9a-f]{32}", "", content.get("id", "")), "created": 0}
             for line in answer.text.splitlines()
             if line not in ("", "data: [DONE]")
+            for content in [json.loads(line.removeprefix("data: "))]
         ]
         asked = [(list(call.prompt), call.params, call.priority) for call in engine.calls]
         return answer.status_code, parts, asked

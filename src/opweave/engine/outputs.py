@@ -8,7 +8,7 @@ from typing import Literal
 
 from opweave.engine.errors import EngineError
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class CompletionOutput:
         text: the text, without special tokens and the stop string unless the request wants them.
         token_ids: every token that was generated, an end-of-text token included.
         finish_reason: ``"stop"`` at an end-of-text token or a stop string; ``"length"`` at
-            ``max_tokens`` or the end of the context; ``"abort"``: it was given up; None: it goes
-            on.
+            ``max_tokens`` or the end of the context; ``"abort"``: it was given up; ``"error"``, in
+            responses of the server: it failed; None: it goes on, or the whole request failed.
         logprobs: for each token, the most likely ones at its place and itself, by id; None: they
             were not asked for.
         stop_reason: the stop string or the stop token that ended it; None: something else did.

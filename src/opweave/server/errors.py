@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 from starlette.requests import Request
 
-from opweave.engine import EngineDeadError, EngineError
+from opweave.engine import EngineDeadError, EngineError, NonFiniteLogitsError
 from opweave.ir.errors import OpweaveError
 
 _log = logging.getLogger(__name__)
@@ -108,8 +108,8 @@ def api_error(error: Exception, request: Request) -> ApiError:
         return error
     if isinstance(error, EngineDeadError):
         return _dead(is_running=request.app.state.server.engine.is_running)
-    if isinstance(error, EngineError) and isinstance(error, ValueError):
-        return ApiError(str(error), param=getattr(error, "parameter", None))
+    if (found := engine_error(error)) is not None:
+        return found
     request_id = request.state.request_id
     _log.error("request %s failed", request_id, exc_info=error)
     return ApiError(
@@ -117,6 +117,15 @@ def api_error(error: Exception, request: Request) -> ApiError:
         status=500,
         code="internal_error",
     )
+
+
+def engine_error(error: Exception) -> ApiError | None:
+    """Return what a client learns of an error of the engine that is about its request."""
+    if isinstance(error, EngineError) and isinstance(error, ValueError):
+        return ApiError(str(error), param=getattr(error, "parameter", None))
+    if isinstance(error, NonFiniteLogitsError):
+        return ApiError(str(error), status=500, code="non_finite_logits")
+    return None
 
 
 def _dead(*, is_running: bool) -> ApiError:

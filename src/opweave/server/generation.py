@@ -7,18 +7,22 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from opweave.engine import (
+    CompletionOutput,
+    EngineError,
     MissingDependencyError,
+    NonFiniteLogitsError,
     PromptError,
     RequestOutput,
+    RequestTimings,
     SamplingParams,
     SamplingParamsError,
 )
 from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError
-from opweave.server.merge import merged
+from opweave.server.merge import close, merged
 from opweave.server.prompts import Prompt
 from opweave.server.protocol.structured import form_error
 from opweave.server.state import ServerState
@@ -41,7 +45,8 @@ class Generation:
         priority: a lower number goes first.
         param: the field of the request that the prompts come from.
         form_field: the field that says what form the answers must have.
-        id: its id in responses; the engine knows each prompt by it and a number.
+        request_id: what its id in responses ends with; None: a new one.
+        id: its id in responses.
         created: in seconds since 1970.
     """
 
@@ -53,11 +58,13 @@ class Generation:
     priority: int = 0
     param: str = "prompt"
     form_field: str = "structured_outputs"
+    request_id: str | None = None
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
+    _name: str = field(default_factory=lambda: uuid.uuid4().hex)  # in the engine, a unique one
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "id", f"{self.kind}-{uuid.uuid4().hex}")
+        object.__setattr__(self, "id", f"{self.kind}-{self.request_id or self._name}")
 
     @property
     def model(self) -> str:
@@ -91,27 +98,46 @@ class Generation:
                     self._check_not_aborted(output)
                     yield index, output
 
-    async def answers(self) -> list[RequestOutput]:
-        """Return the complete answers, in the order of the prompts; raises as :meth:`outputs`."""
+    async def answers(self, *, partial: bool = False) -> list[RequestOutput]:
+        """Return the complete answers, in the order of the prompts; raises as :meth:`outputs`.
+
+        With *partial*, a prompt that failed alone has an output with its error, unless all did.
+        """
         newest: dict[int, RequestOutput] = {}
         async with aclosing(self.outputs()) as outputs:
             async for index, output in outputs:
                 newest[index] = output
-        return [newest[index] for index in range(len(self.prompts))]
+        complete = [newest[index] for index in range(len(self.prompts))]
+        errors = [output.error for output in complete if output.error is not None]
+        if errors and (not partial or len(errors) == len(complete)):
+            raise errors[0]
+        return complete
 
     def _merged(self) -> Outputs:
-        engine = self.server.engine
-        return merged(
-            [
-                engine.generate(
-                    prompt.ids,
-                    self.params,
-                    request_id=f"{self.id}-{index}",
-                    priority=self.priority,
-                )
-                for index, prompt in enumerate(self.prompts)
-            ]
+        return merged([self._answer(index) for index in range(len(self.prompts))])
+
+    async def _answer(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the answers to one prompt; logits that are NaN end it, and not the others."""
+        prompt, output = self.prompts[index].ids, None
+        stream = self.server.engine.generate(
+            prompt,
+            self.params,
+            request_id=f"{self.kind}-{self._name}-{index}",
+            priority=self.priority,
         )
+        try:
+            async for output in stream:
+                yield output
+        except NonFiniteLogitsError as error:
+            if len(self.prompts) == 1:
+                raise
+            yield _failed(output or self._empty(prompt), error)
+        finally:
+            await close(stream)
+
+    def _empty(self, prompt: list[int]) -> RequestOutput:
+        answers = [CompletionOutput(index, "", [], None) for index in range(self.params.n)]
+        return RequestOutput(self.id, None, prompt, answers, False, RequestTimings(0.0, 0.0, 0.0))
 
     def _check_not_aborted(self, output: RequestOutput) -> None:
         aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
@@ -121,3 +147,11 @@ class Generation:
                 status=503,
                 code="shutting_down",
             )
+
+
+def _failed(output: RequestOutput, error: EngineError) -> RequestOutput:
+    """Return *output* with all unfinished answers ended by *error*."""
+    answers = [
+        replace(answer, finish_reason=answer.finish_reason or "error") for answer in output.outputs
+    ]
+    return replace(output, outputs=answers, finished=True, error=error)

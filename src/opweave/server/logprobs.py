@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from opweave.engine import Logprob
 from opweave.engine.tokenizer import Tokenizer
+from opweave.server.protocol.answers import PromptLogprob, PromptLogprobs
 from opweave.server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from opweave.server.protocol.completions import CompletionLogprobs
 
 _REPLACEMENT = "\ufffd"
+_LEAST = -9999.0  # JSON has no infinity; OpenAI and vLLM write this number
 
 
 def chat_logprobs(
@@ -17,16 +19,21 @@ def chat_logprobs(
     logprobs: Sequence[Mapping[int, Logprob]] | None,
     count: int,
     tokenizer: Tokenizer,
+    *,
+    as_ids: bool = False,
 ) -> ChatLogprobs | None:
-    """Return them for a chat, with the *count* most likely tokens of each place."""
+    """Return them for a chat, with the *count* most likely tokens of each place.
+
+    With *as_ids*, tokens are called ``token_id:17``.
+    """
     if logprobs is None:
         return None
 
     def entry(token: int, at: Mapping[int, Logprob]) -> TopLogprob:
         found, known = at[token], tokenizer.bytes_of(token)
         return TopLogprob(
-            token=found.decoded_token,
-            logprob=found.logprob,
+            token=_by_id(token) if as_ids else found.decoded_token,
+            logprob=_number(found),
             bytes=None if known is None else list(known),
         )
 
@@ -49,6 +56,7 @@ def completion_logprobs(
     tokenizer: Tokenizer,
     *,
     first: str = "",
+    as_ids: bool = False,
 ) -> CompletionLogprobs | None:
     """Return them for a completion.
 
@@ -59,30 +67,54 @@ def completion_logprobs(
         offsets: where each token begins in the text.
         tokenizer: it knows the bytes of a token that is a part of a character.
         first: the text of a token without any.
+        as_ids: call tokens ``token_id:17``.
     """
     if logprobs is None:
         return None
 
     def name(token: int, at: Mapping[int, Logprob]) -> str:
-        return _unique(at[token].decoded_token, tokenizer, token)
+        return _by_id(token) if as_ids else _unique(at[token].decoded_token, tokenizer, token)
+
+    def unnamed(token: int) -> str:
+        return _by_id(token) if as_ids else first
 
     def top(at: Mapping[int, Logprob], token: int) -> dict[str, float]:
         """Return the most likely tokens by name, and *token*, which is always there."""
         found: dict[str, float] = {}
         for likely in _most_likely(at, count):
-            found.setdefault(name(likely, at), at[likely].logprob)
-        found[name(token, at)] = at[token].logprob
+            found.setdefault(name(likely, at), _number(at[likely]))
+        found[name(token, at)] = _number(at[token])
         return found
 
     pairs = list(zip(token_ids, logprobs, strict=True))
     return CompletionLogprobs(
-        tokens=[first if at is None else name(token, at) for token, at in pairs],
-        token_logprobs=[None if at is None else at[token].logprob for token, at in pairs],
+        tokens=[unnamed(token) if at is None else name(token, at) for token, at in pairs],
+        token_logprobs=[None if at is None else _number(at[token]) for token, at in pairs],
         top_logprobs=[None if at is None else top(at, token) for token, at in pairs]
         if count
         else None,
         text_offset=offsets,
     )
+
+
+def prompt_logprobs(
+    logprobs: Sequence[Mapping[int, Logprob] | None] | None, token_ids: Sequence[int], count: int
+) -> PromptLogprobs | None:
+    """Return those of a prompt as vLLM writes them: the *count* best ones, and the token itself."""
+    if logprobs is None:
+        return None
+    return [
+        None
+        if at is None
+        else {
+            each: PromptLogprob(
+                logprob=_number(found), rank=found.rank, decoded_token=found.decoded_token
+            )
+            for each, found in at.items()
+            if each == token or found.rank <= count
+        }
+        for token, at in zip(token_ids, logprobs, strict=True)
+    ]
 
 
 def joined(one: CompletionLogprobs | None, two: CompletionLogprobs | None) -> CompletionLogprobs:
@@ -95,6 +127,14 @@ def joined(one: CompletionLogprobs | None, two: CompletionLogprobs | None) -> Co
         top_logprobs=[top for part in tops for top in part] if tops else None,
         text_offset=[offset for part in parts for offset in part.text_offset],
     )
+
+
+def _number(found: Logprob) -> float:
+    return max(found.logprob, _LEAST)
+
+
+def _by_id(token: int) -> str:
+    return f"token_id:{token}"
 
 
 def _unique(text: str, tokenizer: Tokenizer, token: int) -> str:

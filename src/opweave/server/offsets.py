@@ -19,6 +19,7 @@ class Offsets:
         prompt: the tokens before.
         start: how long the text before is.
         skip_special_tokens: whether they are left out.
+        spaces_between_special_tokens: whether the space between two of them is kept.
     """
 
     def __init__(
@@ -28,9 +29,13 @@ class Offsets:
         *,
         start: int = 0,
         skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
     ) -> None:
         self._decoder = IncrementalDecoder(
-            tokenizer, prompt, skip_special_tokens=skip_special_tokens
+            tokenizer,
+            prompt,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
         )
         self._place = start
 

@@ -10,7 +10,8 @@ from typing import TypeVar, cast
 
 from fastapi import Request
 
-from opweave.engine import ChatTemplate, SamplingParams, TokenizerError
+from opweave.engine import ChatTemplate, SamplingParams, Tokenizer, TokenizerError
+from opweave.engine.tokenizer import Side
 from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError
 from opweave.server.protocol.base import Input, for_header
@@ -23,6 +24,53 @@ _QUICK = 4096  # characters that are tokenized in a millisecond, without a threa
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How texts become tokens.
+
+    Attributes:
+        add_special_tokens: with the special tokens that the tokenizer adds.
+        keep: the most tokens of a prompt; None: all.
+        side: of a longer prompt that is cut off.
+    """
+
+    add_special_tokens: bool = True
+    keep: int | None = None
+    side: Side = "left"
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, server: ServerState, *, add_special_tokens: bool
+    ) -> Reading:
+        """Return how a request with *params* is read; -1 leaves room for the answer."""
+        keep = params.truncate_prompt_tokens
+        if keep == -1:
+            keep = max(1, server.engine.max_model_len - (params.max_tokens or 1))
+        return cls(add_special_tokens, keep)
+
+    def tokens(self, text: str, tokenizer: Tokenizer) -> list[int]:
+        """Return the tokens of a text."""
+        return tokenizer.encode(
+            text,
+            add_special_tokens=self.add_special_tokens,
+            keep=self.keep,
+            truncation_side=self.side,
+        )
+
+    def prompt(self, text: str, ids: list[int]) -> Prompt:
+        """Return a prompt; a text that may have been cut is that of its tokens."""
+        return Prompt(None if len(ids) == self.keep else text, ids)
+
+    def cut(self, ids: list[int]) -> list[int]:
+        """Return the tokens of a prompt that was sent as tokens."""
+        if self.keep is None:
+            return ids
+        return ids[-self.keep :] if self.side == "left" else ids[: self.keep]
+
+
+DEFAULT_READING = Reading()
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One prompt; its text is None if the client sent tokens."""
 
@@ -31,7 +79,12 @@ class Prompt:
 
 
 async def read_prompts(
-    given: Input, server: ServerState, *, param: str, n: int = 1
+    given: Input,
+    server: ServerState,
+    *,
+    param: str,
+    n: int = 1,
+    reading: Reading = DEFAULT_READING,
 ) -> list[Prompt]:
     """Return the prompts of a request, in their order.
 
@@ -40,6 +93,7 @@ async def read_prompts(
         server: whose tokenizer reads them.
         param: the field that they come from.
         n: how many answers each of them is to have.
+        reading: how texts become tokens.
 
     Raises:
         ApiError: there is none, one is too long to be worth reading, or there are too many.
@@ -50,10 +104,11 @@ async def read_prompts(
     server.admission.check(len(several) * n, param=param if n == 1 else "n")
     texts = [one for one in several if isinstance(one, str)]
     for text in texts:
-        check_length(text, server, param=param)
-    read = iter(await tokenize_all(texts, server))
+        check_length(text, server, param=param, reading=reading)
+    read = iter(await tokenize_all(texts, server, reading))
     return [
-        Prompt(one, next(read)) if isinstance(one, str) else Prompt(None, one) for one in several
+        reading.prompt(one, next(read)) if isinstance(one, str) else Prompt(None, reading.cut(one))
+        for one in several
     ]
 
 
@@ -110,25 +165,24 @@ def _template(given: str | None, server: ServerState) -> ChatTemplate:
     return own
 
 
-async def tokenize(text: str, server: ServerState, *, special: bool = True) -> list[int]:
-    """Return the tokens of *text*, with those that the tokenizer adds unless not *special*.
+async def tokenize(text: str, server: ServerState, reading: Reading) -> list[int]:
+    """Return the tokens of *text*.
 
     Raises:
         PromptError: the text holds half of a surrogate pair, as what a template makes may do.
         ApiError: there is no tokenizer.
     """
-    (ids,) = await tokenize_all([text], server, special=special)
+    (ids,) = await tokenize_all([text], server, reading)
     return ids
 
 
 async def tokenize_all(
-    texts: Sequence[str], server: ServerState, *, special: bool = True
+    texts: Sequence[str], server: ServerState, reading: Reading
 ) -> list[list[int]]:
     """Return the tokens of each text; raises as :func:`tokenize`."""
 
     def encode() -> list[list[int]]:
-        read = server.engine.tokenizer.encode
-        return [read(text, add_special_tokens=special) for text in texts]
+        return [reading.tokens(text, server.engine.tokenizer) for text in texts]
 
     try:
         return await _reading(server, encode, sum(map(len, texts)))
@@ -164,13 +218,15 @@ async def _reading(server: ServerState, work: Callable[[], T], size: int) -> T:
     return await asyncio.get_running_loop().run_in_executor(server.readers, work)
 
 
-def check_length(text: str, server: ServerState, *, param: str) -> None:
+def check_length(
+    text: str, server: ServerState, *, param: str, reading: Reading = DEFAULT_READING
+) -> None:
     """Raise ApiError if *text* cannot fit into the context, however it is split into tokens.
 
     Splitting megabytes takes seconds, only to find that out.
     """
     room = server.engine.max_model_len
-    if len(text) <= room:  # as almost all are
+    if len(text) <= room or reading.keep is not None:  # as almost all are
         return
     longest = server.engine.tokenizer.longest_token
     if longest is not None and len(text) > longest * room:

@@ -73,8 +73,8 @@ class ServerState:
             return await asyncio.get_running_loop().run_in_executor(self.guests, work)
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError if the model is not served by that name; None is any."""
-        if name is not None and name not in self.model_names:
+        """Raise ApiError if the model is not served by that name; None and "" are any."""
+        if name and name not in self.model_names:
             raise ApiError(
                 f"The model {name!a} does not exist. This server has: "
                 f"{', '.join(self.model_names)}.",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     ModelWrapValidatorHandler,
     PrivateAttr,
@@ -28,6 +29,12 @@ def _is_text(text: str) -> str:
     return text
 
 
+def _whole(value: object) -> object:
+    """JSON has one type of number: 2.0 is an integer, too."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
 Text = Annotated[str, AfterValidator(_is_text)]
 TokenIds = list[int]
 Input = Text | list[Text] | TokenIds | list[TokenIds]  # one prompt or several
@@ -36,8 +43,8 @@ Input = Text | list[Text] | TokenIds | list[TokenIds]  # one prompt or several
 class Fields(BaseModel):
     """A part of a request; it may hold more than is known here.
 
-    Nothing is converted, but integers to floats: a client that sends ``"5"`` or ``true`` for a
-    number has a defect, which it should see.
+    Nothing is converted, but integers to floats and whole floats to integers: a client that sends
+    ``"5"`` or ``true`` for a number has a defect, which it should see.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)

@@ -11,7 +11,8 @@ from pydantic import Field, field_validator, model_validator
 
 from opweave.engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave.server.errors import ApiError
-from opweave.server.protocol.base import Fields, RequestBody, ResponseBody, Text
+from opweave.server.protocol.answers import PromptLogprobs
+from opweave.server.protocol.base import Fields, Int, RequestBody, ResponseBody, Text
 from opweave.server.protocol.sampling import SamplingFields
 from opweave.server.protocol.usage import Usage
 
@@ -101,9 +102,9 @@ class ChatRequest(SamplingFields, Conversation):
 
     endpoint = "chat"
 
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
 
     def params(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         """Return the parameters; *defaults* are the checkpoint's.
@@ -131,19 +132,12 @@ class ChatRequest(SamplingFields, Conversation):
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs=true.", param="top_logprobs")
         count = (self.top_logprobs or 0) if self.logprobs else None
-        limit = self._limit()
+        limit = getattr(self, self.limit_field)
         if limit is None:
             limit = defaults.get("max_tokens")
-        return self.sampling_params(limit, defaults, logprobs=count)
-
-    def _limit(self) -> int | None:
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) > 1:
-            raise ApiError(
-                "max_tokens and max_completion_tokens differ; give one of them.",
-                param="max_tokens",
-            )
-        return limits.pop() if limits else None
+        return self.sampling_params(
+            limit, defaults, logprobs=count, prompt_logprobs=self.prompt_logprobs
+        )
 
 
 class TopLogprob(ResponseBody):
@@ -181,6 +175,7 @@ class ChatChoice(ResponseBody):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatResponse(ResponseBody):
@@ -192,6 +187,8 @@ class ChatResponse(ResponseBody):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatChunkChoice(ResponseBody):
@@ -202,6 +199,7 @@ class ChatChunkChoice(ResponseBody):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(ResponseBody):
@@ -213,6 +211,7 @@ class ChatChunk(ResponseBody):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 def _renamed(error: SamplingParamsError, names: Mapping[str, str]) -> SamplingParamsError:

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from opweave.engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave.server.errors import unsupported
-from opweave.server.protocol.base import Input, ResponseBody
+from opweave.server.protocol.answers import ErrorDetail, PromptLogprobs
+from opweave.server.protocol.base import Input, Int, ResponseBody
 from opweave.server.protocol.sampling import SamplingFields
 from opweave.server.protocol.usage import Usage
 
@@ -22,8 +23,8 @@ class CompletionRequest(SamplingFields):
 
     prompt: Input
     echo: bool | None = None
-    logprobs: int | None = None
-    best_of: int | None = None
+    logprobs: Int | None = None
+    best_of: Int | None = None
 
     @property
     def writes_nothing(self) -> bool:
@@ -49,8 +50,14 @@ class CompletionRequest(SamplingFields):
             1 if self.writes_nothing else limit,
             defaults,
             logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
+            prompt_logprobs=self._prompt_logprobs(),
         )
+
+    def _prompt_logprobs(self) -> int | None:
+        """Return for how many tokens the engine returns log-probabilities of the prompt."""
+        echoed = self.logprobs if self.echo else None
+        wanted = [count for count in (self.prompt_logprobs, echoed) if count is not None]
+        return max(wanted, default=None)
 
 
 class CompletionLogprobs(ResponseBody):
@@ -70,6 +77,10 @@ class CompletionChoice(ResponseBody):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    error: ErrorDetail | None = None
 
 
 class CompletionResponse(ResponseBody):

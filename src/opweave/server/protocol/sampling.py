@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from opweave.engine import SamplingParams
+from opweave.engine import SamplingParams, SamplingParamsError
 from opweave.server.errors import ApiError
-from opweave.server.protocol.base import Fields, Text, TokenIds
+from opweave.server.protocol.base import Fields, Int, Text, TokenIds
 from opweave.server.protocol.structured import FormFields
 
 _MAX_STOPS = 64
 _SAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos",
-    "skip_special_tokens",
+    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+    "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
 )  # fmt: skip
+_HOTTEST = 2.0  # as in OpenAI's API; SamplingParams has no limit
 
 
-Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Priority = Annotated[Int, Field(ge=-(2**31), lt=2**31)]
 
 
 def _token(key: object) -> object:
@@ -38,36 +41,52 @@ class StreamOptions(Fields):
     """How to stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SamplingFields(FormFields):
     """Everything that :class:`opweave.engine.SamplingParams` knows; None is its default."""
 
-    max_tokens: int | None = None
+    max_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: int | None = None
+    n: Int | None = None
     stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] | None = None
-    seed: int | None = None
+    seed: Int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[TokenKey, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: TokenIds | None = None
-    min_tokens: int | None = None
+    min_tokens: Int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: list[Text] | None = None
+    truncate_prompt_tokens: Int | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: Int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    request_id: Text | None = None
     priority: Priority | None = None
 
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def repeats_usage(self) -> bool:
+        """Whether every event of a stream has the numbers of tokens so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling_params(
         self, max_tokens: int | None, defaults: Mapping[str, Any], **others: Any
@@ -81,14 +100,22 @@ class SamplingFields(FormFields):
 
         Raises:
             SamplingParamsError: a value is out of range.
-            ApiError: there are options for a stream that is not asked for, or the fields for the
-                form of the answer contradict each other.
+            ApiError: fields contradict each other: those for streams, or for the form of the
+                answer.
         """
         if self.stream_options is not None and not self.stream:
             raise ApiError(
                 "stream_options are for streams only; they need stream=true.",
                 param="stream_options",
             )
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(
+                "prompt_logprobs are not sent in streams; leave out stream=true.",
+                param="prompt_logprobs",
+            )
+        if self.temperature is not None and _HOTTEST < self.temperature < math.inf:
+            message = f"temperature={self.temperature:g} must be at most {_HOTTEST:g}."
+            raise SamplingParamsError(message, "temperature")
         values = {**{name: getattr(self, name) for name in _SAME}, **others}
         values["structured_outputs"] = self.form()
         given = {name: value for name, value in values.items() if value is not None}

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request, Response
 from opweave.engine import CompletionOutput, RequestOutput
 from opweave.server.disconnect import unless_gone
 from opweave.server.generation import Generation, Outputs
-from opweave.server.logprobs import chat_logprobs
+from opweave.server.logprobs import chat_logprobs, prompt_logprobs
 from opweave.server.pieces import Growth, Piece
-from opweave.server.prompts import Prompt, check_context, check_length, render, tokenize
+from opweave.server.prompts import Prompt, Reading, check_context, check_length, render, tokenize
 from opweave.server.protocol.chat import (
     AnswerMessage,
     ChatChoice,
@@ -36,8 +36,9 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
     server.accept(body, request)
     params, deadline = body.params(server.engine.sampling_defaults), server.deadline()
     text = await unless_gone(request, render(body, request, server, deadline))
-    check_length(text, server, param="messages")
-    prompts = [Prompt(text, await tokenize(text, server, special=False))]
+    reading = Reading.of(params, server, add_special_tokens=bool(body.add_special_tokens))
+    check_length(text, server, param="messages", reading=reading)
+    prompts = [Prompt(text, await tokenize(text, server, reading))]
     check_context(
         prompts,
         params,
@@ -55,6 +56,7 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
         body.priority or 0,
         param="messages",
         form_field=body.form_field,
+        request_id=body.request_id,
     )
     writer = _Writer(generation, body)
     if body.stream:
@@ -78,16 +80,21 @@ class _Writer:
                 logprobs=self._logprobs(answer),
                 finish_reason=answer.finish_reason,
                 stop_reason=answer.stop_reason,
+                token_ids=answer.token_ids if self.body.return_token_ids else None,
             )
             for answer in output.outputs
         ]
-        generation = self.generation
+        generation, ids = self.generation, output.prompt_token_ids
         return ChatResponse(
             id=generation.id,
             created=generation.created,
             model=generation.model,
             choices=choices,
             usage=Usage.of([output]),
+            prompt_token_ids=ids if self.body.return_token_ids else None,
+            prompt_logprobs=prompt_logprobs(
+                output.prompt_logprobs, ids, self.body.prompt_logprobs or 0
+            ),
         )
 
     async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
@@ -95,25 +102,36 @@ class _Writer:
         newest: list[RequestOutput] = []
         async for _, output in outputs:
             newest = [output]
+            usage = Usage.of(newest) if self.body.repeats_usage else None
             for answer in output.outputs:
                 if answer.index not in growing:
-                    growing[answer.index] = Growth()
+                    is_first, growing[answer.index] = not growing, Growth()
                     begin = {"role": "assistant", "content": ""}
-                    yield self._event(ChatChunkChoice(index=answer.index, delta=begin))
+                    chunk = self._chunk([ChatChunkChoice(index=answer.index, delta=begin)], usage)
+                    if is_first and self.body.return_token_ids:
+                        chunk.prompt_token_ids = output.prompt_token_ids
+                    yield chunk.event()
                 for choice in self._choices(answer.index, growing[answer.index].piece(answer)):
-                    yield self._event(choice)
+                    yield self._chunk([choice], usage).event()
         if self.body.includes_usage:
             yield self._chunk([], Usage.of(newest)).event()
 
     def _logprobs(self, answer: CompletionOutput | Piece) -> ChatLogprobs | None:
         count, tokenizer = self.body.top_logprobs or 0, self.generation.server.engine.tokenizer
-        return chat_logprobs(answer.token_ids, answer.logprobs, count, tokenizer)
+        return chat_logprobs(
+            answer.token_ids,
+            answer.logprobs,
+            count,
+            tokenizer,
+            as_ids=bool(self.body.return_tokens_as_token_ids),
+        )
 
     def _choices(self, index: int, piece: Piece) -> Iterator[ChatChunkChoice]:
-        if piece.text or piece.logprobs:
+        ids = piece.token_ids if self.body.return_token_ids else None
+        if piece.text or piece.logprobs or ids:
             logprobs = self._logprobs(piece)
             delta = {"content": piece.text}
-            yield ChatChunkChoice(index=index, delta=delta, logprobs=logprobs)
+            yield ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, token_ids=ids)
         if piece.finish_reason is not None:
             yield ChatChunkChoice(
                 index=index,
@@ -121,9 +139,6 @@ class _Writer:
                 finish_reason=piece.finish_reason,
                 stop_reason=piece.stop_reason,
             )
-
-    def _event(self, choice: ChatChunkChoice) -> str:
-        return self._chunk([choice], None).event()
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
         generation = self.generation

@@ -6,16 +6,8 @@ from typing import Any
 
 from fastapi import Response
 
+from opweave.server.protocol.answers import ErrorDetail
 from opweave.server.protocol.base import ResponseBody
-
-
-class ErrorDetail(ResponseBody):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
 
 
 class ErrorBody(ResponseBody):

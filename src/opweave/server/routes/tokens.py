@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from opweave.server.disconnect import unless_gone
-from opweave.server.prompts import detokenize, render, tokenize
+from opweave.server.prompts import Reading, detokenize, render, tokenize
 from opweave.server.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -43,7 +43,7 @@ async def _tokens(
         text = body.prompt
     else:
         text = await render(body, request, server, server.deadline())
-    return await tokenize(text, server, special=body.special)
+    return await tokenize(text, server, Reading(add_special_tokens=body.special))
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
