@@ -117,5 +117,7 @@ def test_references_that_lead_nowhere(model: str, message: str) -> None:
 def test_what_is_no_model_is_refused_at_once(model: Any) -> None:
     with pytest.raises(InvalidModelError, match="must be a class that derives from"):
         register_model("NoModel", model)
-    with pytest.raises(UnsupportedModelError, match=r"'NoModel'.*Supported: BertModel, Deepseek"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"'NoModel'.*Supported: BertForMaskedLM, BertModel, Deepseek"
+    ):
         model_class(config("NoModel"))
