@@ -187,6 +187,28 @@ def test_other_checkpoints_of_bert(kind: str, checkpoint: Checkpoints, tmp_path:
             loaded.pool(torch.zeros(1, 64))  # type: ignore[attr-defined]
 
 
+def test_settings_of_sentence_transformers(
+    checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = Path(shutil.copytree(checkpoint("bert")[0], tmp_path / "bert"))
+    wanted = Embedder(copy).tokens("the quick DOG")
+    assert wanted != Embedder(copy).tokens("the quick dog")
+    (copy / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    embedder = Embedder(copy)
+    assert embedder.max_model_len == 96
+    assert embedder.tokens("THE quick DOG") == embedder.tokens("the quick dog") != wanted
+    assert not caplog.text
+    prompts = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    (copy / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    Embedder(copy)
+    assert "default_prompt_name='query' is not followed" in caplog.text
+    for value in (0, "256", True):
+        settings = json.dumps({"max_seq_length": value})
+        (copy / "sentence_bert_config.json").write_text(settings)
+        with pytest.raises(CheckpointError, match="must be a positive integer or null"):
+            Embedder(copy)
+
+
 def test_many_at_once_from_asyncio(checkpoint: Checkpoints) -> None:
     path, _ = checkpoint("bert")
     engine = open_engine(path)

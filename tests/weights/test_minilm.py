@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from opweave.engine import AsyncEmbedder, Embedder
 from server.conftest import Running, running
+from weights import trained_models
 from weights.trained_models import minilm
 
 PAIR = ["A man is eating food.", "A man is eating a piece of bread."]
@@ -95,3 +96,12 @@ def test_similarity_of_two_sentences_over_http(server: Running) -> None:
 def test_tokens_over_http(server: Running) -> None:
     found = server.post("/tokenize", {"prompt": PAIR[0]}).json()
     assert found["count"] == len(found["tokens"]) == 8
+
+
+def test_weights_that_are_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trained_models, "PACKAGES", tmp_path / "weights")
+    monkeypatch.setattr(trained_models, "CHECKPOINTS", tmp_path / "checkpoints")
+    for model in (minilm, trained_models.smollm2):
+        with pytest.raises(FileNotFoundError, match=r"run `make build/weights/installed.stamp`"):
+            model()
+    assert not list((tmp_path / "checkpoints").iterdir())

@@ -20,6 +20,7 @@ from opweave.engine.outputs import EmbeddingOutput
 from opweave.engine.pooling import Pooling
 from opweave.engine.priorities import PriorityLists, engine_priorities, private_context
 from opweave.engine.prompts import Prompt, PromptReader, as_list
+from opweave.engine.sentence_config import SentenceConfig
 from opweave.engine.threads import cpu_threads
 from opweave.engine.tokenizer import tokenizer_of
 from opweave.engine.usage import Usage
@@ -72,7 +73,9 @@ class Embedder:
         self._priorities = engine_priorities(ir_op_priority, self.config)
         checkpoint, named = Checkpoint(model), check_dtype(dtype)
         self.tokenizer = tokenizer_of(checkpoint, self.config)
-        self._pooling = Pooling.of(checkpoint)
+        self._pooling, sentences = Pooling.of(checkpoint), SentenceConfig.of(checkpoint)
+        if sentences.lowercases:
+            self.tokenizer.lowercase()
         self._processors = IOProcessors(checkpoint, self.config)
         platform.set_device(0)
         self._device = torch.device(platform.device_type)
@@ -91,9 +94,8 @@ class Embedder:
             )
         platform.post_load_model(loaded.to(self._device))
         self._model, self._names, self.usage = loaded, count(), Usage()
-        limit = (checkpoint.json("sentence_bert_config.json") or {}).get("max_seq_length")
         longest = loaded.config.max_position_embeddings
-        self.max_model_len = min(longest, limit) if isinstance(limit, int) else longest
+        self.max_model_len = min(longest, sentences.max_seq_length or longest)
         self._prompts = PromptReader(
             self.tokenizer, loaded.config.vocab_size, self.max_model_len, answers=False
         )

@@ -67,6 +67,12 @@ class Tokenizer:
         self.bos_token_id = next(iter(_configured_ids(checkpoint, generation, "bos")), bos)
         follow_settings(self._backend, checkpoint, bos=bos, eos=eos)
 
+    def lowercase(self) -> None:
+        """Lowercase every text before it is split into tokens."""
+        normalizers, own = require("tokenizers.normalizers"), self._backend.normalizer
+        steps = [normalizers.Lowercase(), *([] if own is None else [own])]
+        self._backend.normalizer = normalizers.Sequence(steps)
+
     def encode(
         self,
         text: str,
@@ -204,6 +210,9 @@ class AbsentTokenizer(Tokenizer):
         raise TokenizerError(
             f"{self._path} has no tokenizer.json: give token ids instead of the text {text!r}."
         )
+
+    def lowercase(self) -> None:
+        """No-op: there are no texts."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(map(self.piece, ids))
