@@ -298,6 +298,96 @@ def test_a_donated_input_that_is_written_and_overlaps(
         torch.testing.assert_close(tuple(found), tuple(expected))
 
 
+def overlapping_inputs() -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    def memory() -> Tensor:
+        return torch.linspace(-1, 1, 48).view(6, 8)
+
+    def of_one_tensor() -> tuple[Tensor, Tensor]:
+        x = memory()
+        return x[:4], x[2:]
+
+    def of_storage() -> tuple[Tensor, Tensor]:
+        storage = memory().untyped_storage()
+        x, y = (torch.empty(0).set_(storage, start, (4, 8), (8, 1)) for start in (0, 16))
+        return x, y
+
+    def of_another_dtype() -> tuple[Tensor, Tensor]:
+        x = memory()
+        return x[:4], x.view(torch.int32)[2:].view(torch.float32)
+
+    def of_doubles() -> tuple[Tensor, Tensor]:
+        x = memory().view(torch.float64).view(torch.float32)
+        return x[:4], x[2:]
+
+    return {
+        "views": of_one_tensor,
+        "detached views": lambda: tuple(t.detach() for t in of_one_tensor()),
+        "one storage": of_storage,
+        "views of another dtype": of_another_dtype,
+        "views of views of another dtype": of_doubles,
+    }
+
+
+@pytest.mark.parametrize("codegen", [False, True])
+@pytest.mark.parametrize("given", overlapping_inputs())
+def test_inputs_that_overlap_in_a_later_call(scale: ir.IrOp, given: str, codegen: bool) -> None:
+    def function(x: Tensor, y: Tensor) -> Any:
+        x.add_(1)
+        seen = y * 2
+        return seen, scale.maybe_inplace(x, torch.tensor(3.0))
+
+    make = overlapping_inputs()[given]
+    torch.compiler.reset()
+    run = compiled(function, codegen=codegen)
+    with torch.no_grad():
+        run(torch.randn(4, 8), torch.randn(4, 8))
+        for _ in range(2):
+            torch.testing.assert_close(tuple(run(*make())), tuple(function(*make())))
+        x, y = torch.randn(4, 8), torch.randn(4, 8)  # the compiled graph again
+        expected = function(x.clone(), y.clone())
+        torch.testing.assert_close(tuple(run(x, y)), tuple(expected))
+
+
+def test_a_saved_tensor_that_was_given_up_gives_no_wrong_gradient() -> None:
+    def function(x: Tensor, r: Tensor) -> Any:
+        return add_norm.maybe_inplace(x * 2, r, WEIGHT, 1e-5)
+
+    x, r, factor = torch.randn(4, 8), torch.randn(4, 8), torch.ones(4, 8, requires_grad=True)
+    with torch.enable_grad():
+        product = (factor * r).sum()
+        _, s = compiled(function)(x, r)
+    assert s.data_ptr() == r.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("name", ["rotary_embedding", "fused_add_rms_norm"])
+def test_strides_are_those_of_eager_mode(name: str) -> None:
+    def function(x: Tensor) -> Any:
+        a, b, _ = (x * 1).split(16, -1)
+        if name == "fused_add_rms_norm":
+            return add_norm.maybe_inplace(a, b, None, 1e-5)
+        return rotate.maybe_inplace(a, b, torch.arange(4), TABLE, 8)
+
+    x = torch.randn(4, 48)
+    found, expected = compiled(function)(x), function(x)
+    assert [t.stride() for t in found] == [t.stride() for t in expected] == [(16, 1)] * 2
+
+
+@pytest.mark.parametrize("codegen", [False, True])
+def test_a_cache_is_written_where_it_is_whatever_its_strides(codegen: bool) -> None:
+    def function(key: Tensor, value: Tensor, slots: Tensor, caches: Tensor) -> Any:
+        return ir.ops.reshape_and_cache.maybe_inplace(key, value, caches[:, 0], caches[:, 1], slots)
+
+    key, value, slots = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.tensor([5, -1, 40])
+    caches = torch.randn(4, 2, 2, 16, 8)
+    expected = function(key, value, slots, caches.clone())
+    found = compiled(function, codegen=codegen)(key, value, slots, caches)
+    torch.testing.assert_close(tuple(found), tuple(expected))
+    assert [t.data_ptr() for t in found] == [caches[:, i].data_ptr() for i in range(2)]
+    assert [t.stride() for t in found] == [caches[:, 0].stride()] * 2
+
+
 def copies(report: Report) -> list[str]:
     return [
         f"{n.node}.{r.activation}: {r.reason}" for n in report.nodes for r in n.reuse if r.reason

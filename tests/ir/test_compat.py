@@ -27,6 +27,8 @@ CHECKED = {
     "has_torch_function_unary",
     "function_mode_enabled",
     "functorch_interpreter",
+    "any_autocast_enabled",
+    "is_certain",
     "jit_tracing_state",
     "below_autograd",
     "register_fake",
@@ -214,6 +216,9 @@ def test_sizes_that_only_the_data_tells() -> None:
             assert compat.decided(size > 2, otherwise=otherwise) is otherwise
             assert compat.decided(size == size * 1, otherwise=otherwise)
             assert compat.decided(condition=False, otherwise=otherwise) is False
+        assert compat.is_certain(size * 3 % size == 0)
+        assert not compat.is_certain(size > 2)
+        assert not compat.is_certain(condition=False)
         with pytest.raises(Exception, match="data-dependent") as raised:
             bool(size > 2)
     assert compat.depends_on_data(raised.value)  # type: ignore[arg-type]
@@ -263,6 +268,14 @@ def test_functorch_interpreter() -> None:
     torch.func.jvp(look, (torch.zeros(2),), (torch.zeros(2),))
     assert seen == [True] * 3
     assert compat.functorch_interpreter() is None
+
+
+def test_any_autocast_enabled() -> None:
+    assert not compat.any_autocast_enabled()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compat.any_autocast_enabled()
+        with torch.autocast("cpu", enabled=False):
+            assert not compat.any_autocast_enabled()
 
 
 def test_jit_tracing_state() -> None:

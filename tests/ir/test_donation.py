@@ -16,7 +16,6 @@ from opweave.ir.errors import DonationError
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """In grad mode nothing is reused."""
     with torch.no_grad():
         yield
 
@@ -83,9 +82,10 @@ def test_kernels_reuse_what_is_given_up(
 @pytest.mark.parametrize("way", ["maybe_inplace", "using", "torch op"])
 @pytest.mark.parametrize("checks", [False, True])
 @pytest.mark.parametrize("provider", ["native", "second", "both"])
-def test_a_backward_pass_may_need_what_is_given_up(
+def test_no_wrong_gradient_from_what_is_given_up(
     op: ir.IrOp, provider: str, checks: bool, way: str
 ) -> None:
+    """A backward pass that has saved a donated tensor gets its old values, or torch's error."""
     op.registry.settings.check_donation = checks
     call = donating(op, provider, way)
     for _ in range(3):
@@ -93,9 +93,70 @@ def test_a_backward_pass_may_need_what_is_given_up(
         factor, needed = torch.ones(4, 6, requires_grad=True), x + xr
         with torch.enable_grad():
             product = factor * x + factor * xr
-            call(x, xr, w)
+            result = call(x, xr, w)
+            reused = any(r.data_ptr() in (x.data_ptr(), xr.data_ptr()) for r in result)
+            assert reused is (provider != "native" and way != "torch op")
+            if reused or (checks and way != "torch op"):
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    torch.autograd.grad(product.sum(), factor)
+                continue
             (gradient,) = torch.autograd.grad(product.sum(), factor)
         assert torch.equal(gradient, needed)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_autograd_sees_what_a_native_kernel_writes(mode: Callable[[], Any]) -> None:
+    norm = ir.ops.fused_add_rms_norm
+    if "opweave_c" not in norm.supported_providers():
+        pytest.skip("the native module is not built")
+    x, xr = torch.randn(4, 8), torch.randn(4, 8)
+    factor = torch.ones(4, 8, requires_grad=True)
+    with torch.enable_grad():
+        product = factor * x
+    with mode(), ir.priority(fused_add_rms_norm=["opweave_c!"]):
+        y, _ = norm.maybe_inplace(x, xr, None, 1e-5)
+    assert y.data_ptr() == x.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward(torch.ones(4, 8))
+
+
+def test_what_requires_a_gradient_is_not_reused(op: ir.IrOp) -> None:
+    for i in range(3):
+        given = list(args())
+        given[i].requires_grad_()
+        before = [t.clone() for t in given]
+        with torch.enable_grad():
+            op.using("both").maybe_inplace(*given)
+        assert all(map(torch.equal, given, before))
+
+
+@pytest.mark.parametrize("way", ["maybe_inplace", "using", "scope"])
+@pytest.mark.parametrize("provider", ["native", "second", "both"])
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x[:, 6:12], lambda x: x[:, ::3], lambda x: x.view(6, 12).t()[:4, :]],
+    ids=["columns", "every third column", "transposed"],
+)
+def test_strides_are_those_of_the_functional_call(
+    op: ir.IrOp, view: Callable[[Tensor], Tensor], provider: str, way: str
+) -> None:
+    call = donating(op, provider, way if way == "using" else "maybe_inplace")
+    x, xr = view(torch.randn(4, 18)), view(torch.randn(4, 18))
+    wanted = op.using(provider)(x.clone(), xr.clone(), torch.ones(6))
+    with ir.priority() if way != "scope" else ir.priority(shift=[provider]):
+        result = call(x, xr, torch.ones(6))
+    torch.testing.assert_close(result, wanted)
+    assert [t.stride() for t in result] == [t.stride() for t in wanted]
+    assert not {t.data_ptr() for t in (x, xr)} & {t.data_ptr() for t in result}
+
+
+def test_only_what_may_not_be_reused_is_copied(op: ir.IrOp) -> None:
+    x, xr, w = torch.randn(4, 18)[:, :6], torch.randn(4, 6), torch.randn(6)
+    before, expected = x.clone(), op.native(x, xr.clone(), w)
+    y, s = op.using("both").maybe_inplace(x, xr, w)
+    assert torch.equal(x, before)
+    assert s.data_ptr() == xr.data_ptr()
+    torch.testing.assert_close((y, s), expected)
 
 
 def layouts() -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from ir.helpers import (
     tuple_of,
 )
 from opweave import ir
-from opweave.ir.errors import UnknownOpError
+from opweave.ir.errors import ProviderRejectedError, UnknownOpError
 
 # Modes and subclasses
 
@@ -220,8 +221,57 @@ def test_a_module_with_ops_compiles_and_exports() -> None:
     assert ir_nodes(program.graph, ir.ops.rms_norm) == 1
 
 
-def test_autocast_changes_nothing_about_the_choice() -> None:
-    x, w = torch.randn(3, 8), torch.randn(8)
+# autocast
+
+
+def projected(registry: ir.Registry) -> ir.IrOp:
+    """A matrix product, which torch casts, with a kernel that does not."""
+
+    def project(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, weight)
+
+    op = ir.register_op(project)
+    op.register_impl("vendor")(lambda x, weight: (x.double() @ weight.double().t()).to(x.dtype))
+    op.set_default(["vendor"])
+    return op
+
+
+@pytest.mark.parametrize("way", ["call", "using", "scope", "torch op", "gradient"])
+def test_under_autocast_an_op_casts_as_torch_does(registry: ir.Registry, way: str) -> None:
+    op = projected(registry)
+    x, w = torch.randn(3, 8), torch.randn(4, 8, requires_grad=way == "gradient")
+    call = {"using": op.using("vendor"), "torch op": op.torch_op}.get(way, op)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            with ir.priority(project=["vendor"]) if way == "scope" else nullcontext():
+                found = call(x, w)
+            wanted = torch.nn.functional.linear(x, w)
+        assert_equal(found, wanted)
+        assert found.dtype == torch.bfloat16
+        assert call(x, w).dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+            assert call(x, w).dtype == torch.float32
+
+
+def test_under_autocast_linear_is_that_of_torch() -> None:
+    x, w = torch.randn(3, 64), torch.randn(32, 64)
+    for provider in ir.ops.linear.supported_providers():
+        with torch.autocast("cpu", torch.bfloat16):
+            found = ir.ops.linear.using(provider)(x, w)
+            assert_equal(found, torch.nn.functional.linear(x, w))
+
+
+def test_kernels_are_passed_over_under_autocast(registry: ir.Registry) -> None:
+    op = projected(registry)
+    x, w = torch.randn(3, 8), torch.randn(4, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        found = ir.ops.rms_norm(x, w, 1e-6)
-    assert_equal(found, ir.ops.rms_norm(x, w, 1e-6))
+        assert op.dispatch(x, w).provider == "native"
+        assert "torch.autocast is on" in str(ir.explain(op, x, w))
+        with pytest.raises(ProviderRejectedError, match="vendor! is required"):
+            op.using("vendor!")(x, w)
+    assert op.dispatch(x, w).provider == "vendor"
+    torch.set_autocast_enabled("cuda", True)  # for tensors elsewhere
+    try:
+        assert op.dispatch(x, w).provider == "vendor"
+    finally:
+        torch.set_autocast_enabled("cuda", False)

@@ -224,6 +224,19 @@ def test_donated(module: ModuleType, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", cases())
+def test_strides_of_what_was_donated(module: ModuleType, case: str) -> None:
+    """They are those of the functional call; caches keep theirs, and are not copied for that."""
+    op, make = cases()[case]
+    given = dict(zip(op.schema.names, make(), strict=False))
+    with ir.priority({op.name: ["opweave_c"]}):
+        wanted, got = op(*make()), op.maybe_inplace(*given.values())
+    assert [t.stride() for t in got] == [t.stride() for t in wanted]
+    if case.endswith(("separate", "halves")):
+        for name, t in zip(op.activations, got, strict=True):
+            assert t.data_ptr() == given[name].data_ptr()
+
+
+@pytest.mark.parametrize("case", cases())
 def test_functional(module: ModuleType, case: str) -> None:
     op, make = cases()[case]
     arguments = make()

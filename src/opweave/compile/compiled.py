@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from dataclasses import replace as with_changes
 from typing import Any
 
 import torch
@@ -76,9 +75,12 @@ class CompiledGraph:
 
     def __call__(self, *inputs: Any) -> Any:
         moment, run = self._current
-        overlap = bool(self._donated) and self._donated_overlap(inputs)
-        if overlap or not self._holds(moment, inputs):
-            return self._call_variant(inputs, overlap=overlap)
+        if self._donated:
+            if self._donated_overlap(inputs):
+                return self._run_op_by_op(inputs)
+            self._note_writes(inputs)
+        if not self._holds(moment, inputs):
+            return self._call_variant(inputs)
         return run(*inputs)
 
     def _holds(self, moment: Moment, inputs: Sequence[Any]) -> bool:
@@ -94,20 +96,19 @@ class CompiledGraph:
         versions = tuple(registry.version for registry in self._registries)
         return current_scope(), versions, self._size(inputs)
 
-    def _call_variant(self, inputs: Sequence[Any], *, overlap: bool) -> Any:
-        """Call the graph compiled for what holds now; without reuse where inputs *overlap*."""
+    def _call_variant(self, inputs: Sequence[Any]) -> Any:
+        """Call the graph compiled for what holds now."""
         moment = self._moment(inputs)
         with self._lock:
-            key = (_content(moment[0]), moment[1], self._range(moment[2]), overlap)
+            key = (_content(moment[0]), moment[1], self._range(moment[2]))
             if key not in self._plans:
-                options = with_changes(self.options, inplace=False) if overlap else self.options
-                plan = Plan.capture(self._registries, options, moment[2])
+                plan = Plan.capture(self._registries, self.options, moment[2])
                 if plan.digest not in self._variants:
-                    logger.debug("recompiling: priorities, traits, sizes or aliases have changed")
+                    logger.debug("recompiling: priorities, traits or sizes have changed")
                     return self._call_another(plan, inputs)
                 self._plans[key] = plan.digest
             run, self.log.last = self._variants[self._plans[key]]
-            if moment[0] is None and not overlap:  # scopes come and go
+            if moment[0] is None:  # scopes come and go
                 self._current = moment, run
         return run(*inputs)
 
@@ -140,6 +141,22 @@ class CompiledGraph:
             self._variants[plan.digest] = again, compiled[0]
             self.log.last = compiled[0]
         return result
+
+    def _run_op_by_op(self, inputs: Sequence[Any]) -> Any:
+        """Run the graph as eager mode would, which copies what the ops may not have.
+
+        AOTAutograd and Inductor do not take every graph that writes to inputs which overlap.
+        """
+        logger.info("a donated input overlaps another one: this call runs op by op, uncompiled")
+        return self._pristine(*inputs)
+
+    def _note_writes(self, inputs: Sequence[Any]) -> None:
+        """Let a backward pass that has saved a donated input raise torch's error."""
+        if torch.is_inference_mode_enabled():
+            return
+        written = [inputs[position] for position in self._donated]
+        # What requires a gradient is not reused.
+        torch.autograd.graph.increment_version([t for t in written if not t.requires_grad])
 
     def _donated_overlap(self, inputs: Sequence[Any]) -> bool:
         """Whether a donated input overlaps another: an in-place kernel would change that too."""

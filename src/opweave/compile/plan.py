@@ -8,14 +8,13 @@ from functools import cached_property
 
 from opweave import ir
 from opweave.compile import fingerprint
-from opweave.compile.errors import CompileError
 from opweave.compile.nodes import IrCall
 from opweave.compile.options import CompileOptions, Priorities
 from opweave.compile.plugin_passes import PluginPass, plugin_passes
 from opweave.ir import IrOp, Policy, Registry, Selection
 from opweave.ir.errors import UnknownOpError, did_you_mean
 from opweave.ir.priority import ALWAYS_LAST, NATIVE, Entries, merge, parse
-from opweave.ir.selection import Rejection
+from opweave.ir.selection import native_for
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,10 @@ class Plan:
         dtype than what native does.
 
         Raises:
-            CompileError: autocast asks for native, and a policy does not admit it.
+            IrError: autocast asks for native, and a policy does not admit it.
         """
         selection = ir.select(call.op, call.fakes, self.policy(call.op, call.call_site))
-        return _native_for(selection) if call.autocast else selection
+        return native_for(selection) if call.autocast else selection
 
     @cached_property
     def digest(self) -> str:
@@ -91,23 +90,6 @@ class Plan:
             parts += [op.registry.namespace, repr(entries), repr(sorted(policy.required))]
             parts.append(fingerprint.of_op(op))
         return fingerprint.digest_of(parts)
-
-
-def _native_for(selection: Selection) -> Selection:
-    """Pass over any kernel that was selected, for native."""
-    op, policy = selection.op, selection.policy
-    if selection.provider == NATIVE:
-        return selection
-    strict = any(e.strict and e.provider == selection.provider for e in policy.priority)
-    if strict or not policy.required.keys() <= op.impls[NATIVE].traits:
-        wanted = f"{selection.provider}!" if strict else f"the traits {sorted(policy.required)}"
-        raise CompileError(
-            f"{op.name} is called under torch.autocast, where only its native implementation casts "
-            f"as torch's operators do, but {wanted} is required. Call it under "
-            "torch.autocast(..., enabled=False)."
-        )
-    passed = Rejection(selection.provider, "torch.autocast is on", selection.origin)
-    return selection._replace(impl=op.impls[NATIVE], rejected=(*selection.rejected, passed))
 
 
 def _named(

@@ -42,8 +42,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from opweave.ir import compat
-from opweave.ir.donation import overlapping
+from opweave.ir.donation import refused
 from opweave.ir.impl import IrOpImpl
+from opweave.ir.memory import clone_in_layout
 from opweave.ir.rule import Rule
 from opweave.ir.schema import Param, Schema
 from opweave.ir.scope import current_scope
@@ -115,7 +116,9 @@ class Generator:
             "_functorch_interpreter": compat.functorch_interpreter,
             "_jit_tracing_state": compat.jit_tracing_state,
             "_is_grad_enabled": torch.is_grad_enabled,
+            "_is_inference_mode": torch.is_inference_mode_enabled,
             "_forward_ad": compat.FORWARD_AD,
+            "_autocasts": compat.any_autocast_enabled,
         }
 
     def compile(self) -> tuple[str, Function]:
@@ -179,7 +182,8 @@ class Generator:
                 f"        return _scoped(_scope)(self, {self.call})",
             ]
         if self.path.kind is Kind.KERNEL:
-            return [*lines, *self._choice("    ", slow)]
+            cast = ["    if _autocasts():", f"        {slow}"]
+            return [*lines, *cast, *self._choice("    ", slow)]
         return [*lines, *self._plain_condition(), *self._choice("        ", slow), f"    {slow}"]
 
     @property
@@ -230,22 +234,22 @@ class Generator:
         direct = self._bind_run(impl, impl.impl_fn, f"_impl_{impl.provider}")
         if not impl.inplace:
             return direct
-        copy = self._bind_run(impl, copying(impl), f"_copying_{impl.provider}")
         if not self.path.donates:
-            return copy
-        # In grad mode a backward pass may need what is given up, whatever requires grad.
-        test = "not _without_grad and _is_grad_enabled()"
-        if ALIAS_SAFE not in impl.traits:
-            self.namespace["_overlapping"] = partial(overlapping, self.path.op)
-            test = f"({test}) or {self._may_overlap()} and _overlapping({self.call})"
-        return f"{copy} if {test} else {direct}"
+            return self._bind_run(impl, copying(impl), f"_copying_{impl.provider}")
+        # Autograd may have saved an activation, though none requires a gradient.
+        noting = self._bind_run(impl, noting_writes(impl), f"_noting_{impl.provider}")
+        run = f"{direct} if _is_inference_mode() else {noting}"
+        if ALIAS_SAFE in impl.traits:
+            return run
+        careful = self._bind_run(impl, partial(run_donating, impl), f"_careful_{impl.provider}")
+        return f"{careful} if {self._may_be_refused()} else {run}"
 
     def _bind_run(self, impl: IrOpImpl, function: Function, name: str) -> str:
         self.runs[name] = impl
         return self.bind(function, name)
 
-    def _may_overlap(self) -> str:
-        """A quick test that is true wherever an activation may share elements with an argument."""
+    def _may_be_refused(self) -> str:
+        """A quick test that is true wherever :func:`refused` may name an activation."""
         if self.schema.tensor_lists:
             return "True"
         self.namespace["_share_storage"] = compat.share_storage
@@ -264,18 +268,16 @@ class Generator:
         required = [p.name for p in self.schema.tensors if not p.is_optional]
         tests = self._plain_tests("        ")
         if _plain_check is None or not required or self.schema.tensor_lists:
-            before = ["    _without_grad = False"] if self.path.donates else []
-            return [*before, "    if (", *tests, "    ):"]
+            return ["    if (", *tests, "    ):"]
         self.namespace["_is_plain"] = _plain_check
         optional = [p.name for p in self.schema.tensors if p.is_optional]
         check = [
             f"_is_plain({', '.join(required + optional)})",
             *(f"{name} is not None" for name in required[1:]),
             "_forward_ad._current_level < 0",
+            "not _autocasts()",
         ]
-        # If it is true, grad mode is off.
-        name = "_without_grad := " if self.path.donates else ""
-        return [f"    if ({name}{' and '.join(check)}) or (", *tests, "    ):"]
+        return [f"    if ({' and '.join(check)}) or (", *tests, "    ):"]
 
     def _plain_tests(self, indent: str) -> list[str]:
         """What that condition is made of, asked of torch fact by fact; a line for each test."""
@@ -288,6 +290,7 @@ class Generator:
         )
         tests += ["_dispatch_mode_count() == 0", "_functorch_interpreter() is None"]
         tests += ["_jit_tracing_state() is None", "_forward_ad._current_level < 0"]
+        tests.append("not _autocasts()")
         tests.append(f"not (_is_grad_enabled() and ({self._any_requires_grad()}))")
         return [f"{indent}{'and ' if i else ''}{test}" for i, test in enumerate(tests)]
 
@@ -323,12 +326,48 @@ def functional(impl: IrOpImpl) -> Function:
     return copying(impl) if impl.inplace else impl.impl_fn
 
 
-def copying(impl: IrOpImpl) -> Function:
-    """Return the functional form of an in-place implementation: its own, or a copy first."""
+def copying(impl: IrOpImpl, names: Sequence[str] | None = None) -> Function:
+    """Return an in-place implementation as a function that leaves activations alone.
+
+    Args:
+        impl: the implementation. Its functional form, if it has one, leaves all of them alone;
+            otherwise it gets copies.
+        names: which activations; by default all.
+    """
     if impl.functional_fn is not None:
         return impl.functional_fn
-    schema = impl.op.schema
-    arguments = schema.call({name: f"{name}.clone()" for name in impl.op.activations})
-    namespace = {**schema.defaults, "_impl_fn": impl.impl_fn}
-    function: Function = eval(f"lambda {schema.declaration}: _impl_fn({arguments})", namespace)
+    op = impl.op
+    copies = {name: f"_copy({name})" for name in (op.activations if names is None else names)}
+    copies |= {name: f"{name}.clone()" for name in copies if name not in op.keeps_strides}
+    namespace = {**op.schema.defaults, "_impl_fn": impl.impl_fn, "_copy": clone_in_layout}
+    source = f"lambda {op.schema.declaration}: _impl_fn({op.schema.call(copies)})"
+    function: Function = eval(source, namespace)
     return function
+
+
+def noting_writes(impl: IrOpImpl) -> Function:
+    """Return an in-place implementation that counts as a change of its activations.
+
+    Kernels that torch knows nothing of do not. A backward pass that has saved an activation then
+    raises torch's error instead of using what the kernel has written.
+    """
+    schema = impl.op.schema
+    written = "".join(f"{name}, " for name in impl.op.activations)
+    namespace = {
+        **schema.defaults,
+        "_impl_fn": impl.impl_fn,
+        "_changed": torch.autograd.graph.increment_version,
+    }
+    source = f"lambda {schema.declaration}: _changed(({written})) or _impl_fn({schema.call()})"
+    function: Function = eval(source, namespace)
+    return function
+
+
+def run_donating(impl: IrOpImpl, *args: Any, **kwargs: Any) -> Any:
+    """Call an implementation with donated activations; with copies of those it may not have."""
+    if not impl.inplace:
+        return impl.impl_fn(*args, **kwargs)
+    if ALIAS_SAFE not in impl.traits and (names := refused(impl.op, impl.op.bind(*args, **kwargs))):
+        return copying(impl, names)(*args, **kwargs)
+    run = impl.impl_fn if torch.is_inference_mode_enabled() else noting_writes(impl)
+    return run(*args, **kwargs)

@@ -59,6 +59,9 @@ dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 has_torch_function_unary: Callable[[object], bool] = torch.overrides.has_torch_function_unary
 function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 
+# Whether torch.autocast is on for any kind of device.
+any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
 # The innermost functorch transform (vmap, grad, ...), or None. Its tensors look like plain Tensors.
 functorch_interpreter: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 

@@ -7,13 +7,21 @@ that calls :func:`opweave.ir.selection.select`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from opweave.ir import compat
-from opweave.ir.codegen import PLAIN_TYPES, Function, Generator, Kind, functional
-from opweave.ir.donation import overlapping, poison_unused
+from opweave.ir.codegen import (
+    PLAIN_TYPES,
+    Function,
+    Generator,
+    Kind,
+    functional,
+    run_donating,
+)
+from opweave.ir.donation import poison_unused
 from opweave.ir.priority import Entries
 from opweave.ir.results import check_result
 from opweave.ir.schema import check_types
@@ -23,7 +31,7 @@ from opweave.ir.selection import (
     candidates,
     needs_gradient,
     policy_for,
-    select,
+    select_here,
     tensors_in,
 )
 
@@ -142,20 +150,18 @@ class Path:
     def _execute(self, values: tuple[Any, ...]) -> Any:
         differentiable = self.kind is not Kind.KERNEL and needs_gradient(values)
         policy = policy_for(self.op, self.call_site, differentiable=differentiable)
-        selection = select(self.op, values, policy)
+        selection = select_here(self.op, values, policy)
         scope = current_scope()
         for recorder in scope.recorders if scope else ():
             recorder(selection, values)
         args, kwargs = self.op.schema.split(values)
-        # In grad mode a backward pass may need the activations, whoever gives them up.
-        may_reuse = self.donates and not torch.is_grad_enabled()
-        reuse = may_reuse and not overlapping(self.op, *args, **kwargs)
+        donates = self.donates and not differentiable
         impl = selection.impl
-        run = impl.impl_fn if reuse else functional(impl)
+        run = partial(run_donating, impl) if donates else functional(impl)
         with impl.noting():
             result = run(*args, **kwargs)
         check_result(impl, result, args, kwargs)
-        if may_reuse and self.op.registry.settings.check_donation:
+        if donates and self.op.registry.settings.check_donation:
             poison_unused(self.op, values, result)
         return result
 

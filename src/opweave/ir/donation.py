@@ -6,7 +6,7 @@ kernel does not reuse the memory. In check mode (``OPWEAVE_CHECK_DONATION=1``) i
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,19 +20,30 @@ if TYPE_CHECKING:
     from opweave.ir.op import IrOp
 
 
-def overlapping(op: IrOp, *args: Any, **kwargs: Any) -> bool:
-    """Whether an activation shares elements with itself or another argument: no reuse then.
+def refused(op: IrOp, values: Sequence[Any]) -> tuple[str, ...]:
+    """Return the activations that a kernel may not overwrite, as the compiler decides it.
 
-    Query and key as slices of one tensor share its storage, but no element; that is told apart for
-    tensors that are made of rows with one distance, one for each token or for each head. Other
-    views of one storage count as sharing.
+    Their elements overlap each other or an argument, or their strides are not those of the op's
+    output: contiguous, unless the op is declared to keep them. Slices of one tensor share its
+    storage, but no element.
     """
-    named = list(zip(op.schema.names, op.bind(*args, **kwargs), strict=True))
-    activations = tensors_in([value for name, value in named if name in op.activations])
-    others = tensors_in([value for name, value in named if name not in op.activations])
-    pairs = [*combinations(activations, 2), *((a, b) for a in activations for b in others)]
-    return any(map(overlaps_itself, activations)) or any(
-        compat.share_storage(a, b) and not apart(a, b) for a, b in pairs
+    named = list(zip(op.schema.names, values, strict=True))
+    activations = [
+        (name, value)
+        for name, value in named
+        if name in op.activations and isinstance(value, Tensor)  # and no proxy of a tracer
+    ]
+    return tuple(
+        name
+        for name, given in activations
+        if (name not in op.keeps_strides and not given.is_contiguous())
+        or overlaps_itself(given)
+        or any(
+            compat.share_storage(given, t) and not apart(given, t)
+            for other, value in named
+            if other != name
+            for t in tensors_in([value])
+        )
     )
 
 

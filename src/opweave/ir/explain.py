@@ -14,7 +14,7 @@ from opweave.ir.selection import (
     Selection,
     needs_gradient,
     policy_for,
-    select,
+    select_here,
     select_native,
     tensors_in,
 )
@@ -112,7 +112,7 @@ def explain(callee: IrOp | CallSite, /, *args: Any, **kwargs: Any) -> Explanatio
         map(compat.is_batched, tensors_in(values))
     ):
         return explained(select_native(op, policy, UNDER_VMAP), values)
-    return explained(select(op, values, policy), values)
+    return explained(select_here(op, values, policy), values)
 
 
 def _op_and_entries(callee: object) -> tuple[IrOp, Entries]:

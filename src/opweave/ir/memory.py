@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from opweave.ir import compat
@@ -73,6 +74,19 @@ def covers(a: Tensor, b: Tensor) -> bool:
         return _yes(b.numel() == 0)
     (a_dims, a_start), (b_dims, b_start) = _places(a, b)
     return _contains(a_dims, b_dims, b_start - a_start)
+
+
+def empty_in_layout(tensor: Tensor) -> Tensor:
+    """Return new memory with the strides of *tensor*, gaps included; contiguous if it overlaps."""
+    if tensor.is_contiguous() or overlaps_itself(tensor):
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    size, strides = tensor.shape, tensor.stride()
+    return torch.empty_strided(size, strides, dtype=tensor.dtype, device=tensor.device)
+
+
+def clone_in_layout(tensor: Tensor) -> Tensor:
+    """Return a copy in :func:`empty_in_layout`; ``tensor.clone()`` would leave no gaps."""
+    return empty_in_layout(tensor).copy_(tensor)
 
 
 def _meet(a: Tensor, b: Tensor) -> bool | None:

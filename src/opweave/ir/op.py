@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opweave.ir import compat, journal, settings, tolerance
+from opweave.ir.activations import activations_of, check_inplace
 from opweave.ir.codegen import Function, Kind
 from opweave.ir.dispatch import Callee, Path
 from opweave.ir.errors import (
@@ -29,7 +30,7 @@ from opweave.ir.owner import current_owner
 from opweave.ir.priority import NATIVE, Entries, parse
 from opweave.ir.schema import Schema, check_same
 from opweave.ir.scope import Scope, current_scope, entered
-from opweave.ir.selection import needs_gradient, policy_for, select
+from opweave.ir.selection import needs_gradient, policy_for, select_here
 from opweave.ir.site import caller_site
 from opweave.ir.tolerance import Tolerance
 from opweave.ir.torch_ops import TorchOps
@@ -60,6 +61,7 @@ class IrOp(Callee):
         allow_inplace: bool = False,
         composite: bool = False,
         native_traits: Iterable[str] = (),
+        keeps_strides: Sequence[str] = (),
     ) -> None:
         if not inspect.isfunction(native):
             raise InvalidOpError(
@@ -68,11 +70,12 @@ class IrOp(Callee):
         self.name = check_op_name(native.__name__ if name is None else name)
         self.native, self.registry = native, registry
         self.schema = Schema.of(native, self.name)
-        self.activations = _activations(self.schema, self.name, activations)
+        self.activations = activations_of(self.schema, self.name, activations)
         self.allow_inplace, self.composite = allow_inplace, composite
+        self.keeps_strides = frozenset(keeps_strides)
         self.site, self.owner = caller_site(), current_owner()
         self.fake: Function = native
-        self._check_inplace()
+        check_inplace(self)
         traits = check_traits({DIFFERENTIABLE, *native_traits})
         self._impls = {NATIVE: IrOpImpl(self, NATIVE, native, traits=traits, site=self.site)}
         self._tolerances = dict(tolerance.DEFAULT_TOLERANCES)
@@ -270,7 +273,7 @@ class IrOp(Callee):
         """The same for a call site that prefers *entries*."""
         values = self.bind(*args, **kwargs)
         policy = policy_for(self, entries, differentiable=needs_gradient(values))
-        return select(self, values, policy).impl
+        return select_here(self, values, policy).impl
 
     def bind(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Return one value per parameter, defaults filled in (TypeError as for any function)."""
@@ -378,23 +381,3 @@ class IrOp(Callee):
                 f"No tolerance defined for {dtype} of {self.name}. Known: "
                 f"{', '.join(map(str, self._tolerances))}. Set one with override_tolerance."
             ) from None
-
-    def _check_inplace(self) -> None:
-        if self.allow_inplace and len(self.activations) != self.schema.num_outputs:
-            raise InvalidOpError(
-                f"op {self.name!r}: allow_inplace=True needs as many activations as outputs; found "
-                f"activations {list(self.activations)} and {self.schema.num_outputs} output(s)."
-            )
-
-
-def _activations(schema: Schema, op_name: str, names: Sequence[str] | None) -> tuple[str, ...]:
-    tensors = [p.name for p in schema.tensors if not p.is_optional]
-    if names is None:
-        return tuple(name for name in tensors if name.startswith("x"))
-    for name in names:
-        if name not in tensors:
-            raise InvalidOpError(
-                f"op {op_name!r}: activation {name!r} is no required tensor parameter. "
-                f"{did_you_mean(name, tensors)}"
-            )
-    return tuple(name for name in tensors if name in names)

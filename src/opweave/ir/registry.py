@@ -249,6 +249,7 @@ def register_op(
     allow_inplace: bool = False,
     composite: bool = False,
     native_traits: Iterable[str] = (),
+    keeps_strides: Sequence[str] = (),
 ) -> Callable[[NativeFunction], IrOp]: ...
 
 
@@ -261,6 +262,7 @@ def register_op(
     allow_inplace: bool = False,
     composite: bool = False,
     native_traits: Iterable[str] = (),
+    keeps_strides: Sequence[str] = (),
 ) -> IrOp | Callable[[NativeFunction], IrOp]:
     """Declare an op: the decorated PyTorch function is its native implementation.
 
@@ -275,6 +277,9 @@ def register_op(
         composite: the native implementation is written in other IR ops, so that the compiler can
             find it in a graph.
         native_traits: what the native implementation promises; always ``differentiable``.
+        keeps_strides: activations, such as a cache, whose output has the strides that came in, gaps
+            included (contiguous if elements overlap); a kernel may then reuse views of any layout.
+            Other activations are reused only if they are contiguous.
 
     Raises:
         InvalidNameError: the name is no name of an op.
@@ -292,6 +297,7 @@ def register_op(
             allow_inplace=allow_inplace,
             composite=composite,
             native_traits=native_traits,
+            keeps_strides=keeps_strides,
         )
         return _current.add(op)
 

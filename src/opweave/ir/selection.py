@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from opweave.ir.op import IrOp
 
 
+UNDER_AUTOCAST = "torch.autocast is on"
 UNDER_VMAP = "torch.vmap maps over an argument, and goes through native"
 
 
@@ -168,6 +169,47 @@ def select_native(op: IrOp, policy: Policy, why: str) -> Selection:
         for c in candidates(op, policy)
     ]
     return _first(op, only, None, policy)
+
+
+def select_here(op: IrOp, values: Sequence[Any], policy: Policy) -> Selection:
+    """Choose as :func:`select` does, and under ``torch.autocast`` native for any kernel.
+
+    Raises:
+        IrError: whatever :func:`select` and :func:`native_for` raise.
+    """
+    selection = select(op, values, policy)
+    return native_for(selection) if _casts(values) else selection
+
+
+def native_for(selection: Selection) -> Selection:
+    """Pass over a selected kernel under ``torch.autocast``: only native casts as torch does.
+
+    Raises:
+        ProviderRejectedError: the kernel's provider is marked ``name!``.
+        NoImplementationError: native lacks a required trait.
+    """
+    op, policy = selection.op, selection.policy
+    if selection.provider == NATIVE:
+        return selection
+    strict = any(e.strict and e.provider == selection.provider for e in policy.priority)
+    if strict or not policy.required.keys() <= op.impls[NATIVE].traits:
+        wanted = f"{selection.provider}!" if strict else f"the traits {sorted(policy.required)}"
+        error = ProviderRejectedError if strict else NoImplementationError
+        raise error(
+            f"{op.name} is called under torch.autocast, where only its native implementation casts "
+            f"as torch's operators do, but {wanted} is required. Call it under "
+            "torch.autocast(..., enabled=False)."
+        )
+    passed = Rejection(selection.provider, UNDER_AUTOCAST, selection.origin)
+    return selection._replace(impl=op.impls[NATIVE], rejected=(*selection.rejected, passed))
+
+
+def _casts(values: Sequence[Any]) -> bool:
+    """Whether ``torch.autocast`` is on for the device of a tensor among *values*."""
+    return compat.any_autocast_enabled() and any(
+        torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        for device in {tensor.device.type for tensor in tensors_in(values)}
+    )
 
 
 def needs_gradient(values: Sequence[Any]) -> bool:

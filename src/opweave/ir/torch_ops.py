@@ -30,7 +30,7 @@ from opweave.ir.codegen import functional
 from opweave.ir.names import ANNOTATED_SUFFIX
 from opweave.ir.priority import Entries, parse
 from opweave.ir.scope import current_scope
-from opweave.ir.selection import UNDER_VMAP, needs_gradient, policy_for, select, select_native
+from opweave.ir.selection import UNDER_VMAP, needs_gradient, policy_for, select_here, select_native
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
@@ -115,9 +115,10 @@ class TorchOps:
                 return torch_op(*args, **kwargs)
         using = kwargs.get("using", "") if annotated else ""
         policy = policy_for(self.op, call_site(using), differentiable=True)
-        impl = select(self.op, values, policy).impl
-        with entered(kwargs.get("autocast", "") if annotated else ""), impl.noting():
-            return functional(impl)(*args, **own)
+        with entered(kwargs.get("autocast", "") if annotated else ""):
+            impl = select_here(self.op, values, policy).impl
+            with impl.noting():
+                return functional(impl)(*args, **own)
 
     def _batched(self, *args: Any, using: str = "", **kwargs: Any) -> Any:
         policy = policy_for(self.op, call_site(using))

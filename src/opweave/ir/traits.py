@@ -17,7 +17,8 @@ ROWWISE = "rowwise"
 TRAITS: dict[str, str] = {
     BATCH_INVARIANT: "a row's bits do not depend on which other rows are in the batch",
     ROWWISE: "a row of every output is computed from that row of the activations alone",
-    ALIAS_SAFE: "donated activations may overlap each other, themselves and other arguments",
+    ALIAS_SAFE: "donated activations may have any strides, and overlap each other, themselves and "
+    "other arguments: outputs are in new memory where the op's could not be in theirs",
     DIFFERENTIABLE: "autograd through the implementation gives the op's gradient",
 }
 """What each trait promises."""

@@ -11,7 +11,7 @@ from torch.fx import Graph
 
 from opweave.compile.context import Context
 from opweave.compile.nodes import IrCall, ir_calls, tensors_of
-from opweave.ir.selection import policy_for, select
+from opweave.ir.selection import native_for, policy_for, select
 
 STAGE = "with gradients"
 
@@ -20,7 +20,8 @@ def note_gradients(graph: Graph, context: Context) -> None:
     """Enter the implementations of differentiated calls into the report; change nothing."""
     for call in filter(_is_differentiated, ir_calls(graph)):
         policy = policy_for(call.op, call.call_site, differentiable=True)
-        context.describe(call, select(call.op, call.fakes, policy), STAGE)
+        selection = select(call.op, call.fakes, policy)
+        context.describe(call, native_for(selection) if call.autocast else selection, STAGE)
 
 
 def _is_differentiated(call: IrCall) -> bool:

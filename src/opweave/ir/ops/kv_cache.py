@@ -11,6 +11,7 @@ PagedAttention", arXiv:2309.06180.
 import torch
 from torch import Tensor
 
+from opweave.ir.memory import empty_in_layout
 from opweave.ir.ops.rotary import _heads, rotary_embedding
 from opweave.ir.registry import register_op
 from opweave.ir.traits import BATCH_INVARIANT
@@ -19,6 +20,7 @@ from opweave.ir.traits import BATCH_INVARIANT
 @register_op(
     activations=["key_cache", "value_cache"],
     allow_inplace=True,
+    keeps_strides=["key_cache", "value_cache"],
     native_traits={BATCH_INVARIANT},
 )
 def reshape_and_cache(
@@ -37,8 +39,8 @@ def reshape_and_cache(
         slot_mapping: ``(tokens,)``, int64; -1 for a token that is not kept.
 
     Returns:
-        The new ``key_cache`` and ``value_cache``. With ``maybe_inplace``, the caches are what is
-        donated: nothing but the slots is written then.
+        The new ``key_cache`` and ``value_cache``, with the strides that came in. With
+        ``maybe_inplace``, the caches are donated: nothing but the slots is written then.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -51,6 +53,7 @@ def reshape_and_cache(
 @register_op(
     activations=["query", "key_cache", "value_cache"],
     allow_inplace=True,
+    keeps_strides=["key_cache", "value_cache"],
     composite=True,
     native_traits={BATCH_INVARIANT},
 )
@@ -102,7 +105,8 @@ def _scatter(x: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
     rows = torch.cat((rows, rows.new_zeros(1, heads, size)))
     index = torch.where((slots >= -1) & (slots < count), slots % (count + 1), count + 1)
     rows = rows.index_copy(0, index, x)[:count]
-    return rows.reshape(blocks, block_size, heads, size).transpose(1, 2).contiguous()
+    new = rows.reshape(blocks, block_size, heads, size).transpose(1, 2)
+    return new.contiguous() if cache.is_contiguous() else empty_in_layout(cache).copy_(new)
 
 
 def _check_layout(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from opweave.ir import rules
+from opweave.ir.memory import clone_in_layout
 from opweave.ir.ops.kv_cache import reshape_and_cache as op
 from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
 from opweave.kernels.opweave_c.doors import implements, native_op
@@ -32,6 +33,6 @@ def reshape_and_cache(
         pass  # a cache overlaps something, or else the next call says what is wrong
     else:
         return key_cache, value_cache
-    key_cache, value_cache = key_cache.clone(), value_cache.clone()
+    key_cache, value_cache = clone_in_layout(key_cache), clone_in_layout(value_cache)
     _write(key, value, key_cache, value_cache, slot_mapping)
     return key_cache, value_cache

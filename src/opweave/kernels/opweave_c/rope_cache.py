@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir import rules
+from opweave.ir.memory import clone_in_layout
 from opweave.ir.ops.kv_cache import rope_reshape_and_cache as op
 from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
 from opweave.kernels.arguments import FLOATS
@@ -96,6 +97,7 @@ def rope_reshape_and_cache(
         pass  # something overlaps, or else the next call says what is wrong
     else:
         return out, key_cache, value_cache
-    out, key_cache, value_cache = new_like(query), key_cache.clone(), value_cache.clone()
+    out = new_like(query)
+    key_cache, value_cache = clone_in_layout(key_cache), clone_in_layout(value_cache)
     _rotate_and_write(out, *tokens, key_cache, value_cache, *rest)
     return out, key_cache, value_cache

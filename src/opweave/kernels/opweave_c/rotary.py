@@ -127,8 +127,13 @@ def rotary_embedding(
     head_size: int,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the heads of *x_query* and *x_key* by the angles of their *positions*, in place."""
+    """Rotate the heads of *x_query* and *x_key* by the angles of their *positions*.
+
+    In place if both are contiguous.
+    """
     rest = (positions, cos_sin_cache, head_size, is_neox_style)
+    if not (x_query.is_contiguous() and x_key.is_contiguous()):
+        return _rotated(x_query, x_key, *rest)  # with native's strides
     try:
         _rotary(x_query, x_key, x_query, x_key, *rest)
     except RuntimeError:
@@ -177,15 +182,16 @@ def qk_norm_rope(
     head_size: int,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise and rotate the heads of *x_query* and *x_key*, in place."""
+    """Normalise and rotate the heads of *x_query* and *x_key*, in place if contiguous."""
     weights = (query_weight, key_weight, epsilon)
     rest = (positions, cos_sin_cache, *weights, head_size, is_neox_style)
-    try:
-        _norm_rope(x_query, x_key, x_query, x_key, *rest)
-    except RuntimeError:
-        pass  # as above
-    else:
-        return x_query, x_key
+    if x_query.is_contiguous() and x_key.is_contiguous():
+        try:
+            _norm_rope(x_query, x_key, x_query, x_key, *rest)
+        except RuntimeError:
+            pass  # as above
+        else:
+            return x_query, x_key
     return _normed_and_rotated(
         x_query, x_key, positions, cos_sin_cache, *weights, head_size, is_neox_style
     )

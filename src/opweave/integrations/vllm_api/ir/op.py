@@ -18,7 +18,7 @@ from opweave.integrations.vllm_api.ir.stack import registration_stack
 from opweave.integrations.vllm_api.ir.torch_wrap import torch_wrap_enabled
 from opweave.ir import RESERVED_PROVIDERS, compat
 from opweave.ir.codegen import functional
-from opweave.ir.donation import overlapping
+from opweave.ir.donation import refused
 from opweave.ir.priority import ALWAYS_LAST, NATIVE, Entry, parse
 from opweave.ir.selection import needs_gradient
 
@@ -283,8 +283,9 @@ class IrOpInplaceOverload:
 
 
 def _must_copy(op: ir.IrOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a donating call may not write into its activations: shared memory, gradients."""
-    return needs_gradient(op.bind(*args, **kwargs)) or overlapping(op, *args, **kwargs)
+    """Whether a donating call may not write into its activations: memory, gradients."""
+    values = op.bind(*args, **kwargs)
+    return needs_gradient(values) or bool(refused(op, values))
 
 
 def wrapper_of(op: ir.IrOp) -> IrOp:
