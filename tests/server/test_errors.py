@@ -149,7 +149,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
             "256 tokens",
         ),
         (CHAT, {"messages": [{"role": "user", "content": "a " * 400}]}, "messages", "256 tokens"),
-        (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "function"),
+        (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "needs tools"),
         (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions", "tools"),
         (CHAT, {"messages": USER, "function_call": {"name": "f"}}, "function_call", "function"),
         (CHAT, {"messages": USER, "modalities": ["text", "audio"]}, "modalities", "text"),

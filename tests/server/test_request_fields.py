@@ -91,7 +91,8 @@ MODELS: dict[str, list[type[RequestBody]]] = {
 SERVED = [name for name, endpoint in ENDPOINTS.items() if endpoint.is_served]
 TEMPLATE = ChatTemplate(
     "{{ messages | tojson }}{{ (tools or '') | tojson }}{{ mood }}{{ add_generation_prompt }}"
-    "{{ (documents or '') | tojson }}{{ messages[-1].content }}",
+    "{{ (documents or '') | tojson }}{{ messages[-1].content }}"
+    "{{ '<think>' if mood == 'pensive' else '' }}{% if false %}</think>{% endif %}",
     "a test",
     {},
 )
@@ -197,6 +198,8 @@ _CONVERSATION_EFFECTS: dict[str, Any] = {
     "chat_template_kwargs": ({**USER, "chat_template_kwargs": {"mood": "merry"}}, USER),
     "tools": ({**USER, "tools": [{"type": "function"}]}, USER),
 }
+_PENSIVE: Body = {"chat_template_kwargs": {"mood": "pensive"}}
+_TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
 EFFECTS: dict[str, dict[str, Any]] = {
     "completions": {
         **_SAMPLING_EFFECTS,
@@ -221,6 +224,12 @@ EFFECTS: dict[str, dict[str, Any]] = {
             {"logprobs": True, "return_tokens_as_token_ids": True},
             {"logprobs": True},
         ),
+        "parallel_tool_calls": (
+            {"tools": _TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+            {"tools": _TOOLS, "tool_choice": "required"},
+        ),
+        "include_reasoning": ({**_PENSIVE, "include_reasoning": False}, _PENSIVE),
+        "tool_choice": ({"tools": _TOOLS, "tool_choice": "required"}, {"tools": _TOOLS}),
     },
     "embeddings": {
         "model": "another",

@@ -20,6 +20,7 @@ from opweave.cli.progress import loading_bar
 from opweave.cli.serve_file import OptionSources
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, environment
 from opweave.config.log import choose_log
+from opweave.config.output_formats import ReasoningParser, ToolCallParser
 from opweave.ir.errors import notes
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ def serve(
     served_model_name: Annotated[list[str] | None, Parameter(negative=())] = None,
     chat_template: str | None = None,
     trust_request_chat_template: Flag = False,
+    tool_call_parser: ToolCallParser = "auto",
+    reasoning_parser: ReasoningParser = "auto",
     io_processor: str | None = None,
     root_path: str = "",
     cors: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -97,6 +100,10 @@ def serve(
     trust_request_chat_template
         Let requests bring chat templates of their own. These are programs, which may use a
         processor for as long as they like.
+    tool_call_parser
+        The format in which the model writes tool calls; auto takes it from the chat template.
+    reasoning_parser
+        The format in which the model writes its reasoning; auto takes it from the chat template.
     io_processor
         The plugin that answers requests of a form of its own; the default is the one that
         config.json names as io_processor_plugin.
@@ -183,6 +190,8 @@ def serve(
         drain_timeout=drain_timeout,
         log_prompts=log_prompts,
         trust_request_chat_template=trust_request_chat_template,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
     )
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)

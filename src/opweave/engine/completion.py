@@ -47,6 +47,7 @@ class Completion:
             prompt,
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
+            kept_special_tokens=params.kept_special_tokens,
         )
         return cls(
             decoder,

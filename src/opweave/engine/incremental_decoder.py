@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from opweave.engine.token_bytes import REPLACEMENT, completes
 from opweave.engine.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ class IncrementalDecoder:
         skip_special_tokens: leave special tokens out.
         spaces_between_special_tokens: keep the space that some tokenizers write between two
             special tokens.
+        kept_special_tokens: special tokens that are not left out in any case.
     """
 
     def __init__(
@@ -34,8 +35,15 @@ class IncrementalDecoder:
         *,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        kept_special_tokens: Collection[int] = (),
     ) -> None:
-        self._tokenizer, self._skips = tokenizer, skip_special_tokens
+        self._tokenizer = tokenizer
+        skipped = tokenizer.special_ids.difference(kept_special_tokens)
+        self._skipped = skipped if skip_special_tokens else frozenset()
+        # The tokenizer leaves all special tokens out, or none.
+        self._skips = skip_special_tokens and not kept_special_tokens
+        if kept_special_tokens:
+            prompt = [token for token in prompt if token not in self._skipped]
         self._spaces = skip_special_tokens or spaces_between_special_tokens
         # Decoders treat the first token of a text differently (they drop its space), so each
         # piece is decoded behind the one before it.
@@ -50,7 +58,7 @@ class IncrementalDecoder:
     def push(self, token_id: int) -> str:
         """Return the text that *token_id* completes; empty while a character is incomplete."""
         is_special = token_id in self._tokenizer.special_ids
-        if self._skips and is_special:
+        if token_id in self._skipped:
             return ""
         self._pending.append(token_id)
         text, incomplete = self._without_incomplete(self._context + self._pending)

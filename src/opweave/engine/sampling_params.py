@@ -61,6 +61,8 @@ class SamplingParams:
         truncate_prompt_tokens: keep only the last tokens of a longer prompt, as many as this, with
             the special tokens that the tokenizer adds to a text; -1: as many as leave room for
             *max_tokens*; None: a prompt that is too long is an error.
+        kept_special_tokens: special tokens that stay in the text in any case, such as those that
+            mark tool calls.
         structured_outputs: the form that the answer must have: a JSON schema, a regular expression,
             a choice or a grammar. End-of-text tokens come only where it allows the end; an answer
             that is complete and cannot go on ends, even before *min_tokens*.
@@ -93,12 +95,13 @@ class SamplingParams:
     bad_words: str | Sequence[str] = ()
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = field(default=None, hash=False)
+    kept_special_tokens: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, texts(name, getattr(self, name)))
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            if name == "stop_token_ids" or self.allowed_token_ids is not None:
+        for name in ("stop_token_ids", "allowed_token_ids", "kept_special_tokens"):
+            if name != "allowed_token_ids" or self.allowed_token_ids is not None:
                 object.__setattr__(self, name, token_ids(name, getattr(self, name)))
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 1, "or None for no limit")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opweave.config.checks import api_key_fault
+from opweave.config.output_formats import ReasoningParser, ToolCallParser
 from opweave.server.errors import ServerConfigError
 
 MEBIBYTE = 1024 * 1024
@@ -30,6 +31,8 @@ class ServerConfig:
         log_prompts: whether prompts are logged.
         trust_request_chat_template: whether a request may bring a chat template of its own. A
             template is a program, which may use a processor for as long as it likes.
+        tool_call_parser: the format in which the model writes tool calls.
+        reasoning_parser: the format in which it writes its reasoning.
 
     Raises:
         ServerConfigError: a value is out of range.
@@ -46,6 +49,8 @@ class ServerConfig:
     drain_timeout: float = 60.0
     log_prompts: bool = False
     trust_request_chat_template: bool = False
+    tool_call_parser: ToolCallParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_body_bytes"):

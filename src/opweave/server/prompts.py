@@ -132,12 +132,12 @@ def _render(conversation: Conversation, server: ServerState) -> tuple[str, list[
     """Return the text of a conversation, and the paths of variables that the template ignores."""
     template = _template(conversation.chat_template, server)
     template.check_use(
-        tools=conversation.tools if conversation.shows_tools else None,
+        tools=conversation.shown_tools,
         documents=conversation.documents,
     )
     text = template.render(conversation.for_template(), **conversation.template_arguments())
     variables = (conversation.chat_template_kwargs or {}).keys()
-    unread = variables - template.chosen(conversation.tools).traits.variables
+    unread = variables - template.chosen(conversation.shown_tools).traits.variables
     return text, [f"chat_template_kwargs.{name}" for name in sorted(unread)]
 
 

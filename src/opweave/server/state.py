@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, TypeVar, cast
 
 from fastapi import Depends, Request
@@ -20,6 +20,7 @@ from opweave.server.config import ServerConfig
 from opweave.server.daemon_threads import DaemonThreads
 from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError
+from opweave.server.output.style import OutputStyle
 from opweave.server.protocol.base import RequestBody
 
 T = TypeVar("T")
@@ -53,6 +54,17 @@ class ServerState:
     readers: Executor = field(default_factory=partial(DaemonThreads, _HALF, "reader"))
     guests: Executor = field(default_factory=partial(DaemonThreads, _GUESTS, "guest"))
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def output_style(self) -> OutputStyle:
+        """The formats in which the model writes tool calls and reasoning."""
+        template = self.chat_template
+        known = [] if template is None else [template, *template.named.values()]
+        return OutputStyle.of(
+            "\n".join(each.source for each in known),
+            self.config.tool_call_parser,
+            self.config.reasoning_parser,
+        )
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -37,6 +37,8 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         text = f"start: /{llguidance.regex_to_lark(params.regex, 'dws')}/"
     elif params.kind == "choice":
         text = llguidance.grammar_from("choice", json.dumps(params.choice))
+    elif params.grammar is not None and params.grammar.startswith("{"):
+        text = params.grammar  # llguidance's own notation
     else:
         text = llguidance.grammar_from("grammar", params.grammar)
     return text

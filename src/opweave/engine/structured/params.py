@@ -23,7 +23,7 @@ class StructuredOutputsParams:
         regex: a regular expression that the whole answer matches; without look-around and
             backreferences. As with ``re.ASCII``, ``\\d``, ``\\w`` and ``\\s`` are ASCII.
         choice: the answer is one of these texts.
-        grammar: a context-free grammar in Lark or GBNF notation.
+        grammar: a context-free grammar in Lark or GBNF notation, or in llguidance's JSON.
         disable_any_whitespace: JSON is written without optional whitespace.
         whitespace_pattern: a regular expression for the optional whitespace in JSON.
         disable_additional_properties: JSON objects have only properties that the schema names,

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from opweave.engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave.server.errors import ApiError
@@ -16,6 +22,7 @@ from opweave.server.protocol.base import Fields, Int, RequestBody, ResponseBody,
 from opweave.server.protocol.sampling import SamplingFields
 from opweave.server.protocol.usage import Usage
 
+ChatFinishReason = FinishReason | Literal["tool_calls"]
 # Fields of a request that chat_template_kwargs may hold instead, and those that it may not.
 _EITHER = ("add_generation_prompt", "continue_final_message", "documents")
 _RESERVED = {"messages", "tools", "chat_template"}
@@ -82,9 +89,9 @@ class Conversation(RequestBody):
         return variables
 
     @property
-    def shows_tools(self) -> bool:
-        """Whether the prompt must describe the tools to the model."""
-        return bool(self.tools)
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """The functions that the prompt must describe to the model."""
+        return self.tools
 
     def for_template(self) -> list[dict[str, Any]]:
         """Return the messages as dictionaries."""
@@ -92,7 +99,7 @@ class Conversation(RequestBody):
 
     def template_arguments(self) -> dict[str, Any]:
         """Return the other arguments of :meth:`opweave.engine.ChatTemplate.render`, by name."""
-        given = {name: getattr(self, name) for name in (*_EITHER, "tools")}
+        given = {name: getattr(self, name) for name in _EITHER} | {"tools": self.shown_tools}
         own = {name: value for name, value in given.items() if value is not None}
         return {**(self.chat_template_kwargs or {}), **own}
 
@@ -101,6 +108,10 @@ class ChatRequest(SamplingFields, Conversation):
     """Answer a conversation."""
 
     endpoint = "chat"
+
+    tool_choice: Text | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
@@ -120,8 +131,8 @@ class ChatRequest(SamplingFields, Conversation):
             raise _renamed(error, names) from error
 
     @property
-    def shows_tools(self) -> bool:
-        return super().shows_tools and (self.model_extra or {}).get("tool_choice") != "none"
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        return None if self.tool_choice == "none" else self.tools
 
     @property
     def limit_field(self) -> str:
@@ -160,11 +171,34 @@ class ChatLogprobs(ResponseBody):
     content: list[TokenLogprob]
 
 
+class CalledFunction(ResponseBody):
+    """A function, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(ResponseBody):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AnswerMessage(ResponseBody):
-    """The answer."""
+    """The answer; what it does not have is left out."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {k: v for k, v in fields.items() if v is not None or k == "content"}
 
 
 class ChatChoice(ResponseBody):
@@ -173,7 +207,7 @@ class ChatChoice(ResponseBody):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 
@@ -192,12 +226,12 @@ class ChatResponse(ResponseBody):
 
 
 class ChatChunkChoice(ResponseBody):
-    """A piece of one answer; its delta holds ``role`` once, then ``content``."""
+    """A piece of one answer; its delta holds ``role`` once, then what is new."""
 
     index: int
-    delta: dict[str, str]
+    delta: dict[str, Any]
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from opweave.server.request_fields.row import harmless, refused, supported
 
 _TEXT_ONLY = "The model takes text only."
-_FUNCTIONS = "The model cannot be made to call a function."
+_FUNCTIONS = "Use tool_choice."
 _REASONING = "Use chat_template_kwargs, if the chat template has such a variable."
 
 CONVERSATION = (
@@ -50,18 +50,18 @@ CONVERSATION = (
     ),
     supported("chat_template_kwargs", "Variables for the chat template.", is_open=True),
     supported("documents", "Documents for the chat template to print.", is_open=True),
-    supported("tools", "Functions for the chat template to print.", is_open=True),
+    supported("tools", "Functions that the model may call.", is_open=True),
     refused("mm_processor_kwargs", _TEXT_ONLY, off=({},)),
     refused("media_io_kwargs", _TEXT_ONLY, off=({},)),
 )
 
 ABILITIES = (
-    refused("tool_choice", _FUNCTIONS, off=("none", "auto")),
-    refused("parallel_tool_calls", _FUNCTIONS, off=(True,)),
+    supported("tool_choice", "none, auto, required, or the function to call.", is_open=True),
+    supported("parallel_tool_calls", "Whether there may be several calls; true by default."),
     refused("functions", "Describe them in tools.", off=([],)),
     refused("function_call", _FUNCTIONS, off=("none", "auto")),
     refused("reasoning_effort", _REASONING),
-    refused("include_reasoning", "Reasoning is part of the text.", off=(True,)),
+    supported("include_reasoning", "Return the reasoning; true by default."),
     refused("thinking_token_budget", "Use max_tokens.", off=(-1,)),
     refused("verbosity", "Ask for it in a message.", off=("medium",)),
     refused("audio", "Answers are text only."),

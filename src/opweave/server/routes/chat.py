@@ -4,24 +4,38 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from opweave.engine import CompletionOutput, RequestOutput
+from opweave.engine import CompletionOutput, FinishReason, RequestOutput
+from opweave.server.answer_plan import AnswerPlan
 from opweave.server.disconnect import unless_gone
 from opweave.server.generation import Generation, Outputs
 from opweave.server.logprobs import chat_logprobs, prompt_logprobs
-from opweave.server.pieces import Growth, Piece
+from opweave.server.output import (
+    ArgumentsDelta,
+    CallStart,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+)
+from opweave.server.parsed_answer import ParsedAnswer
+from opweave.server.pieces import Piece
 from opweave.server.prompts import Prompt, Reading, check_context, check_length, render, tokenize
 from opweave.server.protocol.chat import (
     AnswerMessage,
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
+    ChatFinishReason,
     ChatLogprobs,
     ChatRequest,
     ChatResponse,
+    ToolCall,
 )
+from opweave.server.protocol.tools import ToolUse
 from opweave.server.protocol.usage import Usage
 from opweave.server.routes.responses import ERRORS, STREAM, json_response
 from opweave.server.state import Server
@@ -35,9 +49,12 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
     """Answer a conversation."""
     server.accept(body, request)
     params, deadline = body.params(server.engine.sampling_defaults), server.deadline()
+    use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     text = await unless_gone(request, render(body, request, server, deadline))
     reading = Reading.of(params, server, add_special_tokens=bool(body.add_special_tokens))
     check_length(text, server, param="messages", reading=reading)
+    plan = AnswerPlan(server.output_style, use, text, body.form_field)
+    params = plan.constrained(params, server.engine.tokenizer)
     prompts = [Prompt(text, await tokenize(text, server, reading))]
     check_context(
         prompts,
@@ -55,10 +72,10 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
         deadline,
         body.priority or 0,
         param="messages",
-        form_field=body.form_field,
+        form_field=plan.source_field,
         request_id=body.request_id,
     )
-    writer = _Writer(generation, body)
+    writer = _Writer(generation, body, plan)
     if body.stream:
         return await stream(generation, writer.events, request)
     (output,) = await unless_gone(request, generation.answers())
@@ -71,25 +88,15 @@ class _Writer:
 
     generation: Generation
     body: ChatRequest
+    plan: AnswerPlan
 
     def response(self, output: RequestOutput) -> ChatResponse:
-        choices = [
-            ChatChoice(
-                index=answer.index,
-                message=AnswerMessage(content=answer.text),
-                logprobs=self._logprobs(answer),
-                finish_reason=answer.finish_reason,
-                stop_reason=answer.stop_reason,
-                token_ids=answer.token_ids if self.body.return_token_ids else None,
-            )
-            for answer in output.outputs
-        ]
         generation, ids = self.generation, output.prompt_token_ids
         return ChatResponse(
             id=generation.id,
             created=generation.created,
             model=generation.model,
-            choices=choices,
+            choices=[self._choice(answer) for answer in output.outputs],
             usage=Usage.of([output]),
             prompt_token_ids=ids if self.body.return_token_ids else None,
             prompt_logprobs=prompt_logprobs(
@@ -98,23 +105,90 @@ class _Writer:
         )
 
     async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
-        growing: dict[int, Growth] = {}
+        growing: dict[int, ParsedAnswer] = {}
         newest: list[RequestOutput] = []
         async for _, output in outputs:
             newest = [output]
             usage = Usage.of(newest) if self.body.repeats_usage else None
             for answer in output.outputs:
                 if answer.index not in growing:
-                    is_first, growing[answer.index] = not growing, Growth()
+                    is_first, growing[answer.index] = not growing, ParsedAnswer(self.plan)
                     begin = {"role": "assistant", "content": ""}
                     chunk = self._chunk([ChatChunkChoice(index=answer.index, delta=begin)], usage)
                     if is_first and self.body.return_token_ids:
                         chunk.prompt_token_ids = output.prompt_token_ids
                     yield chunk.event()
-                for choice in self._choices(answer.index, growing[answer.index].piece(answer)):
+                for choice in self._pieces(growing[answer.index], answer):
                     yield self._chunk([choice], usage).event()
         if self.body.includes_usage:
             yield self._chunk([], Usage.of(newest)).event()
+
+    def _choice(self, answer: CompletionOutput) -> ChatChoice:
+        parsed = ParsedAnswer(self.plan)
+        parsed.add(answer)
+        reasoning = parsed.reasoning if self._shows_reasoning and parsed.reasoning else None
+        is_text = not (parsed.calls or parsed.reasoning)
+        message = AnswerMessage(
+            content=parsed.content if parsed.content or is_text else None,
+            tool_calls=[
+                ToolCall(
+                    id=call.id,
+                    function=CalledFunction(name=call.name, arguments=call.arguments),
+                )
+                for call in parsed.calls
+            ]
+            or None,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+        )
+        return ChatChoice(
+            index=answer.index,
+            message=message,
+            logprobs=self._logprobs(answer),
+            finish_reason=_finish_reason(answer.finish_reason, parsed),
+            stop_reason=answer.stop_reason,
+            token_ids=answer.token_ids if self.body.return_token_ids else None,
+        )
+
+    def _pieces(self, parsed: ParsedAnswer, answer: CompletionOutput) -> Iterator[ChatChunkChoice]:
+        calls = len(parsed.calls)
+        piece, events = parsed.add(answer)
+        deltas = []
+        for event in events:
+            calls += isinstance(event, CallStart)
+            deltas += self._delta(event, parsed, calls - 1)
+        ids = piece.token_ids if self.body.return_token_ids else None
+        if (piece.logprobs or ids) and not deltas:
+            deltas = [{"content": ""}]  # tokens whose text is held back, or is part of a format
+        logprobs = self._logprobs(piece)
+        for delta in deltas:
+            yield ChatChunkChoice(index=answer.index, delta=delta, logprobs=logprobs, token_ids=ids)
+            logprobs = ids = None
+        if piece.finish_reason is not None:
+            yield ChatChunkChoice(
+                index=answer.index,
+                delta={},
+                finish_reason=_finish_reason(piece.finish_reason, parsed),
+                stop_reason=piece.stop_reason,
+            )
+
+    def _delta(self, event: Event, parsed: ParsedAnswer, index: int) -> list[dict[str, Any]]:
+        match event:
+            case ContentDelta(text):
+                return [{"content": text}]
+            case ReasoningDelta(text):
+                shown = {"reasoning_content": text, "reasoning": text}
+                return [shown] if self._shows_reasoning else []
+            case CallStart(name):
+                call = {"id": parsed.calls[index].id, "type": "function"}
+                function = {"name": name, "arguments": ""}
+                return [{"tool_calls": [{"index": index, **call, "function": function}]}]
+            case ArgumentsDelta(text):
+                return [{"tool_calls": [{"index": index, "function": {"arguments": text}}]}]
+
+    @property
+    def _shows_reasoning(self) -> bool:
+        return self.body.include_reasoning is not False
 
     def _logprobs(self, answer: CompletionOutput | Piece) -> ChatLogprobs | None:
         count, tokenizer = self.body.top_logprobs or 0, self.generation.server.engine.tokenizer
@@ -126,20 +200,6 @@ class _Writer:
             as_ids=bool(self.body.return_tokens_as_token_ids),
         )
 
-    def _choices(self, index: int, piece: Piece) -> Iterator[ChatChunkChoice]:
-        ids = piece.token_ids if self.body.return_token_ids else None
-        if piece.text or piece.logprobs or ids:
-            logprobs = self._logprobs(piece)
-            delta = {"content": piece.text}
-            yield ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, token_ids=ids)
-        if piece.finish_reason is not None:
-            yield ChatChunkChoice(
-                index=index,
-                delta={},
-                finish_reason=piece.finish_reason,
-                stop_reason=piece.stop_reason,
-            )
-
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
         generation = self.generation
         return ChatChunk(
@@ -149,3 +209,7 @@ class _Writer:
             choices=choices,
             usage=usage,
         )
+
+
+def _finish_reason(reason: FinishReason | None, parsed: ParsedAnswer) -> ChatFinishReason | None:
+    return "tool_calls" if reason == "stop" and parsed.calls else reason

@@ -1,0 +1,71 @@
+"""Which formats a model writes, chosen by the operator or from its chat template."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from opweave.config.output_formats import ReasoningParser, ToolCallParser
+from opweave.server.output.call_format import CallFormat
+from opweave.server.output.calls import DeepSeek, Hermes, LlamaJson, Mistral
+from opweave.server.output.reasoning import END
+
+_log = logging.getLogger(__name__)
+
+_FORMATS: dict[str, type[CallFormat] | None] = {
+    "none": None,
+    "hermes": Hermes,
+    "llama3_json": LlamaJson,
+    "mistral": Mistral,
+    "deepseek": DeepSeek,
+    "deepseek_v3": DeepSeek,
+    "deepseek_v31": DeepSeek,
+}
+# In the source of a template, the first of them that it holds.
+_MARKS = {
+    DeepSeek.opener: DeepSeek,
+    Mistral.opener: Mistral,
+    Hermes.opener: Hermes,
+    LlamaJson.opener: LlamaJson,
+    '"parameters": ': LlamaJson,
+}
+
+
+@dataclass(frozen=True)
+class OutputStyle:
+    """The formats that a model writes.
+
+    Attributes:
+        template: the source of its chat template.
+        calls: of tool calls; None: they stay text.
+        has_reasoning: whether answers may begin with reasoning.
+    """
+
+    template: str
+    calls: type[CallFormat] | None
+    has_reasoning: bool
+
+    @classmethod
+    def of(
+        cls, template: str, tool_call_parser: ToolCallParser, reasoning_parser: ReasoningParser
+    ) -> OutputStyle:
+        """Return the style that the operator chooses, or that the template shows."""
+        if tool_call_parser == "auto":
+            calls: type[CallFormat] | None = _detected(template)
+        else:
+            calls = _FORMATS[tool_call_parser]
+        if reasoning_parser == "auto":
+            has_reasoning = END in template
+        else:
+            has_reasoning = reasoning_parser != "none"
+        return cls(template, calls, has_reasoning)
+
+
+def _detected(template: str) -> type[CallFormat]:
+    found = next((kind for mark, kind in _MARKS.items() if mark in template), None)
+    if found is None and "tools" in template:
+        _log.warning(
+            "the chat template does not show in which format the model writes tool calls: assuming "
+            "hermes (<tool_call>); choose with --tool-call-parser"
+        )
+    return found or Hermes
