@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distributions
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,16 @@ from typing import Any
 import pytest
 import torch
 
+import opweave.compile
 from conftest import ROOT
 
 PROGRAM = ROOT / "tests" / "runs" / "gpu.py"
 # At the end: tests/runs/gpu.py is not benchmarks/gpu.py, nor benchmarks/engine.py tests/engine.
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests" / "runs")]
 
-from gpu_queue import pool, report, sources, state  # noqa: E402
+from gpu_queue import metadata, pool, report, sources, state  # noqa: E402
 from gpu_queue.bodies import conformance, generation, greedy, kernels, models, smoke  # noqa: E402
+from gpu_queue.gate import Gate  # noqa: E402
 from gpu_queue.job import Job, Stage  # noqa: E402
 from gpu_queue.jobs import POINTWISE, STAGES, all_jobs, select  # noqa: E402
 from gpu_queue.plan import Planned, plan  # noqa: E402
@@ -227,6 +230,18 @@ def test_measuring_jobs_have_the_device_alone(tmp_path: Path) -> None:
     assert len(set(lines)) == 3
 
 
+def test_a_job_that_measures_waits_for_those_that_prepare() -> None:
+    gate = Gate()
+    assert gate.share(0)
+    assert gate.share(0)
+    assert not gate.hold(0.01)  # the other one still prepares
+    gate.leave()
+    assert gate.hold(0)
+    assert not gate.share(0.01)
+    gate.release()
+    assert gate.share(0)
+
+
 def test_a_stage_that_has_had_its_share_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(pool.time, "monotonic", lambda: now)
@@ -358,6 +373,61 @@ def test_the_program_runs_jobs_from_any_folder(tmp_path: Path) -> None:
     assert "0 are left for the next run" in done.stdout
     found = state.load(tmp_path / "out" / "gpu_queue.json")
     assert found["smoke/silu_and_mul:native"].status == "passed"
+
+
+def test_a_killed_run_keeps_what_it_found(tmp_path: Path) -> None:
+    file, out = tmp_path / "state.json", tmp_path / "out"
+    command = [
+        sys.executable, PROGRAM, "--device", "cpu", "--only", "smoke", "--lanes", "1",
+        "--state", file, "--out", out,
+    ]  # fmt: skip
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        told = [process.stderr.readline() for _ in range(3)]
+        workers = children_of(process.pid)
+        process.kill()
+    assert all("passed" in line for line in told)
+    assert len(state.load(out / "gpu_queue.json")) >= 3
+    found = state.load(file)
+    assert len(found) >= 3
+    assert workers
+    for _ in range(100):
+        if not any(Path(f"/proc/{pid}/cmdline").exists() for pid in workers):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail(f"{workers} still run")
+    left = [each for each in plan(all_jobs("cpu"), STAGES, found) if each.state != "done"]
+    assert left[0].job.name.startswith("smoke/")
+
+
+def children_of(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in found for child in file.read_text().split()]
+
+
+def test_make_prints_the_queue() -> None:
+    command = ["make", "gpu", "--dry-run", f"VENV={sys.prefix}", "GPU_OPTIONS=--only host"]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "host/pointwise" in done.stdout
+
+
+def test_opweave_looks_installed_where_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert metadata.folders(tmp_path) == ()
+
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    [folder] = metadata.folders(tmp_path)
+    [found] = distributions(path=[folder])
+    assert (found.name, found.version) == ("opweave", opweave.__version__)
+    [point] = found.entry_points.select(group="torch_dynamo_backends")
+    assert point.load() is opweave.compile.backend
 
 
 def rows(found: Any) -> list[dict[str, Any]]:

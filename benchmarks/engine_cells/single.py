@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from engine_cells.llama_cpp_contender import LlamaCppProcess, running
-from engine_cells.llama_cpp_file import write_gguf
 from engine_cells.models import NAMES, SINGLE, their_model, write_config
 from engine_cells.weight_only import quantise
 from harness import interleaved, progress, significant
@@ -167,6 +166,8 @@ def measure(size: str, steps: int, rounds: int, *, llama_cpp: str | None, quiet:
         }
         build = ""
         if llama_cpp is not None:
+            from engine_cells.llama_cpp_file import write_gguf  # needs gguf
+
             file = write_gguf(folder / "model.gguf", theirs.model)
             process = stack.enter_context(
                 running(llama_cpp, file, threads=threads, context=CONTEXT)

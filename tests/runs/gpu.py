@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
 
         from gpu_queue import jobs as catalogue
-        from gpu_queue import pool, show
+        from gpu_queue import metadata, pool, show
         from gpu_queue.plan import plan
         from gpu_queue.process import WorkerProcess
         from gpu_queue.results import NAME, Results
@@ -116,10 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         program.error(f"torch {torch.__version__} finds no GPU; --dry-run prints the queue")
-    deadline = BEGAN + options.budget - _RESERVE
+    deadline, paths = BEGAN + options.budget - _RESERVE, metadata.folders()
     pool.run(
         pool.Queue(planned, catalogue.STAGES, BEGAN, options.budget - _RESERVE),
-        lambda gate: WorkerProcess(options.device, deadline, gate),
+        lambda gate: WorkerProcess(options.device, deadline, gate, paths),
         results.add,
         deadline=deadline,
         lanes=options.lanes,

@@ -64,6 +64,7 @@ class WorkerProcess:
                 [sys.executable, "-P", "-m", "gpu_queue.worker", str(its.fileno()), device],
                 env={
                     "OMP_NUM_THREADS": "1",
+                    "HF_HUB_OFFLINE": "1",  # no model comes from the network
                     "TORCHINDUCTOR_COMPILE_THREADS": "4",  # in each of several processes
                     **os.environ,
                     "OPWEAVE_PLATFORM": device,

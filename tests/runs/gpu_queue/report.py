@@ -9,6 +9,7 @@ from typing import Any
 from gpu_queue.job import Row
 from gpu_queue.plan import Planned
 from gpu_queue.state import PASSED, Record
+from harness import describe_machine
 
 OURS = ("opweave", "triton")  # what the names of our contenders begin with
 COUNTED = ("smoke", "conformance", "compiled")  # stages of hundreds of jobs
@@ -135,6 +136,7 @@ def log(records: Mapping[str, Record]) -> str:
 def as_json(planned: Sequence[Planned], records: Mapping[str, Record]) -> dict[str, Any]:
     """Return the object that ``--json`` prints."""
     return {
+        "machine": describe_machine(),
         "rows": rows_of(records),
         "jobs": [
             {

@@ -52,9 +52,9 @@ class Results:
             outcome.rows,
         )
         self.records[name] = merged(self.records.get(name), new)
+        self.write()
         if not self._quiet:
             self._tell(name, outcome)
-        self.write()
 
     def write(self) -> None:
         """Write the state, the page, and into copies the output of failures, too."""

@@ -12,6 +12,7 @@ from gpu_queue.measuring import at
 from opweave.conformance import Case, Subject, subjects
 from opweave.conformance.case import outputs_of
 from opweave.conformance.compare import outputs_problem
+from opweave.conformance.group import group_for
 from opweave.conformance.inputs import usual, with_accepted_sizes
 
 
@@ -22,14 +23,21 @@ def subject_of(op: str, provider: str, device: str) -> Subject:
 
 
 def run(op: str, provider: str, device: str) -> Iterator[Row]:
-    """Yield how many calls were right, and what was wrong with others."""
+    """Yield how many calls were right, and what was wrong with the next one."""
     subject = subject_of(op, provider, device)
+    with group_for(subject):
+        yield _called(subject)
+
+
+def _called(subject: Subject) -> Row:
     row: Row = {"name": "smoke", "case": str(subject), "unit": "calls"}
     fitting = with_accepted_sizes(subject) if subject.impl.supported else None
     if fitting is None:
-        reason = subject.impl.unsupported_reason or f"accepts none of the usual inputs on {device}"
-        yield row | {"value": 0, "note": reason}
-        return
+        reason = (
+            subject.impl.unsupported_reason
+            or f"accepts none of the usual inputs on {subject.device}"
+        )
+        return row | {"value": 0, "note": reason}
     passed = 0
     for case in usual(fitting):
         if not fitting.accepts(case.values):
@@ -40,10 +48,9 @@ def run(op: str, provider: str, device: str) -> Iterator[Row]:
         at(str(case))
         problem = outputs_problem(expected, _on_cpu(_as_result(fitting.run(case.values))))
         if problem:
-            yield row | {"value": passed, "problem": f"{problem}: {case}"}
-            return
+            return row | {"value": passed, "problem": f"{problem}: {case}"}
         passed += 1
-    yield row | {"value": passed}
+    return row | {"value": passed}
 
 
 def _as_result(result: object) -> object:
