@@ -362,7 +362,7 @@ def test_a_vector_that_is_given_up_frees_its_place() -> None:
     """The encoder of the real engine lets its waiters be cancelled."""
 
     class Encoder(FakeEngine):
-        async def embed(self, prompt: Any, *, request_id: str) -> Any:
+        async def embed(self, prompt: Any, params: Any = None, *, request_id: str) -> Any:
             self.task = asyncio.current_task()
             await asyncio.sleep(60)
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from opweave.engine import (
     Checkpoint,
@@ -17,6 +18,7 @@ from opweave.engine import (
     EngineStats,
     InvalidArgumentError,
     Logprob,
+    PoolingParams,
     PromptError,
     RequestOutput,
     RequestTimings,
@@ -39,7 +41,7 @@ class Call:
     """What the server asked for."""
 
     prompt: Sequence[int]
-    params: SamplingParams
+    params: Any
     request_id: str
     priority: int
 
@@ -60,6 +62,7 @@ class FakeEngine:
     def __init__(self, *, delay: float = 0.0, embeds: bool = False) -> None:
         self.tokenizer = Tokenizer(Checkpoint(CHECKPOINT))
         self.max_model_len, self.model_name = CONTEXT, "tiny-pydoc"
+        self.vocab_size = VOCABULARY
         self.sampling_defaults: dict[str, object] = {}
         self.delay, self.embeds = delay, embeds
         self.fails_after: int | None = None
@@ -156,12 +159,22 @@ class FakeEngine:
             prompt_logprobs=prompt_logprobs,
         )
 
-    async def embed(self, prompt: str | Sequence[int], *, request_id: str) -> EmbeddingOutput:
+    async def embed(
+        self,
+        prompt: str | Sequence[int],
+        params: PoolingParams | None = None,
+        *,
+        request_id: str,
+    ) -> EmbeddingOutput:
         if not self.embeds:
             raise InvalidArgumentError("The model makes no embeddings.")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         await asyncio.sleep(self.delay)
-        return EmbeddingOutput(request_id, ids, [float(len(ids)), 0.5, -0.25])
+        self.calls.append(Call(ids, params, request_id, 0))
+        vector = [float(len(ids)), 0.5, -0.25]
+        if params is not None and params.normalize:
+            vector = [number / math.hypot(*vector) for number in vector]
+        return EmbeddingOutput(request_id, ids, vector)
 
     async def abort(self, request_id: str) -> None:
         self._given_up.add(request_id)

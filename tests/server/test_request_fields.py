@@ -24,7 +24,7 @@ from opweave.server import ServerConfig
 from opweave.server.protocol.base import RequestBody
 from opweave.server.protocol.chat import ChatRequest
 from opweave.server.protocol.completions import CompletionRequest
-from opweave.server.protocol.embeddings import EmbeddingRequest
+from opweave.server.protocol.embeddings import EmbeddingConversation, EmbeddingRequest
 from opweave.server.protocol.process import ProcessRequest
 from opweave.server.protocol.tokens import DetokenizeRequest, TokenizeConversation, TokenizePrompt
 from opweave.server.request_fields import ENDPOINTS, Row
@@ -83,7 +83,7 @@ VLLM: dict[str, set[str]] = {
 MODELS: dict[str, list[type[RequestBody]]] = {
     "completions": [CompletionRequest],
     "chat": [ChatRequest],
-    "embeddings": [EmbeddingRequest],
+    "embeddings": [EmbeddingRequest, EmbeddingConversation],
     "process": [ProcessRequest],
     "tokenize": [TokenizePrompt, TokenizeConversation],
     "detokenize": [DetokenizeRequest],
@@ -234,8 +234,18 @@ EFFECTS: dict[str, dict[str, Any]] = {
     "embeddings": {
         "model": "another",
         "input": "Return the",
+        **_CONVERSATION_EFFECTS,
+        "add_generation_prompt": ({**USER, "add_generation_prompt": True}, USER),
         "encoding_format": "base64",
         "dimensions": 2,
+        "normalize": True,
+        "use_activation": True,
+        "add_special_tokens": False,
+        "truncate_prompt_tokens": 1,
+        "truncation_side": (
+            {"input": "Return the", "truncate_prompt_tokens": 2, "truncation_side": "left"},
+            {"input": "Return the", "truncate_prompt_tokens": 2},
+        ),
     },
     "process": {"model": "another", "data": 2, "priority": 3},
     "tokenize": {
@@ -258,7 +268,8 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def embedder() -> Iterator[Running]:
-    with running(FakeEngine(embeds=True)) as shared:
+    config = ServerConfig(trust_request_chat_template=True)
+    with running(FakeEngine(embeds=True), config, TEMPLATE) as shared:
         yield shared
 
 
@@ -352,8 +363,8 @@ class Client:
 
     def complete(self, body: Body) -> Body:
         base = dict(BASES[self.endpoint])
-        if self.endpoint == "tokenize" and "messages" in body:
-            del base["prompt"]
+        if self.endpoint in ("tokenize", "embeddings") and "messages" in body:
+            base.clear()
         return {**base, **body}
 
     def outcome(self, body: Body) -> Any:

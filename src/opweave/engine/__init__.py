@@ -37,6 +37,7 @@ from opweave.engine.outputs import (
     RequestOutput,
     RequestTimings,
 )
+from opweave.engine.pooling_params import PoolingParams
 from opweave.engine.sampling_params import SamplingParams
 from opweave.engine.stats import EngineStats, HistogramCounts
 from opweave.engine.structured import StructuredOutputsParams
@@ -70,6 +71,7 @@ __all__ = [
     "MissingDependencyError",
     "NoTokenLeftError",
     "NonFiniteLogitsError",
+    "PoolingParams",
     "PromptError",
     "RankFailedError",
     "ReplicaFailedError",

@@ -17,6 +17,7 @@ from opweave.engine.embedder import Embedder
 from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.loader import Progress
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput, RequestTimings
+from opweave.engine.pooling_params import PoolingParams
 from opweave.engine.priorities import PriorityLists
 from opweave.engine.sampling_params import SamplingParams
 from opweave.engine.stats import EngineStats, StatCounter
@@ -25,6 +26,7 @@ from opweave.engine.tokenizer import Tokenizer
 
 class _Waiting(NamedTuple):
     tokens: list[int]
+    params: PoolingParams
     vector: asyncio.Future[list[float]]
     since: float
 
@@ -71,6 +73,10 @@ class AsyncEmbedder(AsyncClient):
         return {}
 
     @property
+    def vocab_size(self) -> int:
+        return self._embedder.vocab_size
+
+    @property
     def max_model_len(self) -> int:
         return self._embedder.max_model_len
 
@@ -87,7 +93,13 @@ class AsyncEmbedder(AsyncClient):
         )
         yield  # what makes this an asynchronous generator
 
-    async def embed(self, prompt: str | Sequence[int], *, request_id: str) -> EmbeddingOutput:
+    async def embed(
+        self,
+        prompt: str | Sequence[int],
+        params: PoolingParams | None = None,
+        *,
+        request_id: str,
+    ) -> EmbeddingOutput:
         self._enter_loop()
         if request_id in self._waiting or request_id in self._running:
             raise InvalidArgumentError(
@@ -95,9 +107,9 @@ class AsyncEmbedder(AsyncClient):
             )
         if not self.is_running:
             raise self._why_not()
-        tokens = self._embedder.tokens(prompt)
+        params, tokens = self._embedder.check_params(params), self._embedder.tokens(prompt)
         vector = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = _Waiting(tokens, vector, time.perf_counter())
+        self._waiting[request_id] = _Waiting(tokens, params, vector, time.perf_counter())
         if self._work is None:
             self._work = asyncio.create_task(self._compute())
         try:
@@ -145,8 +157,11 @@ class AsyncEmbedder(AsyncClient):
         try:
             while self._waiting:
                 self._running, self._waiting = self._waiting, {}
-                texts, began = [w.tokens for w in self._running.values()], time.perf_counter()
-                vectors = await loop.run_in_executor(self._thread, self._embedder.vectors, texts)
+                running, began = self._running.values(), time.perf_counter()
+                texts, params = [w.tokens for w in running], [w.params for w in running]
+                vectors = await loop.run_in_executor(
+                    self._thread, self._embedder.vectors, texts, params
+                )
                 self._finish(vectors, began)
         except BaseException as error:  # whatever it is, all who wait must hear of it
             self._dead_with = error

@@ -19,6 +19,7 @@ from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.generation import Generation
 from opweave.engine.loader import Progress
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput
+from opweave.engine.pooling_params import PoolingParams
 from opweave.engine.priorities import PriorityLists, private_context
 from opweave.engine.sampling_params import SamplingParams
 from opweave.engine.stats import EngineStats
@@ -84,6 +85,10 @@ class AsyncEngine(StreamingClient):
         return self._core.sampling_defaults
 
     @property
+    def vocab_size(self) -> int:
+        return self._core.vocab_size
+
+    @property
     def max_model_len(self) -> int:
         return self._core.max_model_len
 
@@ -102,7 +107,13 @@ class AsyncEngine(StreamingClient):
         ready = partial(self._core.grammars.compile, params)
         return self._outputs(request_id, prepare, ready if _is_structured(params) else None)
 
-    async def embed(self, prompt: str | Sequence[int], *, request_id: str) -> EmbeddingOutput:
+    async def embed(
+        self,
+        prompt: str | Sequence[int],
+        params: PoolingParams | None = None,
+        *,
+        request_id: str,
+    ) -> EmbeddingOutput:
         raise InvalidArgumentError(
             f"The model {self.model_name!r} generates text; it makes no embeddings."
         )

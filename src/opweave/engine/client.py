@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput
+from opweave.engine.pooling_params import PoolingParams
 from opweave.engine.sampling_params import SamplingParams
 from opweave.engine.stats import EngineStats
 from opweave.engine.tokenizer import Tokenizer
@@ -25,6 +26,10 @@ class EngineClient(Protocol):
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
         """Sampling parameters that the checkpoint sets for requests that do not, by name."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the model are below it; the tokenizer may have fewer."""
 
     @property
     def max_model_len(self) -> int:
@@ -67,10 +72,17 @@ class EngineClient(Protocol):
             EngineDeadError: the engine does not run, or dies before the answer is complete.
         """
 
-    async def embed(self, prompt: str | Sequence[int], *, request_id: str) -> EmbeddingOutput:
+    async def embed(
+        self,
+        prompt: str | Sequence[int],
+        params: PoolingParams | None = None,
+        *,
+        request_id: str,
+    ) -> EmbeddingOutput:
         """Return the vector of a prompt.
 
         Raises:
+            SamplingParamsError: *params* ask for a length that vectors cannot have.
             PromptError: as for :meth:`generate`.
             InvalidArgumentError: the model makes no embeddings, or another event loop asks.
             EngineDeadError: the engine does not run.

@@ -122,6 +122,11 @@ class EngineCore:
         self._counter, self._loggers = StatCounter(), stat_loggers(config)
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._prompts.vocab_size
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether there is anything to do."""
         return self.scheduler.has_unfinished
@@ -143,10 +148,8 @@ class EngineCore:
         Raises:
             PromptError: it is empty, too long, or not made of the model's tokens.
         """
-        count = None if params is None else params.truncate_prompt_tokens
-        if params is not None and count == -1:
-            count = max(1, self.max_model_len - (params.max_tokens or 1))
-        return self._prompts.tokens(prompt, add_special_tokens=add_special_tokens, keep=count)
+        keep = None if params is None else params.prompt_limit(self.max_model_len)
+        return self._prompts.tokens(prompt, add_special_tokens=add_special_tokens, keep=keep)
 
     def prepare(
         self,

@@ -17,7 +17,9 @@ from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.io_processor import IOProcessors
 from opweave.engine.loader import Progress, check_dtype, load_model
 from opweave.engine.outputs import EmbeddingOutput
+from opweave.engine.parameter_checks import check_int
 from opweave.engine.pooling import Pooling
+from opweave.engine.pooling_params import PoolingParams
 from opweave.engine.priorities import PriorityLists, engine_priorities, private_context
 from opweave.engine.prompts import Prompt, PromptReader, as_list
 from opweave.engine.sentence_config import SentenceConfig
@@ -76,6 +78,7 @@ class Embedder:
         self._pooling, sentences = Pooling.of(checkpoint), SentenceConfig.of(checkpoint)
         if sentences.lowercases:
             self.tokenizer.lowercase()
+        self._given = checkpoint.config()
         self._processors = IOProcessors(checkpoint, self.config)
         platform.set_device(0)
         self._device = torch.device(platform.device_type)
@@ -100,28 +103,83 @@ class Embedder:
             self.tokenizer, loaded.config.vocab_size, self.max_model_len, answers=False
         )
 
-    def tokens(self, prompt: Prompt) -> list[int]:
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._prompts.vocab_size
+
+    def tokens(
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[int]:
         """Return the tokens of one prompt.
 
         Raises:
             PromptError: it is empty, too long, or not made of the model's tokens.
         """
-        return self._prompts.tokens(prompt)
+        keep = truncate_prompt_tokens
+        return self._prompts.tokens(
+            prompt,
+            add_special_tokens=add_special_tokens,
+            keep=self.max_model_len if keep == -1 else keep,
+        )
 
-    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[EmbeddingOutput]:
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingOutput]:
         """Return the vector of each prompt, in their order.
 
         Args:
             prompts: one text or several; or token ids, of one prompt or of several.
+            params: how to make the vectors; None: as the checkpoint says.
+            add_special_tokens: whether texts get the special tokens that the tokenizer adds.
+            truncate_prompt_tokens: keep only the first tokens of a longer prompt, as many as this,
+                with the special tokens; -1: as many as the model takes; None: a prompt that is too
+                long is an error.
 
         Raises:
             PromptError: a prompt is empty, too long or not made of the model's tokens.
+            SamplingParamsError: *params* ask for a length that vectors cannot have, or
+                *truncate_prompt_tokens* is out of range.
         """
-        tokens = [self.tokens(prompt) for prompt in as_list(prompts)]
+        if truncate_prompt_tokens not in (None, -1):
+            check_int("truncate_prompt_tokens", truncate_prompt_tokens, 1, "-1 or None")
+        params = self.check_params(params)
+        tokens = [
+            self.tokens(
+                prompt,
+                add_special_tokens=add_special_tokens,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+            )
+            for prompt in as_list(prompts)
+        ]
+        vectors = self.vectors(tokens, [params] * len(tokens))
         return [
             EmbeddingOutput(str(next(self._names)), ids, vector)
-            for ids, vector in zip(tokens, self.vectors(tokens), strict=True)
+            for ids, vector in zip(tokens, vectors, strict=True)
         ]
+
+    def check_params(self, params: PoolingParams | None) -> PoolingParams:
+        """Return *params*, or the defaults.
+
+        Raises:
+            SamplingParamsError: vectors cannot have the length that they ask for.
+        """
+        params = PoolingParams() if params is None else params
+        params.check_dimensions(
+            self._model.config.hidden_size * len(self._pooling.modes),
+            self._given.get("matryoshka_dimensions"),
+            any_size=self._given.get("is_matryoshka") is True,
+        )
+        return params
 
     def process(self, request: Any, *, io_processor: str | None = None) -> Any:
         """Answer a request in a form of a plugin's own, as :meth:`opweave.engine.LLM.process` does.
@@ -134,7 +192,9 @@ class Embedder:
         processor = self._processors.get(io_processor, embeds=True)
         return processor.result(request, self.embed(processor.prompts(request)))
 
-    def vectors(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+    def vectors(
+        self, texts: Sequence[Sequence[int]], params: Sequence[PoolingParams]
+    ) -> list[list[float]]:
         """Return the vector of each text, which is given as tokens; many in one forward."""
         found: list[list[float]] = []
         limit = self.config.scheduler.max_num_batched_tokens
@@ -145,11 +205,13 @@ class Embedder:
                 while end < len(texts) and size + len(texts[end]) <= limit:
                     size += len(texts[end])
                     end += 1
-                found += context.run(self._forward, texts[start:end])
+                found += context.run(self._forward, texts[start:end], params[start:end])
                 start = end
         return found
 
-    def _forward(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+    def _forward(
+        self, texts: Sequence[Sequence[int]], params: Sequence[PoolingParams]
+    ) -> list[list[float]]:
         lengths = [len(text) for text in texts]
         ids = [token for text in texts for token in text]
         positions = [place for length in lengths for place in range(length)]
@@ -160,6 +222,9 @@ class Embedder:
                 torch.tensor(positions, device=self._device),
                 cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=self._device),
             )
-            pooled = [self._pooling(states) for states in hidden.split_with_sizes(lengths)]
-            vectors: list[list[float]] = torch.stack(pooled).tolist()
-        return vectors
+            states = hidden.split_with_sizes(lengths)
+            pooled = [self._pooling(*each) for each in zip(states, params, strict=True)]
+            # One copy to the host for all, which may have several lengths.
+            numbers: list[float] = torch.cat(pooled).tolist()
+        ends = list(accumulate(len(vector) for vector in pooled))
+        return [numbers[end - len(one) : end] for end, one in zip(ends, pooled, strict=True)]

@@ -10,7 +10,9 @@ from torch.nn import functional
 
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.errors import CheckpointError
+from opweave.engine.pooling_params import PoolingParams
 
+_DEFAULTS = PoolingParams()
 _PREFIX, _NORMALIZE = "pooling_mode_", "Normalize"
 # What they are called -> the flags of older checkpoints; in the order in which they are joined.
 _MODES = {
@@ -62,12 +64,17 @@ class Pooling:
                 )
         return cls(modes or cls.modes, normalizes)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Return ``(modes * size,)`` from the hidden states of one text, ``(tokens, size)``."""
+    def __call__(self, hidden: Tensor, params: PoolingParams = _DEFAULTS) -> Tensor:
+        """Return a vector from the hidden states of one text, ``(tokens, size)``.
+
+        It has ``modes * size`` numbers, or the first ones of them that *params* ask for.
+        """
         # Sums over many tokens are taken in float32.
         states = hidden.float()
         pooled = torch.cat([_pool(states, mode) for mode in self.modes])
-        return functional.normalize(pooled, dim=0) if self.normalizes else pooled
+        pooled = pooled[: params.dimensions]
+        normalizes = self.normalizes if params.normalize is None else params.normalize
+        return functional.normalize(pooled, dim=0) if normalizes else pooled
 
 
 def _modes(checkpoint: Checkpoint, name: str) -> tuple[str, ...]:

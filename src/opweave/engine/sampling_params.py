@@ -180,6 +180,12 @@ class SamplingParams:
         """Whether the tokens so far change the scores."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
+    def prompt_limit(self, context: int) -> int | None:
+        """Return how many tokens of a prompt are kept in a *context* of so many; None: all."""
+        if self.truncate_prompt_tokens == -1:
+            return max(1, context - (self.max_tokens or 1))
+        return self.truncate_prompt_tokens
+
     def check_vocabulary(
         self, size: int, eos_token_ids: Collection[int] = (), barred: Collection[int] = ()
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 
-from opweave.engine import EmbeddingOutput, PromptError
+from opweave.engine import EmbeddingOutput, PoolingParams, PromptError
 from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError
 from opweave.server.merge import cancelled
@@ -14,7 +14,12 @@ from opweave.server.state import ServerState
 
 
 async def embed(
-    prompts: list[Prompt], server: ServerState, deadline: Deadline, *, param: str
+    prompts: list[Prompt],
+    server: ServerState,
+    deadline: Deadline,
+    *,
+    param: str,
+    params: PoolingParams | None = None,
 ) -> list[EmbeddingOutput]:
     """Return the vector of each prompt, in their order; being cancelled aborts.
 
@@ -27,7 +32,9 @@ async def embed(
     name = f"embd-{uuid.uuid4().hex}"
     with server.admission.places(len(prompts), param=param):
         tasks = [
-            asyncio.create_task(server.engine.embed(prompt.ids, request_id=f"{name}-{index}"))
+            asyncio.create_task(
+                server.engine.embed(prompt.ids, params, request_id=f"{name}-{index}")
+            )
             for index, prompt in enumerate(prompts)
         ]
         try:

@@ -41,11 +41,8 @@ class Reading:
     def of(
         cls, params: SamplingParams, server: ServerState, *, add_special_tokens: bool
     ) -> Reading:
-        """Return how a request with *params* is read; -1 leaves room for the answer."""
-        keep = params.truncate_prompt_tokens
-        if keep == -1:
-            keep = max(1, server.engine.max_model_len - (params.max_tokens or 1))
-        return cls(add_special_tokens, keep)
+        """Return how the prompts of a request with *params* are read."""
+        return cls(add_special_tokens, params.prompt_limit(server.engine.max_model_len))
 
     def tokens(self, text: str, tokenizer: Tokenizer) -> list[int]:
         """Return the tokens of a text."""
@@ -204,7 +201,8 @@ async def detokenize(ids: Sequence[int], server: ServerState, *, param: str) -> 
     def decode() -> str:
         tokenizer = server.engine.tokenizer
         for token in set(ids):
-            if tokenizer.token(token) is None:
+            # The model may have more tokens than the tokenizer; those have no text.
+            if token >= server.engine.vocab_size and tokenizer.token(token) is None:
                 raise ApiError(f"The vocabulary has no token {token}.", param=param)
         return tokenizer.decode(ids, skip_special_tokens=False)
 

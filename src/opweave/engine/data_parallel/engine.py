@@ -27,6 +27,7 @@ from opweave.engine.executor.agreement import Agreement
 from opweave.engine.generation_config import sampling_defaults
 from opweave.engine.loader import Progress, check_ranks
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput
+from opweave.engine.pooling_params import PoolingParams
 from opweave.engine.priorities import engine_priorities
 from opweave.engine.prompts import as_ids
 from opweave.engine.request_seeds import RequestSeeds
@@ -113,6 +114,7 @@ class DataParallelEngine(StreamingClient):
             raise
         lengths = [member.max_model_len for member in self._replicas.members]
         self._max_model_len = min(length for length in lengths if length is not None)
+        self._vocab_size = max(member.vocab_size for member in self._replicas.members)
         self._thread.start()
 
     @property
@@ -122,6 +124,10 @@ class DataParallelEngine(StreamingClient):
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
         return self._sampling_defaults
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
 
     @property
     def max_model_len(self) -> int:
@@ -147,7 +153,13 @@ class DataParallelEngine(StreamingClient):
 
         return self._outputs(request_id, prepare)
 
-    async def embed(self, prompt: str | Sequence[int], *, request_id: str) -> EmbeddingOutput:
+    async def embed(
+        self,
+        prompt: str | Sequence[int],
+        params: PoolingParams | None = None,
+        *,
+        request_id: str,
+    ) -> EmbeddingOutput:
         self._enter_loop()
         self._check_unused(request_id)
         tokens = self._tokens(prompt)
@@ -155,7 +167,7 @@ class DataParallelEngine(StreamingClient):
         vector: asyncio.Future[EmbeddingOutput] = asyncio.get_running_loop().create_future()
         self._vectors[request_id] = vector
         try:
-            self._send(Ask(request_id, prompt, None), tokens, 1)
+            self._send(Ask(request_id, prompt, params or PoolingParams()), tokens, 1)
             return await vector
         finally:
             self._vectors.pop(request_id, None)

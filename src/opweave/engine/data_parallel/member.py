@@ -24,6 +24,7 @@ class Member:
         place: its process; None: it has none yet.
         is_ordered: whether it was told what to load.
         max_model_len: of its engine; None: that is not loaded.
+        vocab_size: of its model; 0: that is not loaded.
         failure: what it died of; None: it did not.
     """
 
@@ -32,6 +33,7 @@ class Member:
         self.place: Place | None = None
         self.is_ordered = False
         self.max_model_len: int | None = None
+        self.vocab_size = 0
         self.failure: ReplicaFailedError | None = None
         self._timeout, self._heard = timeout, time.monotonic()
         self._past, self._stats = past, NOTHING
@@ -65,6 +67,7 @@ class Member:
     def report(self, report: Report) -> None:
         """Take note of what it says."""
         self._heard, self.max_model_len = time.monotonic(), report.max_model_len
+        self.vocab_size = report.vocab_size
         if report.stats is not None:
             self._stats = report.stats
 

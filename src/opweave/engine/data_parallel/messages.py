@@ -9,6 +9,7 @@ from pathlib import Path
 
 from opweave.config import EngineConfig
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput
+from opweave.engine.pooling_params import PoolingParams
 from opweave.engine.sampling_params import SamplingParams
 from opweave.engine.stats import EngineStats
 
@@ -41,13 +42,13 @@ class Ask:
     Attributes:
         request_id: its name.
         prompt: a text, or token ids.
-        params: how to choose tokens; None: a vector is wanted.
+        params: how to choose tokens, or to make a vector.
         priority: a lower number goes first.
     """
 
     request_id: str
     prompt: str | Sequence[int]
-    params: SamplingParams | None
+    params: SamplingParams | PoolingParams
     priority: int = 0
 
 
@@ -86,6 +87,7 @@ class Report:
             refusals.
         stats: of its engine, once that is loaded.
         max_model_len: of its engine, once that is loaded.
+        vocab_size: of its model, once that is loaded.
         progress: tensors that are loaded, and all; None: nothing new.
         records: what it logs.
         failure: what it has died of.
@@ -94,6 +96,7 @@ class Report:
     answers: Sequence[RequestOutput | EmbeddingOutput | Refusal] = ()
     stats: EngineStats | None = None
     max_model_len: int | None = None
+    vocab_size: int = 0
     progress: tuple[int, int] | None = None
     records: Sequence[LogRecord] = ()
     failure: Exception | None = None

@@ -22,6 +22,8 @@ from opweave.engine.errors import EngineDeadError, EngineError
 from opweave.engine.executor.agreement import Agreement
 from opweave.engine.loader import Progress
 from opweave.engine.outputs import EmbeddingOutput, RequestOutput
+from opweave.engine.pooling_params import PoolingParams
+from opweave.engine.sampling_params import SamplingParams
 from opweave.engine.worker import share_of_host
 from opweave.ir.errors import OpweaveError, described
 
@@ -64,7 +66,11 @@ class Replica:
             gone = EngineDeadError("The replica died before the request came to it. Ask again.")
             self._refuse(ask.request_id, gone)
             return
-        work = self._answer(ask) if ask.params is not None else self._embed(ask)
+        params = ask.params
+        if isinstance(params, SamplingParams):
+            work = self._answer(ask, params)
+        else:
+            work = self._embed(ask, params)
         self._tasks[ask.request_id] = asyncio.create_task(work)
 
     async def abort(self, request_id: str) -> None:
@@ -87,6 +93,7 @@ class Replica:
             answers=[*self._pieces(), *others],
             stats=None if engine is None else engine.stats(),
             max_model_len=None if engine is None else engine.max_model_len,
+            vocab_size=0 if engine is None else engine.vocab_size,
             progress=progress,
             records=self._logged(),
             failure=None if self._failure is None else portable(self._failure),
@@ -125,12 +132,11 @@ class Replica:
 
     # In the event loop
 
-    async def _answer(self, ask: Ask) -> None:
+    async def _answer(self, ask: Ask, params: SamplingParams) -> None:
         assert self._engine is not None, "it is loaded"
-        assert ask.params is not None, "it wants no vector"
         try:
             outputs = self._engine.generate(
-                ask.prompt, ask.params, request_id=ask.request_id, priority=ask.priority
+                ask.prompt, params, request_id=ask.request_id, priority=ask.priority
             )
             async for output in outputs:
                 self._newest[ask.request_id] = output
@@ -140,10 +146,10 @@ class Replica:
         finally:
             del self._tasks[ask.request_id]
 
-    async def _embed(self, ask: Ask) -> None:
+    async def _embed(self, ask: Ask, params: PoolingParams) -> None:
         assert self._engine is not None, "it is loaded"
         try:
-            vector = await self._engine.embed(ask.prompt, request_id=ask.request_id)
+            vector = await self._engine.embed(ask.prompt, params, request_id=ask.request_id)
             self._others.append(vector)
             self._news.set()
         except asyncio.CancelledError:

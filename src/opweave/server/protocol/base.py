@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from opweave.server.errors import ApiError
 from opweave.server.request_fields import ENDPOINTS
 
 _SHOWN = 16  # paths of unknown fields in a header
@@ -38,6 +39,22 @@ Int = Annotated[int, BeforeValidator(_whole)]
 Text = Annotated[str, AfterValidator(_is_text)]
 TokenIds = list[int]
 Input = Text | list[Text] | TokenIds | list[TokenIds]  # one prompt or several
+
+
+def either(one: str, tag: str, other: str, other_tag: str) -> Callable[[object], str]:
+    """Return what tells two types of bodies apart: by which of two fields they have.
+
+    Errors are then about one of the types alone.
+    """
+
+    def kind(body: object) -> str:
+        if not isinstance(body, Mapping):
+            return tag
+        if body.get(one) is not None and body.get(other) is not None:
+            raise ApiError(f"Send {one} or {other}, not both.", param=other)
+        return other_tag if other in body and body.get(one) is None else tag
+
+    return kind
 
 
 class Fields(BaseModel):

@@ -2,20 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from opweave.server.protocol.base import Input, RequestBody, ResponseBody, Text
+from pydantic import Discriminator, Tag
+
+from opweave.engine import PoolingParams
+from opweave.server.errors import ApiError
+from opweave.server.protocol.base import Input, Int, RequestBody, ResponseBody, Text, either
+from opweave.server.protocol.chat import Conversation
 
 
-class EmbeddingRequest(RequestBody):
-    """Turn texts into vectors."""
+class EmbeddingFields(RequestBody):
+    """How to make vectors."""
 
     endpoint = "embeddings"
 
-    input: Input
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Int | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    request_id: Text | None = None
     user: Text | None = None
+
+    def params(self) -> PoolingParams:
+        """Return the parameters.
+
+        Raises:
+            SamplingParamsError: a value is out of range.
+            ApiError: two fields contradict each other.
+        """
+        given = {self.normalize, self.use_activation} - {None}
+        if len(given) > 1:
+            raise ApiError(
+                "normalize and use_activation differ; give one of them.", param="normalize"
+            )
+        return PoolingParams(self.dimensions, given.pop() if given else None)
+
+    def kept_tokens(self, context: int) -> int | None:
+        """Return how many tokens of a prompt are kept in a *context* of so many; None: all.
+
+        Raises:
+            ApiError: the number is out of range.
+        """
+        keep = self.truncate_prompt_tokens
+        if keep is not None and keep != -1 and keep < 1:
+            raise ApiError(
+                f"truncate_prompt_tokens={keep} must be at least 1, or -1 for as many as the model "
+                "takes.",
+                param="truncate_prompt_tokens",
+            )
+        return context if keep == -1 else keep
+
+
+class EmbeddingRequest(EmbeddingFields):
+    """Turn texts into vectors."""
+
+    input: Input
+
+
+class EmbeddingConversation(EmbeddingFields, Conversation):
+    """Turn a conversation into a vector."""
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Return the arguments; nothing is to be answered, so that no header is added."""
+        return {"add_generation_prompt": False, **super().template_arguments()}
+
+
+EmbeddingBody = Annotated[
+    Annotated[EmbeddingRequest, Tag("EmbeddingRequest")]
+    | Annotated[EmbeddingConversation, Tag("EmbeddingConversation")],
+    Discriminator(either("input", "EmbeddingRequest", "messages", "EmbeddingConversation")),
+]
 
 
 class Embedding(ResponseBody):

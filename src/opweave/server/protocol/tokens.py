@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Discriminator, Field, Tag
 
-from opweave.server.protocol.base import RequestBody, ResponseBody, Text
+from opweave.server.protocol.base import RequestBody, ResponseBody, Text, either
 from opweave.server.protocol.chat import Conversation
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -42,16 +41,10 @@ class TokenizeConversation(Conversation):
         return bool(self.add_special_tokens)
 
 
-def _kind(body: object) -> str:
-    has_messages = isinstance(body, Mapping) and "messages" in body
-    return "TokenizeConversation" if has_messages else "TokenizePrompt"
-
-
-# By the fields that it has, so that errors are about one of the types alone.
 TokenizeRequest = Annotated[
     Annotated[TokenizePrompt, Tag("TokenizePrompt")]
     | Annotated[TokenizeConversation, Tag("TokenizeConversation")],
-    Discriminator(_kind),
+    Discriminator(either("prompt", "TokenizePrompt", "messages", "TokenizeConversation")),
 ]
 
 

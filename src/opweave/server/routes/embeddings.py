@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import struct
 
 from fastapi import APIRouter, Request, Response
@@ -11,9 +12,10 @@ from opweave.engine import EmbeddingOutput
 from opweave.server.disconnect import unless_gone
 from opweave.server.embedding import embed
 from opweave.server.errors import ApiError
-from opweave.server.prompts import read_prompts
+from opweave.server.prompts import Reading, read_prompts, render
 from opweave.server.protocol.embeddings import (
     Embedding,
+    EmbeddingBody,
     EmbeddingRequest,
     EmbeddingResponse,
     EmbeddingUsage,
@@ -25,13 +27,24 @@ router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 
 
 @router.post("/v1/embeddings", response_model=EmbeddingResponse)
-async def embeddings(body: EmbeddingRequest, request: Request, server: Server) -> Response:
-    """Turn texts into vectors."""
+async def embeddings(body: EmbeddingBody, request: Request, server: Server) -> Response:
+    """Turn texts, or a conversation, into vectors."""
     server.accept(body, request)
-    deadline = server.deadline()
-    prompts = await read_prompts(body.input, server, param="input")
-    outputs = await unless_gone(request, embed(prompts, server, deadline, param="input"))
+    params, deadline = body.params(), server.deadline()
+    keep, side = body.kept_tokens(server.engine.max_model_len), body.truncation_side or "right"
+    if isinstance(body, EmbeddingRequest):
+        param = "input"
+        reading = Reading(body.add_special_tokens is not False, keep, side)
+        prompts = await read_prompts(body.input, server, param=param, reading=reading)
+    else:
+        param = "messages"
+        reading = Reading(bool(body.add_special_tokens), keep, side)
+        text = await unless_gone(request, render(body, request, server, deadline))
+        prompts = await read_prompts(text, server, param=param, reading=reading)
+    work = embed(prompts, server, deadline, param=param, params=params)
+    outputs = await unless_gone(request, work)
     _check_dimensions(body.dimensions, outputs)
+    _check_numbers(outputs)
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     data = [
         Embedding(index=index, embedding=_encoded(output.embedding, body.encoding_format))
@@ -47,6 +60,17 @@ def _check_dimensions(wanted: int | None, outputs: list[EmbeddingOutput]) -> Non
         raise ApiError(
             f"dimensions={wanted} is not possible: the model's vectors have {size} numbers.",
             param="dimensions",
+        )
+
+
+def _check_numbers(outputs: list[EmbeddingOutput]) -> None:
+    broken = [i for i, out in enumerate(outputs) if not all(map(math.isfinite, out.embedding))]
+    if broken:
+        raise ApiError(
+            f"The model returned numbers that are NaN or infinite for input {broken[0]}. Start the "
+            "server with --dtype float32; if that does not help, a weight or a kernel is wrong.",
+            status=500,
+            code="non_finite_embedding",
         )
 
 
