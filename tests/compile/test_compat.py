@@ -117,3 +117,9 @@ def test_private_names_are_in_compat_only() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch._"):
                 found.append(f"{path.name}:{node.lineno} {node.module}")
     assert not found
+
+
+def test_compiles_ahead_of_time() -> None:
+    assert not compat.compiles_ahead_of_time()
+    with torch._functorch.config.patch(bypass_autograd_cache_key=True):
+        assert compat.compiles_ahead_of_time()

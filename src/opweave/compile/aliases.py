@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -113,6 +115,26 @@ def share_elements(a: Tensor, b: Tensor) -> bool:
         return False
     # Where a transform's elements lie, its strides don't say.
     return a is b or compat.is_wrapped(a) or compat.is_wrapped(b) or not apart(a, b)
+
+
+def overlaps_another(inputs: Sequence[object], positions: Iterable[int]) -> bool:
+    """Whether a tensor at one of *positions* may share elements with another of *inputs*."""
+    return any(
+        other != position and isinstance(value, Tensor) and share_elements(given, value)
+        for position in positions
+        for given in (inputs[position],)
+        if isinstance(given, Tensor)
+        for other, value in enumerate(inputs)
+    )
+
+
+def note_writes(inputs: Sequence[Any], positions: Iterable[int]) -> None:
+    """Let a backward pass that has saved a donated input raise torch's error."""
+    if torch.is_inference_mode_enabled():
+        return
+    written = [inputs[position] for position in positions]
+    # What requires a gradient is not reused.
+    torch.autograd.graph.increment_version([t for t in written if not t.requires_grad])
 
 
 def coincide(a: Tensor, b: Tensor) -> bool:

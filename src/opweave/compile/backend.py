@@ -17,6 +17,7 @@ from opweave.compile.compiled import (
     remember,
 )
 from opweave.compile.context import Context
+from opweave.compile.errors import CompileError
 from opweave.compile.lower import run_lowered
 from opweave.compile.nodes import all_graphs, ir_calls
 from opweave.compile.options import CompileOptions
@@ -47,6 +48,10 @@ def backend(
         IrError: a priority names an unknown op or provider.
     """
     parsed = CompileOptions.parse(options, mode)
+    if not parsed.codegen and compat.compiles_ahead_of_time():
+        raise CompileError(
+            "aot_compile saves code that Inductor generates: leave out the option codegen=False."
+        )
     if not parsed.codegen:
         return CompiledGraph(graph_module, example_inputs, parsed, run_lowered)
     if not _has_ops(graph_module):
@@ -81,6 +86,11 @@ def install(**options: Any) -> None:
                 artifact = compile_with(model, inputs, context, compile_)
                 remember(ReportLog([context.report], context.report))
                 return artifact
+            if compat.compiles_ahead_of_time():
+                raise CompileError(
+                    "aot_compile cannot save a graph with ops of opweave for the backend "
+                    "'inductor'. Use torch.compile(..., backend='opweave')."
+                )
             return CompiledGraph(model, inputs, parsed, compile_)
 
         return compile_fx

@@ -13,6 +13,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._dynamo.aot_compile_types import (
+    BundledAOTAutogradSerializableCallable,
+    SerializableCallable,
+)
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
@@ -21,7 +25,14 @@ from torch.utils import _pytree as pytree
 
 from opweave.ir.compat import unwrapped
 
-__all__ = ["CustomGraphPass", "FakeTensorMode", "cache_directory", "compile_fx", "fake_mode_of"]
+__all__ = [
+    "CustomGraphPass",
+    "FakeTensorMode",
+    "SerializableCallable",
+    "cache_directory",
+    "compile_fx",
+    "fake_mode_of",
+]
 
 InductorConfig = Mapping[str, Any]
 
@@ -183,6 +194,25 @@ def compile_fx(
     finally:
         _inside.count -= 1
     return cast("Callable[..., Any]", compiled)
+
+
+def compiles_ahead_of_time() -> bool:
+    """Whether torch is compiling for ``aot_compile``."""
+    from torch._functorch import config
+
+    return bool(getattr(config, "bypass_autograd_cache_key", False))
+
+
+def serialize(compiled: Callable[..., Any]) -> bytes:
+    """Return a function that Inductor compiled ahead of time as bytes."""
+    bundled = BundledAOTAutogradSerializableCallable
+    return bundled.serialize_compile_artifacts(bundled(compiled))
+
+
+def deserialize(data: bytes) -> Callable[..., Any]:
+    """Return the function that :func:`serialize` was given."""
+    found = BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts(data)
+    return cast("Callable[..., Any]", found.compiled_fn)
 
 
 def replace_compile_fx(

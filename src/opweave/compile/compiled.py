@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from opweave.compile import compat, pipeline, store
-from opweave.compile.aliases import share_elements
+from opweave.compile import compat, pipeline, precompiled, store
+from opweave.compile.aliases import note_writes, overlaps_another
 from opweave.compile.context import Context
 from opweave.compile.inductor import hooks
 from opweave.compile.log import logger
@@ -30,7 +30,7 @@ Compile = Callable[[GraphModule, Sequence[Any], dict[str, Any]], Runner]
 Moment = tuple[Scope | None, tuple[int, ...], int | None]
 
 
-class CompiledGraph:
+class CompiledGraph(compat.SerializableCallable):
     """What the backend returns: a callable that never runs a selection that is out of date.
 
     The graph is compiled at once for what holds now. A call under other priorities or required
@@ -76,12 +76,25 @@ class CompiledGraph:
     def __call__(self, *inputs: Any) -> Any:
         moment, run = self._current
         if self._donated:
-            if self._donated_overlap(inputs):
+            if overlaps_another(inputs, self._donated):
                 return self._run_op_by_op(inputs)
-            self._note_writes(inputs)
+            note_writes(inputs, self._donated)
         if not self._holds(moment, inputs):
             return self._call_variant(inputs)
         return run(*inputs)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: CompiledGraph) -> bytes:
+        """Return the graph that was compiled at once as bytes, for ``aot_compile``."""
+        run, report = next(iter(fn._variants.values()))
+        return precompiled.to_bytes(run, report, fn._donated)
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> Callable[..., Any]:
+        """Return the graph in *data*, which keeps the kernels that it was compiled with."""
+        loaded = precompiled.Precompiled.from_bytes(data)
+        remember(ReportLog([loaded.report], loaded.report))
+        return loaded
 
     def _holds(self, moment: Moment, inputs: Sequence[Any]) -> bool:
         scope, versions, size = moment
@@ -149,23 +162,6 @@ class CompiledGraph:
         """
         logger.info("a donated input overlaps another one: this call runs op by op, uncompiled")
         return self._pristine(*inputs)
-
-    def _note_writes(self, inputs: Sequence[Any]) -> None:
-        """Let a backward pass that has saved a donated input raise torch's error."""
-        if torch.is_inference_mode_enabled():
-            return
-        written = [inputs[position] for position in self._donated]
-        # What requires a gradient is not reused.
-        torch.autograd.graph.increment_version([t for t in written if not t.requires_grad])
-
-    def _donated_overlap(self, inputs: Sequence[Any]) -> bool:
-        """Whether a donated input overlaps another: an in-place kernel would change that too."""
-        return any(
-            other != position and isinstance(value, Tensor) and share_elements(given, value)
-            for position in self._donated
-            for given in (inputs[position],)
-            for other, value in enumerate(inputs)
-        )
 
     def _size(self, inputs: Sequence[Any]) -> int | None:
         if self._size_at is None:

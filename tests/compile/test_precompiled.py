@@ -1,0 +1,83 @@
+"""torch.compile(..., backend="opweave").aot_compile: graphs that are saved and loaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import opweave.compile
+from opweave import ir
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def program(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y, r = ir.ops.fused_add_rms_norm.maybe_inplace(x * 2, r, w, 1e-5)
+    return ir.ops.silu_and_mul(y), r
+
+
+def given() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
+
+
+def compiled_ahead(inputs: tuple[Tensor, ...], **options: Any) -> Any:
+    compiled: Any = torch.compile(program, backend="opweave", fullgraph=True, options=options)
+    return compiled.aot_compile((inputs, {}))
+
+
+@pytest.mark.parametrize("provider", ["opweave_c", "row_by_row", "native"])
+def test_a_saved_graph_runs_in_another_process(
+    tmp_path: Path, fresh_python: Any, provider: str
+) -> None:
+    code, data, inputs = str(tmp_path / "program"), str(tmp_path / "data.pt"), given()
+    with ir.priority(silu_and_mul=provider):
+        compiled = compiled_ahead(inputs)
+        expected = program(inputs[0], inputs[1].clone(), inputs[2])
+    torch.testing.assert_close(compiled(inputs[0], inputs[1].clone(), inputs[2]), expected)
+    compiled.save_compiled_function(code)
+    torch.save((inputs, expected), data)
+    fresh_python(f"""
+        import torch
+
+        inputs, expected = torch.load({data!r})
+        with torch.no_grad(), open({code!r}, "rb") as file:
+            compiled = torch.compiler.load_compiled_function(file)
+            found = compiled(*inputs)
+        torch.testing.assert_close(tuple(found), tuple(expected))
+
+        import opweave.compile
+
+        report = opweave.compile.report()
+        assert report.from_cache and report.complete
+        assert {{n.chosen for n in report.nodes if n.op == "silu_and_mul"}} == {{{provider!r}}}
+    """)
+
+
+def test_a_loaded_graph_refuses_a_donated_input_that_overlaps_another(tmp_path: Path) -> None:
+    inputs = given()
+    compiled_ahead(inputs).save_compiled_function(str(tmp_path / "program"))
+    with open(tmp_path / "program", "rb") as file:
+        loaded = torch.compiler.load_compiled_function(file)
+    both = torch.randn(5, 8)
+    with pytest.raises(opweave.compile.CompileError, match="shares memory with another input"):
+        loaded(both[:4], both[1:], inputs[2])
+
+
+def test_a_graph_without_generated_code_cannot_be_saved() -> None:
+    with pytest.raises(Exception, match="leave out the option codegen=False"):
+        compiled_ahead(given(), codegen=False)
+
+
+def test_the_backend_inductor_says_which_one_to_use() -> None:
+    opweave.compile.install()
+    try:
+        compiled: Any = torch.compile(program, fullgraph=True)
+        with pytest.raises(Exception, match=re.escape("torch.compile(..., backend='opweave')")):
+            compiled.aot_compile((given(), {}))
+    finally:
+        opweave.compile.uninstall()
