@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from os.path import dirname
+from os.path import dirname, join
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,14 @@ from opweave.ir.torch_ops import call_site, find_target
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n +([^\n]*))?')
 _ROOT = re.compile(r"^L\.'\w+'(\._modules)?\.?")
-_MACHINERY = dirname(ir.__file__)
+_OPWEAVE = join(dirname(dirname(ir.__file__)), "")
+# Where a source line is looked for: the user's code, else opweave's models and other callers of
+# layers, else the layers. Frames of torch and of the adapters are never the place of a call.
+_NEVER = (
+    join(dirname(torch.__file__), ""),
+    *(join(_OPWEAVE, name, "") for name in ("ir", "integrations")),
+)
+_NOT_IN = ((_OPWEAVE,), (join(_OPWEAVE, "layers", ""),), ())
 
 
 @dataclass(frozen=True)
@@ -206,11 +213,12 @@ def named_graphs(owner: GraphModule | None, nodes: Iterable[Node]) -> dict[str, 
 def source_line(node: Node) -> str:
     """Return the innermost line of the user's source that made *node*: ``file:line: code``."""
     frames = _FRAME.findall(node.stack_trace or "")
-    own = [frame for frame in frames if not frame[0].startswith(_MACHINERY)]
-    if not own:
-        return f"node {node.name} (no source line is known)"
-    file, number, code = own[-1]
-    return f"{file}:{number}: {code.strip()}" if code else f"{file}:{number}"
+    for excluded in _NOT_IN:
+        own = [frame for frame in frames if not frame[0].startswith((*_NEVER, *excluded))]
+        if own:
+            file, number, code = own[-1]
+            return f"{file}:{number}: {code.strip()}" if code else f"{file}:{number}"
+    return f"node {node.name} (no source line is known)"
 
 
 def module_path(node: Node) -> str:
