@@ -334,10 +334,16 @@ def test_variables_of_a_template_may_have_any_name(server: Running, path: str) -
     assert server.post(path, body).status_code == 200
 
 
-def test_another_content_type(server: Running) -> None:
-    headers = {"content-type": "application/x-www-form-urlencoded"}
-    answer = server.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
-    assert "Content-Type: application/json" in error_of(answer, 400)["message"]
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "kind", ["application/x-www-form-urlencoded", "text/json", "text/plain; charset=utf-8", ""]
+)
+def test_another_content_type(server: Running, path: str, kind: str) -> None:
+    answer = server.post(path, content=b'{"prompt": "x"}', headers={"content-type": kind})
+    error = error_of(answer, 415)
+    assert (error["code"], error["param"]) == ("unsupported_content_type", None)
+    assert repr(kind) in error["message"]
+    assert "Content-Type: application/json" in error["message"]
 
 
 def test_paths_and_methods(server: Running) -> None:

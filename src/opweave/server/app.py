@@ -19,7 +19,14 @@ from opweave.server.admission import Admission
 from opweave.server.config import ServerConfig
 from opweave.server.errors import api_error, http_error
 from opweave.server.metrics import Metrics
-from opweave.server.middleware import ApiKey, Envelope, RootPath, WholeBody, error_response
+from opweave.server.middleware import (
+    ApiKey,
+    Envelope,
+    HeadAsGet,
+    RootPath,
+    WholeBody,
+    error_response,
+)
 from opweave.server.plugin_routes import attach
 from opweave.server.routes import chat, completions, embeddings, info, models, process, tokens
 from opweave.server.state import ServerState
@@ -85,6 +92,7 @@ def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
     return [
         *([Middleware(RootPath, root=config.root_path)] if config.root_path else []),
         Middleware(Envelope, observe=metrics.observe),
+        Middleware(HeadAsGet),
         *([cors] if config.cors_origins else []),
         Middleware(ApiKey, keys=config.api_keys),
         Middleware(WholeBody, limit=config.max_body_bytes, timeout=config.body_timeout),

@@ -92,6 +92,16 @@ def unsupported(path: str, given: str, note: str) -> ApiError:
     )
 
 
+def too_large(limit: int) -> ApiError:
+    """Return the error of a request with a body of more than *limit* bytes."""
+    return ApiError(
+        f"The request is larger than {limit} bytes, which is the most that the server takes.",
+        status=413,
+        code="request_too_large",
+        headers=HANG_UP,
+    )
+
+
 def not_arrived(seconds: float) -> ApiError:
     """Return the error of a request that did not arrive within *seconds*."""
     return ApiError(

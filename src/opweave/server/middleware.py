@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,13 +18,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from opweave.server.content_encoding import decoded
 from opweave.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError
-from opweave.server.errors import HANG_UP, ApiError, api_error, not_arrived
+from opweave.server.errors import ApiError, api_error, not_arrived, too_large
 
 _access = logging.getLogger("opweave.server.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LINGERS_SECONDS = 1.0
+_QUICK = 1 << 16  # bytes that are decompressed in less than a millisecond or two
+_OF_THE_ENCODED = (b"content-encoding", b"content-length")  # headers about the body as it was sent
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})  # for probes, which have no key
 
 Observe = Callable[[Scope, int, float], None]  # of a response: its request, status and seconds
@@ -78,6 +82,30 @@ class Envelope:
             _log_access(scope, status, seconds)
 
 
+class HeadAsGet:
+    """Answers HEAD as GET, without the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_on(message: Message) -> None:
+            is_body = message["type"] == "http.response.body"
+            await send({**message, "body": b""} if is_body else message)
+
+        # A copy: uvicorn looks at the method of its own to know that no body is due.
+        asked = {**scope, "method": "GET"}
+        try:
+            await self._app(asked, receive, send_on)
+        finally:
+            scope.update({name: asked[name] for name in ("route",) if name in asked})
+
+
 class RootPath:
     """Lets paths begin with *root*, whether a proxy has taken it away or not."""
 
@@ -125,7 +153,7 @@ class ApiKey:
 
 
 class WholeBody:
-    """Hands on a request when its body is there: not too large, and not too late."""
+    """Passes on a request when its body has arrived and is decompressed, within its limits."""
 
     def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
         self._app, self._limit, self._timeout = app, limit, timeout
@@ -137,7 +165,7 @@ class WholeBody:
             return
         try:
             async with asyncio.timeout(self._timeout):
-                body = await self._read(scope, receive)
+                body = await self._decoded(scope, await self._read(scope, receive))
         except TimeoutError:
             await _refuse(not_arrived(self._timeout), receive, send)
         except ApiError as error:
@@ -148,7 +176,7 @@ class WholeBody:
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdecimal() and int(announced) > self._limit:
-            raise self._too_large()
+            raise too_large(self._limit)
         chunks: list[bytes] = []
         size = 0
         while True:
@@ -158,18 +186,19 @@ class WholeBody:
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
             if size > self._limit:
-                raise self._too_large()
+                raise too_large(self._limit)
             if not message.get("more_body", False):
                 return b"".join(chunks)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            f"The request is larger than {self._limit} bytes, which is the most that the server "
-            "takes.",
-            status=413,
-            code="request_too_large",
-            headers=HANG_UP,
-        )
+    async def _decoded(self, scope: Scope, body: bytes) -> bytes:
+        """Return the body without its Content-Encoding, which is removed from the headers."""
+        encoding = Headers(scope=scope).get("content-encoding", "")
+        if not encoding or not body:
+            return body
+        work = partial(decoded, body, encoding, self._limit)
+        plain = await asyncio.to_thread(work) if len(body) > _QUICK else work()
+        scope["headers"] = [(n, v) for n, v in scope["headers"] if n not in _OF_THE_ENCODED]
+        return plain
 
 
 async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:

@@ -22,11 +22,12 @@ def validation_error(error: RequestValidationError, content_type: str) -> ApiErr
             problems[path].append(message)
     if all(each["loc"] == ("body",) and each["type"] == "missing" for each in error.errors()):
         return ApiError("The body is empty; a JSON object is required.", code="invalid_request")
-    if list(problems) == [""] and "json" not in content_type:
+    if not _is_json(content_type):
         return ApiError(
-            f"The body is not taken for JSON, since Content-Type is {content_type!a}. Send "
-            "Content-Type: application/json.",
-            code="invalid_content_type",
+            f"Content-Type {content_type!a} is not supported. Send JSON with Content-Type: "
+            "application/json.",
+            status=415,
+            code="unsupported_content_type",
         )
     lines = [
         f"{path + ': ' if path else ''}{' or '.join(messages)}"
@@ -35,6 +36,12 @@ def validation_error(error: RequestValidationError, content_type: str) -> ApiErr
     more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     param = next(iter(problems)).partition(".")[0] or None
     return ApiError("; ".join(lines[:_SHOWN]) + more + ".", param=param, code="invalid_request")
+
+
+def _is_json(content_type: str) -> bool:
+    """Whether FastAPI reads such a body as JSON."""
+    kind, _, sub = content_type.partition(";")[0].strip().lower().partition("/")
+    return kind == "application" and (sub == "json" or sub.endswith("+json"))
 
 
 def body_error(error: BaseException | None) -> ApiError | None:

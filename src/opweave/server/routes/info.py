@@ -17,8 +17,6 @@ from opweave.server.state import Server
 router = APIRouter(responses=ERRORS, tags=["Server"])
 
 
-@router.head("/health", include_in_schema=False)  # what load balancers ask with
-@router.head("/ping", include_in_schema=False)
 @router.get("/health")
 @router.get("/ping")
 async def health(server: Server) -> JSONResponse:
