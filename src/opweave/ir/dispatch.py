@@ -34,6 +34,7 @@ from opweave.ir.selection import (
     select_here,
     tensors_in,
 )
+from opweave.ir.sharding import prepare_sharding
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
@@ -136,6 +137,8 @@ class Path:
             return self.function(self.op, *args, **kwargs)
         values = self.op.bind(*args, **kwargs)
         if self.kind is not Kind.KERNEL and _needs_dispatcher(values):
+            if not needs_gradient(values):
+                prepare_sharding(self.op, values)
             return self.torch_op(*args, **kwargs)
         check_types(self.op, values)
         return self._execute(values)

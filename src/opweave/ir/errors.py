@@ -73,6 +73,10 @@ class UnknownOpError(UnknownError, IrError, LookupError, AttributeError):
     """No op of that name is declared."""
 
 
+class ShardingError(IrError, TypeError):
+    """An op that is not row-wise got a DTensor."""
+
+
 class UnknownOpWarning(UserWarning):
     """A setting names an op that nobody has declared yet."""
 

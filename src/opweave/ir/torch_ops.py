@@ -31,6 +31,7 @@ from opweave.ir.names import ANNOTATED_SUFFIX
 from opweave.ir.priority import Entries, parse
 from opweave.ir.scope import current_scope
 from opweave.ir.selection import UNDER_VMAP, needs_gradient, policy_for, select_here, select_native
+from opweave.ir.sharding import prepare_sharding
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
@@ -111,6 +112,7 @@ class TorchOps:
         own = {k: v for k, v in kwargs.items() if not (annotated and k in ANNOTATIONS)}
         values = self.op.bind(*args, **own)
         if not needs_gradient(values):
+            prepare_sharding(self.op, values)
             with compat.below_autograd():
                 return torch_op(*args, **kwargs)
         using = kwargs.get("using", "") if annotated else ""
