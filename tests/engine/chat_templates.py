@@ -382,3 +382,28 @@ THINKING = """
     {%- endif %}
 {%- endfor %}
 """
+
+# As in Llama 3.2 with images: parts are searched for images before the content is tested.
+IMAGES_FIRST = """
+{%- set ns = namespace(images=false) %}
+{%- for message in messages %}
+    {%- for part in message['content'] %}
+        {%- if part['type'] == 'image' %}{%- set ns.images = true %}{%- endif %}
+    {%- endfor %}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>' }}
+    {%- if message.role == 'tool' %}
+        {{- message.content | tojson }}
+    {%- elif message['content'] is string %}
+        {{- message['content'] }}
+    {%- else %}
+        {%- for part in message['content'] %}
+            {%- if part['type'] == 'text' %}{{- part['text'] }}{%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {%- for tool_call in message.tool_calls or [] %}
+        {{- tool_call.function.arguments | tojson }}
+    {%- endfor %}
+{%- endfor %}
+"""

@@ -210,9 +210,20 @@ def test_malformed_calls_name_the_field(template: str, message: Any, named: str)
         (of.LLAVA, True, True),
         (of.FIRST_PART, True, True),
         (of.HALF_GUARDED, True, True),
-        ("{% for p in m.content[1:] %}{% endfor %}", True, True),
-        ("{% set c = m['content'] %}{% for p in c %}{% endfor %}", True, True),
-        ("{% for p in (m.content if m.content is not string else []) %}{% endfor %}", True, True),
+        ("{% for p in m.content[1:] %}{{ p.text }}{% endfor %}", True, True),
+        ("{% set c = m['content'] %}{% for p in c %}{{ p['text'] }}{% endfor %}", True, True),
+        (
+            "{% for p in (m.content if m.content is not string else []) %}{{ p.text }}{% endfor %}",
+            True,
+            True,
+        ),
+        # Only images are looked for; text is printed as a string.
+        (
+            "{% for p in m.content %}{{ p.type == 'image' }}{% endfor %}{{ m.content }}",
+            False,
+            False,
+        ),
+        (of.IMAGES_FIRST, True, False),
         ("{{ m.content | map(attribute='text') | join }}", True, True),
         ("{{ (m.content | first).text }}", True, True),
         ("{{ m.content if m.content is string else m.content[-1]['text'] }}", True, False),
@@ -234,6 +245,13 @@ def test_strings_become_parts_for_templates_that_read_parts_alone(template: str)
     assert "Sum?" in expected
     assert "Brief." in expected
     assert ours(template, list(said)) == expected
+
+
+def test_strings_stay_where_only_a_search_for_images_reads_parts_of_them() -> None:
+    history = [USER, call({"x": 1}, content=""), {"role": "tool", "content": "3"}]
+    expected = theirs(of.IMAGES_FIRST, history)
+    assert '"3"' in expected
+    assert ours(of.IMAGES_FIRST, history) == expected
 
 
 @pytest.mark.parametrize("template", [of.GEMMA3, of.MISTRAL_PARTS, of.MACRO, of.LLAVA])

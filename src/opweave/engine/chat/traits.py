@@ -55,7 +55,9 @@ class Traits:
         """Whether it prints the calls of a message only if its content is None."""
         return any(
             any(self._tests_for_none(part) for part in self._syntax.below(each.node.test))
-            and self._mentions_calls(each.node)
+            and any(
+                self._mentions("tool_calls", part) for part in (each.node.test, *each.node.body)
+            )
             for each in self._syntax.placed
             if isinstance(each.node, self._nodes.If)
         )
@@ -96,34 +98,48 @@ class Traits:
 
     def _uses_parts(self, node: Any) -> bool:
         nodes, content = self._nodes, self._content
+        # A loop that looks for images alone takes a string, too: its characters are no images.
         if isinstance(node, nodes.For):
-            return content.is_value(node.iter)
+            return content.is_value(node.iter) and self._mentions("text", node)
         if isinstance(node, nodes.Filter):
-            return node.name in _FILTERS_OF_PARTS and content.is_value(node.node)
+            takes_parts = node.name in _FILTERS_OF_PARTS and content.is_value(node.node)
+            return takes_parts and self._mentions("text", node)
         if not isinstance(node, nodes.Getattr | nodes.Getitem):
             return False
-        # The text of the first part: content[0].text, content[0]['text'], (content | first).text
+        # What the first part holds: content[0].text, content[0]['text'], (content | first).text
         name = node.attr if isinstance(node, nodes.Getattr) else getattr(node.arg, "value", None)
         item = node.node
         if isinstance(item, nodes.Filter):
             is_item = item.name in ("first", "last")
         else:
             is_item = isinstance(item, nodes.Getitem) and not isinstance(item.arg, nodes.Slice)
-        return name in ("text", "type", "get") and is_item and content.is_value(item.node)
+        is_of_parts = isinstance(name, str) and name != "type" and not hasattr(str, name)
+        return is_of_parts and is_item and content.is_value(item.node)
 
     def _is_guarded(self, use: Placed) -> bool:
         """Return whether *use* depends on a test for strings."""
+        return any(
+            self._tests_for_string(each.node)
+            for inner, above in zip((use.node, *use.above), use.above, strict=False)
+            for condition in self._conditions(inner, above)
+            for each in self._syntax.below(condition)
+        )
+
+    def _conditions(self, inner: Any, above: Any) -> list[Any]:
+        """Return what *above* tests before it comes to *inner*, which is a child of it."""
         nodes = self._nodes
-        for above in use.above:
-            if isinstance(above, nodes.If | nodes.CondExpr):
-                condition = above.test
-            elif isinstance(above, nodes.And | nodes.Or):
-                condition = above
-            else:
-                continue
-            if any(self._tests_for_string(each.node) for each in self._syntax.below(condition)):
-                return True
-        return False
+        if isinstance(above, nodes.And | nodes.Or):
+            return [above]
+        if isinstance(above, nodes.CondExpr):
+            return [above.test]
+        if not isinstance(above, nodes.If):
+            return []
+        branches = [above, *above.elif_]
+        found = [branch.test for branch in branches]
+        if any(inner is node for node in above.else_):
+            return found
+        count = next((i for i, branch in enumerate(branches) if branch is inner), 1)
+        return found[:count]
 
     def _tests_for_string(self, node: Any) -> bool:
         is_test = isinstance(node, self._nodes.Test) and node.name == "string"
@@ -136,13 +152,10 @@ class Traits:
         is_test = isinstance(node, nodes.Test) and node.name == "none"
         return is_test and self._content.is_value(node.node)
 
-    def _mentions_calls(self, branch: Any) -> bool:
-        found = (
-            getattr(each.node, "attr", None) or getattr(each.node, "value", None)
-            for part in (branch.test, *branch.body)
-            for each in self._syntax.below(part)
-        )
-        return "tool_calls" in found
+    def _mentions(self, name: str, root: Any) -> bool:
+        """Return whether *root* has an attribute or a string of that name."""
+        found = (each.node for each in self._syntax.below(root))
+        return any(name in (getattr(n, "attr", None), getattr(n, "value", None)) for n in found)
 
     def _use_of_arguments(self, placed: Placed) -> str | None:
         """Return what the template takes arguments for where it reads them: text or an object."""
