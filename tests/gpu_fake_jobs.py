@@ -38,8 +38,9 @@ def hangs(pid_file: str) -> Iterator[dict[str, Any]]:
     yield row(5)
     child = subprocess.Popen(["sleep", "600"])
     Path(pid_file).write_text(str(child.pid))
-    print("waiting", flush=True)
-    time.sleep(600)
+    with alone():
+        print("waiting", flush=True)
+        time.sleep(600)
 
 
 def crashes() -> Iterator[dict[str, Any]]:

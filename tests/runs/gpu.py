@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
 
         from gpu_queue import jobs as catalogue
-        from gpu_queue import metadata, pool, show
+        from gpu_queue import metadata, naming, pool, show
         from gpu_queue.plan import plan
         from gpu_queue.process import WorkerProcess
         from gpu_queue.results import NAME, Results
@@ -97,10 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         program.error(f"--out {str(options.out)!r} is not a folder")
     jobs = catalogue.all_jobs(options.device, options.size)
     if options.only:
-        chosen, unknown = catalogue.select(jobs, options.only)
+        chosen, unknown = naming.select(jobs, options.only)
         if unknown:
             stages = [stage.name for stage in catalogue.STAGES]
-            hint = did_you_mean(unknown[0], stages, catalogue.names(jobs))
+            hint = did_you_mean(unknown[0], stages, naming.names(jobs))
             program.error(f"--only: unknown job or stage {unknown[0]!r}. {hint}")
         jobs = chosen
     is_real = options.device == "cuda" and options.size == "full"
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline, paths = BEGAN + options.budget - _RESERVE, metadata.folders()
     pool.run(
         pool.Queue(planned, catalogue.STAGES, BEGAN, options.budget - _RESERVE),
-        lambda gate: WorkerProcess(options.device, deadline, gate, paths),
+        lambda gate: WorkerProcess(options.device, deadline, gate, paths=paths),
         results.add,
         deadline=deadline,
         lanes=options.lanes,

@@ -21,7 +21,8 @@ from gpu_queue.job import ROOT, Job, Row
 from gpu_queue.state import CRASHED, FAILED, PASSED, STOPPED, TIMEOUT
 
 PATHS = ("src", "benchmarks", "tests/runs", "tests")
-_STARTING = 120.0  # seconds to import torch and opweave
+_MODULES = ("torch", "opweave.conformance")
+_STARTING = 120.0  # seconds to import them
 _LINES, _WIDTH = 15, 240  # of the output that is kept of a failure
 
 
@@ -49,10 +50,17 @@ class WorkerProcess:
         deadline: when everything stops, by ``time.monotonic``.
         gate: between the jobs that run at the same time.
         paths: folders to import from besides those of the repository.
+        modules: that it imports before it says that it is ready.
     """
 
     def __init__(
-        self, device: str, deadline: float, gate: Gate, paths: tuple[str, ...] = ()
+        self,
+        device: str,
+        deadline: float,
+        gate: Gate,
+        *,
+        paths: tuple[str, ...] = (),
+        modules: tuple[str, ...] = _MODULES,
     ) -> None:
         self._deadline, self._gate = deadline, gate
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by kill)
@@ -61,7 +69,10 @@ class WorkerProcess:
         own, its = socket.socketpair()
         with own, its:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "gpu_queue.worker", str(its.fileno()), device],
+                [
+                    *(sys.executable, "-P", "-m", "gpu_queue.worker"),
+                    *(str(its.fileno()), device, *modules),
+                ],
                 env={
                     "OMP_NUM_THREADS": "1",
                     "HF_HUB_OFFLINE": "1",  # no model comes from the network

@@ -1,7 +1,9 @@
-"""The program that runs jobs, one after the other: ``python -m gpu_queue.worker FD DEVICE``.
+"""The program that runs jobs, one after the other.
 
-It speaks JSON through the socket FD: it says that it is ready and on which machine; a job comes;
-each row goes back as soon as there is one, then how the job ended.
+    python -m gpu_queue.worker FD DEVICE [MODULE ...]
+
+It imports the modules, and speaks JSON through the socket FD: it says that it is ready and on which
+machine; a job comes; each row goes back as soon as there is one, then how the job ended.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import faulthandler
 import importlib
 import json
 import os
+import platform
 import sys
 import threading
 import time
@@ -22,19 +25,16 @@ from gpu_queue import measuring
 
 
 def facts(device: str) -> dict[str, str]:
-    """Return what is worth knowing of this machine."""
-    import torch
-
-    from harness import describe_machine
-
-    machine = describe_machine()["processor"]
-    if device == "cuda":
-        machine = torch.cuda.get_device_name()
+    """Return the names of the device and of torch's version, as far as torch is imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    machine = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     return {"machine": machine, "torch": torch.__version__}
 
 
-def serve(connection: Connection, device: str) -> None:
-    """Run what comes, until nothing comes any more."""
+def serve(connection: Connection, device: str, modules: list[str]) -> None:
+    """Import *modules*, and run what comes, until nothing comes any more."""
 
     def send(**message: Any) -> None:
         connection.send_bytes(json.dumps(message).encode())
@@ -44,6 +44,8 @@ def serve(connection: Connection, device: str) -> None:
         send(ask=what)
         connection.recv_bytes()
 
+    for name in modules:
+        importlib.import_module(name)
     measuring.connect(ask, lambda place: send(at=place))
     send(ready=facts(device))
     while True:
@@ -81,4 +83,4 @@ if __name__ == "__main__":
     faulthandler.enable()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with suppress(EOFError, ConnectionError):
-        serve(Connection(int(sys.argv[1])), sys.argv[2])
+        serve(Connection(int(sys.argv[1])), sys.argv[2], sys.argv[3:])
