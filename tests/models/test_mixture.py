@@ -154,6 +154,18 @@ def test_two_ranks_give_the_same_logits(kind: str, layer_checkpoint: Checkpoints
         assert_near(found, expected(reference, given))
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe_mixed"])
+def test_two_ranks_share_experts_in_one_tensor(
+    kind: str, layer_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    _, reference = layer_checkpoint(kind)
+    reference.save_pretrained(tmp_path, save_original_format=False)
+    assert any(name.endswith(".experts.down_proj") for name, _ in tensors(tmp_path))
+    given = ids()
+    for found in on_ranks(2, lambda: load(kind, tmp_path), lambda model: whole(model, given)):
+        assert_near(found, expected(reference, given))
+
+
 # gpt-oss
 
 
