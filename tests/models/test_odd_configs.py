@@ -153,6 +153,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "deepseek swish": ("deepseek_v3", {**DEEPSEEK, "hidden_act": "swish"}, {}),
     "deepseek gelu": ("deepseek_v3", {**DEEPSEEK, "hidden_act": "gelu"}, {}),
+    "mistral with layer types": (
+        "mistral", {"sliding_window": 5}, {"layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "mistral with null layer types": ("mistral", {"sliding_window": 5}, {"layer_types": None}),
+    "an empty rope_scaling beside rope_parameters": (
+        "llama", {}, {"rope_parameters": FULL, "rope_scaling": {}},
+    ),
+    "rope_scaling beside rope_parameters": (
+        "llama", {}, {"rope_parameters": FULL, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
     "yarn with a null factor": (
         "llama", {},
         {
@@ -235,6 +245,9 @@ def test_every_size_has_the_default_of_transformers(
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         with pytest.raises(InvalidConfigError, match=f"lacks '{name}'"):  # as transformers
             read({**base, name: None})
+    if model_type == "gemma3_text":
+        with pytest.raises(InvalidConfigError, match="lacks 'sliding_window'"):
+            read({**base, "sliding_window": None})
 
 
 def test_a_rope_that_versions_of_transformers_read_differently() -> None:

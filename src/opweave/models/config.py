@@ -144,11 +144,12 @@ def _windows(fields: Fields, architecture: str, layers: int) -> tuple[int | None
     window = (
         4096 if absent else (fields.count("sliding_window") if "sliding_window" in fields else None)
     )
-    if architecture == "MistralForCausalLM":
+    types = fields.texts("layer_types")  # Ministral's are in configurations of Mistral
+    if architecture == "MistralForCausalLM" and not types:
         return (window,) * layers
-    if not fields.flag("use_sliding_window", False) or window is None:
+    uses = architecture == "MistralForCausalLM" or fields.flag("use_sliding_window", False)
+    if not uses or window is None:
         return everywhere
-    types = fields.texts("layer_types")
     if not types:
         full = fields.values.get("max_window_layers", 28)
         if isinstance(full, bool) or not isinstance(full, int) or full < 0:

@@ -82,7 +82,7 @@ class Gemma3Config:
             hidden_activation=read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
             query_pre_attn_scalar=fields.number("query_pre_attn_scalar", 256),
             layer_types=_layer_types(fields),
-            sliding_window=fields.count("sliding_window", 4096),
+            sliding_window=fields.size("sliding_window", 4096),
             ropes={kind: _rope(fields, kind, positions) for kind in _THETA},
             attn_logit_softcapping=_cap(fields, "attn_logit_softcapping"),
             final_logit_softcapping=_cap(fields, "final_logit_softcapping"),

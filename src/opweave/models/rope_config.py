@@ -49,7 +49,8 @@ def rope_type(fields: Fields) -> str:
 
 
 def _nested(fields: Fields) -> Fields:
-    return fields.nested("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
+    # As to transformers, an empty object is an absent one.
+    return fields.nested("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
 
 
 def read_rope(rope: Fields, theta: float, positions: int, *, outer: Fields) -> dict[str, Any]:
