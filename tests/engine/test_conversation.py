@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletionMessage
 
 from models.tiny_checkpoints import BOS
 from opweave.engine import LLM, ChatTemplateError, EngineError, PromptError, SamplingParams
@@ -97,6 +98,9 @@ def test_misspelt_keywords(keyword: str, meant: str, llm: LLM) -> None:
         ({"chat_template_kwargs": {"tools": []}}, "cannot hold tools"),
         ({"chat_template_kwargs": [1]}, "must be a dict"),
         ({"documents": [{"text": "x"}]}, "does not use documents"),
+        ({"tools": "x"}, "tools='x' must be a list"),
+        ({"tools": ["x"]}, "must be a list of dicts"),
+        ({"continue_final_message": "content"}, "'content' must be True or False"),
         ({"chat_template": "{{ messages[0].content }}", "tools": [{}]}, "does not use tools"),
     ],
 )
@@ -129,6 +133,24 @@ def test_parts_and_arguments_as_clients_send_them(llm: LLM) -> None:
     assert output.prompt == 'the dog\nit{"x": 1}'
     with pytest.raises(PromptError, match=r"messages\.0\.role is 'robot'"):
         llm.chat([{"role": "robot", "content": "x"}], GREEDY)
+
+
+def test_messages_of_the_openai_client(llm: LLM) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    function = {"name": "f", "arguments": '{"x":1}'}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    message = ChatCompletionMessage.model_validate({"role": "assistant", "tool_calls": calls})
+    prompts = [
+        llm.chat(history, GREEDY, chat_template=template)[0].prompt
+        for history in (
+            [message, HELLO[1]],
+            [{"role": "assistant", "tool_calls": message.tool_calls}, HELLO[1]],
+        )
+    ]
+    assert prompts == ['assistantf{"x": 1}userthe dog'] * 2
 
 
 @pytest.mark.parametrize("messages", ["hello", None, [[]], [1], [{"content": "x"}], [HELLO, "x"]])

@@ -73,6 +73,7 @@ def test_continuing_the_last_message(server: Running) -> None:
     for fields in (
         {"add_generation_prompt": False},
         {"chat_template_kwargs": {"add_generation_prompt": False}},
+        {"add_generation_prompt": False, "chat_template_kwargs": {"add_generation_prompt": None}},
     ):
         assert prompts(server, [USER, OK], **fields) == ended
 

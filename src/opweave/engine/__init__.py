@@ -24,6 +24,7 @@ from opweave.engine.errors import (
     ReplicaFailedError,
     SamplingParamsError,
     TokenizerError,
+    UnexpectedKeywordError,
     UnsupportedCacheError,
 )
 from opweave.engine.llm import LLM
@@ -82,6 +83,7 @@ __all__ = [
     "StructuredOutputsParams",
     "Tokenizer",
     "TokenizerError",
+    "UnexpectedKeywordError",
     "UnsupportedCacheError",
     "load_model",
     "open_engine",

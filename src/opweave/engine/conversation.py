@@ -8,6 +8,7 @@ from inspect import signature
 from typing import Any
 
 from opweave.engine.chat import ChatTemplate, Message
+from opweave.engine.chat.plain import as_mapping
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.errors import (
     ChatTemplateError,
@@ -113,11 +114,13 @@ def render_all(
 def as_conversations(messages: object) -> list[list[Message]]:
     """Return one conversation or several as a list of them.
 
+    Messages are dicts, or objects of the OpenAI client's types.
+
     Raises:
         PromptError: something is no message; or a conversation is empty.
     """
-    if isinstance(messages, list | tuple) and messages and isinstance(messages[0], Mapping):
-        messages = [messages]
+    if isinstance(messages, list | tuple) and messages:
+        messages = [messages] if isinstance(as_mapping(messages[0]), Mapping) else messages
     if not isinstance(messages, list | tuple):
         raise PromptError(
             f"messages must be a list of messages, or of such lists, not {messages!r}."
@@ -128,10 +131,11 @@ def as_conversations(messages: object) -> list[list[Message]]:
 def _conversation(messages: object) -> list[Message]:
     if not isinstance(messages, list | tuple) or not messages:
         raise PromptError(f"A conversation is {messages!r}; it must be a list of messages.")
-    for message in messages:
+    found = [as_mapping(message) for message in messages]
+    for message in found:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise PromptError(
                 f"A message is {message!r}; it must be a dict like "
                 "{'role': 'user', 'content': 'Hello'}."
             )
-    return list(messages)
+    return found

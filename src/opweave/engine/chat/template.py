@@ -118,20 +118,11 @@ class ChatTemplate:
         Raises:
             PromptError: a message is malformed.
             ChatTemplateError: the template refuses the messages, or fails.
-            InvalidArgumentError: a message is to be continued, and another one begun.
+            InvalidArgumentError: another argument has the wrong type, or a message is to be
+                continued, and another one begun.
         """
-        for name, flag in (
-            ("add_generation_prompt", add_generation_prompt),
-            ("continue_final_message", continue_final_message),
-        ):
-            if flag not in (None, True, False):
-                raise InvalidArgumentError(f"{name}={flag!r} must be True or False.", name)
-        if continue_final_message and add_generation_prompt:
-            raise InvalidArgumentError(
-                "continue_final_message=True continues the last message, and "
-                "add_generation_prompt=True begins another one; give one of them.",
-                "continue_final_message",
-            )
+        _check_lists(tools=tools, documents=documents)
+        _check_flags(add_generation_prompt, continue_final_message)
         chosen = self.chosen(tools)
         ready = for_template(messages, chosen.traits)
         if continue_final_message:
@@ -193,6 +184,28 @@ class ChatTemplate:
                 f"The chat template cannot handle the messages ({described(error)}).", "messages"
             ) from error
         return text
+
+
+def _check_lists(**given: object) -> None:
+    for name, value in given.items():
+        entries = () if value is None else value
+        if not isinstance(entries, list | tuple) or not all(
+            isinstance(each, Mapping) for each in entries
+        ):
+            raise InvalidArgumentError(f"{name}={value!r} must be a list of dicts.", name)
+
+
+def _check_flags(begins: bool | None, continues: bool | None) -> None:
+    flags = {"add_generation_prompt": begins, "continue_final_message": continues}
+    for name, flag in flags.items():
+        if flag not in (None, True, False):
+            raise InvalidArgumentError(f"{name}={flag!r} must be True or False.", name)
+    if begins and continues:
+        raise InvalidArgumentError(
+            "continue_final_message=True continues the last message, and "
+            "add_generation_prompt=True begins another one; give one of them.",
+            "continue_final_message",
+        )
 
 
 def _before_mark(text: str) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from opweave.engine.chat.plain import as_mapping
 from opweave.engine.errors import PromptError
 
 _EXAMPLE = """it must be a JSON object such as '{"x": 1}'."""
@@ -30,12 +31,13 @@ def tool_calls(calls: object, path: str, *, as_text: bool) -> list[dict[str, Any
 
 
 def _call(call: object, path: str, as_text: bool) -> dict[str, Any]:
+    call = as_mapping(call)
     if not isinstance(call, Mapping):
         raise PromptError(f"{path} is {call!r}; it must be an object.", "messages")
     given = {name: value for name, value in call.items() if value is not None}
     if "function" not in given:
         return _function(given, path, as_text)
-    if not isinstance(function := given["function"], Mapping):
+    if not isinstance(function := as_mapping(given["function"]), Mapping):
         raise PromptError(f"{path}.function is {function!r}; it must be an object.", "messages")
     return {**given, "function": _function(function, f"{path}.function", as_text)}
 

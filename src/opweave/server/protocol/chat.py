@@ -70,7 +70,7 @@ class Conversation(RequestBody):
         variables = values.get("chat_template_kwargs") if isinstance(values, Mapping) else None
         if not isinstance(variables, Mapping):
             return values
-        moved = {name: variables[name] for name in _EITHER if name in variables}
+        moved = {name: variables[name] for name in _EITHER if variables.get(name) is not None}
         for name, value in moved.items():
             if values.get(name, value) not in (None, value):
                 raise ApiError(
@@ -78,7 +78,7 @@ class Conversation(RequestBody):
                     "give one of them.",
                     param=name,
                 )
-        others = {name: value for name, value in variables.items() if name not in moved}
+        others = {name: value for name, value in variables.items() if name not in _EITHER}
         return {**values, **moved, "chat_template_kwargs": others}
 
     @field_validator("chat_template_kwargs")
