@@ -26,6 +26,7 @@ from opweave.server.protocol.chat import ChatRequest
 from opweave.server.protocol.completions import CompletionRequest
 from opweave.server.protocol.embeddings import EmbeddingConversation, EmbeddingRequest
 from opweave.server.protocol.process import ProcessRequest
+from opweave.server.protocol.responses import ResponsesRequest
 from opweave.server.protocol.tokens import DetokenizeRequest, TokenizeConversation, TokenizePrompt
 from opweave.server.request_fields import ENDPOINTS, Row
 from server.conftest import Running, running
@@ -84,6 +85,7 @@ MODELS: dict[str, list[type[RequestBody]]] = {
     "completions": [CompletionRequest],
     "chat": [ChatRequest],
     "embeddings": [EmbeddingRequest, EmbeddingConversation],
+    "responses": [ResponsesRequest],
     "process": [ProcessRequest],
     "tokenize": [TokenizePrompt, TokenizeConversation],
     "detokenize": [DetokenizeRequest],
@@ -103,6 +105,7 @@ BASES: dict[str, Body] = {
     "completions": {"prompt": "Return", "max_tokens": 2},
     "chat": {**USER, "max_tokens": 2},
     "embeddings": {"input": "Return"},
+    "responses": {"input": "Return", "max_output_tokens": 2},
     "process": {"data": 1},
     "tokenize": {"prompt": "Return"},
     "detokenize": {"tokens": [5]},
@@ -198,6 +201,7 @@ _CONVERSATION_EFFECTS: dict[str, Any] = {
     "chat_template_kwargs": ({**USER, "chat_template_kwargs": {"mood": "merry"}}, USER),
     "tools": ({**USER, "tools": [{"type": "function"}]}, USER),
 }
+_FLAT_TOOLS: Any = [{"type": "function", "name": "f"}]
 _PENSIVE: Body = {"chat_template_kwargs": {"mood": "pensive"}}
 _TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
 EFFECTS: dict[str, dict[str, Any]] = {
@@ -245,6 +249,23 @@ EFFECTS: dict[str, dict[str, Any]] = {
         "truncation_side": (
             {"input": "Return the", "truncate_prompt_tokens": 2, "truncation_side": "left"},
             {"input": "Return the", "truncate_prompt_tokens": 2},
+        ),
+    },
+    "responses": {
+        "model": "another",
+        "input": "Yield",
+        "instructions": "Be brief.",
+        "metadata": {"a": "b"},
+        "max_output_tokens": 3,
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "stream": True,
+        "text.format": ({"text": {"format": {"type": "json_object"}}}, {}),
+        "tools": [{"type": "function", "name": "f"}],
+        "tool_choice": ({"tools": _FLAT_TOOLS, "tool_choice": "required"}, {"tools": _FLAT_TOOLS}),
+        "parallel_tool_calls": (
+            {"tools": _FLAT_TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+            {"tools": _FLAT_TOOLS, "tool_choice": "required"},
         ),
     },
     "process": {"model": "another", "data": 2, "priority": 3},
@@ -372,11 +393,12 @@ class Client:
         engine = self.server.engine
         engine.calls.clear()
         answer = self.send(body)
+        text = re.sub("[0-9a-f]{32}", "", answer.text)
+        text = re.sub('"(created|created_at)": ?[0-9]+', r'"\1":0', text)
         parts = [
-            {**content, "id": re.sub("[0-9a-f]{32}", "", content.get("id", "")), "created": 0}
-            for line in answer.text.splitlines()
-            if line not in ("", "data: [DONE]")
-            for content in [json.loads(line.removeprefix("data: "))]
+            json.loads(line.removeprefix("data: "))
+            for line in text.splitlines()
+            if line not in ("", "data: [DONE]") and not line.startswith("event: ")
         ]
         asked = [(list(call.prompt), call.params, call.priority) for call in engine.calls]
         return answer.status_code, parts, asked
@@ -407,6 +429,8 @@ def with_field(path: str, value: object) -> tuple[Body, Body]:
         return _part(**{path.rpartition(".")[2]: value}), _part()
     if path.startswith("messages."):
         return _message(**{path.partition(".")[2]: value}), USER
+    if path.startswith("text."):
+        return {"text": {path.removeprefix("text."): value}}, {}
     assert "." not in path
     return {path: value}, {}
 

@@ -28,11 +28,20 @@ from opweave.server.middleware import (
     error_response,
 )
 from opweave.server.plugin_routes import attach
-from opweave.server.routes import chat, completions, embeddings, info, models, process, tokens
+from opweave.server.routes import (
+    chat,
+    completions,
+    embeddings,
+    info,
+    models,
+    process,
+    responses_api,
+    tokens,
+)
 from opweave.server.state import ServerState
 from opweave.server.validation import body_error, validation_error
 
-_PARTS = (completions, chat, embeddings, process, models, tokens, info)
+_PARTS = (completions, chat, responses_api, embeddings, process, models, tokens, info)
 _ROUTERS = [part.router for part in _PARTS]
 _EXPOSED = ["X-Request-Id", "X-Opweave-Ignored"]
 

@@ -98,7 +98,7 @@ ENDPOINTS = {
     "completions": Endpoint("/v1/completions", _COMPLETIONS),
     "chat": Endpoint("/v1/chat/completions", _CHAT),
     "embeddings": Endpoint("/v1/embeddings", _EMBEDDINGS),
-    "responses": Endpoint("/v1/responses", RESPONSES, is_served=False),
+    "responses": Endpoint("/v1/responses", RESPONSES),
     "process": Endpoint("/v1/process", _PROCESS),
     "tokenize": Endpoint("/tokenize", _TOKENIZE),
     "detokenize": Endpoint("/detokenize", _DETOKENIZE),

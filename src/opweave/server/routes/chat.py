@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from opweave.engine import CompletionOutput, FinishReason, RequestOutput
 from opweave.server.answer_plan import AnswerPlan
+from opweave.server.chat_generation import chat_generation
 from opweave.server.disconnect import unless_gone
 from opweave.server.generation import Generation, Outputs
 from opweave.server.logprobs import chat_logprobs, prompt_logprobs
@@ -22,7 +23,6 @@ from opweave.server.output import (
 )
 from opweave.server.parsed_answer import ParsedAnswer
 from opweave.server.pieces import Piece
-from opweave.server.prompts import Prompt, Reading, check_context, check_length, render, tokenize
 from opweave.server.protocol.chat import (
     AnswerMessage,
     CalledFunction,
@@ -35,7 +35,6 @@ from opweave.server.protocol.chat import (
     ChatResponse,
     ToolCall,
 )
-from opweave.server.protocol.tools import ToolUse
 from opweave.server.protocol.usage import Usage
 from opweave.server.routes.responses import ERRORS, STREAM, json_response
 from opweave.server.state import Server
@@ -48,33 +47,7 @@ router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 async def chat_completions(body: ChatRequest, request: Request, server: Server) -> Response:
     """Answer a conversation."""
     server.accept(body, request)
-    params, deadline = body.params(server.engine.sampling_defaults), server.deadline()
-    use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
-    text = await unless_gone(request, render(body, request, server, deadline))
-    reading = Reading.of(params, server, add_special_tokens=bool(body.add_special_tokens))
-    check_length(text, server, param="messages", reading=reading)
-    plan = AnswerPlan(server.output_style, use, text, body.form_field)
-    params = plan.constrained(params, server.engine.tokenizer)
-    prompts = [Prompt(text, await tokenize(text, server, reading))]
-    check_context(
-        prompts,
-        params,
-        server,
-        param="messages",
-        limit=body.limit_field,
-        asks=getattr(body, body.limit_field) is not None,
-    )
-    generation = Generation(
-        server,
-        "chatcmpl",
-        prompts,
-        params,
-        deadline,
-        body.priority or 0,
-        param="messages",
-        form_field=plan.source_field,
-        request_id=body.request_id,
-    )
+    generation, plan = await chat_generation(body, request, server, kind="chatcmpl")
     writer = _Writer(generation, body, plan)
     if body.stream:
         return await stream(generation, writer.events, request)

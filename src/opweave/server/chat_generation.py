@@ -1,0 +1,58 @@
+"""From a conversation to a generation."""
+
+from __future__ import annotations
+
+from fastapi import Request
+
+from opweave.server.answer_plan import AnswerPlan
+from opweave.server.disconnect import unless_gone
+from opweave.server.generation import Generation
+from opweave.server.prompts import Prompt, Reading, check_context, check_length, render, tokenize
+from opweave.server.protocol.chat import ChatRequest
+from opweave.server.protocol.tools import ToolUse
+from opweave.server.state import ServerState
+
+
+async def chat_generation(
+    body: ChatRequest, request: Request, server: ServerState, *, kind: str
+) -> tuple[Generation, AnswerPlan]:
+    """Return what a conversation wants to have generated, and how to read the answers.
+
+    Args:
+        body: the conversation.
+        request: that brings it.
+        server: whose model answers.
+        kind: what the id of the response begins with.
+
+    Raises:
+        ApiError, EngineError: the request cannot be answered.
+        ClientGoneError: the client did not wait.
+    """
+    params, deadline = body.params(server.engine.sampling_defaults), server.deadline()
+    use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    text = await unless_gone(request, render(body, request, server, deadline))
+    reading = Reading.of(params, server, add_special_tokens=bool(body.add_special_tokens))
+    check_length(text, server, param="messages", reading=reading)
+    plan = AnswerPlan(server.output_style, use, text, body.form_field)
+    params = plan.constrained(params, server.engine.tokenizer)
+    prompts = [Prompt(text, await tokenize(text, server, reading))]
+    check_context(
+        prompts,
+        params,
+        server,
+        param="messages",
+        limit=body.limit_field,
+        asks=getattr(body, body.limit_field) is not None,
+    )
+    generation = Generation(
+        server,
+        kind,
+        prompts,
+        params,
+        deadline,
+        body.priority or 0,
+        param="messages",
+        form_field=plan.source_field,
+        request_id=body.request_id,
+    )
+    return generation, plan

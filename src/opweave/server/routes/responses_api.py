@@ -1,0 +1,165 @@
+"""``POST /v1/responses``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from opweave.engine import CompletionOutput, EngineError, RequestOutput
+from opweave.server.answer_plan import AnswerPlan
+from opweave.server.chat_generation import chat_generation
+from opweave.server.disconnect import unless_gone
+from opweave.server.errors import ApiError, api_error
+from opweave.server.generation import Generation, Outputs
+from opweave.server.output import CallStart
+from opweave.server.parsed_answer import ParsedAnswer
+from opweave.server.protocol.chat import ChatRequest
+from opweave.server.protocol.responses import ResponsesRequest
+from opweave.server.protocol.usage import Usage
+from opweave.server.response_items import Item, ResponseItems
+from opweave.server.routes.responses import ERRORS, STREAM
+from opweave.server.state import Server
+from opweave.server.streaming import stream
+
+router = APIRouter(responses=ERRORS, tags=["OpenAI"])
+
+# Fields of the chat completion, and what they are called here.
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text",
+}
+
+
+@router.post("/v1/responses", responses=STREAM)
+async def responses(body: ResponsesRequest, request: Request, server: Server) -> Response:
+    """Answer a conversation; nothing is stored."""
+    server.accept(body, request)
+    try:
+        chat = _chat(body)
+        generation, plan = await chat_generation(chat, request, server, kind="resp")
+        writer = _Writer(generation, body, plan)
+        if body.stream:
+            return await stream(generation, writer.events, request)
+        (output,) = await unless_gone(request, generation.answers())
+    except (ApiError, EngineError) as error:
+        raise _renamed(api_error(error, request)) from error
+    return JSONResponse(writer.response(output))
+
+
+def _chat(body: ResponsesRequest) -> ChatRequest:
+    try:
+        return ChatRequest.model_validate(body.as_chat())
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        raise ApiError(f"{path}: {first['msg']}.", param="input") from error
+
+
+def _renamed(error: ApiError) -> ApiError:
+    name = _NAMES.get(error.param or "")
+    if name is None:
+        return error
+    return ApiError(
+        error.message.replace(error.param or "", name),
+        status=error.status,
+        param=name,
+        code=error.code,
+        headers=error.headers,
+    )
+
+
+@dataclass
+class _Writer:
+    """Writes the one answer to a request."""
+
+    generation: Generation
+    body: ResponsesRequest
+    plan: AnswerPlan
+    items: ResponseItems = field(default_factory=ResponseItems)
+    numbers: Iterator[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self._parsed = ParsedAnswer(self.plan)
+
+    def response(self, output: RequestOutput) -> Item:
+        for _ in self._new(output.outputs[0]):
+            pass  # the items keep what the events say
+        return self._response(output)
+
+    async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
+        output = None
+        for kind in ("created", "in_progress"):
+            yield self._event({"type": f"response.{kind}", "response": self._response(None)})
+        async for _, output in outputs:
+            for item in self._new(output.outputs[0]):
+                yield self._event(item)
+        done = self._response(output)
+        yield self._event({"type": f"response.{done['status']}", "response": done})
+
+    def _new(self, answer: CompletionOutput) -> Iterator[Item]:
+        index = len(self._parsed.calls)
+        piece, events = self._parsed.add(answer)
+        for event in events:
+            call_id = self._parsed.calls[index].id if isinstance(event, CallStart) else None
+            index += isinstance(event, CallStart)
+            yield from self.items.add(event, call_id)
+        if piece.finish_reason is not None:
+            is_complete = piece.finish_reason == "stop"
+            yield from self.items.finish("completed" if is_complete else "incomplete")
+
+    def _response(self, output: RequestOutput | None) -> Item:
+        generation, body = self.generation, self.body
+        reason = None if output is None else output.outputs[0].finish_reason
+        status = {None: "in_progress", "stop": "completed"}.get(reason, "incomplete")
+        is_incomplete = status == "incomplete"
+        form = None if body.text is None else body.text.format
+        return {
+            "id": generation.id,
+            "object": "response",
+            "created_at": generation.created,
+            "model": generation.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
+            "output": [dict(item) for item in self.items.items],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "temperature": generation.params.temperature,
+            "top_p": generation.params.top_p,
+            "tools": body.tools or [],
+            "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
+            "previous_response_id": None,
+            "reasoning": None,
+            "store": False,
+            "truncation": "disabled",
+            "metadata": body.metadata or {},
+            "usage": None if output is None else self._usage(output),
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "text": {"format": form or {"type": "text"}},
+        }
+
+    def _usage(self, output: RequestOutput) -> Item:
+        usage, encode = Usage.of([output]), self.generation.server.engine.tokenizer.encode
+        reasoning = self._parsed.reasoning
+        thoughts = len(encode(reasoning, add_special_tokens=False)) if reasoning else 0
+        cached = usage.prompt_tokens_details.cached_tokens
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": thoughts},
+            "total_tokens": usage.total_tokens,
+        }
+
+    def _event(self, fields: dict[str, Any]) -> str:
+        numbered = {**fields, "sequence_number": next(self.numbers)}
+        return f"event: {fields['type']}\ndata: {json.dumps(numbered)}\n\n"
