@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from opweave import ir
 from opweave.conformance import Subject
-from opweave.ir import rules
+from opweave.ir import memory, rules
 from opweave.ir.testing import restored
-from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT, DIFFERENTIABLE, ROWWISE
+from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT, DIFFERENTIABLE, ROUNDS_LESS, ROWWISE
 
 PROVIDER = "broken"
 rms_norm = ir.ops.rms_norm
@@ -520,6 +520,22 @@ def wrong_where_donations_overlap(
     return x.copy_(out), x_residual.copy_(total)
 
 
+@specimen(
+    add_rms_norm, "donation", inplace=True, functional=right_add_rms_norm, traits={ALIAS_SAFE}
+)
+def keeps_the_strides_of_slices(
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    out, total = right_add_rms_norm(x, x_residual, weight, epsilon, variance_size)
+    if memory.overlaps_itself(x):
+        return out, total
+    return x.copy_(out), total
+
+
 # Traits
 
 
@@ -547,6 +563,16 @@ def not_rowwise() -> ir.IrOp:
     op = ir.register_op(native_traits={ROWWISE})(centred)
     op.register_input_generator(rows)
     return op
+
+
+@specimen(rms_norm, "rounding", traits={ROUNDS_LESS})
+def rounds_more_often(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(wide[..., :variance_size].square().mean(-1, keepdim=True) + epsilon)
+    y = x * scale.to(x.dtype)
+    return (y if weight is None else y.to(weight.dtype) * weight).to(x.dtype)
 
 
 @specimen(rms_norm, "gradients", traits={DIFFERENTIABLE})

@@ -22,6 +22,7 @@ from opweave.ir.errors import (
     UnknownOpError,
     UnknownTraitError,
 )
+from opweave.ir.ops.norm import rms_norm
 
 pytestmark = pytest.mark.usefixtures("registry")
 
@@ -397,6 +398,52 @@ def test_a_second_op_of_that_name_is_refused(op: ir.IrOp, registry: ir.Registry)
     assert torch.equal(op(torch.ones(1)), torch.tensor([2.0]))
 
 
+def test_a_notebook_declares_an_op_again(op: ir.IrOp, registry: ir.Registry) -> None:
+    def other(x: Tensor, factor: float = 3.0, shift: float = 1.0) -> Tensor:
+        return x * factor + shift
+
+    op.register_impl("alpha")(lambda x, factor=2.0: x * factor)
+    x = torch.ones(2)
+    for _ in range(2):
+        again = ir.register_op(name="scaled", override=True)(other)
+        assert registry.op("scaled") is again
+        assert list(again.impls) == ["native"]
+        for call in (again, again.torch_op, getattr(torch.ops, registry.namespace).scaled):
+            assert torch.equal(call(x), torch.full((2,), 4.0))
+        again.register_impl("alpha")(lambda x, factor=3.0, shift=1.0: x * factor + shift + 1)
+        assert torch.equal(again.using("alpha")(x), torch.full((2,), 5.0))
+    assert ir.register_op(override=True)(lambda_op) is registry.op("lambda_op"), "a new name, too"
+
+
+def test_a_failed_transaction_brings_the_earlier_declaration_back(
+    op: ir.IrOp, registry: ir.Registry
+) -> None:
+    def other(x: Tensor) -> Tensor:
+        return x + 1
+
+    def fails_after_declaring() -> None:
+        ir.register_op(name="scaled", override=True)(other)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), registry.transaction():
+        fails_after_declaring()
+    assert registry.op("scaled") is op
+    assert torch.equal(op.torch_op(torch.ones(1)), torch.tensor([2.0]))
+
+
+def test_an_override_that_is_no_op_leaves_the_earlier_one(op: ir.IrOp) -> None:
+    with pytest.raises(InvalidOpError):
+        ir.register_op(name="scaled", override=True)(lambda x: x)
+    assert torch.equal(ir.ops.scaled(torch.ones(1)), torch.tensor([2.0]))
+    assert torch.equal(op.torch_op(torch.ones(1)), torch.tensor([2.0]))
+
+
+def test_ops_that_come_with_opweave_stay() -> None:
+    with pytest.raises(DuplicateOpError, match="opweave's own ops cannot be replaced"):
+        rms_norm.registry.add(ir.IrOp(scaled, rms_norm.registry, name="rms_norm"), override=True)
+    assert rms_norm.registry.op("rms_norm") is rms_norm
+
+
 def test_isolated_registries_do_not_meet(op: ir.IrOp) -> None:
     with ir.isolated_registry() as inner:
         assert not inner.ops
@@ -407,6 +454,22 @@ def test_isolated_registries_do_not_meet(op: ir.IrOp) -> None:
         assert other is not op
     assert ir.current_registry().op("scaled") is op
     assert list(op.impls) == ["native"]
+
+
+def test_activations_that_keep_their_strides() -> None:
+    op = ir.register_op(allow_inplace=True, keeps_strides=["x"])(scaled)
+    assert op.keeps_strides == {"x"}
+    with pytest.raises(InvalidOpError, match="keeps_strides names 'factor', which is not an act"):
+        ir.register_op(name="wrong", allow_inplace=True, keeps_strides=["factor"])(scaled)
+
+
+def test_signatures_are_those_of_the_op() -> None:
+    op = ir.register_op(allow_inplace=True)(scaled)
+    wanted = inspect.signature(scaled)
+    for way in (op, op.maybe_inplace, op.using("native"), op.using("native").maybe_inplace):
+        assert inspect.signature(way) == wanted
+        assert "factor:" in pydoc.render_doc(way)
+    assert "registry" in inspect.signature(ir.IrOp).parameters
 
 
 def test_activations() -> None:

@@ -7,6 +7,7 @@ that calls :func:`opweave.ir.selection.select`.
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -40,6 +41,16 @@ if TYPE_CHECKING:
     from opweave.ir.op import IrOp
 
 
+class _OpSignature:
+    """The ``__signature__`` of what calls an op, and of its class, for ``inspect`` and ``help``."""
+
+    def __get__(self, instance: object, owner: type[Callee]) -> inspect.Signature:
+        op: IrOp | None = vars(owner).get("called_op")
+        if op is None:
+            raise AttributeError("__signature__")  # of IrOp itself and the like
+        return inspect.signature(op.native)
+
+
 class Callee:
     """An object with a class of its own, so that its ``__call__`` can be a generated function.
 
@@ -48,6 +59,8 @@ class Callee:
 
     __call__: Function
     traced: Function  # what Dynamo puts into its graph for a call: the torch op
+    called_op: IrOp  # of its own class only
+    __signature__ = _OpSignature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         own: Self = object.__new__(type(cls.__name__, (cls,), {}))
@@ -79,6 +92,7 @@ class Path:
         if callee is not None:
             callee.traced = self.torch_op
             type(callee).__doc__ = op.native.__doc__  # of the class: help() asks that
+            type(callee).called_op = op
         self._install(None)
 
     @property

@@ -91,29 +91,46 @@ class Registry:
             )
         return op.name, self.namespace
 
-    def add(self, op: IrOp) -> IrOp:
-        """Enter *op* and define its torch ops.
+    def add(self, op: IrOp, *, override: bool = False) -> IrOp:
+        """Enter *op* and define its torch ops; with *override*, in place of one of the same name.
 
         Raises:
             DuplicateOpError: the name is taken.
         """
         with self.lock:
-            if op.name in self._ops:
-                raise DuplicateOpError(
-                    f"op {op.name!r} is declared already, at {self._ops[op.name].site}; this is "
-                    f"{op.site}. Choose another name, or register an implementation of the "
-                    f"existing op with @ir.ops.{op.name}.register_impl. (torch cannot define an "
-                    "op twice: in a notebook, restart, or use ir.isolated_registry().)"
-                )
+            former = self._ops.get(op.name)
+            if former is not None:
+                self._check_replaceable(former, op, override=override)
+                former.torch_ops.remove()  # torch cannot define an op twice
             op.define()
             self._ops = {**self._ops, op.name: op}
-        journal.enter(f"op {op.name}", lambda: self._remove(op))
+            if former is not None:
+                self._reset_ops()
+        journal.enter(f"op {op.name}", lambda: self._remove(op, former))
         return op
 
-    def _remove(self, op: IrOp) -> None:
+    def _check_replaceable(self, former: IrOp, op: IrOp, *, override: bool) -> None:
+        is_own = former.site.is_in_opweave
+        if override and not is_own:
+            return
+        advice = (
+            "opweave's own ops cannot be replaced"
+            if is_own
+            else "In a notebook, declare it again with override=True"
+        )
+        raise DuplicateOpError(
+            f"op {op.name!r} is declared already, at {former.site}; this is {op.site}. Choose "
+            "another name, or register an implementation of the existing op with "
+            f"@ir.ops.{op.name}.register_impl. {advice}."
+        )
+
+    def _remove(self, op: IrOp, former: IrOp | None) -> None:
         with self.lock:
             self._ops = {name: each for name, each in self._ops.items() if each is not op}
             op.torch_ops.remove()
+            if former is not None:
+                former.define()
+                self._ops = {**self._ops, former.name: former}
             self._reset_ops()
 
     def on_first_use(
@@ -250,6 +267,7 @@ def register_op(
     composite: bool = False,
     native_traits: Iterable[str] = (),
     keeps_strides: Sequence[str] = (),
+    override: bool = False,
 ) -> Callable[[NativeFunction], IrOp]: ...
 
 
@@ -263,6 +281,7 @@ def register_op(
     composite: bool = False,
     native_traits: Iterable[str] = (),
     keeps_strides: Sequence[str] = (),
+    override: bool = False,
 ) -> IrOp | Callable[[NativeFunction], IrOp]:
     """Declare an op: the decorated PyTorch function is its native implementation.
 
@@ -280,6 +299,8 @@ def register_op(
         keeps_strides: activations, such as a cache, whose output has the strides that came in, gaps
             included (contiguous if elements overlap); a kernel may then reuse views of any layout.
             Other activations are reused only if they are contiguous.
+        override: replace an earlier declaration of the same name, as when a notebook cell runs
+            again. Implementations of the earlier op are dropped with it.
 
     Raises:
         InvalidNameError: the name is no name of an op.
@@ -299,6 +320,6 @@ def register_op(
             native_traits=native_traits,
             keeps_strides=keeps_strides,
         )
-        return _current.add(op)
+        return _current.add(op, override=override)
 
     return decorate if native is None else decorate(native)

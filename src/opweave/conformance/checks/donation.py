@@ -44,10 +44,20 @@ def takes(subject: Subject, case: Case) -> Finding:
         return f"maybe_inplace: {problem}"
     if before.changed(except_in=activations):
         return "maybe_inplace wrote into memory that was not donated"
+    functional = outputs_of(subject.run(copied(case.values)))
+    for i, (a, b) in enumerate(zip(outputs_of(result), functional, strict=True)):
+        if _strides(a) != _strides(b):
+            strides = f"{tuple(a.stride())}, the functional call {tuple(b.stride())}"
+            return f"output {i} of maybe_inplace has strides {strides}"
     for a, b in combinations(outputs_of(result), 2):
         if compat.share_storage(a, b) and not apart(a, b):
             return "maybe_inplace returned two outputs in one memory"
     return None
+
+
+def _strides(t: Tensor) -> list[int]:
+    """Return the strides that matter: those of dimensions with more than one element."""
+    return [d for n, d in zip(t.shape, t.stride(), strict=True) if n > 1] if t.numel() else []
 
 
 def aliases(subject: Subject) -> Iterator[Case]:
