@@ -18,12 +18,17 @@ ROOT = Path(__file__).parents[2]
 class Command:
     """A server in a process of its own.
 
+    Attributes:
+        address: what the URL that it prints looks like.
+
     Args:
         folder: where its log is written.
         arguments: of the command.
         is_leader: whether it leads a group of processes, as in a terminal.
         environment: variables that it gets.
     """
+
+    address = r"(http://127\.0\.0\.1:\d+)"
 
     def __init__(
         self, folder: Path, *arguments: str, is_leader: bool = False, **environment: str
@@ -37,10 +42,11 @@ class Command:
         )  # fmt: skip
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        found = re.fullmatch(r"opweave serves (\S+) on (http://127\.0\.0\.1:\d+)\n", line)
+        found = re.fullmatch(rf"opweave serves (\S+) on {self.address}\n", line)
         assert found, self.log.read_text()
         self.name, self.url = found.groups()
-        self.client = httpx.Client(base_url=self.url, timeout=60, verify=False, trust_env=False)
+        base = self.url if self.url.startswith("http") else "http://localhost"
+        self.client = httpx.Client(base_url=base, timeout=60, verify=False, trust_env=False)
 
     def cpu_seconds(self) -> float:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()

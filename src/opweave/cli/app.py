@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 
 import torch
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 
 from opweave import __version__
 from opweave.cli.conversion import converted
@@ -20,6 +20,7 @@ from opweave.cli.output import (
     open_streams,
     show_error,
 )
+from opweave.cli.vllm_options import replacement
 from opweave.config.environment import logging_level
 from opweave.ir.errors import OpweaveError, described, notes
 
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             app.resolved_commands()  # help says what each is for
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
+    except UnknownOptionError as error:
+        fail(_unknown_option(error))
     except CycloptsError as error:
         fail(f"{error} Try: opweave --help")
     except (CliError, OpweaveError, torch.OutOfMemoryError) as error:
@@ -83,6 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         sys.exit(1)
     sys.exit(code or 0)
+
+
+def _unknown_option(error: UnknownOptionError) -> str:
+    option = error.token.keyword or error.token.value
+    if "serve" in (error.command_chain or ()) and (hint := replacement(option)) is not None:
+        return f"Unknown option: {option.partition('=')[0]}. {hint}"
+    return f"{error} Try: opweave --help"
 
 
 def _is_of_output(error: OSError) -> bool:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from opweave.cli.compilation import CompilationOption, apply_compilation
+from opweave.cli.errors import CliError
 from opweave.cli.flag import Flag
 from opweave.cli.model_options import given
 from opweave.cli.output import print_text, show_error
@@ -35,11 +36,15 @@ serve_app = App(name="serve", config=_sources, help_format="plaintext")
 
 @serve_app.default
 def serve(
-    model: Path,
+    directory: Path | None = None,
     /,
     *,
+    model: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
+    uds: str | None = None,
+    ssl_keyfile: str | None = None,
+    ssl_certfile: str | None = None,
     api_key: Annotated[list[str] | None, Parameter(negative=())] = None,
     served_model_name: Annotated[list[str] | None, Parameter(negative=())] = None,
     chat_template: str | None = None,
@@ -63,6 +68,7 @@ def serve(
     data_parallel_address: str | None = None,
     block_size: int | None = None,
     kv_cache_memory: int | None = None,
+    gpu_memory_utilization: float | None = None,
     prefix_caching: bool | None = None,
     enforce_eager: Flag = False,
     max_requests: int = 1024,
@@ -84,12 +90,20 @@ def serve(
 
     Parameters
     ----------
-    model
+    directory
         A directory with config.json, safetensors and tokenizer.json.
+    model
+        The same, as an option.
     host
         The address to listen on; 0.0.0.0 is every network.
     port
         The port to listen on; 0 takes one that is free, and prints it.
+    uds
+        Listen on a Unix domain socket at this path instead.
+    ssl_keyfile
+        The private key of the certificate, if the file of --ssl-certfile does not hold it.
+    ssl_certfile
+        Serve HTTPS with the certificate in this file, in PEM format.
     api_key
         A key that requests must bring; give it several times for several. Also OPWEAVE_API_KEY.
     served_model_name
@@ -142,6 +156,9 @@ def serve(
         Tokens in one block of the cache.
     kv_cache_memory
         The memory for the cache, in bytes.
+    gpu_memory_utilization
+        The share of a device's memory for model and cache together, such as 0.9. On the CPU, use
+        --kv-cache-memory.
     prefix_caching
         Whether prompts that begin alike share what was computed of them.
     enforce_eager
@@ -175,8 +192,13 @@ def serve(
 
     for package in _PACKAGES:
         require(package)
-    from opweave.server import ServerConfig, create_app, listen, run
+    from opweave.server import ServerConfig, create_app, listen, listen_unix, run
     from opweave.server.run import url
+    from opweave.server.tls import check_certificate
+
+    path = _only_one(directory, model)
+    if uds is not None and not {"--host", "--port"}.isdisjoint(_sources.given):
+        raise CliError("Give --uds, or --host and --port, not both.")
 
     settings = ServerConfig(
         api_keys=tuple(api_key or environment.api_keys()),
@@ -192,7 +214,10 @@ def serve(
         trust_request_chat_template=trust_request_chat_template,
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
+        ssl_keyfile=ssl_keyfile,
+        ssl_certfile=ssl_certfile,
     )
+    check_certificate(settings)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
     apply_compilation({**(compilation_config or {}), **({"mode": "0"} if enforce_eager else {})})
@@ -213,6 +238,7 @@ def serve(
             CacheConfig,
             block_size=block_size,
             memory_bytes=kv_cache_memory,
+            memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=prefix_caching,
         ),
         parallel=given(
@@ -222,7 +248,7 @@ def serve(
             data_parallel_address=data_parallel_address,
         ),
     )
-    checkpoint = Checkpoint(model)
+    checkpoint = Checkpoint(path)
     template = (
         ChatTemplate.given(chat_template, checkpoint)
         if chat_template is not None
@@ -232,25 +258,49 @@ def serve(
     parallel = engine_config.parallel
     launched = parallel.data_parallel_size == 1 and is_launched(parallel.tensor_parallel_size)
     if launched and is_follower(parallel.tensor_parallel_size):
-        open_engine(model, config=engine_config)  # which ends the process when rank 0 stops
+        open_engine(path, config=engine_config)  # which ends the process when rank 0 stops
     # Before the model, which takes a while to load: whether the address is free shows at once.
-    bound = listen(host, port)
+    bound = listen(host, port) if uds is None else listen_unix(uds)
     _log_options()
+    if gpu_memory_utilization is not None:
+        _check_utilization()
     with bound:
         with loading_bar(engine_config) as loading:
-            engine = open_engine(model, config=engine_config, progress=loading)
+            engine = open_engine(path, config=engine_config, progress=loading)
         if parallel.data_parallel_size == 1:
             _log_threads(cpu_threads)
         app = create_app(engine, settings, template, processor, SpecialTokens.of(checkpoint).named)
         run(
             app,
             bound,
-            lambda: print_text(f"opweave serves {engine.model_name} on {url(bound)}"),
+            lambda: print_text(f"opweave serves {engine.model_name} on {url(bound, settings)}"),
             ends_with_engine=launched,  # the end of a process is all that torchrun sees
         )
     if (failure := engine.dead_with) is not None:
         show_error(f"the engine died: {failure}{notes(failure)}")
         sys.exit(1)
+
+
+def _only_one(directory: Path | None, model: Path | None) -> Path:
+    """Return the directory of the checkpoint, which may be given in two ways."""
+    if directory is not None and model is not None and directory != model:
+        raise CliError(f"The model is given twice: {directory}, and --model {model}. Give it once.")
+    found = directory or model
+    if found is None:
+        raise CliError("MODEL is missing. Give the directory of a checkpoint: opweave serve DIR.")
+    return found
+
+
+def _check_utilization() -> None:
+    from opweave import platforms
+
+    platform = platforms.current_platform
+    if platform.capabilities.unified_memory:
+        _log.warning(
+            "--gpu-memory-utilization has no effect on %s, which shares the host's memory; use "
+            "--kv-cache-memory BYTES",
+            platform.name,
+        )
 
 
 def _log_options() -> None:

@@ -4,7 +4,7 @@ from opweave.server.app import create_app
 from opweave.server.config import ServerConfig
 from opweave.server.errors import ApiError, ServerConfigError, ServerError
 from opweave.server.plugin_routes import PluginRouteError
-from opweave.server.run import AddressError, listen, run
+from opweave.server.run import AddressError, listen, listen_unix, run
 
 __all__ = [
     "AddressError",
@@ -15,5 +15,6 @@ __all__ = [
     "ServerError",
     "create_app",
     "listen",
+    "listen_unix",
     "run",
 ]

@@ -29,6 +29,8 @@ class ServerConfig:
         request_timeout: seconds within which it must have been answered.
         drain_timeout: seconds that running requests get when the server is told to stop.
         log_prompts: whether prompts are logged.
+        ssl_keyfile: the private key of the certificate; None: *ssl_certfile* holds it.
+        ssl_certfile: serve HTTPS with the certificate in this file; None: serve HTTP.
         trust_request_chat_template: whether a request may bring a chat template of its own. A
             template is a program, which may use a processor for as long as it likes.
         tool_call_parser: the format in which the model writes tool calls.
@@ -48,6 +50,8 @@ class ServerConfig:
     request_timeout: float = 600.0
     drain_timeout: float = 60.0
     log_prompts: bool = False
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
     trust_request_chat_template: bool = False
     tool_call_parser: ToolCallParser = "auto"
     reasoning_parser: ReasoningParser = "auto"
@@ -68,6 +72,10 @@ class ServerConfig:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ServerConfigError(
                 f"root_path={self.root_path!r} must begin with a slash and end without one: /api."
+            )
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ServerConfigError(
+                f"ssl_keyfile={self.ssl_keyfile!r} needs ssl_certfile, the certificate of the key."
             )
         for kind in ("api_keys", "served_model_names", "cors_origins"):
             if "" in getattr(self, kind):

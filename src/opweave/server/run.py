@@ -11,11 +11,13 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
 
+from opweave.server.config import ServerConfig
 from opweave.server.connection import Connection
 from opweave.server.errors import ServerError
 from opweave.server.state import ServerState
@@ -71,6 +73,36 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
+def listen_unix(path: str) -> socket.socket:
+    """Return a Unix domain socket that listens at *path*; a file of a dead server is replaced.
+
+    Raises:
+        AddressError: another server listens there, or the file cannot be made.
+    """
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_if_dead(Path(path))
+        bound.bind(path)
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise AddressError(
+            f"Cannot listen on {path!r}: {error.strerror or error}. Choose another path with --uds."
+        ) from error
+    bound.set_inheritable(False)
+    return bound
+
+
+def _remove_if_dead(path: Path) -> None:
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+
+
 def _no_host(host: str, why: object) -> str:
     return (
         f"Cannot listen on {host!r}: {why}. Choose another with --host; 0.0.0.0 is every network, "
@@ -78,10 +110,13 @@ def _no_host(host: str, why: object) -> str:
     )
 
 
-def url(bound: socket.socket) -> str:
-    """Return the address of a socket as a URL."""
+def url(bound: socket.socket, config: ServerConfig | None = None) -> str:
+    """Return the address of a socket as a URL; that of a Unix domain socket is its path."""
+    if bound.family == socket.AF_UNIX:
+        return f"unix:{bound.getsockname()}"
+    scheme = "http" if config is None or config.ssl_certfile is None else "https"
     host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def run(
@@ -97,16 +132,20 @@ def run(
 
     Args:
         app: as :func:`opweave.server.create_app` makes it.
-        bound: the socket of :func:`listen`; it is closed at the end.
+        bound: the socket of :func:`listen` or :func:`listen_unix`; it is closed at the end.
         ready: called when the first request can come.
         ends_with_engine: stop also when the engine has died, after those who wait were told.
     """
     server: ServerState = app.state.server
+    # Now: the event loop closes the socket, which then has no name.
+    file = Path(bound.getsockname()) if bound.family == socket.AF_UNIX else None
     try:
         asyncio.run(_serve(app, server, bound, ready, ends_with_engine))
     finally:
         server.engine.shutdown()
         bound.close()
+        if file is not None:
+            file.unlink(missing_ok=True)
 
 
 async def _serve(
@@ -151,6 +190,8 @@ def http_server(app: FastAPI) -> uvicorn.Server:
             ws="none",
             backlog=_AT_ONCE,
             timeout_graceful_shutdown=int(_LAST_BYTES),
+            ssl_keyfile=server.config.ssl_keyfile,
+            ssl_certfile=server.config.ssl_certfile,
         )
     )
 
