@@ -133,6 +133,23 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for file in found for child in file.read_text().split()]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_jobs_that_cannot_start_end_the_run(
+    program: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit) as stopped:
+        program(["--only", "smoke", "--lanes", "1", "--state", str(tmp_path / "state.json")])
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("gpu.py: the processes of jobs do not start: ended with exit code 1")
+    assert "not cuda" in told
+    assert not (tmp_path / "state.json").exists()
+
+
 def test_make_prints_the_queue() -> None:
     command = ["make", "gpu", "--dry-run", f"VENV={sys.prefix}", "GPU_OPTIONS=--only host"]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}

@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from gpu_queue import jobs as catalogue
         from gpu_queue import metadata, naming, pool, show
         from gpu_queue.plan import plan
-        from gpu_queue.process import WorkerProcess
+        from gpu_queue.process import StartError, WorkerProcess
         from gpu_queue.results import NAME, Results
         from gpu_queue.state import StateError
         from opweave.ir.errors import did_you_mean
@@ -117,13 +117,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         program.error(f"torch {torch.__version__} finds no GPU; --dry-run prints the queue")
     deadline, paths = BEGAN + options.budget - _RESERVE, metadata.folders()
-    pool.run(
-        pool.Queue(planned, catalogue.STAGES, BEGAN, options.budget - _RESERVE),
-        lambda gate: WorkerProcess(options.device, deadline, gate, paths=paths),
-        results.add,
-        deadline=deadline,
-        lanes=options.lanes,
-    )
+    try:
+        pool.run(
+            pool.Queue(planned, catalogue.STAGES, BEGAN, options.budget - _RESERVE),
+            lambda gate: WorkerProcess(options.device, deadline, gate, paths=paths),
+            results.add,
+            deadline=deadline,
+            lanes=options.lanes,
+        )
+    except StartError as error:
+        program.error(f"the processes of jobs do not start: {error}")
     show.outcome(planned, results, as_json=options.json)
     return int(any(each.status not in ("passed", "stopped") for each in results.ran.values()))
 

@@ -42,6 +42,10 @@ class EndedError(Exception):
     """The process has ended, or did not answer; the argument is a status and the reason."""
 
 
+class StartError(Exception):
+    """A process for jobs does not start: no job can run."""
+
+
 class WorkerProcess:
     """Runs jobs one after the other, in a process that is killed if one hangs.
 
@@ -73,15 +77,7 @@ class WorkerProcess:
                     *(sys.executable, "-P", "-m", "gpu_queue.worker"),
                     *(str(its.fileno()), device, *modules),
                 ],
-                env={
-                    "OMP_NUM_THREADS": "1",
-                    "HF_HUB_OFFLINE": "1",  # no model comes from the network
-                    "TORCHINDUCTOR_COMPILE_THREADS": "4",  # in each of several processes
-                    **os.environ,
-                    "OPWEAVE_PLATFORM": device,
-                    "PYTHONPATH": os.pathsep.join([*folders, *inherited]),
-                    "PYTHONUNBUFFERED": "1",
-                },
+                env=_environment(device, [*folders, *inherited]),
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -92,16 +88,18 @@ class WorkerProcess:
         self._facts: Mapping[str, str] | None = None
 
     def run(self, job: Job) -> Outcome:
-        """Run *job* to its end, or to the end of its time; unless it passes, end the process."""
+        """Run *job* to its end, or to the end of its time; unless it passes, end the process.
+
+        Raises:
+            StartError: the process did not start.
+        """
         outcome = Outcome(PASSED)
-        since = os.fstat(self._output.fileno()).st_size
-        began = time.monotonic()
+        since, began = 0, time.monotonic()
         try:
             if self._facts is None:
-                since = 0
                 self._facts = self._receive(_STARTING, "start")["ready"]
             outcome.facts = self._facts
-            began = time.monotonic()
+            since, began = os.fstat(self._output.fileno()).st_size, time.monotonic()
             problem = self._follow(job, outcome)
             if problem:
                 outcome.status, outcome.problem = FAILED, problem
@@ -111,6 +109,8 @@ class WorkerProcess:
         outcome.seconds = time.monotonic() - began
         if outcome.status != PASSED:
             self.kill(since, outcome)
+        if self._facts is None and outcome.status != STOPPED:
+            raise StartError(outcome.problem)
         return outcome
 
     def _follow(self, job: Job, outcome: Outcome) -> str:
@@ -184,6 +184,21 @@ class WorkerProcess:
             self._output.seek(since)
             outcome.problem = "\n".join([outcome.problem, *_last_lines(self._output.read())])
         self._output.close()
+
+
+def _environment(device: str, folders: list[str]) -> dict[str, str]:
+    found = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",  # no model comes from the network
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",  # in each of several processes
+        **os.environ,
+        "OPWEAVE_PLATFORM": device,
+        "PYTHONPATH": os.pathsep.join(folders),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if device == "cuda":  # NVIDIA's or AMD's platform, whichever torch is for
+        del found["OPWEAVE_PLATFORM"]
+    return found
 
 
 def _last_lines(output: bytes) -> list[str]:

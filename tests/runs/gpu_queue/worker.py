@@ -29,6 +29,10 @@ def facts(device: str) -> dict[str, str]:
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
+    from opweave.platforms import current_platform
+
+    if current_platform.device_type != device:  # it would measure something else
+        raise SystemExit(f"opweave chose the platform {current_platform.name}, not {device}")
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     return {"machine": machine, "torch": torch.__version__}
 
