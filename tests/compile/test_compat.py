@@ -123,3 +123,14 @@ def test_compiles_ahead_of_time() -> None:
     assert not compat.compiles_ahead_of_time()
     with torch._functorch.config.patch(bypass_autograd_cache_key=True):
         assert compat.compiles_ahead_of_time()
+
+
+def test_keep_mutation_order() -> None:
+    from torch._inductor.scheduler import SchedulerNode
+
+    compat.keep_mutation_order()
+    corrected = SchedulerNode._compute_attrs
+    compat.keep_mutation_order()
+    assert SchedulerNode._compute_attrs is corrected, "corrected once"
+    for name in ("mutation_renames", "set_read_writes"):
+        assert name in inspect.getsource(SchedulerNode.__mro__[1]), name

@@ -6,6 +6,7 @@ import. ``tests/compile/test_compat.py`` has a canary for each name.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -186,6 +187,7 @@ def compile_fx(
     """Compile with Inductor. Takes *graph_module* over, and may change it."""
     from torch._inductor import compile_fx as module
 
+    keep_mutation_order()
     _inside.count = getattr(_inside, "count", 0) + 1
     try:
         compiled = module.compile_fx(
@@ -221,6 +223,7 @@ def replace_compile_fx(
     """Put ``make(original)`` in place of Inductor's entry point; return what undoes it."""
     from torch._inductor import compile_fx as module
 
+    keep_mutation_order()
     original = module.compile_fx
     module.compile_fx = cast("Any", make(original))
 
@@ -228,6 +231,29 @@ def replace_compile_fx(
         module.compile_fx = original
 
     return undo
+
+
+def keep_mutation_order() -> None:
+    """Make Inductor's scheduler run a kernel that writes to a buffer before those that read it.
+
+    To fuse two CPU loops of different rank, the scheduler computes the reads of one of them again,
+    and forgets which buffers have been written to since they were allocated. The fused loop then no
+    longer waits for the kernel that fills its input. See docs/design/inductor-mutation.md.
+    """
+    from torch._inductor.scheduler import SchedulerNode
+
+    original = SchedulerNode._compute_attrs
+    if getattr(original, "_opweave", False):
+        return
+
+    @functools.wraps(original)
+    def compute_attrs(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.mutation_renames:  # renaming twice changes nothing, should torch do it one day
+            self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    cast("Any", compute_attrs)._opweave = True
+    cast("Any", SchedulerNode)._compute_attrs = compute_attrs
 
 
 def compile_aot(
