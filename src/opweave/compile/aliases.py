@@ -27,13 +27,18 @@ class Aliases:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.order = {node: position for position, node in enumerate(graph.nodes)}
+        self.order: dict[Node, int] = {}
+        self.renumber(graph)
         self._by_storage: dict[int, dict[Node, None]] = {}
         self._storages: dict[Node, set[int]] = {}
         # By storage; as long as they live, no other storage has their keys.
         self._owned: dict[int, list[Tensor]] = {}
         for node in graph.nodes:
             self._enter(node)
+
+    def renumber(self, graph: Graph) -> None:
+        """Note the order of the nodes as it is now."""
+        self.order = {node: position for position, node in enumerate(graph.nodes)}
 
     def add(self, node: Node, after: Node) -> None:
         """Enter a node that now stands where *after* stands."""

@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from opweave.compile import compat
+from opweave.compile.inplace import WithoutOut, read_written_arguments
 from opweave.compile.log import logger
 from opweave.compile.nodes import IrCall, fake_of, tensors_of
 from opweave.compile.relocation import Relocation, are_movable, expressions
@@ -243,10 +244,13 @@ def _trace(function: Function, schema: Schema, values: Sequence[Any]) -> Trace:
             return next(replaced) if isinstance(value, (Tensor, *_SYMBOLIC)) else value
 
         args, kwargs = schema.split([put(value) for value in values])
-        return function(*args, **kwargs)
+        with WithoutOut():  # type: ignore[no-untyped-call]
+            return function(*args, **kwargs)
 
     try:
-        return Trace(compat.trace(flat, list(map(_apart, variables(values)))))
+        module = compat.trace(flat, list(map(_apart, variables(values))))
+        read_written_arguments(module.graph)
+        return Trace(module)
     except Exception as error:
         # Whatever a kernel's Python does that tracing cannot follow: it stays one opaque call.
         return Trace(None, described(error)[:300])

@@ -18,13 +18,13 @@ from opweave.ir import Selection
 
 STAGE = "lower functional"
 KEPT = "opweave_kept"
-_DEEPEST = 16  # calls of implementations inside of each other; three are many
+DEEPEST = 16  # calls of implementations inside of each other; three are many
 
 
 def lower_functional(graph: Graph, context: Context) -> None:
     """Inline every functional implementation, and those inside of it."""
     later: set[Node] = set()
-    for _ in range(_DEEPEST):
+    for _ in range(DEEPEST):
         calls = [call for call in ir_calls(graph) if call.node not in later]
         if not calls:
             return
@@ -32,14 +32,15 @@ def lower_functional(graph: Graph, context: Context) -> None:
             call = ir_call(node)  # anew: its arguments may have been replaced since
             if call and not _lower(graph, call, context):
                 later.add(node)
-    raise CompileError(_endless(calls, context))
+    raise CompileError(endless(calls, context))
 
 
-def _endless(calls: list[IrCall], context: Context) -> str:
+def endless(calls: list[IrCall], context: Context) -> str:
+    """Return the message for implementations that call each other without end."""
     chosen = {call.op.name: context.plan.select(call).provider for call in calls}
     named = ", ".join(f"{provider!r} of {op}" for op, provider in chosen.items())
     return (
-        f"implementations call each other, {_DEEPEST} deep and more: {named}. One calls the op "
+        f"implementations call each other, {DEEPEST} deep and more: {named}. One calls the op "
         "that it implements; let it call the op's .native, or another op."
     )
 

@@ -28,9 +28,16 @@ from torch.fx import Graph, Node
 
 from opweave.compile.aliases import Aliases, overlap
 from opweave.compile.context import Context
+from opweave.compile.errors import CompileError
 from opweave.compile.log import logger
 from opweave.compile.nodes import IrCall, fake_of, ir_call, ir_calls, replace, tensors_of
-from opweave.compile.passes.lowering import check_outputs, is_kept, keep_as_call
+from opweave.compile.passes.lowering import (
+    DEEPEST,
+    check_outputs,
+    endless,
+    is_kept,
+    keep_as_call,
+)
 from opweave.compile.report import Reuse
 from opweave.compile.tracing import Trace, arguments, flat_nodes, inline
 from opweave.ir.compat import decided
@@ -42,12 +49,24 @@ INSTEAD = "another activation may not be reused, so the kernel's functional form
 
 
 def lower_inplace(graph: Graph, context: Context) -> None:
-    """Replace every op that is left by its kernel, reusing memory where that is sound."""
+    """Replace every op that is left by its kernel, reusing memory where that is sound.
+
+    Ops that a kernel calls are lowered in the same way.
+
+    Raises:
+        CompileError: implementations call each other without end.
+    """
     aliases = Aliases(graph)
-    for node in [call.node for call in ir_calls(graph)]:
-        call = ir_call(node)  # anew: its arguments may have been replaced since
-        if call and not is_kept(call):
-            _lower(graph, call, aliases, context)
+    for _ in range(DEEPEST):
+        calls = [call for call in ir_calls(graph) if not is_kept(call)]
+        if not calls:
+            return
+        for node in [call.node for call in calls]:
+            call = ir_call(node)  # again: its arguments may have been replaced since
+            if call:
+                _lower(graph, call, aliases, context)
+        aliases.renumber(graph)  # the calls in inlined implementations come next
+    raise CompileError(endless(calls, context))
 
 
 def _lower(graph: Graph, call: IrCall, aliases: Aliases, context: Context) -> None:

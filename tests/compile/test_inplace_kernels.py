@@ -1,0 +1,231 @@
+"""In-place kernels written in torch: operators in place, out= variants, views, and calls of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import opweave.compile
+from opweave import ir
+from opweave.conformance import subjects, verify
+
+ROWS, WIDTH = 6, 16
+Kernel = Callable[[Tensor, Tensor], Tensor]
+
+
+def chained(x: Tensor, by: Tensor) -> Tensor:
+    return x.mul_(by).tanh_()
+
+
+def unused_result(x: Tensor, by: Tensor) -> Tensor:
+    x.mul_(by)
+    x.tanh_()
+    return x
+
+
+def views(x: Tensor, by: Tensor) -> Tensor:
+    first, second = x.mul_(by).chunk(2, -1)
+    first.tanh_()
+    second.transpose(0, 1).tanh_()
+    return x
+
+
+def foreach(x: Tensor, by: Tensor) -> Tensor:
+    torch._foreach_mul_([x], [by])
+    torch._foreach_tanh_([*x.mul_(1).split(2)])
+    return x
+
+
+def into_out(x: Tensor, by: Tensor) -> Tensor:
+    scratch = torch.empty_like(x)
+    torch.mul(x, by, out=scratch)
+    torch.tanh(scratch, out=scratch)
+    return x.copy_(scratch)
+
+
+def sorted_out(x: Tensor, by: Tensor) -> Tensor:
+    values = torch.empty_like(x)
+    order = torch.empty(x.shape, dtype=torch.int64)
+    found, places = torch.sort(x.mul_(by), -1, out=(values, order))
+    return x.scatter_(-1, places, found).tanh_()
+
+
+def scattered(x: Tensor, by: Tensor) -> Tensor:
+    x.mul_(by).index_put_((torch.arange(len(x)),), x.clone())
+    return x.index_copy_(0, torch.arange(len(x)), x.clone()).tanh_()
+
+
+def transposed_in_place(x: Tensor, by: Tensor) -> Tensor:
+    x.mul_(by).t_()  # changes the sizes of x itself: stays one opaque call
+    return x.tanh_().t()
+
+
+def clamped_view(x: Tensor, by: Tensor) -> Tensor:
+    x.view(-1).mul_(by.reshape(-1))
+    x.view(-1, 4).tanh_()
+    x.unsqueeze(0).erfinv_().erf_()
+    return x
+
+
+KERNELS: list[Kernel] = [
+    chained,
+    unused_result,
+    views,
+    foreach,
+    into_out,
+    sorted_out,
+    scattered,
+    transposed_in_place,
+    clamped_view,
+]
+
+
+@pytest.fixture
+def acts() -> Iterator[ir.IrOp]:
+    with ir.isolated_registry():
+
+        @ir.register_op(allow_inplace=True)
+        def acts(x: Tensor, by: Tensor) -> Tensor:
+            return (x * by).tanh()
+
+        yield acts
+
+
+def several(op: Any, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """Use an op where its input is new, read again later, and a view."""
+    once = op(a.sin(), b)
+    kept = a.cos()
+    again = op(kept, b)
+    half = op(kept[: ROWS // 2], b[: ROWS // 2])
+    return once, again * once + again.exp(), kept.sin(), half, once.sin() * a, a + b[0]
+
+
+def check(op: ir.IrOp, provider: str, **how: Any) -> None:
+    a, b = torch.rand(ROWS, WIDTH) + 0.5, torch.rand(ROWS, WIDTH)
+    before = a.clone(), b.clone()
+    with ir.priority({op.name: "native"}):
+        expected = several(op, a, b)
+    with ir.priority({op.name: f"{provider}!"}):
+        compiled = torch.compile(
+            lambda a, b: several(op, a, b), backend="opweave", fullgraph=True, **how
+        )
+        found = compiled(a, b)
+    for value, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, wanted, atol=1e-5, rtol=1e-5)
+    assert torch.equal(a, before[0])
+    assert torch.equal(b, before[1])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_operators_in_place(acts: ir.IrOp, kernel: Kernel) -> None:
+    acts.register_impl("mine", inplace=True)(kernel)
+    check(acts, "mine", options={"codegen": False})
+    check(acts, "mine", dynamic=True)
+
+
+def test_result_of_an_operator_in_place_is_its_argument(acts: ir.IrOp) -> None:
+    acts.register_impl("mine", inplace=True)(chained)
+    a, b = torch.rand(ROWS, WIDTH), torch.rand(ROWS, WIDTH)
+    with ir.priority(acts="mine"):
+        torch.compile(lambda a, b: acts(a.sin(), b), backend="opweave")(a, b)
+    last = [step for step in opweave.compile.report().passes if step.name == "lower in place"][-1]
+    assert "return (sin,)" in last.after
+
+
+@pytest.fixture
+def calling() -> Iterator[ir.IrOp]:
+    """An op whose in-place implementations, and their functional form, call other ops."""
+    with ir.isolated_registry():
+
+        @ir.register_op
+        def scaled(x: Tensor, by: Tensor) -> Tensor:
+            return x * by
+
+        @scaled.register_impl("empty")
+        def _(x: Tensor, by: Tensor) -> Tensor:
+            return torch.empty_like(x).copy_(x).mul_(by)
+
+        @ir.register_op(allow_inplace=True)
+        def squashed(x: Tensor, shift: float = 0.0) -> Tensor:
+            return x.tanh() + shift
+
+        @squashed.register_impl("inplace", inplace=True)
+        def _(x: Tensor, shift: float = 0.0) -> Tensor:
+            return x.tanh_().add_(shift)
+
+        @ir.register_op(allow_inplace=True)
+        def acts(x: Tensor, by: Tensor) -> Tensor:
+            return (x * by).tanh()
+
+        @acts.register_impl("copies", inplace=True)
+        def _(x: Tensor, by: Tensor) -> Tensor:
+            return x.copy_(scaled(x, by)).tanh_()
+
+        @acts.register_impl("twice", inplace=True)
+        def _(x: Tensor, by: Tensor) -> Tensor:
+            x.copy_(scaled(x, by))
+            kept = squashed(x, 1.0)  # x is read again below: not in its memory
+            x.copy_(squashed(x))
+            return x.add_(kept).sub_(squashed(x, 0.0) * 0 + kept)
+
+        @acts.register_impl("gives_up", inplace=True)
+        def _(x: Tensor, by: Tensor) -> Tensor:
+            return x.copy_(squashed.maybe_inplace(scaled(x, by)))
+
+        def functional(x: Tensor, by: Tensor) -> Tensor:
+            return squashed(scaled(x, by))
+
+        @acts.register_impl("two_forms", inplace=True, functional=functional)
+        def _(x: Tensor, by: Tensor) -> Tensor:
+            return x.mul_(by).copy_(squashed(x))
+
+        scaled.set_default(["empty"])
+        squashed.set_default(["inplace"])
+        yield acts
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("provider", ["copies", "twice", "gives_up", "two_forms"])
+def test_kernels_that_call_ops(calling: ir.IrOp, provider: str) -> None:
+    check(calling, provider, options={"codegen": False})
+    check(calling, provider)
+
+
+def test_kernel_that_calls_its_own_op(acts: ir.IrOp) -> None:
+    @acts.register_impl("mine", inplace=True)
+    def _(x: Tensor, by: Tensor) -> Tensor:
+        return x.copy_(acts(x, by))
+
+    a, b = torch.rand(ROWS, WIDTH), torch.rand(ROWS, WIDTH)
+    with ir.priority(acts="mine"), pytest.raises(Exception, match="'mine' of acts"):
+        torch.compile(lambda a, b: acts(a.sin(), b), backend="opweave")(a, b)
+
+
+@pytest.mark.timeout(300)
+def test_verify_passes_a_kernel_that_calls_an_op() -> None:
+    with ir.isolated_registry():
+
+        @ir.register_op(allow_inplace=True)
+        def acts(x: Tensor) -> Tensor:
+            return x.tanh() * 2
+
+        @ir.register_op
+        def doubled(x: Tensor) -> Tensor:
+            return x * 2
+
+        @acts.register_input_generator
+        def _(num_tokens: int = 4) -> tuple[Tensor, ...]:
+            return (torch.randn(num_tokens, 8),)
+
+        @acts.register_impl("mine", inplace=True)
+        def _(x: Tensor) -> Tensor:
+            return x.tanh_().copy_(doubled(x))
+
+        [subject] = subjects(ops=["acts"], providers=["mine"])
+        result = verify(subject)
+        assert result.status == "passed", result
