@@ -132,6 +132,17 @@ def test_masks_become_impossible_scores() -> None:
     assert torch.equal(both, scores[[0, 2]])
 
 
+def test_masks_of_any_length_mix_in_a_batch() -> None:
+    logits = torch.randn(3, 21)
+    requests = [
+        SamplingRequest(SamplingParams(), 0, allowed=bytes([0b1, 0, 0b10000, 0xFF])),
+        SamplingRequest(SamplingParams(), 0, allowed=bytes([0b110])),
+        SamplingRequest(SamplingParams(), 0, allowed=bytes([0, 0xFF, 0])),
+    ]
+    found = [row.isfinite().nonzero().flatten().tolist() for row in adjusted(logits, requests)]
+    assert found == [[0, 20], [1, 2], list(range(8, 16))]
+
+
 LETTERS = st.text("ab/é1 ", min_size=1, max_size=3).map(re.escape)
 REGEXES = st.recursive(
     LETTERS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,15 +62,27 @@ def _apply_masks(scores: Tensor, requests: Sequence[SamplingRequest]) -> None:
     masks = [(row, r.allowed) for row, r in enumerate(requests) if r.allowed is not None]
     if not masks:
         return
-    packed = torch.frombuffer(bytearray().join(mask for _, mask in masks), dtype=torch.uint8)
-    packed = packed.reshape(len(masks), -1, 1).to(scores.device)
-    bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
-    allowed = ((packed >> bits) & 1).flatten(1)[:, : scores.shape[-1]].bool()
-    rows = [row for row, _ in masks]
-    if len(rows) == len(scores):
-        scores.masked_fill_(~allowed, -torch.inf)
+    width = -(-scores.shape[-1] // 8)  # some masks have bits for tokens that the model does not
+    joined = bytearray().join(mask[:width].ljust(width, b"\0") for _, mask in masks)
+    packed = torch.frombuffer(joined, dtype=torch.uint8)
+    # Adding -inf by table is several times faster than filling where a mask is true.
+    entries = torch.nn.functional.embedding(
+        packed.to(scores.device, torch.int32), _impossible(scores.device)
+    )
+    added = entries.reshape(len(masks), -1)[:, : scores.shape[-1]]
+    if len(masks) == len(scores):
+        scores += added
     else:
-        scores[rows] = scores[rows].masked_fill(~allowed, -torch.inf)
+        rows = torch.tensor([row for row, _ in masks], device=scores.device)
+        scores[rows] += added
+
+
+@cache
+def _impossible(device: torch.device) -> Tensor:
+    """Return what the eight bits of each byte add to scores: 0 where they are set, else -inf."""
+    bytes_, bits = torch.arange(256, device=device), torch.arange(8, device=device)
+    is_set = (bytes_.unsqueeze(-1) >> bits) & 1
+    return torch.zeros(256, 8, device=device).masked_fill_(is_set == 0, -torch.inf)
 
 
 def _repetitions(requests: Sequence[SamplingRequest]) -> Iterator[Entry]:
