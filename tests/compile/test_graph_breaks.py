@@ -99,6 +99,62 @@ def test_the_selected_kernel_runs(
     assert not [w for w in warned if "opweave" in str(w.message)]
 
 
+def in_priority(x: Tensor) -> Tensor:
+    with ir.priority(ROW_BY_ROW):
+        return ir.ops.rms_norm(x * 2, None, 1e-6)
+
+
+def in_set_priority(x: Tensor) -> Tensor:
+    with ir.ops.rms_norm.set_priority(["row_by_row"]):
+        return ir.ops.rms_norm(x * 2, None, 1e-6)
+
+
+def in_require(x: Tensor) -> Tensor:
+    with ir.require("batch_invariant"), ir.priority(ROW_BY_ROW):
+        return ir.ops.rms_norm(x * 2, None, 1e-6)
+
+
+def in_record(x: Tensor) -> Tensor:
+    with ir.record() as record, ir.priority(ROW_BY_ROW):
+        result = ir.ops.rms_norm(x * 2, None, 1e-6)
+    assert record.selected_impls == {"rms_norm": {"row_by_row": 1}}
+    return result
+
+
+SCOPES = [in_priority, in_set_priority, in_require, in_record]
+
+
+@pytest.mark.parametrize("program", SCOPES)
+def test_a_scope_inside_a_compiled_function(program: Callable[[Tensor], Tensor]) -> None:
+    name = program.__name__.removeprefix("in_")
+    with pytest.raises(torch._dynamo.exc.Unsupported) as error:
+        torch.compile(program, backend="eager", fullgraph=True)(X)
+    assert f".{name} inside a compiled function cannot be part of" in str(error.value)
+    torch.compiler.reset()
+    expected = ir.ops.rms_norm.impls["row_by_row"].impl_fn(X * 2, None, 1e-6)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert torch.equal(torch.compile(program, backend="eager")(X), expected)
+    assert not warned
+
+
+def test_an_op_is_first_used_after_a_graph_break(fresh_python: Any) -> None:
+    done = fresh_python("""
+        import torch
+        from opweave import ir
+
+        def program(x):
+            with ir.priority(rms_norm=["native"]):
+                return ir.ops.rms_norm(x, None, 1e-6)
+
+        with torch.no_grad():
+            x = torch.randn(4, 8)
+            found = torch.compile(program, backend="eager")(x)
+            torch.testing.assert_close(found, program(x))
+    """)
+    assert done.stderr == ""
+
+
 def opaque_implementations() -> list[Any]:
     return [
         pytest.param(op, impl, id=f"{op.name}-{impl.provider}")

@@ -29,7 +29,7 @@ from opweave.ir.overloads import CallSite, IrOpInplaceOverload, TracedCallSite
 from opweave.ir.owner import current_owner
 from opweave.ir.priority import NATIVE, Entries, parse
 from opweave.ir.schema import Schema, check_same
-from opweave.ir.scope import Scope, current_scope, entered
+from opweave.ir.scope import op_priority
 from opweave.ir.selection import needs_gradient, policy_for, select_here
 from opweave.ir.site import caller_site
 from opweave.ir.tolerance import Tolerance
@@ -232,9 +232,7 @@ class IrOp(Callee):
 
     def set_priority(self, providers: Sequence[str]) -> AbstractContextManager[None]:
         """Prefer *providers* inside a ``with`` block; see :func:`opweave.ir.priority`."""
-        entries = parse(providers, f"scope {self.name}.set_priority(...)")
-        self.check_providers(entries)
-        return entered(Scope(current_scope(), priorities={self: entries}))
+        return op_priority(self, providers)
 
     def using(self, *providers: str) -> CallSite:
         """Return the op with *providers* in front of every other priority, for one call site.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opweave.ir.explain import Explanation, explained
-from opweave.ir.scope import Scope, current_scope, entered
+from opweave.ir.scope import Scope, current_scope, entered, left_to_python
 from opweave.ir.selection import Selection
 
 
@@ -49,3 +49,6 @@ def record() -> Iterator[Record]:
     log = Record()
     with entered(Scope(current_scope(), recorder=log.add)):
         yield log
+
+
+left_to_python("ir.record", record)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from opweave.ir import compat
 from opweave.ir.errors import SettingError
 from opweave.ir.priority import Entries, parse
 from opweave.ir.traits import check_traits
@@ -88,6 +91,15 @@ def priority(
 
 
 @contextmanager
+def op_priority(op: IrOp, providers: Sequence[str]) -> Iterator[None]:
+    """Prefer *providers* for one op inside the block; see :meth:`IrOp.set_priority`."""
+    entries = parse(providers, f"scope {op.name}.set_priority(...)")
+    op.check_providers(entries)
+    with entered(Scope(current_scope(), priorities={op: entries})):
+        yield
+
+
+@contextmanager
 def require(*traits: str) -> Iterator[None]:
     """Admit only implementations with all of *traits* inside the block.
 
@@ -99,3 +111,31 @@ def require(*traits: str) -> Iterator[None]:
     required = dict.fromkeys(sorted(check_traits(traits)), "scope ir.require(...)")
     with entered(Scope(current_scope(), required=required)):
         yield
+
+
+def left_to_python(what: str, enter: Callable[..., Any]) -> None:
+    """Let Dynamo break the graph, with a message of ours, where a compiled function enters a scope.
+
+    The selection belongs to the call of the compiled function: it is compiled for the scope that it
+    is called in. After the break, Python runs the block.
+
+    Args:
+        what: how programs write it.
+        enter: the function.
+    """
+    message = (
+        f"{what} inside a compiled function cannot be part of its graph. Enter it around the call "
+        "of the compiled function, or name the provider at the call: op.using('provider')(...)."
+    )
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        torch._dynamo.graph_break(msg=message)
+
+    compat.trace_instead(enter, traced)
+    compat.run_untraced(getattr(enter, "__wrapped__", enter))  # of contextmanager
+
+
+compat.run_untraced(getattr(entered, "__wrapped__"))  # noqa: B009 (not to be typed)
+left_to_python("ir.priority", priority)
+left_to_python("op.set_priority", op_priority)
+left_to_python("ir.require", require)
