@@ -34,6 +34,8 @@ def print_report(report: Report) -> None:
     _print_fusions(report)
     _print_passes(report)
     out.print(_summary(report), markup=False)
+    for remark in report.remarks:
+        out.print(f"[yellow]{escape(remark)}[/]")
 
 
 def _print_calls(report: Report) -> None:

@@ -18,12 +18,15 @@ from opweave.compile.compiled import (
 )
 from opweave.compile.context import Context
 from opweave.compile.errors import CompileError
+from opweave.compile.log import logger
 from opweave.compile.lower import run_lowered
 from opweave.compile.nodes import all_graphs, ir_calls
 from opweave.compile.options import CompileOptions
 from opweave.compile.plan import Plan
+from opweave.compile.report import Report
 
 _undo: list[Callable[[], None]] = []
+_logged = False  # that a graph has no ops, once in a process
 
 
 def backend(
@@ -55,6 +58,7 @@ def backend(
     if not parsed.codegen:
         return CompiledGraph(graph_module, example_inputs, parsed, run_lowered)
     if not _has_ops(graph_module):
+        _report_no_ops()
         return compat.compile_fx(graph_module, example_inputs, parsed.inductor)
     return CompiledGraph(graph_module, example_inputs, parsed)
 
@@ -102,6 +106,15 @@ def uninstall() -> None:
     """Undo :func:`install`."""
     while _undo:
         _undo.pop()()
+
+
+def _report_no_ops() -> None:
+    global _logged
+    report = Report(complete=True)
+    remember(ReportLog([report], report))
+    if not _logged:
+        _logged = True
+        logger.warning("%s", *report.remarks)
 
 
 def _has_ops(graph_module: GraphModule) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Self
 
+WITH_GRADIENTS = "with gradients"  # the stage of calls that autograd records
+
 
 @dataclass
 class Refusal:
@@ -162,6 +164,24 @@ class Report:
     collectives: dict[str, int] = field(default_factory=dict)
 
     @property
+    def remarks(self) -> list[str]:
+        """What a reader should know about the graph as a whole, a sentence each."""
+        found = []
+        if self.complete and not self.nodes:
+            found.append(
+                "0 opweave ops in this graph: it calls none, so Inductor compiles it alone. Write "
+                "the model with opweave.ir.ops or opweave.layers"
+            )
+        differentiated = sum(node.stage == WITH_GRADIENTS for node in self.nodes)
+        if differentiated:
+            found.append(
+                f"{differentiated} of {len(self.nodes)} calls run differentiable implementations, "
+                "usually native, because gradients are on: for inference, compile under "
+                "torch.no_grad() or torch.inference_mode()"
+            )
+        return found
+
+    @property
     def selected_impls(self) -> dict[str, dict[str, str]]:
         """The provider of each node by op: ``{"rms_norm": {"rms_norm_default": "native"}}``."""
         result: dict[str, dict[str, str]] = {}
@@ -245,6 +265,7 @@ class Report:
             return
         where = "from the cache" if self.from_cache else f"{self.seconds * 1e3:.0f} ms in passes"
         yield f"{len(self.nodes)} calls of ops, {self.traces} traces, {where}"
+        yield from self.remarks
         for node in self.nodes:
             fused = f"  (fused from {', '.join(node.fused_from)})" if node.fused_from else ""
             yield f"{node.op} [{node.node}] → {node.chosen}{fused}"

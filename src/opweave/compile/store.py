@@ -22,10 +22,9 @@ from opweave.compile import compat, fingerprint
 from opweave.compile.context import Context
 from opweave.compile.log import logger
 from opweave.compile.nodes import all_graphs, fake_of, has_fakes
-from opweave.compile.passes.gradients import STAGE as GRADIENTS
 from opweave.compile.pipeline import Stage, graph_text
 from opweave.compile.plan import Plan
-from opweave.compile.report import Report
+from opweave.compile.report import WITH_GRADIENTS, Report
 
 
 def key_of(
@@ -77,8 +76,8 @@ def settle(context: Context) -> None:
 
 def _complete(report: Report, filed: Report) -> None:
     """Add to *report*, which has the dynamo stage, the later stages of the *filed* one."""
-    nodes = [n for n in report.nodes if n.stage == GRADIENTS]
-    nodes += [n for n in filed.nodes if n.stage != GRADIENTS]
+    nodes = [n for n in report.nodes if n.stage == WITH_GRADIENTS]
+    nodes += [n for n in filed.nodes if n.stage != WITH_GRADIENTS]
     passes = [p for p in report.passes if p.stage == Stage.DYNAMO.value]
     passes += [p for p in filed.passes if p.stage != Stage.DYNAMO.value]
     own = {"key": report.key, "from_cache": True, "nodes": nodes, "passes": passes}

@@ -23,6 +23,7 @@ from opweave.ir.codegen import (
     run_donating,
 )
 from opweave.ir.donation import poison_unused
+from opweave.ir.gradients import warn_of_fallback
 from opweave.ir.priority import Entries
 from opweave.ir.results import check_result
 from opweave.ir.schema import check_types
@@ -168,6 +169,7 @@ class Path:
         differentiable = self.kind is not Kind.KERNEL and needs_gradient(values)
         policy = policy_for(self.op, self.call_site, differentiable=differentiable)
         selection = select_here(self.op, values, policy)
+        warn_of_fallback(selection)
         scope = current_scope()
         for recorder in scope.recorders if scope else ():
             recorder(selection, values)

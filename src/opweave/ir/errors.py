@@ -81,6 +81,10 @@ class UnknownOpWarning(UserWarning):
     """A setting names an op that nobody has declared yet."""
 
 
+class GradientFallbackWarning(UserWarning):
+    """A kernel was passed over because gradients are needed and it is not differentiable."""
+
+
 class SettingWarning(UserWarning):
     """A setting cannot be followed, or means nothing, and nothing follows from it."""
 

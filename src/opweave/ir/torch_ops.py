@@ -27,6 +27,7 @@ import torch
 from opweave.ir import compat
 from opweave.ir.autocast import entered
 from opweave.ir.codegen import functional
+from opweave.ir.gradients import warn_of_fallback
 from opweave.ir.names import ANNOTATED_SUFFIX
 from opweave.ir.priority import Entries, parse
 from opweave.ir.scope import current_scope
@@ -118,9 +119,10 @@ class TorchOps:
         using = kwargs.get("using", "") if annotated else ""
         policy = policy_for(self.op, call_site(using), differentiable=True)
         with entered(kwargs.get("autocast", "") if annotated else ""):
-            impl = select_here(self.op, values, policy).impl
-            with impl.noting():
-                return functional(impl)(*args, **own)
+            selection = select_here(self.op, values, policy)
+            warn_of_fallback(selection)
+            with selection.impl.noting():
+                return functional(selection.impl)(*args, **own)
 
     def _batched(self, *args: Any, using: str = "", **kwargs: Any) -> Any:
         policy = policy_for(self.op, call_site(using))

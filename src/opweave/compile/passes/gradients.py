@@ -11,9 +11,8 @@ from torch.fx import Graph
 
 from opweave.compile.context import Context
 from opweave.compile.nodes import IrCall, ir_calls, tensors_of
+from opweave.compile.report import WITH_GRADIENTS
 from opweave.ir.selection import native_for, policy_for, select
-
-STAGE = "with gradients"
 
 
 def note_gradients(graph: Graph, context: Context) -> None:
@@ -21,7 +20,9 @@ def note_gradients(graph: Graph, context: Context) -> None:
     for call in filter(_is_differentiated, ir_calls(graph)):
         policy = policy_for(call.op, call.call_site, differentiable=True)
         selection = select(call.op, call.fakes, policy)
-        context.describe(call, native_for(selection) if call.autocast else selection, STAGE)
+        context.describe(
+            call, native_for(selection) if call.autocast else selection, WITH_GRADIENTS
+        )
 
 
 def _is_differentiated(call: IrCall) -> bool:

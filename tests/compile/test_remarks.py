@@ -1,0 +1,82 @@
+"""What reports and warnings say of graphs without ops, and of gradients that nobody asked for."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opweave.compile
+from opweave import ir
+from opweave.ir import gradients
+from opweave.ir.errors import GradientFallbackWarning
+
+BACKEND = "opweave.compile.backend"
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "_warned", False)
+    monkeypatch.setattr(sys.modules[BACKEND], "_logged", False)
+
+
+def test_a_model_without_ops(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "opweave"):
+        for size in (4, 8):
+            torch.compile(nn.Linear(size, size), backend="opweave")(torch.ones(2, size))
+    report = opweave.compile.report()
+    assert report.complete
+    assert "0 opweave ops in this graph: it calls none" in str(report)
+    assert caplog.text.count("0 opweave ops") == 1
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ir.ops.silu_and_mul(ir.ops.rms_norm(x, self.weight, 1e-6))
+
+
+def eager(model: nn.Module) -> Callable[..., Any]:
+    return model
+
+
+def compiled(model: nn.Module) -> Callable[..., Any]:
+    found: Any = torch.compile(model, backend="opweave", options={"codegen": False})
+    return found
+
+
+@pytest.mark.parametrize("prepare", [eager, compiled])
+def test_gradients_that_keep_kernels_from_running_are_said_once(
+    prepare: Callable[[nn.Module], Callable[..., Any]],
+) -> None:
+    run, x = prepare(Block()), torch.randn(4, 8)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with torch.no_grad():
+            run(x)
+        assert not warned
+        with torch.enable_grad():
+            run(x)
+            run(x)
+    (only,) = [w for w in warned if w.category is GradientFallbackWarning]
+    assert "rms_norm runs native instead of opweave_c" in str(only.message)
+    assert "torch.no_grad() or torch.inference_mode()" in str(only.message)
+
+
+def test_the_report_says_that_gradients_are_on() -> None:
+    with torch.enable_grad():
+        compiled(Block())(torch.randn(4, 8))
+    remark = "2 of 2 calls run differentiable implementations, usually native, because gradients"
+    assert remark in str(opweave.compile.report())
+    torch.compiler.reset()
+    compiled(Block())(torch.randn(4, 8))
+    assert opweave.compile.report().remarks == []
