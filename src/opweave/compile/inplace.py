@@ -15,13 +15,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opweave.compile import compat
 from opweave.compile.nodes import fake_of
 from opweave.compile.relocation import same_layout
+
+_Op = torch._ops.OpOverload
 
 
 class WithoutOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -33,7 +34,7 @@ class WithoutOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         given = dict(kwargs or {})
-        found = _without_out(function) if isinstance(function, OpOverload) else None
+        found = _without_out(function) if isinstance(function, _Op) else None
         if found is None:
             return function(*args, **given)
         functional, names = found
@@ -48,7 +49,9 @@ class WithoutOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @cache
-def _without_out(target: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | None:
+def _without_out(
+    target: _Op,
+) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
     """Return the functional variant of an ``out=`` variant, and the names of what that writes."""
     arguments = target._schema.arguments
     names = tuple(argument.name for argument in arguments if argument.is_out)
@@ -72,7 +75,7 @@ def read_written_arguments(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or not compat.is_mutable(node.target):
             continue
-        target = cast("OpOverload", node.target)
+        target = cast("_Op", node.target)
         written = _written_results(node, target)
         if len(target._schema.returns) == 1:
             _replace(node, written.get(0))
@@ -89,7 +92,7 @@ def _replace(result: Node, argument: Node | None) -> None:
     result.replace_all_uses_with(argument)
 
 
-def _written_results(node: Node, target: OpOverload) -> dict[int, Node]:
+def _written_results(node: Node, target: _Op) -> dict[int, Node]:
     """Return the argument that each result of *node* is, by position."""
     arguments, returns = target._schema.arguments, target._schema.returns
     given = dict(zip((argument.name for argument in arguments), node.args, strict=False))
