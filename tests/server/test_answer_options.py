@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from torch import Tensor
 
+from opweave.config import EngineConfig
 from opweave.engine import LLM, AsyncEngine, SamplingParams
 from opweave.server import ServerConfig
 from server.conftest import TEMPLATE, Running, running
@@ -250,6 +253,17 @@ def test_a_request_that_leaves_no_token_is_the_clients_mistake(real: Running) ->
     answer = real.post(COMPLETIONS, body)
     assert answer.status_code == 400
     assert "No token is left" in answer.json()["error"]["message"]
+
+
+def test_words_need_a_tokenizer(tmp_path: Path) -> None:
+    shutil.copy(CHECKPOINT / "config.json", tmp_path)
+    engine: Any = AsyncEngine(tmp_path, config=EngineConfig(load_format="dummy"))
+    with running(engine) as server:
+        body = {"prompt": [5, 6], "max_tokens": 2}
+        assert server.post(COMPLETIONS, body).status_code == 200
+        answer = server.post(COMPLETIONS, {**body, "bad_words": ["x"]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_tokenizer")
+    engine.shutdown()
 
 
 @both

@@ -65,6 +65,8 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         ),
         (COMPLETIONS, {"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs", "at least 0"),
         (COMPLETIONS, {"prompt": "x", "bad_words": "y"}, "bad_words", "valid list"),
+        (COMPLETIONS, {"prompt": "x", "bad_words": ["y"] * 257}, "bad_words", "256"),
+        (COMPLETIONS, {"prompt": "x", "bad_words": ["y" * 257]}, "bad_words", "256"),
         (COMPLETIONS, {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids", "empty"),
         (
             COMPLETIONS,

@@ -24,8 +24,8 @@ def adjusted(logits: Tensor, requests: Sequence[SamplingRequest]) -> Tensor:
        multiplies negative ones (Keskar et al. 2019, arXiv:1909.05858, eq. 4).
     2. Presence and frequency penalties are subtracted, as OpenAI's API defines them.
     3. The bias is added.
-    4. Tokens that are forbidden at this place, or that a grammar does not allow, become
-       impossible.
+    4. Tokens that are forbidden at this place, or that ``allowed_token_ids`` or a grammar do not
+       allow, become impossible.
 
     Args:
         logits: ``(rows, vocabulary)``, floating point; not changed.

@@ -9,7 +9,12 @@ from http import HTTPStatus
 
 from starlette.requests import Request
 
-from opweave.engine import EngineDeadError, EngineError, NonFiniteLogitsError
+from opweave.engine import (
+    EngineDeadError,
+    EngineError,
+    NonFiniteLogitsError,
+    TokenizerError,
+)
 from opweave.ir.errors import OpweaveError
 
 _log = logging.getLogger(__name__)
@@ -102,6 +107,15 @@ def too_large(limit: int) -> ApiError:
     )
 
 
+def no_tokenizer() -> ApiError:
+    """Return the error of a request with a text where there is no tokenizer."""
+    return ApiError(
+        "The server has no tokenizer, since the model's directory has none: send token ids "
+        "instead of text.",
+        code="no_tokenizer",
+    )
+
+
 def not_arrived(seconds: float) -> ApiError:
     """Return the error of a request that did not arrive within *seconds*."""
     return ApiError(
@@ -133,6 +147,8 @@ def engine_error(error: Exception) -> ApiError | None:
     """Return what a client learns of an error of the engine that is about its request."""
     if isinstance(error, EngineError) and isinstance(error, ValueError):
         return ApiError(str(error), param=getattr(error, "parameter", None))
+    if isinstance(error, TokenizerError):
+        return no_tokenizer()
     if isinstance(error, NonFiniteLogitsError):
         return ApiError(str(error), status=500, code="non_finite_logits")
     return None

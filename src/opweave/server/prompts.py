@@ -13,7 +13,7 @@ from fastapi import Request
 from opweave.engine import ChatTemplate, SamplingParams, Tokenizer, TokenizerError
 from opweave.engine.tokenizer import Side
 from opweave.server.deadline import Deadline
-from opweave.server.errors import ApiError
+from opweave.server.errors import ApiError, no_tokenizer
 from opweave.server.protocol.base import Input, for_header
 from opweave.server.protocol.chat import Conversation
 from opweave.server.state import ServerState
@@ -184,11 +184,7 @@ async def tokenize_all(
     try:
         return await _reading(server, encode, sum(map(len, texts)))
     except TokenizerError as error:
-        raise ApiError(
-            "The server has no tokenizer, since the model's directory has none: send token ids "
-            "instead of text.",
-            code="no_tokenizer",
-        ) from error
+        raise no_tokenizer() from error
 
 
 async def detokenize(ids: Sequence[int], server: ServerState, *, param: str) -> str:

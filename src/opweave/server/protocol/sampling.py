@@ -15,6 +15,7 @@ from opweave.server.protocol.base import Fields, Int, Text, TokenIds
 from opweave.server.protocol.structured import FormFields
 
 _MAX_STOPS = 64
+_MAX_WORDS, _LONGEST = 256, 256  # words and their characters: they are tokenized at once
 _SAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos",
@@ -69,7 +70,10 @@ class SamplingFields(FormFields):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: list[Text] | None = None
+    bad_words: (
+        Annotated[list[Annotated[Text, Field(max_length=_LONGEST)]], Field(max_length=_MAX_WORDS)]
+        | None
+    ) = None
     truncate_prompt_tokens: Int | None = None
     add_special_tokens: bool | None = None
     prompt_logprobs: Int | None = None

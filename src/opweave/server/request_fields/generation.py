@@ -39,7 +39,10 @@ SAMPLING = (
     ),
     supported("include_stop_str_in_output", "The text ends with the stop string or token."),
     supported("allowed_token_ids", "Choose among these tokens only."),
-    supported("bad_words", "The token that would complete one of these texts is not chosen."),
+    supported(
+        "bad_words",
+        "The token that would complete one of these texts is not chosen; others can spell it.",
+    ),
     refused("use_beam_search", _NO_BEAMS, off=(False,)),
     refused("length_penalty", _NO_BEAMS, off=(1,)),
     refused("early_stopping", _NO_BEAMS, off=(False,)),
