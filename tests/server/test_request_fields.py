@@ -78,6 +78,13 @@ VLLM: dict[str, set[str]] = {
         *_VLLM_CONVERSATION, "truncate_prompt_tokens", "truncation_side", "padding", "request_id",
         "priority", "cache_salt", "normalize", "use_activation", "embed_dtype", "endianness",
     },
+    "responses": {
+        "logit_bias", "top_k", "skip_special_tokens", "request_id", "mm_processor_kwargs",
+        "priority", "cache_salt", "enable_response_messages", "previous_input_messages",
+        "repetition_penalty", "seed", "stop", "ignore_eos", "structured_outputs", "vllm_xargs",
+        "kv_transfer_params", "include_stop_str_in_output", "presence_penalty",
+        "frequency_penalty",
+    },
     "tokenize": {*_VLLM_CONVERSATION, "prompt", "return_token_strs", "tools"},
     "detokenize": {"tokens"},
 }  # fmt: skip

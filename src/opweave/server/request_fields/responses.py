@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from opweave.server.request_fields.row import harmless, refused, supported
 
+_CHAT = "Use /v1/chat/completions."
 _NOT_STORED = "Nothing is stored; send the whole conversation as input."
 
 RESPONSES = (
@@ -25,9 +26,32 @@ RESPONSES = (
     supported("tool_choice", "none, auto, required, or the function to call.", is_open=True),
     supported("parallel_tool_calls", "Whether there may be several calls; true by default."),
     supported("metadata", "Returned in the response.", is_open=True),
-    refused("top_logprobs", "Use /v1/chat/completions.", off=(0,)),
+    refused("top_logprobs", _CHAT, off=(0,)),
     refused("include", "There is nothing to include.", off=([],)),
     refused("reasoning", "Use chat_template_kwargs of /v1/chat/completions.", off=({},)),
+    refused("top_k", _CHAT, off=(0, -1)),
+    refused("min_p", _CHAT, off=(0,)),
+    refused("repetition_penalty", _CHAT, off=(1,)),
+    refused("presence_penalty", _CHAT, off=(0,)),
+    refused("frequency_penalty", _CHAT, off=(0,)),
+    refused("logit_bias", _CHAT, off=({},)),
+    refused("seed", _CHAT),
+    refused("stop", _CHAT, off=([],)),
+    refused("skip_special_tokens", _CHAT, off=(True,)),
+    refused("include_stop_str_in_output", _CHAT, off=(False,)),
+    refused("ignore_eos", _CHAT, off=(False,)),
+    refused("structured_outputs", "Use text.format."),
+    refused("request_id", "Responses have ids of the server's."),
+    refused("priority", _CHAT, off=(0,)),
+    refused(
+        "cache_salt",
+        "Requests share the prefix cache; start the server with --no-prefix-caching.",
+    ),
+    refused("mm_processor_kwargs", "The model takes text only.", off=({},)),
+    refused("vllm_xargs", "There are no such extensions.", off=({},)),
+    refused("kv_transfer_params", "There is no disaggregated serving.", off=({},)),
+    refused("previous_input_messages", _NOT_STORED, off=([],)),
+    refused("enable_response_messages", "Messages are not returned.", off=(False,)),
     refused("max_tool_calls", "The server calls no tools."),
     refused("truncation", "Shorten the input.", off=("disabled",)),
     refused("background", _NOT_STORED, off=(False,)),
