@@ -79,3 +79,13 @@ def test_tokens_of_an_answer(
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert output.prompt_token_ids == ids
     assert output.outputs[0].token_ids == continued(model, ids)
+
+
+def test_tokens_that_continue_an_answer(llm: LLM, theirs: tuple[Any, Any]) -> None:
+    tokenizer, model = theirs
+    messages = [*CHATS[0], {"role": "assistant", "content": "The capital of France is"}]
+    (output,) = llm.chat(messages, GREEDY, continue_final_message=True)
+    ids = tokenizer.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+    assert output.prompt_token_ids == ids
+    assert output.outputs[0].token_ids == continued(model, ids)
+    assert output.outputs[0].text.startswith(" Paris")
