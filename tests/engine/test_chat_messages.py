@@ -195,6 +195,13 @@ def test_malformed_calls_name_the_field(template: str, message: Any, named: str)
     assert str(raised.value).startswith("messages.1.")
 
 
+def test_errors_quote_long_values_in_part() -> None:
+    for message in (call("x" * 10**6), {"role": "user", "content": [{"text": [1] * 10**6}]}):
+        with pytest.raises(PromptError) as raised:
+            ours(of.QWEN3, [message])
+        assert len(str(raised.value)) < 400
+
+
 # --- Content ---
 
 

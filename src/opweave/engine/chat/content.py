@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from opweave.engine.chat.plain import shown
 from opweave.engine.errors import PromptError
 
 # The types of parts that are text, and the key that holds it.
@@ -56,7 +57,7 @@ def texts_of(content: object, path: str) -> str | list[str]:
         return str(content)
     if not isinstance(content, list | tuple):
         raise PromptError(
-            f"{path} is {content!r}; it must be a string, a list of text parts, or null.",
+            f"{path} is {shown(content)}; it must be a string, a list of text parts, or null.",
             "messages",
         )
     return [_text(part, f"{path}.{index}") for index, part in enumerate(content)] or ""
@@ -79,16 +80,18 @@ def _text(part: object, path: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise PromptError(f"{path} is {part!r}; a part must be an object or a string.", "messages")
+        raise PromptError(
+            f"{path} is {shown(part)}; a part must be an object or a string.", "messages"
+        )
     kind = part.get("type", "text")
     if (key := _TEXT_KEYS.get(kind) if isinstance(kind, str) else None) is None:
         raise PromptError(
-            f"{path}: a part of type {kind!r} is not supported; the model takes parts of type "
+            f"{path}: a part of type {shown(kind)} is not supported; the model takes parts of type "
             "'text'.",
             "messages",
         )
     if (text := part.get(key)) is None:
-        raise PromptError(f"{path}: a part of type {kind!r} needs {key!r}.", "messages")
+        raise PromptError(f"{path}: a part of type {shown(kind)} needs {key!r}.", "messages")
     if not isinstance(text, str):
-        raise PromptError(f"{path}.{key} is {text!r}; it must be a string.", "messages")
+        raise PromptError(f"{path}.{key} is {shown(text)}; it must be a string.", "messages")
     return text

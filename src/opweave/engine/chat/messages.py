@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opweave.engine.chat.content import TextParts, in_shape, texts_of
+from opweave.engine.chat.plain import shown
 from opweave.engine.chat.tool_calls import tool_calls
 from opweave.engine.chat.traits import Traits
 from opweave.engine.errors import ChatTemplateError, PromptError
@@ -78,8 +79,8 @@ def _message(message: Message, path: str, traits: Traits) -> dict[str, Any]:
 def _role(role: object, path: str, traits: Traits) -> str:
     if not isinstance(role, str) or role not in traits.strings.union(_ROLES) - {""}:
         raise PromptError(
-            f"{path}.role is {role!r}, which is not a role that the chat template knows; use one "
-            f"of {', '.join(_ROLES)}.",
+            f"{path}.role is {shown(role)}, which is not a role that the chat template knows; use "
+            f"one of {', '.join(_ROLES)}.",
             "messages",
         )
     if role == "developer" and not traits.mentions(role):

@@ -1,8 +1,12 @@
-"""Objects of client libraries, as plain values."""
+"""Values that clients send: as plain objects, and in error messages."""
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 100
 
 
 def as_mapping(value: Any) -> Any:
@@ -13,3 +17,8 @@ def as_mapping(value: Any) -> Any:
     """
     dump = getattr(value, "model_dump", None)
     return dump() if callable(dump) else value
+
+
+def shown(value: object) -> str:
+    """Return *value* as an error message quotes it, shortened."""
+    return _short.repr(value)

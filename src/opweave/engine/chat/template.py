@@ -10,6 +10,7 @@ from typing import Any
 from opweave.engine.chat.files import DEFAULT, read_template, sources_of
 from opweave.engine.chat.jinja import compile_template
 from opweave.engine.chat.messages import Message, for_template, with_mark
+from opweave.engine.chat.plain import shown
 from opweave.engine.chat.traits import Traits
 from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.dependencies import require
@@ -192,14 +193,14 @@ def _check_lists(**given: object) -> None:
         if not isinstance(entries, list | tuple) or not all(
             isinstance(each, Mapping) for each in entries
         ):
-            raise InvalidArgumentError(f"{name}={value!r} must be a list of dicts.", name)
+            raise InvalidArgumentError(f"{name}={shown(value)} must be a list of dicts.", name)
 
 
 def _check_flags(begins: bool | None, continues: bool | None) -> None:
     flags = {"add_generation_prompt": begins, "continue_final_message": continues}
     for name, flag in flags.items():
         if flag not in (None, True, False):
-            raise InvalidArgumentError(f"{name}={flag!r} must be True or False.", name)
+            raise InvalidArgumentError(f"{name}={shown(flag)} must be True or False.", name)
     if begins and continues:
         raise InvalidArgumentError(
             "continue_final_message=True continues the last message, and "

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from opweave.engine.chat.plain import as_mapping
+from opweave.engine.chat.plain import as_mapping, shown
 from opweave.engine.errors import PromptError
 
 _EXAMPLE = """it must be a JSON object such as '{"x": 1}'."""
@@ -26,19 +26,21 @@ def tool_calls(calls: object, path: str, *, as_text: bool) -> list[dict[str, Any
         PromptError: a call has no function, or its arguments are not an object.
     """
     if not isinstance(calls, list | tuple):
-        raise PromptError(f"{path} is {calls!r}; it must be a list.", "messages")
+        raise PromptError(f"{path} is {shown(calls)}; it must be a list.", "messages")
     return [_call(call, f"{path}.{index}", as_text) for index, call in enumerate(calls)]
 
 
 def _call(call: object, path: str, as_text: bool) -> dict[str, Any]:
     call = as_mapping(call)
     if not isinstance(call, Mapping):
-        raise PromptError(f"{path} is {call!r}; it must be an object.", "messages")
+        raise PromptError(f"{path} is {shown(call)}; it must be an object.", "messages")
     given = {name: value for name, value in call.items() if value is not None}
     if "function" not in given:
         return _function(given, path, as_text)
     if not isinstance(function := as_mapping(given["function"]), Mapping):
-        raise PromptError(f"{path}.function is {function!r}; it must be an object.", "messages")
+        raise PromptError(
+            f"{path}.function is {shown(function)}; it must be an object.", "messages"
+        )
     return {**given, "function": _function(function, f"{path}.function", as_text)}
 
 
@@ -61,13 +63,13 @@ def _object(arguments: object, path: str) -> Mapping[str, Any]:
             value = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError) as error:
             raise PromptError(
-                f"{path} is {arguments!r}, which is not valid JSON ({error}); {_EXAMPLE}",
+                f"{path} is {shown(arguments)}, which is not valid JSON ({error}); {_EXAMPLE}",
                 "messages",
             ) from error
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise PromptError(f"{path} is {arguments!r}; {_EXAMPLE}", "messages")
+        raise PromptError(f"{path} is {shown(arguments)}; {_EXAMPLE}", "messages")
     return value
 
 
