@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerC
 from opweave.engine import (
     LLM,
     AsyncEngine,
+    EngineError,
     SamplingParams,
     SamplingParamsError,
     StructuredOutputsParams,
@@ -124,6 +126,30 @@ def test_min_tokens_hold_while_the_grammar_can_go_on(llm: LLM) -> None:
     only = llm.tokenizer.encode("a", add_special_tokens=False)
     params = form(regex="a{3}", stop_token_ids=only, min_tokens=2)
     assert llm.generate("x", params)[0].outputs[0].finish_reason == "stop"
+
+
+def test_other_restrictions_hold_too(llm: LLM) -> None:
+    (a,) = llm.tokenizer.encode("a", add_special_tokens=False)
+    eos = sorted(llm.tokenizer.eos_token_ids)
+    params = form(regex="[ab]{6}", allowed_token_ids=[a, *eos])
+    assert llm.generate("x", params)[0].outputs[0].text == "aaaaaa"
+    params = form(regex="[ab]{6}", bad_words=["a"])
+    (answer,) = llm.generate("x", params)[0].outputs
+    assert a not in answer.token_ids
+    assert re.fullmatch("[ab]{6}", answer.text)
+    with pytest.raises(EngineError, match="No token is left to choose"):
+        llm.generate("x", form(regex="b{6}", allowed_token_ids=[a, *eos]))
+
+
+def test_a_vocabulary_that_fills_no_word(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(CHECKPOINT, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "vocab_size": 2011}))
+    llm = LLM(path, config=EngineConfig(load_format="dummy"))  # its tokenizer has more tokens
+    params = [form(regex="[ab]{6}"), form(regex="[ab]{6}", allowed_token_ids=[*range(3, 2011)])]
+    for output in llm.generate(["x", "y"], params):
+        assert re.fullmatch("[ab]{6}", output.outputs[0].text)
 
 
 def test_stop_strings_end_it_as_any_answer(llm: LLM) -> None:

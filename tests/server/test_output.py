@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import chat_templates
+from opweave.engine import ChatTemplate
 from opweave.server.output import (
     AnswerParser,
     ArgumentsDelta,
@@ -236,4 +238,36 @@ def test_an_unknown_format_of_calls_is_logged(caplog: pytest.LogCaptureFixture) 
     assert "--tool-call-parser" in caplog.text
     caplog.clear()
     OutputStyle.of("{{ messages }}", "auto", "auto")
+    OutputStyle.of("{{ tools }}<tool_call>", "auto", "auto")
     assert not caplog.text
+    OutputStyle.of("{{ tools }}<tool_call><function=", "auto", "auto")
+    assert "--tool-call-parser" in caplog.text
+
+
+@pytest.mark.parametrize("source", ["LLAMA3", "QWEN3", "HERMES"])
+def test_calls_are_read_as_the_template_writes_them(source: str) -> None:
+    template = ChatTemplate(getattr(chat_templates, source), "a test", {})
+    style = OutputStyle.of(template.source, "auto", "auto")
+    calls = [["get_weather", {"city": "Rome", "days": [1, 2]}], ["add", {}]]
+    calls = calls[:1] if source == "LLAMA3" else calls  # whose template takes one
+    user = {"role": "user", "content": "Weather?"}
+    turn = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": name, "arguments": given}}
+            for name, given in calls
+        ],
+    }
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    prompt = template.render([user], tools=tools)
+    text = template.render([user, turn], tools=tools, add_generation_prompt=False)
+    assert text.startswith(prompt)
+    answer = text[len(prompt) :].rpartition("<|")[0]  # without the end-of-text token
+    content, reasoning, found = parsed(answer, style.calls, has_reasoning=style.has_reasoning)
+    assert (content, reasoning) == ("", "")
+    assert [[name, json.loads(given)] for name, given in found] == calls
+    # And a call that the grammar enforces begins as the template begins it.
+    assert style.calls is not None
+    layout = style.calls.layout(template.source)
+    assert answer.startswith(layout.opening + layout.head("get_weather"))

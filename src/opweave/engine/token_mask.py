@@ -20,4 +20,6 @@ def intersection(one: bytes | None, two: bytes | None) -> bytes | None:
     """Return the tokens that both masks have; None has all tokens."""
     if one is None or two is None:
         return two if one is None else one
-    return (np.frombuffer(one, np.uint8) & np.frombuffer(two, np.uint8)).tobytes()
+    width = min(len(one), len(two))  # a tokenizer may have tokens that its model does not
+    found = np.frombuffer(one, np.uint8, width) & np.frombuffer(two, np.uint8, width)
+    return found.tobytes()

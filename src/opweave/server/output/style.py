@@ -29,6 +29,8 @@ _MARKS = {
     LlamaJson.opener: LlamaJson,
     '"parameters": ': LlamaJson,
 }
+# Calls that are not JSON, though between the marks of Hermes.
+_UNKNOWN = ("<function=", "<arg_key>")
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,11 @@ class OutputStyle:
 
 def _detected(template: str) -> type[CallFormat]:
     found = next((kind for mark, kind in _MARKS.items() if mark in template), None)
-    if found is None and "tools" in template:
+    is_known = found is not None and not any(mark in template for mark in _UNKNOWN)
+    if not is_known and "tools" in template:
         _log.warning(
-            "the chat template does not show in which format the model writes tool calls: assuming "
-            "hermes (<tool_call>); choose with --tool-call-parser"
+            "the format in which the model writes tool calls is not known from its chat template; "
+            "assuming hermes (<tool_call> with JSON): calls in another format stay text, unless "
+            "tool_choice requires one. Choose with --tool-call-parser"
         )
     return found or Hermes
