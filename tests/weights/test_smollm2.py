@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from opweave.engine import LLM, SamplingParams
+from opweave.engine import LLM, SamplingParams, StructuredOutputsParams
 from weights.trained_models import smollm2
 
 PROMPTS = [
@@ -89,3 +91,24 @@ def test_tokens_that_continue_an_answer(llm: LLM, theirs: tuple[Any, Any]) -> No
     assert output.prompt_token_ids == ids
     assert output.outputs[0].token_ids == continued(model, ids)
     assert output.outputs[0].text.startswith(" Paris")
+
+
+def test_answers_have_the_form_that_is_asked_for(llm: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "country": {"enum": ["Italy", "France"]}},
+        "required": ["city", "country"],
+        "additionalProperties": False,
+    }
+    form = StructuredOutputsParams(json=schema)
+    params = SamplingParams(max_tokens=60, temperature=0, structured_outputs=form)
+    question = "Name a large city in France and its country, as JSON."
+    (output,) = llm.chat([{"role": "user", "content": question}], params)
+    (answer,) = output.outputs
+    assert answer.finish_reason == "stop"
+    found = json.loads(answer.text)
+    jsonschema.validate(found, schema)
+    assert found["country"] == "France"
+    choice = StructuredOutputsParams(choice=[" Berlin", " Rome", " Paris"])
+    params = SamplingParams(temperature=0, structured_outputs=choice)
+    assert llm.generate(PROMPTS[0], params)[0].outputs[0].text == " Paris"
