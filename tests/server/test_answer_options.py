@@ -247,6 +247,33 @@ def test_a_prompt_with_nan_logits_fails_alone(real: Running, stream: bool) -> No
     assert "NaN logits" in error["message"]
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_logits_inside_of_a_prompt_are_no_numbers(
+    real: Running, change_logits: Any, value: float
+) -> None:
+    def spoil(logits: Tensor) -> None:
+        if len(logits) > 1:  # the places of a prompt, but not the one that an answer follows
+            logits[1, 7] = value
+
+    change_logits(spoil)
+    assert real.post(COMPLETIONS, BODIES[COMPLETIONS]).status_code == 200
+    answer = real.post(COMPLETIONS, {**BODIES[COMPLETIONS], "prompt_logprobs": 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "non_finite_logits")
+    core: Any = real.engine
+    core._core.check_idle()
+
+
+def test_nan_logits_that_a_mask_hides(real: Running, change_logits: Any) -> None:
+    def spoil(logits: Tensor) -> None:
+        logits[:, 7] = math.nan
+
+    change_logits(spoil)
+    body = {**BODIES[COMPLETIONS], "allowed_token_ids": [8, 9]}
+    assert real.post(COMPLETIONS, body).status_code == 200
+    answer = real.post(COMPLETIONS, {**body, "logprobs": 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "non_finite_logits")
+
+
 def test_a_request_that_leaves_no_token_is_the_clients_mistake(real: Running) -> None:
     (token,) = real.engine.tokenizer.encode("z", add_special_tokens=False)
     body = {"prompt": "x", "allowed_token_ids": [token], "bad_words": ["zz"], "max_tokens": 3}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import accumulate
+from math import isnan
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from opweave.engine.attention.specs import cache_specs
 from opweave.engine.cache_plan import CachePlan
 from opweave.engine.compilation import compiled_forward, graph_sizes
 from opweave.engine.logprobs import TokenLogprob, token_logprobs
-from opweave.engine.sampler import Sampled, Sampler
+from opweave.engine.sampler import Sampled, Sampler, non_finite
 from opweave.engine.step import SequenceStep
 from opweave.layers import SequenceStates
 from opweave.models import CausalLM, ForwardContext, forward_context
@@ -123,7 +124,7 @@ class ModelRunner:
     ) -> list[Sampled]:
         ends = accumulate(len(step.token_ids) for step in steps)
         asking = [(end, step) for end, step in zip(ends, steps, strict=True) if step.sampling]
-        return [
+        complete = [
             one._replace(
                 prompt_logprobs=self._prompt_logprobs(hidden[end - len(step.token_ids) :], step)
             )
@@ -131,6 +132,14 @@ class ModelRunner:
             else one
             for one, (end, step) in zip(sampled, asking, strict=True)
         ]
+        broken = [
+            row
+            for row, one in enumerate(complete)
+            if any(isnan(place[0].logprob) for place in one.prompt_logprobs)
+        ]
+        if broken:
+            raise non_finite("NaN", broken)
+        return complete
 
     def _prompt_logprobs(
         self, hidden: Tensor, step: SequenceStep

@@ -82,6 +82,10 @@ class Sampler:
                 asked, token_logprobs(logits[asked], tokens, counts), strict=True
             ):
                 sampled[row] = sampled[row]._replace(logprobs=found)
+        # A mask can hide NaN from the choice, but not from the normalization.
+        broken = [row for row in asked if math.isnan(sampled[row].logprobs[0].logprob)]
+        if broken:
+            raise non_finite("NaN", broken)
         return sampled
 
 
@@ -98,6 +102,16 @@ def sample(logits: Tensor, requests: Sequence[SamplingRequest]) -> list[int]:
     return tokens
 
 
+def non_finite(kind: str, rows: Sequence[int]) -> NonFiniteLogitsError:
+    """Return the error for logits of some rows that are *kind*: NaN or infinite."""
+    return NonFiniteLogitsError(
+        f"The model returned {kind} logits, and scores that are not finite choose no token. "
+        "Try dtype='float32'; if that does not help, a weight or a kernel is wrong: opweave "
+        "generate --explain shows which kernels ran.",
+        rows=rows,
+    )
+
+
 def _check_finite(best: Sequence[float], logits: Tensor) -> None:
     rows = [row for row, score in enumerate(best) if not math.isfinite(score)]
     if not rows:
@@ -106,12 +120,7 @@ def _check_finite(best: Sequence[float], logits: Tensor) -> None:
     is_bad = given.isnan().any(-1) | ~given.amax(-1).isfinite()
     if broken := [row for row, bad in zip(rows, is_bad.tolist(), strict=True) if bad]:
         kind = "NaN" if given.isnan().any() else "infinite"
-        raise NonFiniteLogitsError(
-            f"The model returned {kind} logits, and scores that are not finite choose no token. "
-            "Try dtype='float32'; if that does not help, a weight or a kernel is wrong: opweave "
-            "generate --explain shows which kernels ran.",
-            rows=broken,
-        )
+        raise non_finite(kind, broken)
     raise NoTokenLeftError(
         "No token is left to choose: allowed_token_ids, bad_words, min_tokens and the form of the "
         "answer rule out every token to which the model gives a finite score.",
