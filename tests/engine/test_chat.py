@@ -88,7 +88,7 @@ def test_today() -> None:
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        ("{{ raise_exception('Roles must alternate.') }}", "Roles must alternate"),
+        ("{{ raise_exception('Roles must\\n alternate.') }}", "Roles must alternate"),
         ("{{ messages[0].content.nothing.at_all }}", "nothing"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ messages | tojson('x', 'y', 'z', 'a', 'b', 'c') }}", "TypeError"),

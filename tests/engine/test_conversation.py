@@ -131,8 +131,11 @@ def test_parts_and_arguments_as_clients_send_them(llm: LLM) -> None:
     ]
     (output,) = llm.chat(history, GREEDY, chat_template=template)
     assert output.prompt == 'the dog\nit{"x": 1}'
-    with pytest.raises(PromptError, match=r"messages\.0\.role is 'robot'"):
-        llm.chat([{"role": "robot", "content": "x"}], GREEDY)
+    robot = [{"role": "robot", "content": "x"}]
+    with pytest.raises(PromptError, match=r"^messages\.0\.role is 'robot'"):
+        llm.chat(robot, GREEDY)
+    with pytest.raises(PromptError, match=r"^conversation 1: messages\.0\.role is 'robot'"):
+        llm.chat([HELLO, robot], GREEDY)
 
 
 def test_messages_of_the_openai_client(llm: LLM) -> None:

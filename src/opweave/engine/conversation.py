@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -98,17 +99,23 @@ def render_all(
     template.check_use(tools=tools, documents=documents)
     for name in sorted(variables.keys() - template.chosen(tools).traits.variables):
         _log.warning("the chat template does not read the variable %r", name)
-    return [
-        template.render(
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **variables,
-        )
-        for messages in conversations
-    ]
+    render = partial(
+        template.render,
+        tools=tools,
+        documents=documents,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **variables,
+    )
+    texts = []
+    for index, messages in enumerate(conversations):
+        try:
+            texts.append(render(messages))
+        except (PromptError, ChatTemplateError) as error:
+            if len(conversations) == 1:
+                raise
+            raise type(error)(f"conversation {index}: {error}", error.parameter) from error
+    return texts
 
 
 def as_conversations(messages: object) -> list[list[Message]]:

@@ -176,8 +176,9 @@ class ChatTemplate:
             # In one object: a variable may have any name, such as self.
             text: str = self._template.render(variables)
         except jinja2.TemplateError as error:
+            why = " ".join(str(error).split())  # in one line
             raise ChatTemplateError(
-                f"The chat template refuses the messages: {error}", "messages"
+                f"The chat template refuses the messages: {why}", "messages"
             ) from error
         # A template can fail in any way on messages that it does not expect.
         except Exception as error:
