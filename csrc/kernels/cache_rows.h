@@ -14,9 +14,9 @@
 
 namespace {
 
-// The row of the first head. Those of the others follow at a distance of block_size rows.
+// The row of the first head.
 inline char* first_row(const OpweaveCacheWrite& to, int64_t slot, int64_t block_size) {
-  return to.cache + slot / block_size * to.block_stride + slot % block_size * to.row_bytes;
+  return to.cache + slot / block_size * to.block_stride + slot % block_size * to.position_stride;
 }
 
 // Whole lines, past the caches: the memory is not asked for what they were before. Call
@@ -57,7 +57,7 @@ inline void write_heads(const OpweaveReshapeAndCache& call, const OpweaveCacheWr
     } else {
       memcpy(target, source, static_cast<size_t>(to.row_bytes));
     }
-    target += call.block_size * to.row_bytes;
+    target += to.cache_head_stride;
     source += to.head_stride;
   }
 }

@@ -12,9 +12,11 @@ extern "C" {
 struct OpweaveCacheWrite {
   char* cache;
   const char* tokens;
-  int64_t block_stride;
+  int64_t block_stride;  // of the cache, as the next two
+  int64_t cache_head_stride;
+  int64_t position_stride;  // from one position of a block to the next
   int64_t token_stride;
-  int64_t head_stride;  // of tokens; in the cache, heads of a block lie side by side
+  int64_t head_stride;  // of tokens
   int64_t row_bytes;
 };
 

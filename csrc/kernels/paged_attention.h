@@ -8,9 +8,9 @@ extern "C" {
 #endif
 
 // Softmax attention of packed queries [tokens, kv_heads * group, head_size] over caches
-// [blocks, kv_heads, block_size, size], whose blocks are contiguous. Strides are in elements; out
-// is contiguous. block_size is a multiple of OPWEAVE_PAGED_STEP; every block that a sequence uses
-// is in the cache, and lengths are not negative.
+// [blocks, kv_heads, block_size, size], whose last two dimensions are contiguous. Strides are in
+// elements; out is contiguous. block_size is a multiple of OPWEAVE_PAGED_STEP; every block that a
+// sequence uses is in the cache, and lengths are not negative.
 struct OpweavePagedAttention {
   void* out;
   const float* out_scale;  // out is float8_e4m3fn of this scale; null if it has the dtype
@@ -25,6 +25,8 @@ struct OpweavePagedAttention {
   int64_t query_head_stride;
   int64_t key_block_stride;
   int64_t value_block_stride;
+  int64_t key_head_stride;
+  int64_t value_head_stride;
   int64_t kv_heads;
   int64_t group;
   int64_t head_size;

@@ -110,19 +110,20 @@ class PagedPart {
   int64_t length_;
 
  private:
-  const T* block_of(const void* cache, int64_t stride, int64_t size, int64_t block,
+  const T* block_of(const void* cache, int64_t stride, int64_t head_stride, int64_t block,
                     int64_t head) const {
     const int32_t* table = call_.block_tables + part_.sequence * call_.block_table_stride;
     return static_cast<const T*>(cache) + table[block] * stride +
-           (part_.first_head + head) * call_.block_size * size;
+           (part_.first_head + head) * head_stride;
   }
 
   const T* keys_of(int64_t block, int64_t head) const {
-    return block_of(call_.key_cache, call_.key_block_stride, call_.head_size, block, head);
+    return block_of(call_.key_cache, call_.key_block_stride, call_.key_head_stride, block, head);
   }
 
   const T* values_of(int64_t block, int64_t head) const {
-    return block_of(call_.value_cache, call_.value_block_stride, call_.value_size, block, head);
+    return block_of(call_.value_cache, call_.value_block_stride, call_.value_head_stride, block,
+                    head);
   }
 
   // One kv head of one block; next_block and next_head are what comes after it.

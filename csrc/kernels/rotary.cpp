@@ -650,7 +650,7 @@ inline void rotate_into_slot(const OpweaveRotaryToCache& call, int64_t token, co
   const char* x = key.in(static_cast<const char*>(heads.x), 1);
   for (int64_t h = 0; h < heads.count; ++h, x += heads.x_stride) {
     angles.rotate(reinterpret_cast<T*>(target), reinterpret_cast<const T*>(x), next_rows());
-    target += cache.block_size * cache.key.row_bytes;
+    target += cache.key.cache_head_stride;
   }
   write_heads(cache, cache.value, token);
 }

@@ -21,7 +21,7 @@ inline void check_cache_of(const View& cache, const View& x) {
     refuse_shape(cache, "[blocks, " + std::to_string(x.sizes[1]) + ", block_size, " +
                             std::to_string(x.sizes[2]) + "]");
   }
-  check_contiguous_blocks(cache);
+  check_unit_stride(cache);
 }
 
 inline void check_slots(const View& slots, const View& cache) {
@@ -42,22 +42,38 @@ inline OpweaveCacheWrite write_of(const View& cache, const View& x) {
   write.cache = cache.data;
   write.tokens = x.data;
   write.block_stride = cache.strides[0] * size;
+  write.cache_head_stride = cache.strides[1] * size;
+  write.position_stride = cache.strides[2] * size;
   write.token_stride = x.strides[0] * size;
   write.head_stride = x.strides[1] * size;
   write.row_bytes = x.sizes[2] * size;
   return write;
 }
 
-// Whether two caches are alternate blocks of one tensor: they share rows of blocks, no element.
+// The bytes from the first to the last element, of dimensions whose strides are not multiples of
+// step.
+inline int64_t width_within(const View& view, int64_t step) {
+  int64_t width = view.element_size();
+  for (int d = 0; d < view.rank; ++d) {
+    const int64_t stride = view.strides[d] * view.element_size();
+    if (stride % step != 0) width += (view.sizes[d] - 1) * stride;
+  }
+  return width;
+}
+
+// Whether two caches alternate in one tensor, by blocks, heads or positions: within each step of
+// some stride both have a place of their own.
 inline bool alternate(const View& a, const View& b) {
-  if (a.strides[0] != b.strides[0] || a.strides[0] <= 0) return false;
-  const int64_t size = a.element_size();
-  const int64_t distance = a.strides[0] * size;
-  int64_t shift = (b.data - a.data) % distance;
-  if (shift < 0) shift += distance;
-  const int64_t a_width = a.sizes[1] * a.sizes[2] * a.sizes[3] * size;
-  const int64_t b_width = b.sizes[1] * b.sizes[2] * b.sizes[3] * size;
-  return shift >= a_width && shift + b_width <= distance;
+  for (const View* view : {&a, &b}) {
+    for (int d = 0; d < view->rank; ++d) {
+      const int64_t step = view->strides[d] * view->element_size();
+      if (step <= 0 || view->sizes[d] <= 1) continue;
+      int64_t shift = (b.data - a.data) % step;
+      if (shift < 0) shift += step;
+      if (shift >= width_within(a, step) && shift + width_within(b, step) <= step) return true;
+    }
+  }
+  return false;
 }
 
 // A call that writes so many bytes writes them past the caches. It is a long prompt, whose attention

@@ -26,7 +26,7 @@ constexpr int64_t kEnoughParts = 4;
 void check_cache(const View& cache, const View& query) {
   check_same_dtype(cache, query);
   if (cache.rank != 4) refuse_shape(cache, "[blocks, kv_heads, block_size, size]");
-  check_contiguous_blocks(cache);
+  check_contiguous_heads(cache);
 }
 
 void check_layout(const View& query, const View& key_cache, const View& value_cache) {
@@ -213,6 +213,8 @@ void attend(const View& out, const float* out_scale, const View& query, const Vi
   call.query_head_stride = query.strides[1];
   call.key_block_stride = key_cache.strides[0];
   call.value_block_stride = value_cache.strides[0];
+  call.key_head_stride = key_cache.strides[1];
+  call.value_head_stride = value_cache.strides[1];
   call.kv_heads = key_cache.sizes[1];
   call.group = query.sizes[1] / key_cache.sizes[1];
   call.head_size = query.sizes[2];

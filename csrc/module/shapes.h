@@ -12,15 +12,15 @@ namespace opweave {
                     describe(view));
 }
 
-// The blocks of a paged cache [blocks, heads, block_size, size] are contiguous. They may lie apart,
-// as in a tensor that holds keys and values.
-inline void check_contiguous_blocks(const View& cache) {
+// The positions of each head in a block of a paged cache [blocks, heads, block_size, size] are
+// contiguous. Heads and blocks may lie apart, as in a tensor that holds keys and values.
+inline void check_contiguous_heads(const View& cache) {
   if (cache.element_count() == 0) return;
-  View block = cache;
-  block.rank = 3;
-  block.sizes = cache.sizes + 1;
-  block.strides = cache.strides + 1;
-  check_contiguous(block);
+  View head = cache;
+  head.rank = 2;
+  head.sizes = cache.sizes + 2;
+  head.strides = cache.strides + 2;
+  check_contiguous(head);
 }
 
 }  // namespace opweave

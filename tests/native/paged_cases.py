@@ -101,6 +101,30 @@ def reference(c: Case) -> Tensor:
     return out
 
 
+# Layouts of one tensor that holds keys and values: the order of its dimensions, of which 0 tells
+# keys from values and 1 to 4 are those of a cache; where 0 is; and the order that leads back.
+SHARED: dict[str, tuple[tuple[int, ...], int, tuple[int, ...]]] = {
+    "halves": ((0, 1, 2, 3, 4), 0, (0, 1, 2, 3)),
+    "blocks": ((1, 0, 2, 3, 4), 1, (0, 1, 2, 3)),
+    "heads": ((1, 2, 0, 3, 4), 2, (0, 1, 2, 3)),
+    "positions": ((1, 2, 3, 0, 4), 3, (0, 1, 2, 3)),
+    "positions before heads": ((0, 1, 3, 2, 4), 0, (0, 2, 1, 3)),
+    "blocks of positions before heads": ((1, 0, 3, 2, 4), 1, (0, 2, 1, 3)),
+    "heads of positions": ((1, 3, 2, 0, 4), 3, (0, 2, 1, 3)),
+}
+WHOLE_HEADS = ("halves", "blocks", "heads")
+"""The layouts in which the positions of a head are contiguous."""
+
+
+def in_one_tensor(key_cache: Tensor, value_cache: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Return the caches as views of one tensor, as engines allocate them."""
+    order, dim, back = SHARED[layout]
+    memory = torch.stack((key_cache, value_cache)).permute(order).contiguous()
+    keys, values = (half.permute(back) for half in memory.unbind(dim))
+    assert torch.equal(keys.nan_to_num(), key_cache.nan_to_num())
+    return keys, values
+
+
 DECODE = [(1, 1), (1, 16), (1, 17), (1, 70), (1, 128), (1, 5)]
 PREFILL = [(1, 1), (5, 5), (33, 70), (17, 17), (3, 129)]
 MIXED = [(0, 9), (1, 40), (0, 0), (20, 20), (7, 65)]

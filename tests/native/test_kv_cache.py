@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from opweave import ir
 from opweave.ir.ops.kv_cache import reshape_and_cache
 from opweave.kernels.opweave_c import kv_cache
 
 from .oracle import DOORS, DTYPES, door, random, using_threads
+from .paged_cases import SHARED, in_one_tensor
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -114,6 +116,26 @@ def test_slices_and_shared_blocks(module: ModuleType) -> None:
     assert_same(halves[1], wanted[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", SHARED)
+def test_caches_in_one_tensor(module: ModuleType, layout: str, dtype: torch.dtype) -> None:
+    key, value, *separate, slots = case(tokens=40, heads=3, dtype=dtype)
+    wanted = written(key, separate[0], slots), written(value, separate[1], slots)
+    caches = in_one_tensor(separate[0], separate[1], layout)
+    strides = [cache.stride() for cache in caches]
+    with ir.priority(reshape_and_cache=["opweave_c!"]):
+        functional = reshape_and_cache(key, value, *caches, slots)
+        for cache, before in zip(caches, separate, strict=True):
+            assert_same(cache, before)
+        donated = reshape_and_cache.maybe_inplace(key, value, *caches, slots)
+    defined = reshape_and_cache.native(key, value, *caches, slots)
+    for found in (functional, donated, defined):
+        assert [cache.stride() for cache in found] == strides
+        for got, expected in zip(found, wanted, strict=True):
+            assert_same(got, expected)
+    assert all(a is b for a, b in zip(donated, caches, strict=True))
+
+
 def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
@@ -151,7 +173,7 @@ REFUSED: list[tuple[Callable[[], tuple[Any, ...]], str]] = [
     (lambda: changed(value=empty(7, 2, 8, dtype=torch.float16)), "value must have the dtype of k"),
     (lambda: changed(key_cache=empty(4, 2, 16, 9)),
      "key_cache must have shape [blocks, 2, block_size, 8]"),
-    (lambda: changed(key_cache=empty(4, 16, 2, 8).transpose(1, 2)), "key_cache must be contiguous"),
+    (lambda: changed(key_cache=empty(4, 2, 8, 16).mT), "key_cache must be contiguous"),
     (lambda: changed(value_cache=empty(5, 2, 16, 8)),
      "value_cache must have shape [4, 2, 16, head_size], as key_cache has it"),
     (lambda: changed(key_cache=empty(1, 2, 16, 8).expand(4, 2, 16, 8)),

@@ -15,11 +15,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from opweave import ir
 from opweave.ir.ops.paged_attention import paged_attention
 from opweave.kernels.opweave_c import paged_attention as provider
 
 from .oracle import DOORS, DTYPES, door, using_threads
-from .paged_cases import BLIND, DECODE, MIXED, NAN, PREFILL, Case, case, reference
+from .paged_cases import (
+    BLIND,
+    DECODE,
+    MIXED,
+    NAN,
+    PREFILL,
+    SHARED,
+    WHOLE_HEADS,
+    Case,
+    case,
+    in_one_tensor,
+    reference,
+)
 
 
 def check(run: Callable[..., None], c: Case) -> Tensor:
@@ -119,6 +132,36 @@ def test_strides(module: ModuleType) -> None:
         tables=tables,
     )
     assert torch.equal(check(module.paged_attention, strided), wanted)
+
+
+@pytest.mark.parametrize("layout", WHOLE_HEADS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_caches_in_one_tensor(
+    module: ModuleType, isa: str, dtype: torch.dtype, layout: str
+) -> None:
+    for sequences in (DECODE, MIXED, PREFILL):
+        c = case(sequences, heads=(6, 3), dtype=dtype, block_size=32)
+        keys, values = in_one_tensor(c.key_cache, c.value_cache, layout)
+        shared = replace(c, key_cache=keys, value_cache=values)
+        wanted = check(module.paged_attention, c)
+        assert torch.equal(check(module.paged_attention, shared), wanted)
+
+
+@pytest.mark.parametrize("layout", SHARED)
+def test_any_layout_of_caches_is_taken_by_some_kernel(module: ModuleType, layout: str) -> None:
+    c = case(MIXED, heads=(6, 3))
+    keys, values = in_one_tensor(c.key_cache, c.value_cache, layout)
+    shared = replace(c, key_cache=keys, value_cache=values)
+    with ir.priority(paged_attention=["opweave_c"]):
+        found = paged_attention(*shared.arguments())
+        explanation = ir.explain(paged_attention, *shared.arguments())
+    tolerance = paged_attention.get_tolerance(found.dtype)
+    torch.testing.assert_close(
+        found.double(), reference(c), atol=tolerance.atol, rtol=tolerance.rtol
+    )
+    assert (explanation.chosen == "opweave_c") is (layout in WHOLE_HEADS)
+    if layout not in WHOLE_HEADS:
+        assert "positions of a head are not contiguous" in str(explanation)
 
 
 @pytest.mark.parametrize("window", [None, 70])

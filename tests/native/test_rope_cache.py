@@ -201,7 +201,7 @@ REFUSED: list[tuple[Callable[[], tuple[Any, ...]], str]] = [
     (lambda: changed(slots=torch.zeros(7)), "slot_mapping must be int64"),
     (lambda: changed(key_cache=ones(4, 2, 16, 9)),
      "key_cache must have shape [blocks, 2, block_size, 8]"),
-    (lambda: changed(key_cache=ones(4, 16, 2, 8).transpose(1, 2)), "key_cache must be contiguous"),
+    (lambda: changed(key_cache=ones(4, 2, 8, 16).mT), "key_cache must be contiguous"),
     (lambda: changed(value_cache=ones(5, 2, 16, 8)), "value_cache must have shape [4, 2, 16, h"),
     (lambda: changed(key_cache=SHARED, value_cache=SHARED),
      "key_cache is written and must not share memory with value_cache"),

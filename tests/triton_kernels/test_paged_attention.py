@@ -109,3 +109,38 @@ def test_a_block_that_is_not_in_the_cache_gives_nan(device: str) -> None:
     found = OP.using("triton!")(*arguments)
     assert found[0].isnan().all()
     assert not found[1].isnan().any()
+
+
+LAYOUTS = {  # of one tensor (2, blocks, heads, positions, size)
+    "blocks": (1, 0, 2, 3, 4),
+    "heads": (1, 2, 0, 3, 4),
+    "positions before heads": (0, 1, 3, 2, 4),
+    "heads of positions": (1, 3, 2, 0, 4),
+}
+
+
+def in_one_tensor(caches: tuple[Tensor, Tensor], layout: str) -> tuple[Tensor, Tensor]:
+    order = LAYOUTS[layout]
+    memory = torch.stack(caches).permute(order).contiguous()
+    keys, values = memory.permute([order.index(i) for i in range(5)])
+    return keys, values
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_caches_in_one_tensor(device: str, layout: str) -> None:
+    query, keys, values, *rest = OP.generate_inputs(num_tokens=6, num_seqs=4, device=device)
+    caches = in_one_tensor((keys, values), layout)
+    expected = check((query, keys, values, *rest))
+    assert torch.equal(check((query, *caches, *rest)), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_writes_into_caches_in_one_tensor(device: str, layout: str) -> None:
+    write = ir.ops.reshape_and_cache
+    key, value, keys, values, slots = write.generate_inputs(num_tokens=20, device=device)
+    expected = write.native(key, value, keys, values, slots)
+    caches = in_one_tensor((keys, values), layout)
+    found = write.using("triton!").maybe_inplace(key, value, *caches, slots)
+    for got, wanted, cache in zip(found, expected, caches, strict=True):
+        assert torch.equal(got, wanted)
+        assert got is cache

@@ -9,10 +9,18 @@ from opweave.ir import rules
 from opweave.kernels.arguments import FLOATS
 
 
-def has_whole_blocks(cache: Tensor) -> bool:
-    """Whether each block of a paged cache is contiguous."""
+def has_whole_heads(cache: Tensor) -> bool:
+    """Whether the positions of each head in a block of a paged cache are contiguous.
+
+    Blocks and heads may have any strides, as in a tensor that holds keys and values.
+    """
     _, _, block_size, size = cache.shape
-    return cache.is_contiguous() or cache.stride()[1:] == (block_size * size, size, 1)
+    return has_whole_rows(cache) and (block_size == 1 or cache.stride(2) == size)
+
+
+def has_whole_rows(cache: Tensor) -> bool:
+    """Whether the elements of each position and head of a paged cache are contiguous."""
+    return cache.shape[3] == 1 or cache.stride(3) == 1
 
 
 def _tokens_fit(
@@ -28,9 +36,9 @@ def _tokens_fit(
 
 
 def _takes(cache: Tensor, x: Tensor) -> bool:
-    """Whether the blocks of *cache* are contiguous and take the tokens of *x*."""
+    """Whether the rows of *cache* are contiguous and take the tokens of *x*."""
     _, heads, _, size = cache.shape
-    return x.shape[1:] == (heads, size) and has_whole_blocks(cache)
+    return x.shape[1:] == (heads, size) and has_whole_rows(cache)
 
 
 WRITES = (
@@ -44,7 +52,9 @@ WRITES = (
     & rules.ndim("slot_mapping", 1)
     & rules.contiguous("slot_mapping")
     & rules.unit_stride("key", "value")
-    & rules.custom(_tokens_fit, "tokens and caches do not fit, or blocks are not contiguous")
+    & rules.custom(
+        _tokens_fit, "tokens and caches do not fit, or rows of a cache are not contiguous"
+    )
 )
 """Of ``reshape_and_cache``."""
 
@@ -83,8 +93,6 @@ def attention_fits(
         and query.shape[2] == size > 0
         and block_size > 0
         and value_cache.shape[:3] == key_cache.shape[:3]
-        and has_whole_blocks(key_cache)
-        and has_whole_blocks(value_cache)
         and seq_lens.shape == (sequences,)
         and cu_seqlens_q.shape == (sequences + 1,)
         and (window is None or (causal and window > 0))

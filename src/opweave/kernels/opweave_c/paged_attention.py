@@ -13,7 +13,7 @@ from opweave.ir.ops.paged_attention import attention_quant as attention_quant_op
 from opweave.ir.ops.paged_attention import paged_attention as op
 from opweave.kernels.opweave_c.arguments import one_float32
 from opweave.kernels.opweave_c.doors import implements, native_op
-from opweave.kernels.paged import ATTENDS, attention_fits
+from opweave.kernels.paged import ATTENDS, attention_fits, has_whole_heads
 
 _BLOCK_STEP = 16
 
@@ -35,16 +35,21 @@ def _fits(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> bool:
-    return key_cache.shape[2] % _BLOCK_STEP == 0 and attention_fits(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        cu_seqlens_q,
-        causal,
-        window,
-        soft_cap,
+    return (
+        key_cache.shape[2] % _BLOCK_STEP == 0
+        and attention_fits(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            seq_lens,
+            cu_seqlens_q,
+            causal,
+            window,
+            soft_cap,
+        )
+        and has_whole_heads(key_cache)
+        and has_whole_heads(value_cache)
     )
 
 
@@ -53,8 +58,8 @@ _COMMON = (
     & ATTENDS
 )
 _WHY = (
-    "shapes do not fit, blocks are not contiguous or no multiple of 16, "
-    "or window or soft_cap is not positive"
+    "shapes do not fit, block_size is not a multiple of 16, positions of a head are not contiguous "
+    "in a block, or window or soft_cap is not positive"
 )
 
 

@@ -16,7 +16,7 @@ from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
 from opweave.kernels.arguments import FLOATS
 from opweave.kernels.opweave_c.doors import implements, native_op
 from opweave.kernels.opweave_c.rotary import new_like, rotary_fits
-from opweave.kernels.paged import has_whole_blocks
+from opweave.kernels.paged import has_whole_rows
 
 _rotate_and_write = native_op("rope_reshape_and_cache")
 
@@ -43,8 +43,8 @@ def _fits(
         and value.shape == (tokens, heads, value_cache.shape[3])
         and key_cache is not value_cache
         and key_cache.shape[:3] == value_cache.shape[:3]
-        and has_whole_blocks(key_cache)
-        and has_whole_blocks(value_cache)
+        and has_whole_rows(key_cache)
+        and has_whole_rows(value_cache)
     )
 
 
@@ -69,7 +69,7 @@ def _fits(
     & rules.custom(
         _fits,
         "heads, table, caches and head size do not fit, heads are not in memory order, "
-        "or blocks are not contiguous",
+        "or rows of a cache are not contiguous",
     ),
     inplace=True,
     traits={ALIAS_SAFE, BATCH_INVARIANT},

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opweave.ir import rules
 from opweave.ir.ops.paged_attention import paged_attention as op
-from opweave.kernels.paged import ATTENDS, attention_fits
+from opweave.kernels.paged import ATTENDS, attention_fits, has_whole_rows
 from opweave.kernels.triton.arguments import on_device
 from opweave.kernels.triton.registration import (
     INTERPRETED,
@@ -56,6 +56,8 @@ def _fits(
             window,
             soft_cap,
         )
+        and has_whole_rows(key_cache)
+        and has_whole_rows(value_cache)
         and query.shape[1] // key_cache.shape[1] <= _MAX_GROUP
         and query.shape[2] <= _MAX_HEAD_SIZE
         and 0 < value_cache.shape[3] <= _MAX_HEAD_SIZE
@@ -69,7 +71,7 @@ def _fits(
     & rules.custom(
         _fits,
         f"shapes do not fit, heads are larger than {_MAX_HEAD_SIZE} or in groups of more than "
-        f"{_MAX_GROUP}, blocks are not contiguous, or window or soft_cap is not positive",
+        f"{_MAX_GROUP}, rows of a cache are not contiguous, or window or soft_cap is not positive",
     ),
     traits=(),  # how the keys of a sequence are shared depends on how many sequences there are
 )
@@ -126,8 +128,10 @@ def paged_attention(
         query.stride(1),
         key_cache.stride(0),
         key_cache.stride(1),
+        key_cache.stride(2),
         value_cache.stride(0),
         value_cache.stride(1),
+        value_cache.stride(2),
         heads,
         size,
         value_size,

@@ -6,7 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def copy_heads(
-    cache, x, block, inner, head_stride, block_stride, block_size, heads, size,
+    cache, x, block, inner, head_stride, block_stride, cache_head_stride, position_stride,
+    heads, size,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     for start in range(0, heads * size, BLOCK):
@@ -14,7 +15,7 @@ def copy_heads(
         head, column = places // size, places % size
         inside = places < heads * size
         found = tl.load(x + head * head_stride + column, mask=inside)
-        target = block * block_stride + (head * block_size + inner) * size + column
+        target = block * block_stride + head * cache_head_stride + inner * position_stride + column
         tl.store(cache + target, found, mask=inside)
 
 
@@ -31,7 +32,11 @@ def reshape_and_cache(
     size,
     value_size,
     key_block_stride,
+    key_cache_head_stride,
+    key_position_stride,
     value_block_stride,
+    value_cache_head_stride,
+    value_position_stride,
     key_stride,
     key_head_stride,
     value_stride,
@@ -45,9 +50,10 @@ def reshape_and_cache(
         block, inner = slot // block_size, slot % block_size
         copy_heads(
             key_cache, key + token * key_stride, block, inner, key_head_stride,
-            key_block_stride, block_size, heads, size, BLOCK,
+            key_block_stride, key_cache_head_stride, key_position_stride, heads, size, BLOCK,
         )  # fmt: skip
         copy_heads(
             value_cache, value + token * value_stride, block, inner,
-            value_head_stride, value_block_stride, block_size, heads, value_size, BLOCK,
+            value_head_stride, value_block_stride, value_cache_head_stride, value_position_stride,
+            heads, value_size, BLOCK,
         )  # fmt: skip

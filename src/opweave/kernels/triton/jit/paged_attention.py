@@ -55,7 +55,9 @@ def walk(
     window,
     blocks,
     key_block_stride,
+    key_position_stride,
     value_block_stride,
+    value_position_stride,
     size,
     value_size,
     BLOCK_SIZE: tl.constexpr,
@@ -86,13 +88,15 @@ def walk(
         is_there = is_key & (block >= 0) & (block < blocks)
         inner = spots % BLOCK_SIZE
         k = tl.load(
-            keys + (block * key_block_stride + inner * size)[None, :] + columns[:, None],
+            keys
+            + (block * key_block_stride + inner * key_position_stride)[None, :]
+            + columns[:, None],
             mask=is_there[None, :] & (columns[:, None] < size),
             other=0.0,
         )
         v = tl.load(
             values
-            + (block * value_block_stride + inner * value_size)[:, None]
+            + (block * value_block_stride + inner * value_position_stride)[:, None]
             + value_columns[None, :],
             mask=is_there[:, None] & (value_columns[None, :] < value_size),
             other=0.0,
@@ -146,8 +150,10 @@ def attend(
     query_head_stride,
     key_block_stride,
     key_head_stride,
+    key_position_stride,
     value_block_stride,
     value_head_stride,
+    value_position_stride,
     query_heads,
     size,
     value_size,
@@ -206,14 +212,16 @@ def attend(
         table = tables + sequence.to(tl.int64) * table_stride
         sums, largest, total = walk(
             q, keys, values, table, positions, is_query, begin, end, scale, soft_cap, window,
-            blocks, key_block_stride, value_block_stride, size, value_size,
+            blocks, key_block_stride, key_position_stride,
+            value_block_stride, value_position_stride, size, value_size,
             BLOCK_SIZE, CAUSAL, ROWS, KEYS, SIZE, VALUE_SIZE, PRECISION, False,
         )  # fmt: skip
         is_finite = tl.abs(sums) < float("inf")
         if tl.min(tl.min(is_finite.to(tl.int32), 1), 0) == 0:
             sums, largest, total = walk(
                 q, keys, values, table, positions, is_query, begin, end, scale, soft_cap, window,
-                blocks, key_block_stride, value_block_stride, size, value_size,
+                blocks, key_block_stride, key_position_stride,
+                value_block_stride, value_position_stride, size, value_size,
                 BLOCK_SIZE, CAUSAL, ROWS, KEYS, SIZE, VALUE_SIZE, PRECISION, True,
             )  # fmt: skip
         value_columns = tl.arange(0, VALUE_SIZE)
