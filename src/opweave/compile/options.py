@@ -18,6 +18,7 @@ _SWITCHES = (
     "plugin_passes",
     "inplace",
     "codegen",
+    "eager_rounding",
 )
 Priorities = Mapping[str, "str | Iterable[str]"]
 
@@ -36,6 +37,9 @@ class CompileOptions:
         plugin_passes: run the passes that plugins and the platform bring.
         inplace: let in-place kernels reuse memory; otherwise they copy their activations.
         codegen: generate code with Inductor; otherwise what is left after the passes runs op by op.
+        eager_rounding: round the intermediate results of fused code to their dtype, as eager mode
+            does: calls of kernels and pointwise code then give the bits that eager gives with the
+            same kernels. Inductor's ``emulate_precision_casts``.
         priorities: priority lists by op, stronger than the scope's.
         required_traits: traits that every implementation must have.
         compile_ranges: other priorities for some numbers of tokens (the size that varies), a graph
@@ -50,6 +54,7 @@ class CompileOptions:
     plugin_passes: bool = True
     inplace: bool = True
     codegen: bool = True
+    eager_rounding: bool = False
     priorities: Priorities = field(default_factory=dict)
     required_traits: tuple[str, ...] = ()
     compile_ranges: Mapping[str, Priorities] = field(default_factory=dict)
@@ -72,9 +77,10 @@ class CompileOptions:
                     f"unknown option {name!r} of the backend 'opweave'. "
                     f"{did_you_mean(name, own, unlisted=known)} Others go to Inductor."
                 )
+        rounding = {"emulate_precision_casts": True} if given.get("eager_rounding") else {}
         parsed = cls(
             **{k: v for k, v in given.items() if k in own},
-            inductor={**compat.mode_options(mode), **inductor},
+            inductor={**compat.mode_options(mode), **rounding, **inductor},
         )
         parsed.check()
         return parsed
