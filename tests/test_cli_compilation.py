@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from opweave.cli.compilation import apply_compilation, apply_compilation_like_eager
 from opweave.config import CompilationConfig, current_compilation_config
 from opweave.config.current import _of_process, apply_command_line_config
 from opweave.layers import CustomOp, op_registry
@@ -120,3 +121,33 @@ def test_doctor_says_what_is_wrong(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     assert done.returncode == 1
     (problem,) = json.loads(done.stdout)["problems"]
     assert "OPWEAVE_COMPILATION_CONFIG__CUSTOM_OPS: custom_ops: 'rms_norm' must be" in problem
+
+
+@pytest.mark.parametrize(
+    ("given", "custom_ops", "options"),
+    [
+        ({"mode": 3}, ("all",), {"eager_rounding": True}),
+        ({"mode": 3, "custom_ops": "none"}, ("none",), {"eager_rounding": True}),
+        ({"mode": 3, "options": {"fusion": False}}, ("all",), {"fusion": False}),
+        ({"mode": 1}, ("none",), {}),
+    ],
+)
+def test_generate_compiles_like_eager_unless_told_otherwise(
+    given: dict[str, object], custom_ops: tuple[str, ...], options: dict[str, object]
+) -> None:
+    try:
+        apply_compilation_like_eager(given)
+        config = current_compilation_config()
+    finally:
+        apply_compilation(None)
+    assert tuple(config.custom_ops) == custom_ops
+    assert config.options == options
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_generate_writes_the_text_of_eager(run: Run) -> None:
+    arguments = ["generate", "examples/models/tiny-pydoc", "--prompt", "Return a list of"]
+    eager = run(*arguments).stdout
+    assert eager.startswith("Return a list of")
+    assert run(*arguments, "--compilation-config.mode=3").stdout == eager

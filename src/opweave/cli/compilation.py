@@ -8,7 +8,9 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from opweave.cli.conversion import by_key
+from opweave.config import current_compilation_config
 from opweave.config.current import apply_command_line_config
+from opweave.config.custom_ops import CustomOps
 
 CompilationOption = Annotated[
     dict[str, Any] | None,
@@ -28,3 +30,18 @@ CompilationOption = Annotated[
 def apply_compilation(values: Mapping[str, object] | None) -> None:
     """Apply what the option said, and check what weaker sources say (SettingError if wrong)."""
     apply_command_line_config(values or {})
+
+
+def apply_compilation_like_eager(values: Mapping[str, object] | None) -> None:
+    """Do the same; what nothing says is chosen so that opweave's passes give the bits of eager.
+
+    That is, the kernels of eager mode run, and fused code rounds as it does.
+    """
+    apply_compilation(values)
+    config, unsaid = current_compilation_config(), dict[str, object]()
+    if config.uses_passes and not config.backend_options:
+        unsaid["options"] = {"eager_rounding": True}
+    if config.uses_passes and isinstance(config.custom_ops, CustomOps):
+        unsaid |= {} if config.custom_ops.given else {"custom_ops": "all"}
+    if unsaid:
+        apply_compilation({**(values or {}), **unsaid})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from opweave import ir
-from opweave.cli.compilation import CompilationOption, apply_compilation
+from opweave.cli.compilation import CompilationOption, apply_compilation_like_eager
 from opweave.cli.errors import CliError
 from opweave.cli.flag import Flag
 from opweave.cli.model_options import ModelOptions, SamplingOptions
@@ -77,7 +77,7 @@ def generate(
     params = sampling.params(defaults, max_tokens=max_tokens, temperature=temperature)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
-    apply_compilation(compilation_config)
+    apply_compilation_like_eager(compilation_config)
     config = running.config()
     with loading_bar(config) as loading:
         llm = LLM(model, config=config, progress=loading)
