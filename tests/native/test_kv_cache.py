@@ -241,7 +241,8 @@ def test_selection(module: ModuleType) -> None:
 
     assert chosen() == "opweave_c"
     assert chosen(key_cache=empty(4, 2, 2, 16, 8)[:, 1]) == "opweave_c"
-    assert chosen(key_cache=empty(4, 16, 2, 8).transpose(1, 2)) == "native"
+    assert chosen(key_cache=empty(4, 16, 2, 8).transpose(1, 2)) == "opweave_c"
+    assert chosen(key_cache=empty(4, 2, 8, 16).mT) == "native"
     assert chosen(key=empty(7, 2, 16)[..., ::2]) == "native"
     assert chosen(key=empty(7, 2, 8, dtype=torch.float64)) == "native"
     assert chosen(slots=ints(*range(14))[::2]) == "native"
