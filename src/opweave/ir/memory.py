@@ -178,13 +178,13 @@ def _is_unbroken(dims: Dims) -> bool:
     """Whether a set is known to have every place from its first to its last."""
     width, left = 1, list(dims)
     while left:
-        found = next((dim for dim in left if _yes(dim[1] <= width)), None)
+        found = next((i for i, (_, stride) in enumerate(left) if _yes(stride <= width)), None)
         if found is None:
             return False
-        left.remove(found)
-        width += (found[0] - 1) * found[1]
+        size, stride = left.pop(found)  # list.remove would compare sizes, and guard on them
+        width += (size - 1) * stride
     return True
 
 
 def _yes(condition: bool) -> bool:
-    return decided(condition, otherwise=False)
+    return is_certain(condition)
