@@ -8,8 +8,9 @@ from opweave import ir
 from opweave._first_use import load_plugins as _load_plugins
 from opweave._first_use import prepare as _prepare
 from opweave.ir.compat import before_loading_packages as _before_loading_packages
+from opweave.ir.recording import explain_model as explain
 
-__all__ = ["__version__", "ir"]
+__all__ = ["__version__", "explain", "ir"]
 __version__ = "0.1.0"
 
 _registry = ir.current_registry()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +39,26 @@ class Record:
             by_provider[provider] = by_provider.get(provider, 0) + count
         return result
 
+    def __str__(self) -> str:
+        """Return a table with a row for each distinct outcome."""
+        rows = [_COLUMNS]
+        for explained_call, count in self.outcomes():
+            chosen = next(v for v in explained_call.verdicts if v.outcome == "chosen")
+            others = [
+                f"{v.provider}: {v.reason}" for v in explained_call.verdicts if v is not chosen
+            ]
+            first, *more = others or ["-"]
+            rows.append((explained_call.op, chosen.provider, str(count), chosen.origin, first))
+            rows += [("", "", "", "", other) for other in more]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+
+
+_COLUMNS = ("op", "ran", "calls", "because of", "the others")
+
 
 @contextmanager
 def record() -> Iterator[Record]:
@@ -49,6 +69,22 @@ def record() -> Iterator[Record]:
     log = Record()
     with entered(Scope(current_scope(), recorder=log.add)):
         yield log
+
+
+def explain_model(model: Callable[..., Any], /, *inputs: Any, **options: Any) -> Record:
+    """Run ``model(*inputs, **options)`` once, and return which implementations its ops ran.
+
+    This is ``opweave.explain``. ``print`` the result for a table: each distinct outcome of an op,
+    the number of calls like it, the setting that led to it, and why the other providers did not
+    run. :func:`opweave.ir.explain` explains one call of an op without running it.
+
+    Args:
+        model: a module or function that runs op by op; for compiled code see
+            ``opweave.compile.report()``.
+    """
+    with record() as log:
+        model(*inputs, **options)
+    return log
 
 
 left_to_python("ir.record", record)
