@@ -229,3 +229,75 @@ def test_verify_passes_a_kernel_that_calls_an_op() -> None:
         [subject] = subjects(ops=["acts"], providers=["mine"])
         result = verify(subject)
         assert result.status == "passed", result
+
+
+@pytest.fixture
+def pair() -> Iterator[ir.IrOp]:
+    """An op with two outputs, and in-place kernels that end in a write to one of them."""
+    with ir.isolated_registry():
+
+        @ir.register_op(allow_inplace=True, activations=["x", "r"])
+        def pair(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+            return (x + r).tanh(), x + r
+
+        @pair.register_impl("last_first", inplace=True)
+        def _(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+            r.add_(x)
+            x.copy_(r.tanh())
+            return x, r
+
+        @pair.register_impl("swapped", inplace=True)
+        def _(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+            x.add_(r)
+            r.copy_(x).tanh_()
+            return r, x
+
+        yield pair
+
+
+def with_bits_changed(x: Tensor) -> Tensor:
+    """Return a new tensor whose last bit was changed through a view with another dtype."""
+    y = x * 2
+    y.view(torch.int32).bitwise_xor_(1)
+    return y
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("provider", ["last_first", "swapped"])
+def test_unused_outputs_of_in_place_kernels(pair: ir.IrOp, provider: str, dynamic: bool) -> None:
+    def program(a: Tensor, b: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        first = pair(a.sin(), b.cos())[0]
+        second = pair(a @ w, b @ w)[1]
+        third = pair((a * 2)[:2], (b * 3)[2:4])[0].sin()
+        fourth = pair(with_bits_changed(a), b.exp())[1]
+        fifth = pair(with_bits_changed(b), b.exp())[0]
+        return first, second * second, third, fourth, fifth, b + 1
+
+    inputs = torch.rand(4, 8), torch.rand(4, 8), torch.rand(8, 8)
+    expected = program(*inputs)
+    with ir.priority(pair=f"{provider}!"):
+        found = torch.compile(program, backend="opweave", dynamic=dynamic)(*inputs)
+    for value, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_rotation_of_what_was_changed_as_integers(dynamic: bool) -> None:
+    positions, cache = torch.arange(4), torch.randn(8, 16)
+
+    def program(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        rotate = ir.ops.rotary_embedding
+        (first, _), (_, second) = (
+            rotate(with_bits_changed(q), k * times, positions, cache, 16) for times in (2, 3)
+        )
+        normed = ir.ops.qk_norm_rope(
+            with_bits_changed(q), k * 4, positions, cache, None, None, 1e-5, 16
+        )
+        return first.sin(), second.sin(), normed[0]
+
+    inputs = torch.randn(4, 64), torch.randn(4, 32)
+    compiled = torch.compile(program, backend="opweave", dynamic=dynamic)
+    for value, wanted in zip(compiled(*inputs), program(*inputs), strict=True):
+        torch.testing.assert_close(value, wanted, atol=1e-5, rtol=1e-5)

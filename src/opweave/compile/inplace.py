@@ -76,7 +76,7 @@ def read_written_arguments(graph: Graph) -> None:
         if node.op != "call_function" or not compat.is_mutable(node.target):
             continue
         target = cast("_Op", node.target)
-        written = _written_results(node, target)
+        written = written_results(node, target)
         if len(target._schema.returns) == 1:
             _replace(node, written.get(0))
         else:
@@ -92,7 +92,7 @@ def _replace(result: Node, argument: Node | None) -> None:
     result.replace_all_uses_with(argument)
 
 
-def _written_results(node: Node, target: _Op) -> dict[int, Node]:
+def written_results(node: Node, target: _Op) -> dict[int, Node]:
     """Return the argument that each result of *node* is, by position."""
     arguments, returns = target._schema.arguments, target._schema.returns
     given = dict(zip((argument.name for argument in arguments), node.args, strict=False))

@@ -12,6 +12,7 @@ overlaps another argument the kernel would read what it has written
 is a constant             the next call of the graph would find it changed
 is an input of the graph  and the caller did not donate it
 is used later             under its own name or as a view, by a node or as an output of the graph
+is viewed as another dtype  Inductor cannot write through such a view
 has another layout        than the op promises for the output that would take its place
 ========================  ========================================================================
 
@@ -31,6 +32,7 @@ from opweave.compile.context import Context
 from opweave.compile.errors import CompileError
 from opweave.compile.log import logger
 from opweave.compile.nodes import IrCall, fake_of, ir_call, ir_calls, replace, tensors_of
+from opweave.compile.passes.dead_writes import remove_dead_writes
 from opweave.compile.passes.lowering import (
     DEEPEST,
     check_outputs,
@@ -60,13 +62,15 @@ def lower_inplace(graph: Graph, context: Context) -> None:
     for _ in range(DEEPEST):
         calls = [call for call in ir_calls(graph) if not is_kept(call)]
         if not calls:
-            return
+            break
         for node in [call.node for call in calls]:
             call = ir_call(node)  # again: its arguments may have been replaced since
             if call:
                 _lower(graph, call, aliases, context)
         aliases.renumber(graph)  # the calls in inlined implementations come next
-    raise CompileError(endless(calls, context))
+    else:
+        raise CompileError(endless(calls, context))
+    remove_dead_writes(graph)
 
 
 def _lower(graph: Graph, call: IrCall, aliases: Aliases, context: Context) -> None:
@@ -125,6 +129,8 @@ def refusal(call: IrCall, position: int, aliases: Aliases) -> str:
         if overlap(node, other):
             return f"shares memory with another argument, {other.name}"
     for alias in aliases.sharing(node):
+        if {t.dtype for t in tensors_of(alias)} != {t.dtype for t in tensors_of(node)}:
+            return f"is viewed with another dtype, by {alias.name}"
         if alias.op == "get_attr":
             return f"is a constant of the graph, {alias.target}"
         if alias.op == "placeholder" and position not in call.donate and not aliases.owns(node):

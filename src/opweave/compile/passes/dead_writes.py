@@ -1,0 +1,55 @@
+"""Writes to memory that nothing reads afterwards, as for an unused output of an in-place kernel.
+
+Dead code elimination keeps what writes to memory, but Inductor fails on a write to a buffer that it
+has found unused.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch.fx import Graph, Node
+
+from opweave.compile import compat
+from opweave.compile.aliases import Aliases
+from opweave.compile.inplace import written_results
+
+
+def remove_dead_writes(graph: Graph) -> None:
+    """Erase aten operators that only write to memory of the graph's own which nobody reads later.
+
+    Kernels of other namespaces stay: they may do more than their schema says.
+    """
+    writes = [node for node in graph.nodes if _is_aten_write(node)]
+    if not writes:
+        return
+    aliases = Aliases(graph)
+    for node in reversed(writes):  # a write may be the only reader of the one before
+        if not node.users and all(_is_dead(value, node, aliases) for value in _written(node)):
+            graph.erase_node(node)
+            aliases.forget([node])
+
+
+def _is_aten_write(node: Node) -> bool:
+    """Whether all that *node* does is to write to the arguments that it returns."""
+    if not compat.is_mutable(node.target):
+        return False
+    target = cast("torch._ops.OpOverload", node.target)
+    written = sum(argument.is_write for argument in target._schema.arguments)
+    return (
+        target.namespace == "aten"
+        and torch.Tag.nondeterministic_seeded not in target.tags  # moves the generator on
+        and len(_written(node)) == written == len(target._schema.returns) > 0
+    )
+
+
+def _written(node: Node) -> list[Node]:
+    target = cast("torch._ops.OpOverload", node.target)
+    return list(written_results(node, target).values())
+
+
+def _is_dead(value: Node, write: Node, aliases: Aliases) -> bool:
+    """Whether *value* is in memory that the graph made, and that nothing reads after *write*."""
+    is_own = all(alias.op not in ("placeholder", "get_attr") for alias in aliases.sharing(value))
+    return is_own and not aliases.readers_after(value, write)
