@@ -100,6 +100,10 @@ def test_compiled_prints_the_decisions(compiled: Compiled) -> None:
     assert lines["fused_add_rms_norm"] == ["opweave_c", "12"]
     assert "50 calls of ops" in compiled.first.stdout
     assert "compiled 1 graph" in compiled.first.stdout
+    assert lines["causal_attention"] == ["aten", "6"]
+    for found in compiled.found:
+        (attention,) = found["inside_opaque_calls"]
+        assert (attention["op"], attention["calls"]) == ("causal_attention", 6)
 
 
 def test_compiled_for_any_number_of_tokens(compiled: Compiled) -> None:

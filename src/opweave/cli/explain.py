@@ -124,16 +124,20 @@ def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str 
     loaded, tokens = _load(model, prompt, dtype)
     start = time.perf_counter()
     with ProgressBar("compiling", counts=False):
-        reports = _compile(loaded, tokens)
+        reports, inside = _compile(loaded, tokens)
     seconds = time.perf_counter() - start
     if STDOUT not in (html, json):
         print_reports(reports, seconds)
+        if inside.selected_impls:
+            out.print("\n[bold]ops that run inside calls which are not compiled, as attention[/]")
+            out.print(selection_table(inside))
     if html is not None:
         title = f"{model.resolve().name}, {str(loaded.dtype).removeprefix('torch.')}"
         write("--html", html, render(reports, title, facts()))
     if json is not None:
         found = [report.to_dict() for report in reports]
         data = {"model": str(model), "seconds": seconds, "reports": found}
+        data["inside_opaque_calls"] = selections(inside)
         write_json("--json", json, data)
 
 
@@ -151,8 +155,11 @@ def _load(path: Path, prompt: str, dtype: str) -> tuple[CausalLM, list[int]]:
     return model, reader.tokens(prompt)
 
 
-def _compile(model: CausalLM, tokens: list[int]) -> list[Report]:
-    """Compile the forward for any number of tokens; return the report of each graph."""
+def _compile(model: CausalLM, tokens: list[int]) -> tuple[list[Report], ir.Record]:
+    """Compile the forward for any number of tokens, and run it.
+
+    Return the report of each graph, and a record of the ops that opaque calls ran, as attention.
+    """
     import torch
     from torch._dynamo.exc import BackendCompilerFailed
 
@@ -174,10 +181,10 @@ def _compile(model: CausalLM, tokens: list[int]) -> list[Report]:
     for tensor in (ids, positions):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # a kernel may want one size
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), ir.record() as inside:
             torch.compile(model, backend=collecting)(ids, positions)
     except BackendCompilerFailed as error:
         if isinstance(error.inner_exception, OpweaveError):  # about the user's input
             raise error.inner_exception from error
         raise
-    return reports
+    return reports, inside

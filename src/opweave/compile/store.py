@@ -3,8 +3,8 @@
 A report depends on the graph, the shapes and dtypes of its inputs, and the plan: its key is a
 digest of these. It has two. AOTAutograd caches by the grad mode and the graph that Dynamo traced,
 where names are those of the program; Inductor by the one that AOTAutograd made, and a hit there
-comes after the joint stage. The passes of the dynamo stage run in any case, so what they say comes
-from the compilation at hand.
+comes after the joint stage. Calls with gradients are known before either, so those come from the
+compilation at hand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from opweave.compile import compat, fingerprint
 from opweave.compile.context import Context
 from opweave.compile.log import logger
 from opweave.compile.nodes import all_graphs, fake_of, has_fakes
-from opweave.compile.pipeline import Stage, graph_text
+from opweave.compile.pipeline import graph_text
 from opweave.compile.plan import Plan
 from opweave.compile.report import WITH_GRADIENTS, Report
 
@@ -75,12 +75,10 @@ def settle(context: Context) -> None:
 
 
 def _complete(report: Report, filed: Report) -> None:
-    """Add to *report*, which has the dynamo stage, the later stages of the *filed* one."""
+    """Add the *filed* report to *report*, which has the calls with gradients already."""
     nodes = [n for n in report.nodes if n.stage == WITH_GRADIENTS]
     nodes += [n for n in filed.nodes if n.stage != WITH_GRADIENTS]
-    passes = [p for p in report.passes if p.stage == Stage.DYNAMO.value]
-    passes += [p for p in filed.passes if p.stage != Stage.DYNAMO.value]
-    own = {"key": report.key, "from_cache": True, "nodes": nodes, "passes": passes}
+    own = {"key": report.key, "from_cache": True, "nodes": nodes}
     vars(report).update(vars(filed), **own)
 
 
