@@ -107,7 +107,7 @@ def test_templates_that_fail(source: str, named: str) -> None:
 
 
 def test_what_is_no_jinja() -> None:
-    with pytest.raises(ChatTemplateError, match=r"\(a test\) is no valid Jinja: line 2"):
+    with pytest.raises(ChatTemplateError, match=r"\(a test\) is not valid Jinja: line 2"):
         ChatTemplate("{{ 1 }}\n{% nothing %}", "a test", {})
 
 

@@ -14,7 +14,7 @@ _ALPHABET = {
     **{chr(byte): byte for byte in _VISIBLE},
     **{chr(0x100 + place): byte for place, byte in enumerate(_HIDDEN)},
 }
-REPLACEMENT = "\ufffd"  # stands for bytes that are no text
+REPLACEMENT = "\ufffd"  # stands for bytes that are not valid UTF-8
 _ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -67,7 +67,7 @@ def incomplete_end(text: bytes, *, is_strict: bool = False) -> bytes:
     except UnicodeDecodeError:
         return b""
     left = decoder.getstate()[0]
-    # CPython keeps the beginning of a surrogate, too, which is no character.
+    # CPython keeps the beginning of a surrogate, too, which is not a character.
     return left if len(left.decode(errors="replace")) == 1 else b""
 
 

@@ -116,7 +116,7 @@ class Tokenizer:
         return batch[0]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of *ids*; bytes that are no text become U+FFFD."""
+        """Return the text of *ids*; bytes that are not valid UTF-8 become U+FFFD."""
         if len(ids) < _SHORT:
             text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
             return text
@@ -136,7 +136,7 @@ class Tokenizer:
         return known
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Return the bytes of one token; None: it is no text, and its bytes are not known."""
+        """Return the bytes of one token; None if they are not known."""
         text = self.piece(token_id)
         if REPLACEMENT not in text:
             return text.encode("utf-8")
@@ -157,7 +157,7 @@ class Tokenizer:
         if self.has_byte_tokens:
             parts = [token_bytes(self.token(token) or "", self._decoder) for token in ids]
             first = next((at for at in range(len(ids), 0, -1) if parts[at - 1] is None), 0)
-            # One byte that is no text spoils all bytes around it.
+            # One byte that is not valid UTF-8 spoils all bytes around it.
             return incomplete_end(b"".join(part or b"" for part in parts[first:]), is_strict=True)
         if self._is_byte_level:
             return incomplete_end(b"".join(map(self.bytes_in_text, ids[-_CHARACTER:])))

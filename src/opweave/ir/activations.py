@@ -24,7 +24,7 @@ def activations_of(schema: Schema, op_name: str, names: Sequence[str] | None) ->
     for name in names:
         if name not in tensors:
             raise InvalidOpError(
-                f"op {op_name!r}: activation {name!r} is no required tensor parameter. "
+                f"op {op_name!r}: activation {name!r} is not a required tensor parameter. "
                 f"{did_you_mean(name, tensors)}"
             )
     return tuple(name for name in tensors if name in names)

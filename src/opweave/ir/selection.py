@@ -175,7 +175,7 @@ def select_here(op: IrOp, values: Sequence[Any], policy: Policy) -> Selection:
     """Choose as :func:`select` does, and under ``torch.autocast`` native for any kernel.
 
     Raises:
-        IrError: whatever :func:`select` and :func:`native_for` raise.
+        IrError: as :func:`select` and :func:`native_for` raise.
     """
     selection = select(op, values, policy)
     return native_for(selection) if _casts(values) else selection

@@ -23,7 +23,7 @@ def compile_template(source: str, origin: str) -> tuple[Any, Any]:
         return environment.from_string(source), environment.parse(source)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(
-            f"The chat template ({origin}) is no valid Jinja: line {error.lineno}: {error}.",
+            f"The chat template ({origin}) is not valid Jinja: line {error.lineno}: {error}.",
             "chat_template",
         ) from error
     # Compiling evaluates constant expressions, and recurses as deeply as the template nests.

@@ -98,7 +98,7 @@ class Traits:
 
     def _uses_parts(self, node: Any) -> bool:
         nodes, content = self._nodes, self._content
-        # A loop that looks for images alone takes a string, too: its characters are no images.
+        # A loop that looks for images alone takes a string, too: its characters are not images.
         if isinstance(node, nodes.For):
             return content.is_value(node.iter) and self._mentions("text", node)
         if isinstance(node, nodes.Filter):

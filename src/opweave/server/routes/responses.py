@@ -11,7 +11,7 @@ from opweave.server.protocol.base import ResponseBody
 
 
 class ErrorBody(ResponseBody):
-    """The body of every response that is no success."""
+    """The body of every response that is not a success."""
 
     error: ErrorDetail
 
