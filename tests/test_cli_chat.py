@@ -119,7 +119,7 @@ def test_the_system_message_stays_after_a_reset(chat: Chat) -> None:
         (b"\xff\n", (), "not UTF-8"),
         (b"x " * 400, (), "context is 256 tokens"),
         (b"x", ("--temperature", "-1"), "temperature=-1"),
-        (b"x", ("--chat-template", "{% if %}"), "no valid Jinja"),
+        (b"x", ("--chat-template", "{% if %}"), "not valid Jinja"),
         (b"x", ("--chat-template", "{{ raise_exception('not so') }}"), "not so"),
         (b"x", ("--chat-template", "/nowhere.jinja"), "cannot be read"),
         (b"x", ("--chat-template-kwargs.think=1",), "'think' is not a variable of"),

@@ -202,7 +202,7 @@ def test_the_template_for_tools(checkpoint: Path, kind: str) -> None:
 def test_a_broken_template_for_tools_shows_when_it_is_loaded(checkpoint: Path) -> None:
     named = [{"name": "default", "template": "x"}, {"name": "tool_use", "template": "{% if %}"}]
     configure(checkpoint, chat_template=named)
-    with pytest.raises(ChatTemplateError, match="no valid Jinja"):
+    with pytest.raises(ChatTemplateError, match="not valid Jinja"):
         ChatTemplate.of(Checkpoint(checkpoint))
 
 

@@ -75,9 +75,9 @@ def test_an_encoder(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) ->
     found: list[int] = []
     forward = embedder._forward
 
-    def spy(texts: Any) -> Any:
+    def spy(*arguments: Any) -> Any:
         found.append(torch.get_num_threads())
-        return forward(texts)
+        return forward(*arguments)
 
     monkeypatch.setattr(embedder, "_forward", spy)
     embedder.embed([5, 6, 7])

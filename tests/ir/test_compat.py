@@ -52,6 +52,8 @@ CHECKED = {
     "is_batched",
     "unwrapped",
     "decided",
+    "graph_break",
+    "size_hint",
     "depends_on_data",
     "no_transforms",
 }
@@ -410,6 +412,31 @@ def test_is_taken_in_torch_ops() -> None:
     assert isinstance(torch.ops.opweave.name, str)
     assert compat.is_taken_in_torch_ops("__init__")
     assert not compat.is_taken_in_torch_ops("rms_norm")
+
+
+def test_graph_break() -> None:
+    def breaking(x: Tensor) -> Tensor:
+        compat.graph_break("a reason of ours")
+        return x + 1
+
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a reason of ours"):
+        torch.compile(breaking, backend="eager", fullgraph=True)(torch.zeros(1))
+    torch.compiler.reset()
+    assert torch.compile(breaking, backend="eager")(torch.zeros(1)).item() == 1
+
+
+def test_size_hint() -> None:
+    seen: list[int | None] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        seen.extend(compat.size_hint(i.numel()) for i in inputs if isinstance(i, Tensor))
+        return graph.forward
+
+    torch.compiler.reset()
+    torch.compile(lambda x: x + 1, backend=backend, dynamic=True)(torch.zeros(6, 7))
+    assert seen == [42]
+    assert compat.size_hint(5) == 5
 
 
 def test_parse_schema() -> None:

@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opweave import ir
 from opweave.config import KernelConfig
@@ -37,6 +41,17 @@ def op(registry: ir.Registry) -> ir.IrOp:
 
 
 X = torch.ones(3)
+
+
+def call_with_dtensor(op: ir.IrOp) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        with torch.no_grad():
+            op(DTensor.from_local(X, mesh, [Replicate()]))
+    finally:
+        dist.destroy_process_group()
+
 
 # error -> (what raises it, given the op; what its message names)
 RAISED: dict[str, tuple[Callable[[ir.IrOp], Any], list[str]]] = {
@@ -148,6 +163,7 @@ RAISED: dict[str, tuple[Callable[[ir.IrOp], Any], list[str]]] = {
         lambda op: late_registration(op, "late"),
         ["implementation my_norm:late", "any more", "has failed"],
     ),
+    "DTensorError": (call_with_dtensor, ["my_norm", "DTensor", "x.to_local()", "rowwise"]),
     "SettingError": (
         lambda op: ir.priority(my_norm="alpha,,beta").__enter__(),
         ["ir.priority(my_norm=...)", "''", "separated by commas", "name!"],

@@ -344,7 +344,10 @@ def test_provider_on_slices(module: ModuleType) -> None:
     assert functional[0].stride() == wanted[0].stride()
     assert torch.equal(functional[0], wanted[0])
     assert torch.equal(donated[1], wanted[1])
-    assert donated[0].data_ptr() == qkv.data_ptr()
+    # Columns of a wider tensor do not have the strides of the op's result.
+    assert donated[0].stride() == functional[0].stride()
+    assert torch.equal(donated[0], functional[0])
+    assert donated[0].data_ptr() != qkv.data_ptr()
 
 
 def chosen(**changes: Any) -> str:

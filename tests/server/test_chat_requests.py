@@ -87,7 +87,7 @@ def test_continuing_the_last_message(server: Running) -> None:
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "messages.0.role is 'rob"),
         ({"messages": [{"role": "user", "content": [7]}]}, "messages", "content.0"),
         ({"chat_template": of.GEMMA3, "messages": [USER, USER]}, "messages", "must alternate"),
-        ({"chat_template": "{% if %}"}, "chat_template", "no valid Jinja"),
+        ({"chat_template": "{% if %}"}, "chat_template", "not valid Jinja"),
         ({"chat_template": "/etc/hostname", "documents": [{}]}, "documents", "not use documents"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},

@@ -231,7 +231,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         ((CHECKPOINT, "--data-parallel-address=ray://x:1"), "host:port"),
         ((CHECKPOINT, "--scheduling-policy=best"), "fcfs"),
         ((CHECKPOINT, "--chat-template=no.jinja"), "no.jinja"),
-        ((CHECKPOINT, "--chat-template={% if"), "no valid Jinja"),
+        ((CHECKPOINT, "--chat-template={% if"), "not valid Jinja"),
         ((CHECKPOINT, "--ir-op-priority.rmsnorm=native"), "rms_norm"),
         ((CHECKPOINT, "--compilation-config.mode=9"), "mode"),
         ((CHECKPOINT, "--plugin.acme.x=1"), "acme.x"),

@@ -36,6 +36,11 @@ def run_untraced(function: Callable[..., Any]) -> None:
     eval_frame.set_code_exec_strategy(cast("Any", function).__code__, strategy)
 
 
+def graph_break(message: str) -> None:
+    """Break the graph that Dynamo is tracing; *message* is what it reports."""
+    torch._dynamo.graph_break(msg=message)
+
+
 def before_loading_packages(prepare: Callable[[], None]) -> None:
     """Call *prepare* before each AOTInductor package that this process loads.
 

@@ -73,7 +73,7 @@ class UnknownOpError(UnknownError, IrError, LookupError, AttributeError):
     """No op of that name is declared."""
 
 
-class ShardingError(IrError, TypeError):
+class DTensorError(IrError, TypeError):
     """An op that is not row-wise got a DTensor."""
 
 

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from opweave.ir import compat
 from opweave.ir.errors import SettingError
 from opweave.ir.priority import Entries, parse
@@ -129,7 +127,7 @@ def left_to_python(what: str, enter: Callable[..., Any]) -> None:
     )
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        torch._dynamo.graph_break(msg=message)
+        compat.graph_break(message)
 
     compat.trace_instead(enter, traced)
     compat.run_untraced(getattr(enter, "__wrapped__", enter))  # of contextmanager

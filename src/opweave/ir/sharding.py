@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch
 
-from opweave.ir.errors import ShardingError
+from opweave.ir.errors import DTensorError
 from opweave.ir.priority import NATIVE
 from opweave.ir.selection import tensors_in
 from opweave.ir.traits import ROWWISE
@@ -28,7 +28,7 @@ def prepare_sharding(op: IrOp, values: tuple[Any, ...]) -> None:
     """Register the sharding strategy of *op* if one of *values* is a DTensor.
 
     Raises:
-        ShardingError: one is, and the op is not row-wise.
+        DTensorError: one is, and the op is not row-wise.
     """
     module: Any = sys.modules.get("torch.distributed.tensor")
     if module is None or op in _registered:
@@ -36,7 +36,7 @@ def prepare_sharding(op: IrOp, values: tuple[Any, ...]) -> None:
     if not any(isinstance(tensor, module.DTensor) for tensor in tensors_in(values)):
         return
     if ROWWISE not in op.impls[NATIVE].traits:
-        raise ShardingError(
+        raise DTensorError(
             f"{op.name} has no sharding strategy for DTensor arguments, because it is not "
             "row-wise. Call it with local tensors, x.to_local() or x.full_tensor(), or declare the "
             "op with native_traits=['rowwise'] if each row of its outputs depends on that row of "
