@@ -39,7 +39,8 @@ SOME = [
     for subject in subjects(["rms_norm", "fused_add_rms_norm", "dynamic_per_token_quant_fp8"])
     if subject.provider != "triton"  # tests/triton_kernels
 ]
-QUICK = [name for name in CHECKS if name not in COMPILING]
+SLOW = [*COMPILING, "unobserved", "repetition"]  # seconds for each implementation
+QUICK = [name for name in CHECKS if name not in SLOW]
 
 
 @pytest.mark.parametrize("subject", SOME, ids=str)
@@ -51,8 +52,8 @@ def test_some_implementations_are_right(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("subject", subjects(["rms_norm"], ["row_by_row", "opweave_c"]), ids=str)
-def test_compiled_calls_are_right(subject: Subject) -> None:
-    result = verify(subject, COMPILING)
+def test_compiled_and_repeated_calls_are_right(subject: Subject) -> None:
+    result = verify(subject, SLOW)
     result.raise_if_failed()
     assert all(outcome.status == "passed" for outcome in result.outcomes)
 
@@ -88,6 +89,17 @@ def test_every_registered_implementation_is_right(subject: Subject) -> None:
     result = verify(subject)
     result.raise_if_failed()
     assert result.status == "passed" or not subject.impl.supported, result.obstacle
+
+
+def test_the_sign_of_zero_is_within_every_tolerance() -> None:
+    relu2 = ir.ops.relu2
+    with restored(relu2):
+        relu2.register_impl("signed")(lambda x: _with_negative_zeros(relu2.native(x)))
+        verify(Subject(relu2, "signed"), ["values", "extremes"]).raise_if_failed()
+
+
+def _with_negative_zeros(t: Tensor) -> Tensor:
+    return torch.where(t == 0, -0.0, t)
 
 
 def test_a_finding_names_the_case_and_can_be_had_again() -> None:

@@ -21,7 +21,9 @@ _WIDTHS = (1, 2, 3, 8, 17, 31, 62, 64, 66, 128, 129, 256, 1000, 4096, 4097)
 _COUNTS = (1, 2, 3, 5, 8)
 _SIZES = (*_COUNTS, 32, 64, 80, 96, 128, 256)  # of a head, a state, a block
 _EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
-_WIDE = 24  # from here on a size is the width of a row, below it of a part of one, or a number
+WIDE = 24  # from here on a size is the width of a row, below it of a part of one, or a number
+_EVERY = (*range(1, 131), 255, 257, 511, 513, 1023, 1025)  # sizes, block bounds among them
+_SWEEP = 2.0  # seconds of processor time for the sizes of one option
 _SLOW = 0.1  # seconds; larger numbers of tokens are left out from here on
 
 
@@ -61,6 +63,9 @@ def sizes(subject: Subject) -> Iterator[Case]:
         yield from _tokens(subject, dtype)
         for name, default in options_of(subject).items():
             yield from _variants(subject, name, default, dtype)
+    for name, default in options_of(subject).items():
+        if name == "num_tokens" or (type(default) is int and default >= WIDE):
+            yield from _swept(subject, name)
 
 
 def few_and_many(subject: Subject) -> Iterator[Case]:
@@ -106,6 +111,15 @@ def _tokens(subject: Subject, dtype: Mapping[str, Any]) -> Iterator[Case]:
         yield from _existing(subject, {"num_tokens": count, **dtype})
 
 
+def _swept(subject: Subject, name: str) -> Iterator[Case]:
+    """Yield cases of every size of one option in a drawn order, as many as there is time for."""
+    dtypes, start = _dtype_options(subject), time.process_time()
+    for place in torch.randperm(len(_EVERY)).tolist():
+        if time.process_time() - start > _SWEEP:
+            return
+        yield from _existing(subject, {name: _EVERY[place], **dtypes[place % len(dtypes)]})
+
+
 def _variants(
     subject: Subject, name: str, default: Any, dtype: Mapping[str, Any]
 ) -> Iterator[Case]:
@@ -128,7 +142,7 @@ def variants(name: str, default: Any) -> tuple[Any, ...]:
 
 
 def _numbers(name: str, default: int) -> tuple[int, ...]:
-    if default >= _WIDE:
+    if default >= WIDE:
         return _WIDTHS
     return _SIZES if name.endswith("size") else _COUNTS
 

@@ -20,10 +20,13 @@ from opweave.conformance.checks import (
     metadata,
     mutation,
     opcheck,
+    precision,
     predicate,
+    repetition,
     rounding,
     staleness,
     threads,
+    unobserved,
     values,
 )
 from opweave.conformance.errors import UnknownCheckError
@@ -37,6 +40,7 @@ CHECKS: dict[str, Check] = {
         values.NONE,
         values.LAYOUTS,
         values.DTYPES,
+        precision.CHECK,
         values.EMPTY,
         dimensions.CHECK,
         combinations.CHECK,
@@ -60,6 +64,8 @@ CHECKS: dict[str, Check] = {
         opcheck.CHECK,
         compiled.COMPILED,
         compiled.DYNAMIC,
+        unobserved.CHECK,
+        repetition.CHECK,
     )
 }
 """The checks by name, in the order in which they run."""

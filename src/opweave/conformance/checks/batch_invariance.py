@@ -19,7 +19,7 @@ from opweave.ir import require
 from opweave.ir.traits import BATCH_INVARIANT, ROWWISE
 
 _SAMPLES = (1, 2, 3, 5, 16)
-_LARGE = 257  # tokens, for which a kernel may choose another way to add up
+_LARGE = (257, 1031)  # tokens, for which a kernel may choose another way to add up
 
 
 def _claims_invariance(subject: Subject) -> bool:
@@ -33,7 +33,7 @@ def _claims_rows(subject: Subject) -> bool:
 def _batches(subject: Subject) -> Iterator[Tokens | Packed]:
     """Yield batches of each dtype, large ones, and of rows with tails, that are accepted."""
     known = inputs.options_of(subject)
-    sizes: list[dict[str, Any]] = [{}, {"count": _LARGE}]
+    sizes: list[dict[str, Any]] = [{}, *({"count": n} for n in _LARGE)]
     sizes += [{"hidden_size": n} for n in (7, 1031) if "hidden_size" in known]
     dtypes = [{"dtype": d} for d in inputs.DTYPES] if "dtype" in known else [{}]
     for options in ({**dtype, **size} for dtype in dtypes for size in sizes):

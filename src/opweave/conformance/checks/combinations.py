@@ -19,6 +19,7 @@ from opweave.conformance.layouts import LAYOUTS
 from opweave.conformance.subject import Subject
 
 _CASES = 100
+_FEW = 64  # tokens
 _LARGE = 300  # from here on a size is large: one of them in a case is enough
 
 _T = TypeVar("_T")
@@ -36,7 +37,7 @@ def _options(subject: Subject) -> dict[str, Any]:
     """Draw options of the input generator."""
     known, found = inputs.options_of(subject), dict[str, Any]()
     if "num_tokens" in known:
-        found["num_tokens"] = _one_of(inputs.TOKENS)
+        found["num_tokens"] = _one_of(inputs.TOKENS) if _chance(0.5) else _up_to(_FEW)
     if "dtype" in known:
         found["dtype"] = _one_of(inputs.DTYPES)
     for name, default in known.items():
@@ -44,7 +45,8 @@ def _options(subject: Subject) -> dict[str, Any]:
         if any(isinstance(v, int) and v >= _LARGE for v in found.values()):
             values = tuple(v for v in values if isinstance(v, torch.dtype) or v < _LARGE)
         if values and _chance(0.5):
-            found[name] = _one_of(values)
+            is_width = type(default) is int and default >= inputs.WIDE
+            found[name] = _up_to(_LARGE) if is_width and _chance(0.3) else _one_of(values)
     return found
 
 
@@ -75,6 +77,10 @@ def _laid_out(case: Case) -> Case:
 
 def _chance(probability: float) -> bool:
     return bool(torch.rand(()) < probability)
+
+
+def _up_to(largest: int) -> int:
+    return int(torch.randint(1, largest + 1, ()))
 
 
 def _one_of(values: Sequence[_T]) -> _T:

@@ -1,9 +1,9 @@
-"""Extreme numbers: zeros, the smallest and the largest, NaN and infinity."""
+"""Extreme numbers: zeros, other distributions, the smallest and largest, NaN and infinity."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,16 @@ def _with_one(number: float, place: float = 1 / 3) -> Callable[[Tensor], Tensor]
     return change
 
 
+def _with_row(number: float) -> Callable[[Tensor], Tensor]:
+    def change(t: Tensor) -> Tensor:
+        changed = t.clone()
+        rows = changed.view(-1, t.shape[-1]) if t.ndim else changed
+        rows[len(rows) // 2 :][:1] = number
+        return changed
+
+    return change
+
+
 def _scaled_to(largest: Callable[[torch.dtype], float]) -> Callable[[Tensor], Tensor]:
     return lambda t: t / t.abs().amax().clamp(min=1e-3) * largest(t.dtype)
 
@@ -38,22 +48,36 @@ def _large(dtype: torch.dtype) -> float:
 EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
     "all zeros": torch.zeros_like,
     "all equal": torch.ones_like,
+    "uniform": lambda t: torch.rand(t.shape, device=t.device).to(t.dtype) - 0.5,
+    "positive": lambda t: t.abs() + 0.5,
+    "mostly zeros": lambda t: torch.where(torch.rand(t.shape, device=t.device) < 0.9, 0.0, t),
     "a NaN": _with_one(float("nan")),
     "first a NaN": _with_one(float("nan"), 0),
     "last a NaN": _with_one(float("nan"), 1),
     "an infinity": _with_one(float("inf")),
     "last an infinity": _with_one(float("inf"), 1),
     "a negative infinity": _with_one(float("-inf")),
+    "a row of NaN": _with_row(math.nan),
+    "a row of infinity": _with_row(math.inf),
+    "a row of negative infinity": _with_row(-math.inf),
     "tiny": _scaled_to(lambda dtype: torch.finfo(dtype).tiny / 4),
+    "up to a hundred": _scaled_to(lambda dtype: 100.0),
     "large": _scaled_to(_large),
 }
+_OF_MANY = ("up to a hundred", "large")  # for which a large tensor may be treated otherwise
+_MANY_TOKENS = 257
 
-
-_INFINITE = ("an infinity", "last an infinity", "a negative infinity")
+_INFINITE = (
+    "an infinity",
+    "last an infinity",
+    "a negative infinity",
+    "a row of infinity",
+    "a row of negative infinity",
+)
 
 # A fused softmax takes a query without a finite score for one without a key, and adds a mask to the
 # score of a key that is not seen: attention leaves it open what comes of NaN and infinity.
-_OPEN = ("a NaN", "first a NaN", "last a NaN", *_INFINITE)
+_OPEN = ("a NaN", "first a NaN", "last a NaN", "a row of NaN", *_INFINITE)
 
 
 def _left_open(subject: Subject) -> tuple[str, ...]:
@@ -62,15 +86,20 @@ def _left_open(subject: Subject) -> tuple[str, ...]:
 
 def extreme(subject: Subject) -> Iterator[Case]:
     """Yield cases with extreme numbers in one argument at a time."""
+    names = [name for name in EXTREMES if name not in _left_open(subject)]
     for base in inputs.usual(subject):
-        for i, value in enumerate(base.values):
-            if not isinstance(value, Tensor) or not value.numel() or value.dtype not in _FLOATS:
-                continue
-            for name, change in EXTREMES.items():
-                if name in _left_open(subject):
-                    continue
-                values = [change(v) if j == i else v for j, v in enumerate(base.values)]
-                yield base.with_values(f"{subject.op.schema.names[i]}: {name}", values)
+        yield from _changed(subject, base, names)
+    for base in inputs.of_tokens(subject, _MANY_TOKENS):
+        yield from _changed(subject, base, _OF_MANY)
+
+
+def _changed(subject: Subject, base: Case, names: Sequence[str]) -> Iterator[Case]:
+    for i, value in enumerate(base.values):
+        if not isinstance(value, Tensor) or not value.numel() or value.dtype not in _FLOATS:
+            continue
+        for name in names:
+            values = [EXTREMES[name](v) if j == i else v for j, v in enumerate(base.values)]
+            yield base.with_values(f"{subject.op.schema.names[i]}: {name}", values)
 
 
 _FLOATS = inputs.DTYPES

@@ -29,8 +29,9 @@ def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
 def _embedding_inputs(
     num_tokens: int = 8,
     hidden_size: int = 64,
+    num_rows: int = 32,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    weight = torch.randn(32, hidden_size, device=device).to(dtype)
-    return torch.randint(32, (num_tokens,), device=device), weight
+    weight = torch.randn(num_rows, hidden_size, device=device).to(dtype)
+    return torch.randint(num_rows, (num_tokens,), device=device), weight

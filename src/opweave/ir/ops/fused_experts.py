@@ -198,9 +198,15 @@ def _inputs(
     intermediate_size: int = 32,
     num_experts: int = 8,
     topk: int = 2,
+    unrouted: bool = False,
+    has_map: bool = False,
+    has_bias: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Any, ...]:
+    """With *unrouted*, the first token and some others go to no expert; with *has_map*, every
+    second expert is elsewhere.
+    """
     x = torch.randn(num_tokens, hidden_size, device=device)
     w13 = torch.randn(num_experts, 2 * intermediate_size, hidden_size, device=device)
     w2 = torch.randn(num_experts, hidden_size, intermediate_size, device=device)
@@ -208,8 +214,20 @@ def _inputs(
     weights, ids = scores.topk(topk)
     w13, w2 = w13 / hidden_size**0.5, w2 / intermediate_size**0.5
     weights = weights / weights.sum(-1, keepdim=True)
+    places = None
+    biases: list[Tensor | None] = [None, None]
+    if has_map:
+        known = torch.arange(2 * num_experts, device=device)
+        places = torch.where(known % 2 == 0, known.flip(0) // 2, -1).to(torch.int32)
+        ids = 2 * ids + torch.randint(2, ids.shape, device=device)
+    if unrouted:
+        nobody = torch.tensor([-1, 2 * num_experts], device=device)
+        ids = torch.where(torch.rand(ids.shape, device=device) < 0.3, nobody[ids % 2], ids)
+        ids[:1] = -1
+    if has_bias:
+        biases = [torch.randn(w.shape[:2], device=device).to(dtype) for w in (w13, w2)]
     values = x.to(dtype), w13.to(dtype), w2.to(dtype), weights, ids.to(torch.int32)
-    return *values, "silu", None, None, None, False, None, None, None
+    return *values, "silu", places, *biases, False, None, None, None
 
 
 # Sums of the same products in another order, rounded to the dtype three times on the way: the

@@ -15,6 +15,7 @@ from opweave.ir.op import IrOp
 from opweave.ir.ops.activation import silu_and_mul
 from opweave.ir.ops.norm import fused_add_rms_norm, rms_norm
 from opweave.ir.ops.quant import (
+    block_scales,
     dynamic_per_token_quant_fp8,
     dynamic_per_token_quant_int8,
     per_token_group_quant_fp8,
@@ -223,10 +224,20 @@ def silu_and_mul_per_token_group_quant_fp8(
     return quantised, scale
 
 
+def _inputs_of(
+    op: IrOp, num_tokens: int, hidden_size: int, dtype: torch.dtype, device: str
+) -> list[Any]:
+    """Return the activations of *op*, and a weight and epsilon if it has them."""
+    width = 2 * hidden_size if op.name.startswith("silu") else hidden_size
+    shape = (num_tokens, width)
+    found: list[Any] = [torch.randn(shape, device=device).to(dtype) for _ in op.activations]
+    if "weight" in op.schema.names:
+        found += [torch.randn(width, device=device).to(dtype), 1e-6]
+    return found
+
+
 def _register_inputs(op: IrOp, *rest: Callable[[str], Any]) -> None:
     """Give *op* inputs: its activations, a weight if it has one, then what *rest* makes."""
-    is_gated = op.name.startswith("silu")
-    has_weight = "weight" in op.schema.names
 
     def inputs(
         num_tokens: int = 8,
@@ -234,34 +245,59 @@ def _register_inputs(op: IrOp, *rest: Callable[[str], Any]) -> None:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> tuple[Any, ...]:
-        width = 2 * hidden_size if is_gated else hidden_size
-        shape = (num_tokens, width)
-        found: list[Any] = [torch.randn(shape, device=device).to(dtype) for _ in op.activations]
-        if has_weight:
-            found += [torch.randn(width, device=device).to(dtype), 1e-6]
+        found = _inputs_of(op, num_tokens, hidden_size, dtype, device)
         return (*found, *(make(device) for make in rest))
 
     op.register_input_generator(inputs)
 
 
-def _static_scale(device: str) -> Tensor:
-    return torch.full((1,), 0.02, device=device)
+def _register_static_inputs(op: IrOp) -> None:
+    """Give *op* inputs with one scale, or one for each block of rows and columns."""
+
+    def inputs(
+        num_tokens: int = 8,
+        hidden_size: int = 64,
+        row_block_size: int = 0,
+        column_block_size: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> tuple[Any, ...]:
+        found = _inputs_of(op, num_tokens, hidden_size, dtype, device)
+        quantised = found[0][:, :hidden_size]
+        return *found, block_scales(quantised, row_block_size, column_block_size)
+
+    op.register_input_generator(inputs)
+
+
+def _register_group_inputs(op: IrOp) -> None:
+    """Give *op* inputs with a size of groups."""
+
+    def inputs(
+        num_tokens: int = 8,
+        hidden_size: int = 64,
+        group_size: int = 24,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> tuple[Any, ...]:
+        return *_inputs_of(op, num_tokens, hidden_size, dtype, device), group_size, False
+
+    op.register_input_generator(inputs)
 
 
 def _bound(device: str) -> Tensor:
     return torch.full((1,), 3.0, device=device)
 
 
-_register_inputs(rms_norm_static_quant_fp8, _static_scale)
+_register_static_inputs(rms_norm_static_quant_fp8)
 _register_inputs(rms_norm_dynamic_per_token_quant_fp8, _bound)
 _register_inputs(rms_norm_dynamic_per_token_quant_int8)
-_register_inputs(fused_add_rms_norm_static_quant_fp8, _static_scale)
+_register_static_inputs(fused_add_rms_norm_static_quant_fp8)
 _register_inputs(fused_add_rms_norm_dynamic_per_token_quant_fp8, _bound)
 _register_inputs(fused_add_rms_norm_dynamic_per_token_quant_int8)
-_register_inputs(silu_and_mul_static_quant_fp8, _static_scale)
+_register_static_inputs(silu_and_mul_static_quant_fp8)
 _register_inputs(silu_and_mul_dynamic_per_token_quant_fp8, _bound)
 _register_inputs(silu_and_mul_dynamic_per_token_quant_int8)
-_register_inputs(silu_and_mul_per_token_group_quant_fp8, lambda _: 24, lambda _: False)
+_register_group_inputs(silu_and_mul_per_token_group_quant_fp8)
 
 for _op in (
     rms_norm_static_quant_fp8,

@@ -98,10 +98,11 @@ def _check(
 def _inputs(
     num_tokens: int = 8,
     hidden_size: int = 64,
+    num_groups: int = 2,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, float, int | None, bool, str]:
     x, z = torch.randn(2, num_tokens, hidden_size, device=device).to(dtype)
     weight = torch.randn(hidden_size, device=device).to(dtype)
-    group_size = hidden_size // 2 if hidden_size % 2 == 0 else None
+    group_size = hidden_size // num_groups if hidden_size % num_groups == 0 else None
     return x, weight, z, 1e-5, group_size, False, "silu"

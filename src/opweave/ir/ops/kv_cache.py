@@ -158,6 +158,9 @@ def _rope_inputs(
     num_kv_heads: int = 2,
     head_size: int = 16,
     block_size: int = 16,
+    rotary_size: int = 0,
+    max_position: int = 64,
+    negative_positions: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, bool]:
@@ -166,6 +169,9 @@ def _rope_inputs(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
+        rotary_size=rotary_size,
+        max_position=max_position,
+        negative_positions=negative_positions,
         dtype=dtype,
         device=device,
     )

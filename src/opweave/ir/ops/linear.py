@@ -74,12 +74,15 @@ def _check_w8(weight: Tensor, scale: Tensor) -> None:
 def _linear_inputs(
     num_tokens: int = 8,
     hidden_size: int = 64,
+    output_size: int = 0,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """An *output_size* of 0 is twice the *hidden_size*."""
+    output_size = output_size or 2 * hidden_size
     x = torch.randn(num_tokens, hidden_size, device=device)
-    weight = torch.randn(2 * hidden_size, hidden_size, device=device) / hidden_size**0.5
-    bias = torch.randn(2 * hidden_size, device=device)
+    weight = torch.randn(output_size, hidden_size, device=device) / hidden_size**0.5
+    bias = torch.randn(output_size, device=device)
     return x.to(dtype), weight.to(dtype), bias.to(dtype)
 
 
@@ -87,11 +90,12 @@ def _linear_inputs(
 def _linear_w8a16_inputs(
     num_tokens: int = 8,
     hidden_size: int = 64,
+    output_size: int = 0,
     weight_dtype: torch.dtype = torch.int8,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, weight, bias = _linear_inputs(num_tokens, hidden_size, torch.float32, device)
+    x, weight, bias = _linear_inputs(num_tokens, hidden_size, output_size, torch.float32, device)
     largest = 127.0 if weight_dtype is torch.int8 else 448.0
     scale = weight.abs().amax(dim=-1) / largest
     quantised = weight / scale[:, None]

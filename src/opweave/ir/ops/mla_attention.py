@@ -194,14 +194,21 @@ def _decode_inputs(
     rope_size: int = 8,
     latent_size: int = 24,
     block_size: int = 16,
+    long_context: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, None]:
-    """One new token for each sequence, after 3, 4, 5, ... cached ones."""
+    """One new token for each sequence, after 3, 4, 5, ... cached ones.
+
+    The first sequence of a *long_context* has more than 4,096 tokens.
+    """
     query, weight = _queries_and_weight(
         num_tokens, num_heads, head_size, rope_size, latent_size, device
     )
-    width = -(-(num_tokens + 3) // block_size)
+    lengths = torch.arange(4, num_tokens + 4, dtype=torch.int32, device=device)
+    if long_context:
+        lengths[:1] += 4096
+    width = -(-(num_tokens + 3 + 4096 * long_context) // block_size)
     blocks = num_tokens * width
     cache = torch.randn(blocks + 1, block_size, latent_size + rope_size, device=device)
     tables = torch.randperm(blocks + 1, device=device)[:blocks].view(num_tokens, width)
@@ -210,7 +217,7 @@ def _decode_inputs(
         cache.to(dtype),
         weight.to(dtype),
         tables.to(torch.int32),
-        torch.arange(4, num_tokens + 4, dtype=torch.int32, device=device),
+        lengths,
         torch.arange(num_tokens + 1, dtype=torch.int32, device=device),
         None,
     )

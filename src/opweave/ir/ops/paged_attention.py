@@ -194,17 +194,21 @@ def _inputs(
     num_seqs: int = 2,
     padding: int = 0,
     rest_is_nan: bool = False,
+    long_context: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, None, bool, None, None]:
     """A sequence that is decoded and others whose prompts continue, with cached keys before all.
 
     A *value_size* of 0 is the size of the keys; *padding* tokens come after the last sequence; what
-    no query may use of the cache may be NaN.
+    no query may use of the cache may be NaN. The first sequence of a *long_context* has more than
+    4,096 keys.
     """
     queries = sequence_lengths(num_tokens, num_seqs)
     lengths = torch.tensor(queries) + torch.randint(block_size, 3 * block_size + 1, (num_seqs,))
-    width = 3 + -(-max(queries) // block_size)
+    if long_context:
+        lengths[0] += 4096
+    width = 3 + -(-(max(queries) + 4096 * long_context) // block_size)
     blocks = num_seqs * width
     tables = torch.randperm(blocks + 1)[:blocks].view(num_seqs, width)
     shape = (blocks + 1, num_kv_heads, block_size)

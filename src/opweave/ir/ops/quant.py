@@ -257,10 +257,23 @@ def _random(num_tokens: int, hidden_size: int, dtype: torch.dtype, device: str) 
 def _static_inputs(
     num_tokens: int = 8,
     hidden_size: int = 64,
+    row_block_size: int = 0,
+    column_block_size: int = 0,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    return _random(num_tokens, hidden_size, dtype, device), torch.full((1,), 0.02, device=device)
+    """One scale for each block of so many rows and columns; 0 is all of them."""
+    x = _random(num_tokens, hidden_size, dtype, device)
+    return x, block_scales(x, row_block_size, column_block_size)
+
+
+def block_scales(x: Tensor, row_block_size: int, column_block_size: int) -> Tensor:
+    """Return random scales for :func:`static_quant_fp8`; without block sizes, one of 0.02."""
+    if not row_block_size and not column_block_size:
+        return torch.full((1,), 0.02, device=x.device)
+    sizes = zip(x.shape, (row_block_size, column_block_size), strict=True)
+    counts = [size // block if block else 1 for size, block in sizes]
+    return 0.01 + 0.03 * torch.rand(counts, device=x.device)
 
 
 @dynamic_per_tensor_quant_fp8.register_input_generator
@@ -288,10 +301,11 @@ def _dynamic_fp8_inputs(
 def _group_inputs(
     num_tokens: int = 8,
     hidden_size: int = 64,
+    group_size: int = 24,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, int, bool]:
-    return _random(num_tokens, hidden_size, dtype, device), 24, False
+    return _random(num_tokens, hidden_size, dtype, device), group_size, False
 
 
 for _op in (

@@ -187,11 +187,12 @@ def _apply_rotary_emb_inputs(
     num_tokens: int = 8,
     num_heads: int = 4,
     head_size: int = 16,
+    rotary_size: int = 0,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
     x = torch.randn(num_tokens, num_heads, head_size, device=device).to(dtype)
-    angles = torch.rand(num_tokens, head_size // 2, device=device) * 6.3
+    angles = torch.rand(num_tokens, (rotary_size or head_size) // 2, device=device) * 6.3
     return x, angles.cos().to(dtype), angles.sin().to(dtype), True, False
 
 
@@ -201,14 +202,24 @@ def _rotary_embedding_inputs(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_size: int = 16,
+    rotary_size: int = 0,
+    max_position: int = 64,
+    negative_positions: bool = False,
+    split_heads: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, bool]:
+    """A *rotary_size* of 0 is the size of a head; about half of *negative_positions* are."""
     query = torch.randn(num_tokens, num_heads * head_size, device=device).to(dtype)
     key = torch.randn(num_tokens, num_kv_heads * head_size, device=device).to(dtype)
-    angles = torch.rand(64, head_size // 2, device=device) * 6.3
+    if split_heads:
+        query, key = (torch.unflatten(x, -1, (-1, head_size)) for x in (query, key))
+    angles = torch.rand(max_position, (rotary_size or head_size) // 2, device=device) * 6.3
     cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
-    return query, key, torch.randint(64, (num_tokens,), device=device), cache, head_size, True
+    positions = torch.randint(max_position, (num_tokens,), device=device)
+    if negative_positions:
+        positions = torch.where(positions % 2 == 0, positions - max_position, positions)
+    return query, key, positions, cache, head_size, True
 
 
 @rotary_embedding_single.register_input_generator
@@ -216,11 +227,24 @@ def _rotary_embedding_single_inputs(
     num_tokens: int = 8,
     num_heads: int = 4,
     head_size: int = 16,
+    rotary_size: int = 0,
+    max_position: int = 64,
+    negative_positions: bool = False,
+    split_heads: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, int, bool]:
     query, _, *rest = _rotary_embedding_inputs(
-        num_tokens, num_heads, head_size=head_size, dtype=dtype, device=device
+        num_tokens,
+        num_heads,
+        1,
+        head_size,
+        rotary_size,
+        max_position,
+        negative_positions,
+        split_heads,
+        dtype,
+        device,
     )
     return query, *rest
 
@@ -231,11 +255,24 @@ def _qk_norm_rope_inputs(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_size: int = 16,
+    rotary_size: int = 0,
+    max_position: int = 64,
+    negative_positions: bool = False,
+    split_heads: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, bool]:
     query, key, positions, cache, _, is_neox = _rotary_embedding_inputs(
-        num_tokens, num_heads, num_kv_heads, head_size, dtype, device
+        num_tokens,
+        num_heads,
+        num_kv_heads,
+        head_size,
+        rotary_size,
+        max_position,
+        negative_positions,
+        split_heads,
+        dtype,
+        device,
     )
     weights = (1 + 0.1 * torch.randn(2, head_size, device=device)).to(dtype)
     return query, key, positions, cache, weights[0], weights[1], 1e-6, head_size, is_neox

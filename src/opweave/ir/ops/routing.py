@@ -223,8 +223,10 @@ def _grouped_inputs(
     num_tokens: int = 8,
     num_experts: int = 16,
     topk: int = 4,
+    num_expert_group: int = 4,
+    topk_group: int = 2,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, int, int, int, bool, str, float, Tensor]:
     logits, topk, renormalize, bias, scale = _inputs(num_tokens, num_experts, topk, dtype, device)
-    return logits, topk, 4, 2, renormalize, "sigmoid", scale, bias
+    return logits, topk, num_expert_group, topk_group, renormalize, "sigmoid", scale, bias

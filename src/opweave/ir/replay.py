@@ -1,0 +1,50 @@
+"""Run an implementation on recorded arguments: ``python -m opweave.ir.replay SOCKET``.
+
+The conformance kit records the arguments and compares the results in its own process. It is not
+imported in this one, so that an implementation cannot recognise that it is being verified.
+"""
+
+import importlib
+import io
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from opweave.ir.registry import current_registry
+
+
+def replay(modules: list[str], op: str, provider: str, calls: list[Any]) -> list[Any]:
+    """Return what the implementation returns for each call, or the text of what it raises.
+
+    An empty list: no such implementation is registered once *modules* are imported.
+    """
+    for module in modules:
+        importlib.import_module(module)
+    found = current_registry().ops.get(op)
+    if found is None or provider not in found.impls:
+        return []
+    call = found.using(f"{provider}!")
+    results: list[Any] = []
+    for values in calls:
+        args, kwargs = found.schema.split(values)
+        try:
+            with torch.no_grad():
+                results.append(call(*args, **kwargs))
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {error}")
+    return results
+
+
+def _main(connection: Connection) -> None:
+    asked = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
+    file = io.BytesIO()
+    torch.save(replay(*asked), file)
+    connection.send_bytes(file.getvalue())
+
+
+if __name__ == "__main__":
+    with suppress(EOFError, ConnectionError):  # the process that asked has ended
+        _main(Connection(int(sys.argv[1])))
