@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +66,16 @@ def sizes(subject: Subject) -> Iterator[Case]:
     for name, default in options_of(subject).items():
         if name == "num_tokens" or (type(default) is int and default >= WIDE):
             yield from _swept(subject, name)
+
+
+def while_fast(cases: Iterable[Case]) -> Iterator[Case]:
+    """Yield *cases* until one takes more than a moment, together with what is done with it."""
+    start = time.perf_counter()
+    for case in cases:
+        yield case
+        if time.perf_counter() - start > _SLOW:
+            return
+        start = time.perf_counter()
 
 
 def few_and_many(subject: Subject) -> Iterator[Case]:

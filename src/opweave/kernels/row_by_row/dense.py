@@ -50,7 +50,13 @@ def mul_and_silu(x: Tensor) -> Tensor:
 @ops.gelu_and_mul.register_impl("row_by_row", traits=_TRAITS)
 @opaque(ops.gelu_and_mul)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-    return _each_row(lambda row: ops.gelu_and_mul.native(row, approximate), x)
+    # Each row twice, without a copy, is not contiguous: contiguous tensors go to oneDNN, whose
+    # gelu(inf) is NaN.
+    def alone(row: Tensor) -> Tensor:
+        twice: Tensor = ops.gelu_and_mul.native(row.expand(2, *row.shape), approximate)
+        return twice[0]
+
+    return _each_row(alone, x)
 
 
 def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
