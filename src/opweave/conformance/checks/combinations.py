@@ -5,6 +5,7 @@ The other checks change one of them at a time; a kernel may have a path for two 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ from opweave.conformance.layouts import LAYOUTS
 from opweave.conformance.subject import Subject
 
 _CASES = 100
+_COSTLY = ("long_context",)  # options of generators that make a case slow: drawn seldom
+_SECONDS = 15.0  # of processor time; a slow op gets fewer cases
 _FEW = 64  # tokens
 _LARGE = 300  # from here on a size is large: one of them in a case is enough
 
@@ -26,7 +29,10 @@ _T = TypeVar("_T")
 
 
 def _drawn(subject: Subject) -> Iterator[Case]:
+    start = time.process_time()
     for _ in range(_CASES):
+        if time.process_time() - start > _SECONDS:
+            return
         case = inputs.generated(subject, **_options(subject))
         if case is not None:
             case = _with_other_arguments(case)
@@ -44,7 +50,7 @@ def _options(subject: Subject) -> dict[str, Any]:
         values = inputs.variants(name, default)
         if any(isinstance(v, int) and v >= _LARGE for v in found.values()):
             values = tuple(v for v in values if isinstance(v, torch.dtype) or v < _LARGE)
-        if values and _chance(0.5):
+        if values and _chance(0.05 if name in _COSTLY else 0.5):
             is_width = type(default) is int and default >= inputs.WIDE
             found[name] = _up_to(_LARGE) if is_width and _chance(0.3) else _one_of(values)
     return found
