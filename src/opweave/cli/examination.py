@@ -6,12 +6,11 @@ import platform as python_platform
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from opweave import native
 from opweave.cli.plugin_options import GivenOptions, set_options
-from opweave.cli.tools import tools
+from opweave.cli.tools import installed_version, tools
 from opweave.config import current_compilation_config, environment, file
 from opweave.config.plugin_settings import plugin_settings
 from opweave.ir import current_registry
@@ -200,13 +199,7 @@ def _owner(plugin: dict[str, Any]) -> dict[str, str]:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
+    return {package: installed_version(package) for package in _PACKAGES}
 
 
 def _config_file() -> str | None:

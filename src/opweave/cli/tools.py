@@ -69,12 +69,12 @@ def _headers() -> Tool:
 
 
 def _triton() -> Tool:
-    return Tool("Triton", _version("triton"), "the provider triton", "pip install triton")
+    return Tool("Triton", installed_version("triton"), "the provider triton", "pip install triton")
 
 
 def _serving() -> Tool:
     packages = list(_extra("serve"))
-    missing = [package for package in packages if _version(package) is None]
+    missing = [package for package in packages if installed_version(package) is None]
     return Tool(
         f"opweave[serve]{' (' + ', '.join(missing) + ')' if missing else ''}",
         None if missing else f"{len(packages)} packages",
@@ -90,7 +90,8 @@ def _extra(name: str) -> Iterator[str]:
             yield match[1]
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, or None if it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:
