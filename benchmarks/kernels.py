@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from harness import Parser, Watch, describe_machine, out, print_json, progress, run
-from kernel_cells import again, plot, results, tables
+from kernel_cells import plot, remeasure, results, tables
 from kernel_cells.allocator import describe_allocator, keep_freed_memory
 from kernel_cells.cases import PROVIDER, ops_with_kernels, ops_without_case
 from kernel_cells.cell import Cell, Grid, cells_of
@@ -84,14 +84,14 @@ def main(arguments: list[str] | None = None) -> int:
     families, saved = cells_of(grid), None
     if options.disturbed:
         saved = _saved(machine, parser)
-        families = again.disturbed_cells(families, saved[1])
+        families = remeasure.disturbed_cells(families, saved[1])
         if not families:
             out.print("the saved table has no cell that was disturbed")
             return 0
     conditions, found = measure(families, rounds, patience, grid)
     machine |= conditions
     if saved:
-        machine, found = again.merge(saved, (machine, found))
+        machine, found = remeasure.merge(saved, (machine, found))
     if options.json:
         print_json(machine, found.rows, skipped=found.skipped)
     else:
@@ -146,7 +146,7 @@ def _saved(machine: results.Machine, parser: Parser) -> results.Table:
         saved = results.read(RESULTS, machine["isa"])
     except OSError as error:
         parser.error(f"--disturbed: {error.strerror}: {error.filename}; --save writes it")
-    if found := again.differences(saved[0], machine):
+    if found := remeasure.differences(saved[0], machine):
         parser.error(f"--disturbed: the saved table has {found}; measure all of it, with --save")
     return saved
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opweave.ir.memory import apart, coincide, covers
+from opweave.ir.memory import coincide, covers, disjoint
 
 
 def elements(tensor: Tensor) -> set[int]:
@@ -34,23 +34,23 @@ def test_nothing_is_claimed_wrongly(first: Any, second: Any) -> None:
     base = torch.zeros(200)
     a, b = (base.as_strided(s, d[: len(s)], o) for s, d, o in (first, second))
     shared = elements(a) & elements(b)
-    assert not (apart(a, b) and shared)
+    assert not (disjoint(a, b) and shared)
     assert not coincide(a, b) or shared
     assert not covers(a, b) or elements(b) <= elements(a)
 
 
-def test_slices_of_one_token_are_apart() -> None:
+def test_slices_of_one_token_are_disjoint() -> None:
     q, k = torch.zeros(1, 12).split([8, 4], -1)
-    assert apart(q, k)
-    assert apart(q.view(1, 2, 4), k.view(1, 1, 4))
+    assert disjoint(q, k)
+    assert disjoint(q.view(1, 2, 4), k.view(1, 1, 4))
 
 
-def test_slices_of_every_head_are_apart() -> None:
+def test_slices_of_every_head_are_disjoint() -> None:
     query = torch.zeros(3, 4, 10)
     plain, turned = torch.split_with_sizes(query, [6, 4], -1)
-    assert apart(plain, turned)
-    assert not apart(plain, query[..., 5:])
-    assert apart(plain, turned[1:])  # other rows
+    assert disjoint(plain, turned)
+    assert not disjoint(plain, query[..., 5:])
+    assert disjoint(plain, turned[1:])  # other rows
 
 
 @st.composite
@@ -87,7 +87,7 @@ def views(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 @given(views())
 def test_rectangles_of_one_tensor_are_told_apart(pair: tuple[Tensor, Tensor]) -> None:
     a, b = pair
-    assert apart(a, b) is not bool(elements(a) & elements(b))
+    assert disjoint(a, b) is not bool(elements(a) & elements(b))
 
 
 def qkv(*shape: int) -> tuple[Tensor, ...]:
@@ -121,10 +121,10 @@ def pairs() -> dict[str, tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("case", pairs())
-def test_known_to_be_apart(case: str) -> None:
+def test_known_to_be_disjoint(case: str) -> None:
     a, b = pairs()[case]
-    assert apart(a, b)
-    assert apart(b, a)
+    assert disjoint(a, b)
+    assert disjoint(b, a)
     assert not coincide(a, b)
 
 
@@ -142,14 +142,14 @@ def test_known_to_coincide(a: Any, b: Any) -> None:
     x = torch.zeros(6, 5)
     assert coincide(a(x), b(x))
     assert coincide(b(x), a(x))
-    assert not apart(a(x), b(x))
+    assert not disjoint(a(x), b(x))
 
 
 def test_interleaved_rows_that_wrap_around_are_an_open_question() -> None:
     memory = torch.zeros(40)
     a, b = (memory.as_strided((3, 3), (7, 3), start) for start in (0, 2))
     assert not elements(a) & elements(b)
-    assert not apart(a, b)
+    assert not disjoint(a, b)
     assert not coincide(a, b)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from opweave.cli.examination import Examination
+from opweave.cli.diagnostics import Diagnostics
 from opweave.cli.flag import Flag
 from opweave.cli.output import out, print_json
 from opweave.cli.plugin_options import PluginOption
@@ -25,7 +25,7 @@ def doctor(*, plugin: PluginOption = None, json: Flag = False) -> int:
     json
         Print JSON.
     """
-    report = Examination(plugin).report()
+    report = Diagnostics(plugin).report()
     if json:
         print_json(report)
     else:

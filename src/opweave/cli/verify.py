@@ -21,9 +21,9 @@ from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.progress import ProgressBar
 from opweave.cli.tables import PlainTable
 from opweave.conformance import Result, Subject, certificate, subjects, summary, verify
-from opweave.conformance.apart import Task, Verifier
 from opweave.conformance.checks import select_checks
 from opweave.conformance.find import with_inputs
+from opweave.conformance.subprocess_worker import Task, Verifier
 from opweave.ir.traits import ROUNDS_LESS
 
 _MOST_FINDINGS = 5  # per implementation

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from opweave.compile import compat
 from opweave.compile.nodes import tensors_of
 from opweave.ir import memory
-from opweave.ir.memory import apart, covers
+from opweave.ir.memory import covers, disjoint
 
 # Functions of a tensor's metadata; they read none of its elements.
 _METADATA = {"dim", "getattr", "numel", "size", "storage_offset", "stride"}
@@ -119,7 +119,7 @@ def share_elements(a: Tensor, b: Tensor) -> bool:
     if key is None or key != compat.storage_key(b):
         return False
     # Where a transform's elements lie, its strides don't say.
-    return a is b or compat.is_wrapped(a) or compat.is_wrapped(b) or not apart(a, b)
+    return a is b or compat.is_wrapped(a) or compat.is_wrapped(b) or not disjoint(a, b)
 
 
 def overlaps_another(inputs: Sequence[object], positions: Iterable[int]) -> bool:

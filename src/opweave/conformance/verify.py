@@ -13,9 +13,9 @@ import torch
 from opweave.conformance.check import FAILURES, Check, Outcome, outcome_of, raised
 from opweave.conformance.checks import COMPILING, select_checks
 from opweave.conformance.errors import NonconformingError
+from opweave.conformance.global_state import GlobalState
 from opweave.conformance.group import group_for
 from opweave.conformance.inputs import arguments, with_accepted_sizes
-from opweave.conformance.process_state import ProcessState
 from opweave.conformance.subject import Subject
 
 
@@ -117,7 +117,7 @@ def _prepared(subject: Subject) -> tuple[Subject, str]:
 
 
 def _outcome(check: Check, subject: Subject, seed: int) -> Outcome:
-    state = ProcessState()
+    state = GlobalState()
     with _seeded(zlib.crc32(f"{seed} {subject} {check.name}".encode())), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = outcome_of(check.name, lambda: check.run(subject))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir import compat
-from opweave.ir.memory import apart, overlaps_itself
+from opweave.ir.memory import disjoint, overlaps_itself
 from opweave.ir.selection import tensors_in
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def refused(op: IrOp, values: Sequence[Any]) -> tuple[str, ...]:
         if (name not in op.keeps_strides and not given.is_contiguous())
         or overlaps_itself(given)
         or any(
-            compat.share_storage(given, t) and not apart(given, t)
+            compat.share_storage(given, t) and not disjoint(given, t)
             for other, value in named
             if other != name
             for t in tensors_in([value])

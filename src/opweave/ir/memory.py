@@ -56,7 +56,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 @_if_known(otherwise=False)
-def apart(a: Tensor, b: Tensor) -> bool:
+def disjoint(a: Tensor, b: Tensor) -> bool:
     """Whether two views of one storage are known to share no element."""
     return _meet(a, b) is False
 

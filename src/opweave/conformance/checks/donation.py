@@ -16,7 +16,7 @@ from opweave.conformance.compare import outputs_problem
 from opweave.conformance.memory import Snapshot, copied
 from opweave.conformance.subject import Subject
 from opweave.ir import compat
-from opweave.ir.memory import apart
+from opweave.ir.memory import disjoint
 
 
 def _donates(subject: Subject) -> bool:
@@ -50,7 +50,7 @@ def takes(subject: Subject, case: Case) -> Finding:
             strides = f"{tuple(a.stride())}, the functional call {tuple(b.stride())}"
             return f"output {i} of maybe_inplace has strides {strides}"
     for a, b in combinations(outputs_of(result), 2):
-        if compat.share_storage(a, b) and not apart(a, b):
+        if compat.share_storage(a, b) and not disjoint(a, b):
             return "maybe_inplace returned two outputs in one memory"
     return None
 

@@ -7,15 +7,15 @@ import torch
 from opweave.conformance import inputs
 from opweave.conformance.case import Case
 from opweave.conformance.check import Check, Finding, each
+from opweave.conformance.global_state import GlobalState
 from opweave.conformance.memory import copied
-from opweave.conformance.process_state import ProcessState
 from opweave.conformance.subject import Subject
 
 
 def _leaves_alone(subject: Subject, case: Case) -> Finding:
     args, kwargs = subject.op.schema.split(copied(case.values))
     with torch.no_grad():
-        before = ProcessState()  # in here: grad mode is a part of it
+        before = GlobalState()  # in here: grad mode is a part of it
         subject.call(*args, **kwargs)
         changed = before.restore()
     return f"changed {' and '.join(changed)}" if changed else None

@@ -21,7 +21,7 @@ from opweave.conformance.verify import Result
 from opweave.platforms import resolution
 from opweave.platforms.handover import VARIABLE
 
-_MODULE = "opweave.conformance.apart_worker"
+_MODULE = "opweave.conformance.subprocess_main"
 _STARTING = 300.0  # seconds to import opweave, its plugins and the modules asked for
 
 

@@ -1,4 +1,4 @@
-"""Measures again what was disturbed in a table that is saved, whatever comes out."""
+"""Measure the disturbed rows of a saved table again, and keep the new results."""
 
 from __future__ import annotations
 

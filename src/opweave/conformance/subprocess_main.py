@@ -1,4 +1,4 @@
-"""The program of the process that verifies: ``python -m opweave.conformance.apart_worker``.
+"""The program of the process that verifies: ``python -m opweave.conformance.subprocess_main``.
 
 Its argument is the number of the socket to the process that started it.
 """
@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from opweave.conformance.apart import Done, Named, Place, Task
 from opweave.conformance.find import subjects
 from opweave.conformance.heap import leave_to_this_process
 from opweave.conformance.modules import import_named
 from opweave.conformance.place import told_to
 from opweave.conformance.subject import Subject
+from opweave.conformance.subprocess_worker import Done, Named, Place, Task
 from opweave.conformance.verify import verify
 
 

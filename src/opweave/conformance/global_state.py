@@ -60,7 +60,7 @@ _PARTS: Mapping[str, _Part] = {
 }
 
 
-class ProcessState:
+class GlobalState:
     """The state at one moment."""
 
     def __init__(self) -> None:

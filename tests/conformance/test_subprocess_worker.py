@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from opweave.conformance import Subject
-from opweave.conformance.apart import Task, Verifier
 from opweave.conformance.errors import VerifierFailedError
 from opweave.conformance.heap import checking_environment
+from opweave.conformance.subprocess_worker import Task, Verifier
 from opweave.ir.ops import silu_and_mul
 from processes import is_alive, wait_until
 

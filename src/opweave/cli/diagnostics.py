@@ -32,7 +32,7 @@ from opweave.plugins.errors import PluginsFailedError
 _PACKAGES = ("opweave", "torch", "safetensors", "tokenizers", "numpy", "cyclopts", "rich")
 
 
-class Examination:
+class Diagnostics:
     """Loads everything that a run would load, and keeps what went wrong.
 
     Args:
