@@ -44,11 +44,12 @@ test-all: $(VENV)/dev.stamp $(WEIGHTS)/installed.stamp ## run the tests, slow sw
 verify: $(VENV)/dev.stamp ## verify every implementation, and write docs/reference/certificate.json
 	$(BIN)/opweave verify --certificate docs/reference/certificate.json
 
-check: $(VENV)/dev.stamp ## lint, types, spelling, docs
+check: $(VENV)/dev.stamp ## lint, types, spelling, prose, docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/python tests/runs/writing.py
 	$(BIN)/mkdocs build --strict --site-dir build/site
 
 fix: $(VENV)/dev.stamp ## format, and mend what can be mended

@@ -1,6 +1,6 @@
-"""What happens when an op is first used: plugins and kernels load, settings are read.
+"""Load plugins and kernels and read settings when an op is first used.
 
-``import opweave`` does none of it.
+``import opweave`` does none of this.
 """
 
 from __future__ import annotations

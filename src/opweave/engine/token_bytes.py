@@ -19,7 +19,7 @@ _ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def token_bytes(token: str, decoder: Mapping[str, Any]) -> bytes | None:
-    """Return the bytes of *token*, or None if the vocabulary is not one of bytes.
+    r"""Return the bytes of *token*, or None if the vocabulary is not one of bytes.
 
     Args:
         token: as the vocabulary writes it.
@@ -27,9 +27,9 @@ def token_bytes(token: str, decoder: Mapping[str, Any]) -> bytes | None:
 
     Examples:
         >>> token_bytes("æ¼", {"type": "ByteLevel"})
-        b'\\xe6\\xbc'
+        b'\xe6\xbc'
         >>> token_bytes("<0xE6>", {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]})
-        b'\\xe6'
+        b'\xe6'
     """
     if is_byte_level(decoder) and _ALPHABET.keys() >= set(token):
         return bytes(map(_ALPHABET.__getitem__, token))
@@ -49,7 +49,7 @@ def has_byte_tokens(decoder: Mapping[str, Any]) -> bool:
 
 
 def incomplete_end(text: bytes, *, is_strict: bool = False) -> bytes:
-    """Return the bytes of an incomplete UTF-8 character at the end of *text*.
+    r"""Return the bytes of an incomplete UTF-8 character at the end of *text*.
 
     Args:
         text: UTF-8; bytes before the end may be no text.
@@ -57,8 +57,8 @@ def incomplete_end(text: bytes, *, is_strict: bool = False) -> bytes:
 
     Examples:
         >>> incomplete_end("a漢".encode()[:-1])
-        b'\\xe6\\xbc'
-        >>> incomplete_end(b"\\xff")
+        b'\xe6\xbc'
+        >>> incomplete_end(b"\xff")
         b''
     """
     decoder = codecs.getincrementaldecoder("utf-8")("strict" if is_strict else "replace")

@@ -156,14 +156,14 @@ def did_you_mean(name: str, known: Iterable[str], unlisted: Iterable[str] = ()) 
 
 
 def described(error: BaseException, lines: int | None = None) -> str:
-    """Return the type of *error*, what it says, or its first *lines* lines, and notes, in a line.
+    r"""Return the type of *error*, what it says, or its first *lines* lines, and notes, in a line.
 
     What a colon announces at the end of those lines is said, too.
 
     Examples:
-        >>> described(ValueError("a\\nb")), described(ValueError("a\\nb"), 1), described(KeyError())
+        >>> described(ValueError("a\nb")), described(ValueError("a\nb"), 1), described(KeyError())
         ('ValueError: a b', 'ValueError: a', 'KeyError')
-        >>> described(RuntimeError("backend='x' raised:\\nKeyError: 'y'\\nmore"), 1)
+        >>> described(RuntimeError("backend='x' raised:\nKeyError: 'y'\nmore"), 1)
         "RuntimeError: backend='x' raised: KeyError: 'y'"
     """
     try:

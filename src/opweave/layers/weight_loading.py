@@ -12,7 +12,7 @@ WeightLoader = Callable[..., None]
 
 
 def set_weight_attrs(param: Tensor, **attrs: object) -> None:
-    """Set what loaders read of *param*: ``weight_loader``, ``output_dim``, ``input_dim``, …"""
+    """Set the attributes that loaders read, such as ``weight_loader`` and ``output_dim``."""
     for name, value in attrs.items():
         setattr(param, name, value)
 

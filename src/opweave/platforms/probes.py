@@ -72,8 +72,10 @@ def cpu_name() -> str:
 
 
 def host_memory() -> tuple[int, int]:
-    """Return how much of the host's memory this process can still take, and could at most, in
-    bytes; limits of its control group count."""
+    """Return the available and the total memory of the host in bytes.
+
+    The limits of the process's control group apply.
+    """
     found = {line.split(":")[0]: line.split(":")[1] for line in _lines(_MEMINFO)}
     if "MemAvailable" in found:
         free, total = (int(found[key].split()[0]) << 10 for key in ("MemAvailable", "MemTotal"))

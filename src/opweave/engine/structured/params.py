@@ -15,13 +15,13 @@ _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The form that an answer must have; exactly one of the first five fields is given.
+    r"""The form that an answer must have; exactly one of the first five fields is given.
 
     Attributes:
         json: a JSON schema, as a dict or as JSON text.
         json_object: any JSON object.
         regex: a regular expression that the whole answer matches; without look-around and
-            backreferences. As with ``re.ASCII``, ``\\d``, ``\\w`` and ``\\s`` are ASCII.
+            backreferences. As with ``re.ASCII``, ``\d``, ``\w`` and ``\s`` are ASCII.
         choice: the answer is one of these texts.
         grammar: a context-free grammar in Lark or GBNF notation, or in llguidance's JSON.
         disable_any_whitespace: JSON is written without optional whitespace.

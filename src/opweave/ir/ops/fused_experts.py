@@ -204,8 +204,10 @@ def _inputs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Any, ...]:
-    """With *unrouted*, the first token and some others go to no expert; with *has_map*, every
-    second expert is elsewhere.
+    """Generate experts, tokens and their routing.
+
+    With *unrouted*, the first token and some others are not routed to an expert. With *has_map*,
+    every second expert is on another rank.
     """
     x = torch.randn(num_tokens, hidden_size, device=device)
     w13 = torch.randn(num_experts, 2 * intermediate_size, hidden_size, device=device)

@@ -8,9 +8,9 @@ from opweave.ir.site import Site
 
 
 def registration_stack(site: Site) -> list[str]:
-    """Return the place of a registration as :func:`traceback.format_stack` writes its last frame.
+    r"""Return the place of a registration as :func:`traceback.format_stack` writes its last frame.
 
     >>> registration_stack(Site("nowhere.py", 3))
-    ['  File "nowhere.py", line 3, in <registration>\\n']
+    ['  File "nowhere.py", line 3, in <registration>\n']
     """
     return traceback.format_list([traceback.FrameSummary(site.file, site.line, "<registration>")])
