@@ -41,8 +41,8 @@ test: $(VENV)/dev.stamp $(WEIGHTS)/installed.stamp ## run the tests
 test-all: $(VENV)/dev.stamp $(WEIGHTS)/installed.stamp ## run the tests, slow sweeps included
 	$(BIN)/python -m pytest
 
-verify: $(VENV)/dev.stamp ## verify every implementation, and write docs/reference/certificate.json
-	$(BIN)/opweave verify --certificate docs/reference/certificate.json
+verify: $(VENV)/dev.stamp ## verify every implementation, and write docs/reference/certificate.json.xz
+	$(BIN)/opweave verify --certificate docs/reference/certificate.json.xz
 
 check: $(VENV)/dev.stamp ## lint, types, spelling, prose, docs
 	$(BIN)/ruff check .

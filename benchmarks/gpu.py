@@ -27,6 +27,7 @@ from torch import Tensor
 
 from harness import (
     Parser,
+    as_json,
     copy_speed,
     describe_machine,
     device_time,
@@ -40,7 +41,6 @@ from harness import (
 from kernel_cells.cases import CASES
 from kernel_cells.cell import Cell, dynamic_dims
 from kernel_cells.contenders import torch_baseline
-from kernel_cells.results import as_json
 from kernel_cells.shape import Shape
 from opweave import ir
 from opweave.ir.errors import did_you_mean

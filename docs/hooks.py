@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import lzma
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -60,7 +61,7 @@ def _platform_checks() -> str:
 
 
 def _certificate() -> str:
-    return verified(json.loads(_CERTIFICATE.read_text(encoding="utf-8")))
+    return verified(json.loads(lzma.decompress(_CERTIFICATE.read_bytes())))
 
 
 def verified(issued: dict[str, Any]) -> str:
@@ -152,7 +153,7 @@ def _meaning(owner: type, name: str) -> str:
 
 
 _ROLE = re.compile(r":\w+:`~?([^`]+)`")
-_CERTIFICATE = Path(__file__).parent / "reference" / "certificate.json"
+_CERTIFICATE = Path(__file__).parent / "reference" / "certificate.json.xz"
 _PARTS = {
     "ops": _ops,
     "environment": _environment,

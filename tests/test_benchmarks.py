@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -367,10 +368,40 @@ def test_results_name_the_command(tmp_path: Path) -> None:
     assert "0 of 1 cells reach that share" in page
     assert "too wide" in page
     assert "it broke" in page
-    saved = json.loads((tmp_path / "kernels_avx2.json").read_text(encoding="utf-8"))
-    assert saved == {"machine": machine, "rows": rows, "skipped": skipped}
+    assert "(kernels_avx2.json.xz)" in page
+    with lzma.open(tmp_path / "kernels_avx2.json.xz") as file:
+        saved = json.load(file)
+    assert saved["machine"] == machine
+    assert saved["skipped"] == skipped
+    assert saved["columns"]["value"] == [row["value"] for row in rows]
+    assert saved["columns"]["no_inductor"] == [None, None, None, "it broke"]
     assert results.read(tmp_path, "avx2") == (machine, Results(rows, skipped))
     assert (tmp_path / "kernels_avx2.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+@pytest.mark.parametrize("isa", ["amx", "avx2", "avx512bf16"])
+def test_saved_results_can_be_read_and_are_small(isa: str) -> None:
+    machine, found = results.read(kernels.RESULTS, isa)
+    assert machine["isa"] == isa
+    assert len(found.rows) > 3000
+    assert {"name", "case", "value", "baseline"} <= set.intersection(*map(set, found.rows))
+
+
+def test_raw_results_and_certificates_stay_small() -> None:
+    raw = [*ROOT.glob("benchmarks/results/*.json*"), *ROOT.glob("docs/reference/certificate.*")]
+    assert len(raw) >= 4
+    assert sum(path.stat().st_size for path in raw) < 300_000
+
+
+def test_a_chart_without_tooltips_has_a_dot_for_each_place() -> None:
+    cells = summary.cells_of_rows([row(), row(hidden=64), row(hidden=32, eager=15.0)])
+    machine = {"processor": "P", "torch": "2", "threads": [1]}
+    picture = plot.draw(cells, machine, tooltips=False)
+    assert "<title>" not in picture
+    dots = [re.findall("M([0-9]+),", path) for path in re.findall('<path d="(.*?)"', picture)]
+    x = [plot._LEFT + round(plot.PANELS[0].at(value)) for value in (3, 1.5)]
+    assert dots[0] == [str(place) for place in x]  # eager: twice the same, and half of it
+    assert len(dots[1]) == 1  # Inductor: three times the same
 
 
 def test_what_was_disturbed_is_measured_anew_whatever_comes_out(

@@ -1,9 +1,9 @@
-"""What every benchmark here shares: the machine, interleaved timing, options, output, end."""
+"""Shared by all benchmarks: machine description, interleaved timing, options and output."""
 
 from harness.device import copy_speed, device_time, host_time, synchronize
 from harness.machine import cache_bytes, describe_machine
 from harness.options import Parser
-from harness.output import out, print_json, progress, significant
+from harness.output import as_json, out, print_json, progress, significant
 from harness.program import run
 from harness.timing import interleaved, microseconds, within
 from harness.watch import Watch
@@ -11,6 +11,7 @@ from harness.watch import Watch
 __all__ = [
     "Parser",
     "Watch",
+    "as_json",
     "cache_bytes",
     "copy_speed",
     "describe_machine",

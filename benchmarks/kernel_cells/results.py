@@ -1,9 +1,10 @@
-"""Writes ``results/kernels_ISA.md``, with the picture and the whole output beside it."""
+"""Writes ``results/kernels_ISA.md``, with the chart and the compressed rows next to it."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import lzma
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,40 +12,46 @@ from typing import Any
 
 from kernel_cells import plot
 from kernel_cells.measure import Results
-from kernel_cells.summary import Cell, below_the_bar, cells_of_rows
+from kernel_cells.summary import Cell, Row, below_the_bar, cells_of_rows
 
 Machine = dict[str, Any]
 Table = tuple[Machine, Results]
 
 
 def write(folder: Path, machine: Machine, found: Results) -> None:
-    """Write a page, JSON and a picture into *folder*, one of each per instruction set."""
+    """Write a page, a chart and the rows into *folder*, one of each per instruction set."""
     cells = cells_of_rows(found.rows)
     name = _name(machine["isa"])
-    (folder / f"{name}.json").write_text(
-        as_json(machine, rows=found.rows, skipped=found.skipped), encoding="utf-8"
-    )
-    (folder / f"{name}.svg").write_text(plot.draw(cells, machine), encoding="utf-8")
+    document = {"machine": machine, "columns": _columns(found.rows), "skipped": found.skipped}
+    packed = lzma.compress(json.dumps(document).encode(), preset=9 | lzma.PRESET_EXTREME)
+    (folder / f"{name}.json.xz").write_bytes(packed)
+    chart = plot.draw(cells, machine, tooltips=False)
+    (folder / f"{name}.svg").write_text(chart, encoding="utf-8")
     page = "\n".join(_page(name, cells, machine, found))
     (folder / f"{name}.md").write_text(page + "\n", encoding="utf-8")
 
 
 def read(folder: Path, isa: str) -> Table:
-    """Return what was written for *isa*; raise OSError where nothing was."""
-    found = json.loads((folder / f"{_name(isa)}.json").read_text(encoding="utf-8"))
-    return found["machine"], Results(found["rows"], found["skipped"])
+    """Return the table that :func:`write` stored for *isa*; raise OSError if there is none."""
+    with lzma.open(folder / f"{_name(isa)}.json.xz", "rt", encoding="utf-8") as file:
+        found = json.load(file)
+    return found["machine"], Results(_rows(found["columns"]), found["skipped"])
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """Return a column per key, with null where a row lacks it: half the size once compressed."""
+    return {key: [row.get(key) for row in rows] for key in dict.fromkeys(itertools.chain(*rows))}
+
+
+def _rows(columns: dict[str, list[Any]]) -> list[Row]:
+    return [
+        {key: value for key, value in zip(columns, values, strict=True) if value is not None}
+        for values in zip(*columns.values(), strict=True)
+    ]
 
 
 def _name(isa: str) -> str:
     return f"kernels_{isa}"
-
-
-def as_json(machine: Machine, **lists: Sequence[object]) -> str:
-    """Return the object of ``--json`` with one line for each row: there are thousands."""
-    parts = [f'"machine": {json.dumps(machine, indent=2)}']
-    for name, rows in lists.items():
-        parts.append(f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _page(name: str, cells: Sequence[Cell], machine: Machine, found: Results) -> Iterator[str]:
@@ -52,9 +59,8 @@ def _page(name: str, cells: Sequence[Cell], machine: Machine, found: Results) ->
     yield "# Kernels against eager torch, Inductor and the memory"
     yield ""
     yield ", then ".join(f"`{command}`" for command in machine["commands"])
-    yield f"on {time.strftime('%Y-%m-%d')}; the whole output is in"
-    yield f"[{name}.json]({name}.json), and what is measured how is at the top of"
-    yield "[kernels.py](../kernels.py)."
+    yield f"on {time.strftime('%Y-%m-%d')}. All rows: [{name}.json.xz]({name}.json.xz), by columns."
+    yield "Method: the docstring of [kernels.py](../kernels.py)."
     yield ""
     yield f"{machine['processor']}, {machine['cores']} cores, {machine['isa']}; Python "
     yield f"{machine['python']}, torch {machine['torch']}; load {machine['load']:.1f} at the start."

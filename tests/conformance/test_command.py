@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import shutil
 import subprocess
@@ -48,6 +49,14 @@ def test_a_table_and_a_certificate(run: Run, tmp_path: Path) -> None:
     assert err == f"wrote {file}\n"
     issued = json.loads(file.read_text(encoding="utf-8"))
     assert {result["op"] for result in issued["results"]} == {"silu_and_mul"}
+
+
+def test_a_certificate_named_xz_is_compressed(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "certificate.json.xz"
+    code, _, _ = run("--op", "relu2", "--provider", "native", *QUICK, "--certificate", file)
+    assert code == 0
+    issued = json.loads(lzma.decompress(file.read_bytes()))
+    assert [result["op"] for result in issued["results"]] == ["relu2"]
 
 
 def test_json_is_the_certificate(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def check_writable(option: str, file: str | None) -> None:
 
 
 def write(option: str, file: str, text: str) -> None:
-    """Write *text* to *file*, and say so on stderr.
+    """Write *text* to *file*, compressed if its name ends in ``.xz``, and say so on stderr.
 
     Raises:
         CliError: it cannot be written.
@@ -39,8 +40,9 @@ def write(option: str, file: str, text: str) -> None:
     if file == STDOUT:
         print_text(text)
         return
+    data = text.encode(errors="backslashreplace")
     try:
-        Path(file).write_text(text, encoding="utf-8", errors="backslashreplace")
+        Path(file).write_bytes(lzma.compress(data) if file.endswith(".xz") else data)
     except OSError as error:
         raise CliError(f"{option} {file!r} cannot be written: {error.strerror}.") from error
     err.print(f"wrote {file}", markup=False)

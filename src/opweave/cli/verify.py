@@ -77,7 +77,8 @@ def verify_command(
     in_process
         Verify in this process, for a debugger: a kernel that crashes then ends all.
     certificate_
-        Write what was verified to this file as JSON; "-" is standard output.
+        Write the results to this file as JSON, compressed if its name ends in .xz; "-" is standard
+        output.
     json
         Print JSON.
     """
