@@ -30,6 +30,7 @@ LAYERS = [
     "native",
     "config",
     "ir",
+    "base",
 ]
 OUTSIDE = {"__init__", "__main__", "_first_use", "_custom_ops", "_C_ops"}
 MAX_LINES = 400
@@ -88,15 +89,16 @@ def test_imports_run_downward_only(layer: str) -> None:
     assert not upward
 
 
-def test_ir_imports_torch_the_standard_library_and_itself() -> None:
+@pytest.mark.parametrize("layer", ["ir", "base"])
+def test_the_lowest_layers_import_torch_and_the_standard_library_only(layer: str) -> None:
     foreign = []
     for path in FILES:
-        if layer_of(module_of(path)) != "ir":
+        if layer_of(module_of(path)) != layer:
             continue
         for line, module in imports(path):
             top = module.split(".")[0]
-            if top == "torch" or top in sys.stdlib_module_names or module.startswith("opweave.ir"):
-                continue
+            if top in ("torch", "opweave") or top in sys.stdlib_module_names:
+                continue  # which packages of opweave: test_imports_run_downward_only
             foreign.append(f"{path.relative_to(SOURCE)}:{line} imports {module}")
     assert not foreign
 

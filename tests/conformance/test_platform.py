@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from opweave import ir
+from opweave.base import transaction
 from opweave.conformance import NonconformingError, UnknownCheckError, UnknownPlatformError
 from opweave.conformance.platform import CHECKS, PlatformSubject, find_platform, verify_platform
 from opweave.conformance.platform.checks import claim
 from opweave.conformance.platform.checks.contract import MEMBERS
 from opweave.conformance.platform.processes import ProcessFailedError, ask
-from opweave.ir import journal
 from opweave.platforms import CpuPlatform, Platform
 from opweave.platforms.contract import members
 
@@ -36,7 +36,7 @@ def failed(platform: Platform, checks: list[str]) -> dict[str, list[str]]:
 
 @pytest.fixture
 def wrong_kernel() -> Iterator[None]:
-    with journal.transaction() as entered:
+    with transaction.begin() as entered:
 
         @ir.ops.silu_and_mul.register_impl("zoo_wrong")
         def _(x: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.library import Library, opcheck
 
+from opweave.base import transaction
 from opweave.integrations.vllm_api.logger import init_logger
 from opweave.integrations.vllm_api.utils import direct_register_custom_op
-from opweave.ir import journal
 
 X = torch.tensor([1.0, -2.0])
 
@@ -76,7 +76,7 @@ def test_a_library_and_a_key_of_the_callers() -> None:
 
 def test_a_plugin_that_fails_takes_it_back() -> None:
     for _ in range(2):
-        with suppress(OSError), journal.transaction() as entered:
+        with suppress(OSError), transaction.begin() as entered:
             direct_register_custom_op("test_taken_back", scaled)
             assert entered.registered == ["torch op vllm::test_taken_back"]
             assert torch.ops.vllm.test_taken_back(X).equal(X * 2)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
+from opweave.base.owner import Owner, owned_by
 from opweave.ir import rules
 from opweave.ir.errors import (
     DuplicateImplError,
@@ -26,7 +27,6 @@ from opweave.ir.errors import (
     UnknownTraitError,
 )
 from opweave.ir.names import OWN_PROVIDERS
-from opweave.ir.owner import Owner, owned_by
 
 pytestmark = pytest.mark.usefixtures("registry")
 

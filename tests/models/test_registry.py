@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from conftest import FreshPython
-from opweave.ir.owner import Owner, owned_by
+from opweave.base.owner import Owner, owned_by
 from opweave.models import (
     CheckpointModel,
     DuplicateModelError,

@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 
 from conftest import FreshCases
 from opweave import ir
+from opweave.base.owner import Owner, owned_by
 from opweave.compile import CompiledGraph, PluginPassError, backend
 from opweave.compile.context import Context
 from opweave.compile.nodes import ir_calls, replace
@@ -26,7 +27,6 @@ from opweave.config import CompilationConfig, EngineConfig
 from opweave.config.open_registry import DuplicateNameError
 from opweave.engine.compilation import check_backend, compiled_forward
 from opweave.engine.errors import InvalidArgumentError
-from opweave.ir.owner import Owner, owned_by
 from opweave.platforms import register_pass
 from opweave.platforms.passes import registered_passes
 from opweave.plugins.errors import ReferenceNameError

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from conftest import FreshCases
+from opweave.base import transaction
+from opweave.base.owner import Owner, owned_by
 from opweave.config import environment, plugin_options
 from opweave.config.environment import check_declared, declare_variable, declared, declared_value
 from opweave.config.open_registry import DuplicateNameError, UnknownNameError
@@ -18,9 +20,7 @@ from opweave.config.plugin_options import (
     options,
 )
 from opweave.config.plugin_settings import plugin_settings
-from opweave.ir import journal
 from opweave.ir.errors import SettingError
-from opweave.ir.owner import Owner, owned_by
 
 from .conftest import installed
 
@@ -109,7 +109,7 @@ def test_an_option_that_nobody_declares() -> None:
 
 
 def fail_half_way() -> None:
-    with journal.transaction() as entered:
+    with transaction.begin() as entered:
         PluginOptions("acme").add("lost", int, 1, "")
         declare_variable("ACME_LOST", int, 1, "")
         assert entered.registered == ["plugin option acme.lost", "environment variable ACME_LOST"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opweave import ir
-from opweave.ir import owner
+from opweave.base import owner
 from opweave.plugins.loader import Loader
 from opweave.plugins.policy import Policy
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from fastapi import APIRouter, FastAPI
 
+from opweave.base.owner import Owner, owned_by
+from opweave.base.transaction import transaction
 from opweave.config import http_routers
 from opweave.config.http_routers import add_router
 from opweave.config.open_registry import DuplicateNameError, OpenRegistry
 from opweave.engine import EngineClient
-from opweave.ir.journal import transaction
-from opweave.ir.owner import Owner, owned_by
 from opweave.server import PluginRouteError, ServerConfig, create_app
 from server.conftest import Start
 from server.fake_engine import FakeEngine

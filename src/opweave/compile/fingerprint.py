@@ -76,7 +76,8 @@ def of_libraries() -> str:
     """Return a digest of the versions of torch and opweave, and of the passes themselves."""
     passes = sys.modules[__package__ or __name__]
     folder = Path(passes.__file__ or "").parent
-    files = sorted(folder.rglob("*.py")) + sorted((folder.parent / "ir").rglob("*.py"))
+    folders = folder, folder.parent / "ir", folder.parent / "base"
+    files = [file for each in folders for file in sorted(each.rglob("*.py"))]
     version = importlib.metadata.version("opweave")
     return digest_of([torch.__version__, sys.version, version, *(of_file(str(f)) for f in files)])
 

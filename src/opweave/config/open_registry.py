@@ -8,9 +8,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
+from opweave.base.owner import Owner, current_owner
+from opweave.base.transaction import enter
 from opweave.ir.errors import OpweaveError, UnknownError, did_you_mean
-from opweave.ir.journal import enter
-from opweave.ir.owner import Owner, current_owner
 
 T = TypeVar("T")
 

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from opweave.base.owner import Owner
 from opweave.config.environment import declared
 from opweave.config.plugin_options import PREFIX, given_plugin_options, options
-from opweave.ir.owner import Owner
 
 
 class PluginSetting(NamedTuple):

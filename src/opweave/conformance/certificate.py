@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from opweave import native
+from opweave.base.site import Site
 from opweave.conformance.checks import CHECKS
 from opweave.conformance.modules import names_by_file
 from opweave.conformance.package_digest import package_digest
 from opweave.conformance.verify import Result
-from opweave.ir.site import Site
 
 _FORMAT = 1
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from opweave.base.owner import Owner
 from opweave.ir.impl import IrOpImpl
 from opweave.ir.op import IrOp
-from opweave.ir.owner import Owner
 from opweave.ir.selection import policy_for
 
 

@@ -1,36 +1,52 @@
-"""Every error of the IR, one class per condition.
-
-Each message says what was asked, what was found, what is possible, and how to fix it.
-"""
+"""Errors of the IR, one class per condition, and those of :mod:`opweave.base.errors`."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
+from opweave.base.errors import (
+    IrError,
+    OpweaveError,
+    ReplacedWarning,
+    SettingWarning,
+    TransactionClosedError,
+    UnknownError,
+    described,
+    did_you_mean,
+    notes,
+)
 
-from opweave.ir.owner import absences_note
-
-
-class OpweaveError(Exception):
-    """Base class of every error that opweave raises about what it was given.
-
-    The message is for the user, who can mend what it names.
-    """
-
-
-class UnknownError(OpweaveError):
-    """Base class of errors about a name that nobody has registered.
-
-    The message goes on with the plugins that are absent, since one of them may have it.
-    """
-
-    def __init__(self, message: str) -> None:
-        note = absences_note()
-        super().__init__(message if message.endswith(note) else message + note)
-
-
-class IrError(OpweaveError):
-    """Base class of everything that :mod:`opweave.ir` raises on purpose."""
+__all__ = [
+    "DTensorError",
+    "DonationError",
+    "DuplicateImplError",
+    "DuplicateOpError",
+    "GradientFallbackWarning",
+    "InvalidArgumentError",
+    "InvalidNameError",
+    "InvalidOpError",
+    "InvalidResultError",
+    "IrError",
+    "MissingInputGeneratorError",
+    "MissingToleranceError",
+    "NoImplementationError",
+    "OpweaveError",
+    "PredicateFailedError",
+    "PredicateSignatureError",
+    "ProviderRejectedError",
+    "ProviderUnavailableError",
+    "ReplacedWarning",
+    "SchemaMismatchError",
+    "SettingError",
+    "SettingWarning",
+    "TransactionClosedError",
+    "UnknownError",
+    "UnknownOpError",
+    "UnknownOpWarning",
+    "UnknownProviderError",
+    "UnknownTraitError",
+    "described",
+    "did_you_mean",
+    "notes",
+]
 
 
 class InvalidNameError(IrError, ValueError):
@@ -85,14 +101,6 @@ class GradientFallbackWarning(UserWarning):
     """A kernel was passed over because gradients are needed and it is not differentiable."""
 
 
-class SettingWarning(UserWarning):
-    """A setting cannot be followed, or means nothing, and nothing follows from it."""
-
-
-class ReplacedWarning(UserWarning):
-    """A plugin puts its own in the place of what another plugin has set."""
-
-
 class UnknownProviderError(UnknownError, IrError, LookupError):
     """The op has no implementation from that provider."""
 
@@ -125,66 +133,5 @@ class MissingInputGeneratorError(IrError, LookupError):
     """The op has no input generator."""
 
 
-class TransactionClosedError(IrError, RuntimeError):
-    """Something is registered for a transaction that has ended already."""
-
-
 class SettingError(IrError, ValueError):
     """A setting from the command line, the environment or a file is malformed."""
-
-
-_LISTED = 12  # more names than that are not read
-
-
-def did_you_mean(name: str, known: Iterable[str], unlisted: Iterable[str] = ()) -> str:
-    """Return a sentence with the closest match to *name*, if there is one, and the known names.
-
-    Of more than 12 known names, the 5 most similar are listed. The match may also come from
-    *unlisted*, names that are never listed.
-
-    Examples:
-        >>> did_you_mean("rmsnorm", ["rms_norm", "linear"])
-        "Did you mean 'rms_norm'? Known: linear, rms_norm."
-    """
-    names = sorted(known)
-    close = difflib.get_close_matches(name, [*names, *sorted(unlisted)], n=1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    if len(names) <= _LISTED:
-        return f"{hint}Known: {', '.join(names) or 'none'}."
-    similar = difflib.get_close_matches(name, names, n=5, cutoff=0.0)
-    return f"{hint}Most similar of {len(names)}: {', '.join(similar)}."
-
-
-def described(error: BaseException, lines: int | None = None) -> str:
-    r"""Return the type of *error*, what it says, or its first *lines* lines, and notes, in a line.
-
-    What a colon announces at the end of those lines is said, too.
-
-    Examples:
-        >>> described(ValueError("a\nb")), described(ValueError("a\nb"), 1), described(KeyError())
-        ('ValueError: a b', 'ValueError: a', 'KeyError')
-        >>> described(RuntimeError("backend='x' raised:\nKeyError: 'y'\nmore"), 1)
-        "RuntimeError: backend='x' raised: KeyError: 'y'"
-    """
-    try:
-        text = str(error).strip()
-    except Exception:  # a plugin's own __str__ can fail, too
-        text = ""
-    every = text.splitlines()
-    chosen = every[:lines]
-    while len(chosen) < len(every) and chosen[-1].rstrip().endswith(":"):
-        chosen.append(every[len(chosen)])
-    said = " ".join(" ".join(chosen).split())
-    return f"{type(error).__name__}{f': {said}' if said else ''}{notes(error)}"
-
-
-def notes(error: BaseException) -> str:
-    """Return the notes of *error* in brackets, to follow what it says.
-
-    Examples:
-        >>> error = ValueError("a")
-        >>> error.add_note("in b")
-        >>> notes(error)
-        ' [in b]'
-    """
-    return "".join(f" [{' '.join(str(note).split())}]" for note in getattr(error, "__notes__", ()))

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from opweave.base.owner import Owner, current_owner, way_out
+from opweave.base.site import Site
 from opweave.ir import compat
 from opweave.ir.errors import (
     PredicateFailedError,
@@ -21,11 +23,9 @@ from opweave.ir.errors import (
     SchemaMismatchError,
     described,
 )
-from opweave.ir.owner import Owner, current_owner, way_out
 from opweave.ir.priority import NATIVE
 from opweave.ir.rule import Custom, Rule, evaluator
 from opweave.ir.schema import check_same
-from opweave.ir.site import Site
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp

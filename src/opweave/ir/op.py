@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opweave.ir import compat, journal, settings, tolerance
+from opweave.base import transaction
+from opweave.base.owner import current_owner
+from opweave.base.site import caller_site
+from opweave.ir import compat, settings, tolerance
 from opweave.ir.activations import activations_of, check_inplace
 from opweave.ir.codegen import Function, Kind
 from opweave.ir.dispatch import Callee, Path
@@ -26,12 +29,10 @@ from opweave.ir.errors import (
 from opweave.ir.impl import IrOpImpl, Predicate
 from opweave.ir.names import check_is_not_ours, check_op_name, check_provider_name
 from opweave.ir.overloads import CallSite, IrOpInplaceOverload, TracedCallSite
-from opweave.ir.owner import current_owner
 from opweave.ir.priority import NATIVE, Entries, parse
 from opweave.ir.schema import Schema, check_same
 from opweave.ir.scope import op_priority
 from opweave.ir.selection import needs_gradient, policy_for, select_here
-from opweave.ir.site import caller_site
 from opweave.ir.tolerance import Tolerance
 from opweave.ir.torch_ops import TorchOps
 from opweave.ir.traits import DIFFERENTIABLE, check_traits
@@ -197,7 +198,7 @@ class IrOp(Callee):
             self._impls = kept if replaced is None else {**kept, impl.provider: replaced}
             self.reset()
 
-        journal.enter(f"implementation {self.name}:{impl.provider}", undo)
+        transaction.enter(f"implementation {self.name}:{impl.provider}", undo)
 
     def supported_providers(self) -> list[str]:
         """Return the providers that can run on this system, whatever the arguments."""

@@ -13,7 +13,9 @@ from weakref import WeakValueDictionary
 
 from torch.library import Library
 
-from opweave.ir import compat, journal
+from opweave.base import transaction
+from opweave.base.owner import owned_by
+from opweave.ir import compat
 from opweave.ir.errors import (
     DuplicateOpError,
     IrError,
@@ -23,7 +25,6 @@ from opweave.ir.errors import (
     did_you_mean,
 )
 from opweave.ir.op import IrOp
-from opweave.ir.owner import owned_by
 from opweave.ir.settings import Settings
 
 NativeFunction = Callable[..., Any]
@@ -106,7 +107,7 @@ class Registry:
             self._ops = {**self._ops, op.name: op}
             if former is not None:
                 self._reset_ops()
-        journal.enter(f"op {op.name}", lambda: self._remove(op, former))
+        transaction.enter(f"op {op.name}", lambda: self._remove(op, former))
         return op
 
     def _check_replaceable(self, former: IrOp, op: IrOp, *, override: bool) -> None:
@@ -155,7 +156,7 @@ class Registry:
     def _make_ready(self) -> bool:
         """Return whether nobody else did."""
         self._load_plugins()  # not under the lock: another thread's plugin may be registering here
-        with self.lock, owned_by(None), journal.detached():
+        with self.lock, owned_by(None), transaction.detached():
             if self._ready or self._preparing or self._hook is None:
                 return False
             self._preparing = True
@@ -169,7 +170,7 @@ class Registry:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Undo every op and implementation registered inside the block if the block raises."""
-        with self.lock, journal.transaction():
+        with self.lock, transaction.begin():
             yield
 
     def check_settings(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 
-from opweave.ir import journal
+from opweave.base import transaction
+from opweave.base.owner import Owner, current_owner, way_out
 from opweave.ir.errors import ReplacedWarning
-from opweave.ir.owner import Owner, current_owner, way_out
 from opweave.ir.priority import Entries, Source, parse
 from opweave.ir.traits import check_traits
 
@@ -55,7 +55,7 @@ class Settings:
             if defaults.get(op) is entries:
                 self._enter_default(op, *before)
 
-        journal.enter(f"default of {op}", undo)
+        transaction.enter(f"default of {op}", undo)
 
     def default_owner(self, op: str) -> Owner | None:
         """Return the plugin whose default of the op holds, if it is one's."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 
-from opweave.ir import Registry, journal
+from opweave.base import transaction
+from opweave.base.owner import owned_by
+from opweave.ir import Registry
 from opweave.ir.names import OWN_PROVIDERS
-from opweave.ir.owner import owned_by
 
 __all__ = ["load"]
 
@@ -19,7 +20,7 @@ def load(registry: Registry) -> None:
     """
     for provider in OWN_PROVIDERS:
         name = f"{__name__}.{provider}"
-        with owned_by(None), journal.detached(), registry.transaction():
+        with owned_by(None), transaction.detached(), registry.transaction():
             try:
                 importlib.import_module(name)
             except BaseException:

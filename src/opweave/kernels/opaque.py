@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 from torch.library import Library
 
-from opweave.ir import IrOp, compat, journal
+from opweave.base import transaction
+from opweave.ir import IrOp, compat
 from opweave.ir.opaque import opaque_op
 
 Function = Callable[..., Any]
@@ -55,5 +56,5 @@ def _new_library(namespace: str, name: str) -> Library:
     library = compat.new_library(namespace)
     _libraries.append(library)
     # Whatever interrupts the import of the kernels, the next one defines the op again.
-    journal.enter(f"torch op {namespace}::{name}", partial(compat.remove_ops, library))
+    transaction.enter(f"torch op {namespace}::{name}", partial(compat.remove_ops, library))
     return library

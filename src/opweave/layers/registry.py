@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from opweave.ir import journal
-from opweave.ir.owner import Owner, current_owner
+from opweave.base import transaction
+from opweave.base.owner import Owner, current_owner
 from opweave.layers.errors import (
     DuplicateLayerError,
     InvalidLayerError,
@@ -137,7 +137,7 @@ def _enter(table: dict[str, type[nn.Module]], key: str, layer: type[nn.Module], 
     table[key] = layer
     if (owner := current_owner()) is not None:
         _owners[layer] = owner
-    journal.enter(what, lambda: _remove(table, key, layer))
+    transaction.enter(what, lambda: _remove(table, key, layer))
 
 
 def _remove(table: dict[str, type[nn.Module]], key: str, layer: type[nn.Module]) -> None:

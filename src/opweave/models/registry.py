@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from opweave.ir import journal
-from opweave.ir.owner import Owner, current_owner
+from opweave.base import transaction
+from opweave.base.owner import Owner, current_owner
 from opweave.models.errors import DuplicateModelError, InvalidConfigError, InvalidModelError
 from opweave.models.fields import Fields
 from opweave.models.weights import CheckpointModel
@@ -88,7 +88,7 @@ def register_model(architecture: str, model: str | Model) -> None:
         entry.resolve()
     if architecture not in _models:
         _models[architecture] = entry
-        journal.enter(f"model {architecture}", lambda: _remove(entry))
+        transaction.enter(f"model {architecture}", lambda: _remove(entry))
     elif _models[architecture] != entry:  # a plugin may be loaded twice
         raise DuplicateModelError(
             f"{architecture} has a model already: {_models[architecture]}; so {entry} cannot be "

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from opweave.base.owner import Owner
 from opweave.config.plugin_options import PluginOptions, set_plugin_options
 from opweave.ir.errors import OpweaveError
-from opweave.ir.owner import Owner
 from opweave.platforms import contract, handover
 from opweave.platforms.base import Platform
 from opweave.platforms.builtin import BUILTIN

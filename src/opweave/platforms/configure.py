@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from opweave import platforms
+from opweave.base.owner import Owner
 from opweave.config import EngineConfig
 from opweave.config.patches import ConfigPatch, PatchError, apply_patches
-from opweave.ir.owner import Owner
 from opweave.platforms.base import Platform
 from opweave.platforms.errors import UnsupportedByPlatformError
 from opweave.plugins import hook

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from opweave.ir import current_registry, journal
-from opweave.ir.owner import owned_by
+from opweave.base import transaction
+from opweave.base.owner import owned_by
+from opweave.ir import current_registry
 from opweave.plugins import resolve_obj_by_qualname
 
 WORKER = "opweave.engine.worker.Worker"
@@ -23,5 +24,5 @@ _KERNELS = "opweave.kernels.load"
 def import_kernels() -> None:
     """Load the kernels that come with opweave. They are opweave's own, whoever asks for them."""
     # Whatever becomes of the hook that asks for them: they are imported only once.
-    with owned_by(None), journal.detached():
+    with owned_by(None), transaction.detached():
         resolve_obj_by_qualname(_KERNELS)(current_registry())

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Self
 
+from opweave.base.owner import Owner
 from opweave.config.plugin_options import given_plugin_options
-from opweave.ir.owner import Owner
 from opweave.platforms.errors import PlatformMismatchError
 from opweave.plugins import Claim, State, plugin_report
 

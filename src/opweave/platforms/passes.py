@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from opweave import platforms
+from opweave.base.owner import Owner
 from opweave.config.open_registry import OpenRegistry
-from opweave.ir.owner import Owner
 from opweave.plugins.qualname import split_qualname
 
 registered_passes: OpenRegistry[str] = OpenRegistry("compiler pass")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from opweave.ir.owner import Owner
+from opweave.base.owner import Owner
 from opweave.platforms import choice, handover
 from opweave.platforms.base import Platform
 from opweave.platforms.errors import PlatformMismatchError

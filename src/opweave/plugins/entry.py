@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from typing import Any
 
-from opweave.ir.owner import Owner
+from opweave.base.owner import Owner
 from opweave.plugins.errors import PluginError, PluginTypeError
 from opweave.plugins.groups import GROUPS
 

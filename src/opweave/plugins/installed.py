@@ -8,8 +8,8 @@ from contextlib import contextmanager, nullcontext
 from importlib.metadata import entry_points
 from typing import Any
 
+from opweave.base.owner import Owner
 from opweave.ir.errors import OpweaveError
-from opweave.ir.owner import Owner
 from opweave.plugins.claim import Claim
 from opweave.plugins.errors import PlatformAbsentError
 from opweave.plugins.loader import Loader

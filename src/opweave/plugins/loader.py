@@ -10,8 +10,8 @@ from contextvars import ContextVar
 from importlib.metadata import EntryPoint
 from typing import Any
 
+from opweave.base.owner import Owner
 from opweave.ir.errors import did_you_mean
-from opweave.ir.owner import Owner
 from opweave.plugins.discovery import find, misspelt_groups
 from opweave.plugins.errors import (
     PlatformReentryError,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from opweave.ir.owner import Owner
+from opweave.base.owner import Owner
 from opweave.plugins.claim import PLATFORM_API, Claim
 from opweave.plugins.entry import Entry
 from opweave.plugins.errors import ClaimApiError, PlatformConflictError, PluginTypeError

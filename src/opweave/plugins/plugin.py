@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
-from opweave.ir import journal
+from opweave.base import transaction
+from opweave.base.owner import note_absence, note_way_out, owned_by
 from opweave.ir.errors import OpweaveError, described
-from opweave.ir.owner import note_absence, note_way_out, owned_by
 from opweave.plugins.entry import Entry
 from opweave.plugins.errors import (
     PluginError,
@@ -57,7 +57,7 @@ class Plugin:
         self.loaded: Any = None
         self.returned: Any = None
         self._called, self._seconds = False, 0.0
-        self._journals: list[journal.Journal] = []
+        self._transactions: list[transaction.Transaction] = []
         self._modules: frozenset[str] = frozenset()  # those there before it was imported
         note_way_out(entry.owner, policy.leaving_out(entry.name))
         if not policy.permits(entry.name):
@@ -83,7 +83,7 @@ class Plugin:
             round(self._seconds, 6),
             None if self.error is None else str(self.error),
             self.detail,
-            tuple(what for entered in self._journals for what in entered.registered),
+            tuple(what for entered in self._transactions for what in entered.registered),
         )
 
     def load(self) -> Any:
@@ -239,9 +239,9 @@ class Plugin:
     @contextmanager
     def _registering(self) -> Iterator[None]:
         # Detached: a plugin keeps what it registers, even if another one caused it to load.
-        with owned_by(self.entry.owner), journal.detached(), journal.transaction() as entered:
+        with owned_by(self.entry.owner), transaction.detached(), transaction.begin() as entered:
             yield
-        self._journals.append(entered)
+        self._transactions.append(entered)
 
     def _succeed(self) -> None:
         self.state, self.error = State.LOADED, None
@@ -249,8 +249,8 @@ class Plugin:
 
     def _undo(self, modules: Collection[str]) -> None:
         """Take everything back, so that the next attempt begins anew."""
-        while self._journals:
-            self._journals.pop().roll_back()
+        while self._transactions:
+            self._transactions.pop().roll_back()
         self.loaded, self._modules, self._called = None, frozenset(), False
         self._forget_modules(modules)
 

@@ -24,7 +24,7 @@ from opweave.ir.selection import needs_gradient
 
 __all__ = ["RESERVED_PROVIDERS", "IrOp", "IrOpImpl", "IrOpInplaceOverload", "register_op"]
 
-REGISTERS_FOR_CALLER = True  # see opweave.ir.site
+REGISTERS_FOR_CALLER = True  # see opweave.base.site
 
 _log = logging.getLogger(__name__)
 _alone = itertools.count()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from opweave.ir.site import Site
+from opweave.base.site import Site
 
 
 def registration_stack(site: Site) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from opweave.ir import compat, journal
+from opweave.base import transaction
+from opweave.ir import compat
 
 NAMESPACE = "vllm"  # code that registers an op calls torch.ops.vllm.<op>
 _EVERY_DEVICE = "CompositeExplicitAutograd"
@@ -51,7 +52,7 @@ def direct_register_custom_op(
         compat.register_fake(library, op_name, fake_impl)
     if target_lib is None:
         _libraries.append(library)
-        journal.enter(f"torch op {NAMESPACE}::{op_name}", lambda: _remove(library))
+        transaction.enter(f"torch op {NAMESPACE}::{op_name}", lambda: _remove(library))
 
 
 def _remove(library: Library) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from os.path import dirname, join
 from types import FrameType
 
-_PACKAGE = dirname(__file__)
-_OPWEAVE = join(dirname(_PACKAGE), "")
+_OPWEAVE = join(dirname(dirname(__file__)), "")
+_MACHINERY = (join(_OPWEAVE, "base"), join(_OPWEAVE, "ir"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,6 @@ def caller_site() -> Site:
 
 def _is_machinery(frame: FrameType) -> bool:
     # A module elsewhere that registers for whoever calls it says REGISTERS_FOR_CALLER = True.
-    if dirname(frame.f_code.co_filename) == _PACKAGE:
+    if dirname(frame.f_code.co_filename) in _MACHINERY:
         return True
     return bool(frame.f_globals.get("REGISTERS_FOR_CALLER", False))

@@ -1,0 +1,26 @@
+"""Old import paths of moved modules work, and warn."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from opweave.base import owner, transaction
+
+
+@pytest.mark.parametrize(
+    ("old", "name", "current"),
+    [
+        ("opweave.ir.owner", "owned_by", owner.owned_by),
+        ("opweave.ir.journal", "enter", transaction.enter),
+        ("opweave.ir.journal", "transaction", transaction.begin),
+        ("opweave.ir.journal", "Journal", transaction.Transaction),
+    ],
+)
+def test_a_moved_name_works_and_warns(old: str, name: str, current: object) -> None:
+    module = importlib.import_module(old)
+    with pytest.warns(DeprecationWarning, match=rf"{old}\.{name} is deprecated; use opweave\.base"):
+        assert getattr(module, name) is current
+    with pytest.raises(AttributeError, match="has no attribute 'unknown'"):
+        module.unknown  # noqa: B018
