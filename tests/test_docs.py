@@ -47,6 +47,18 @@ def test_the_pages_with_code_are_found() -> None:
     assert {"README.md", "tutorial.md"} <= {page.name for page in PAGES}
 
 
+FILE = re.compile(
+    r"`((?:src/opweave|csrc/(?:core|kernels|module)|benchmarks)/[\w./-]+\.(?:py|cpp|h|md|svg|json))`"
+)
+
+
+def test_files_that_pages_name_exist() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    named = {(page.name, file) for page in pages for file in FILE.findall(page.read_text("utf-8"))}
+    assert len(named) > 20
+    assert [(page, file) for page, file in named if not (ROOT / file).exists()] == []
+
+
 def modules() -> list[str]:
     found = (module.name for module in pkgutil.walk_packages(opweave.__path__, "opweave."))
     # Triton's language has no examples, and Triton is not in this environment.
