@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from opweave import ir
 from opweave.ir.scope import current_scope
+from process_globals import restored
 
 ROOT = Path(__file__).parents[1]
 SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**31)))
@@ -99,6 +100,13 @@ def _nothing_leaks() -> Iterator[None]:
     assert current_scope() is None
     assert torch.get_default_dtype() is dtype
     assert _grad_modes() == grad
+
+
+@pytest.fixture(autouse=True)
+def _process_globals() -> Iterator[None]:
+    """Restore what a test, above all one that runs the command line, sets for the process."""
+    with restored():
+        yield
 
 
 def _grad_modes() -> tuple[bool, bool]:

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -39,8 +39,8 @@ Run = Callable[..., Done]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Run the command in this process, without what it sets for the process."""
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the command in this process."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def in_this_process(*arguments: str | Path, stdin: bytes = b"") -> Done:
@@ -50,8 +50,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         captured = capsys.readouterr()
         return Done(int(exit_.value.code or 0), captured.out, captured.err)
 
-    yield in_this_process
-    ir.current_registry().settings.set_priorities(ir.Source.COMMAND_LINE, {}, "")
+    return in_this_process
 
 
 def run_anew(*arguments: str | bytes | Path, cwd: Path = ROOT, **environment: str) -> Done:

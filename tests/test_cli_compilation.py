@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
 from opweave.cli.compilation import apply_compilation, apply_compilation_like_eager
 from opweave.config import CompilationConfig, current_compilation_config
-from opweave.config.current import _of_process, apply_command_line_config
+from opweave.config.current import _of_process
 from opweave.layers import CustomOp, op_registry
 from test_cli import CHECKPOINT, Run, assert_one_line_error
 from test_cli import run as run  # the fixture
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    yield
-    apply_command_line_config({})
 
 
 @pytest.mark.parametrize("option", ["--compilation-config", "--compilation_config"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,19 +11,12 @@ import pytest
 import test_cli
 from opweave.cli.report_tables import print_reports
 from opweave.compile.report import FusionReport, NodeReport, PassReport, Refusal, Report, Reuse
-from opweave.config.current import apply_command_line_config
 from test_cli import CHECKPOINT, Done, Run, assert_one_line_error, run_anew
 
 run = test_cli.run  # the fixture
 SILU = "--ir-op-priority.silu-and-mul=native"
 PARTLY_READ = ("embedding", "rotary_embedding", "paged_attention")  # ops that look up in tables
 BFLOAT16_BYTES = 2  # of the checkpoint
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    yield
-    apply_command_line_config({})
 
 
 def split_lines(text: str) -> list[list[str]]:

@@ -6,7 +6,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from rich.console import Console
 from opweave.cli import main
 from opweave.cli.output import err
 from opweave.config import CompilationConfig, EngineConfig
-from opweave.config.current import apply_command_line_config
 from opweave.config.progress import ProgressBar
 from opweave.engine import (
     Checkpoint,
@@ -53,7 +52,7 @@ def command(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command with an engine that takes note of what it is told, and then fails."""
     told = Told()
 
@@ -85,8 +84,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         assert exit_.value.code == 2
         return told
 
-    yield told_by
-    apply_command_line_config({})
+    return told_by
 
 
 def test_sampling(run: Run, command: str, capsys: pytest.CaptureFixture[str]) -> None:

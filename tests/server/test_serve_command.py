@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
 import signal
@@ -17,11 +16,9 @@ import httpx
 import openai
 import pytest
 
-from opweave import ir
 from opweave.cli import main
 from opweave.cli.serve import serve_app
 from opweave.config import environment
-from opweave.config.current import apply_command_line_config
 from opweave.engine import LLM, SamplingParams
 from server.command import ROOT, Command
 from server.fake_engine import CHECKPOINT
@@ -187,7 +184,7 @@ def test_dummy_weights(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
     def in_this_process(*arguments: str | Path) -> str:
         with pytest.raises(SystemExit) as exit_:
             main(["serve", *map(str, arguments)])
@@ -198,15 +195,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         assert captured.err.count("\n") == 1
         return captured.err
 
-    loggers = [logging.getLogger(name) for name in ("opweave", "uvicorn")]
-    before = [(each.level, each.propagate, list(each.handlers)) for each in loggers]
-    monkeypatch.setattr("opweave.config.log._chosen", False)  # and so again after the test
-    yield in_this_process
-    for each, (level, propagate, handlers) in zip(loggers, before, strict=True):
-        each.setLevel(level)
-        each.propagate, each.handlers = propagate, handlers
-    apply_command_line_config({})
-    ir.current_registry().settings.set_priorities(ir.Source.COMMAND_LINE, {}, "")
+    return in_this_process
 
 
 @pytest.mark.parametrize(
