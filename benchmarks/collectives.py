@@ -26,8 +26,12 @@ from torch import Tensor
 from torch.distributed import FileStore
 
 from harness import Parser, describe_machine, out, print_json, run
-from opweave.engine.communicators import RankGroup, SharedMemoryCommunicator, TorchCommunicator
 from opweave.engine.errors import CommunicatorError
+from opweave.engine.parallel.communicators import (
+    RankGroup,
+    SharedMemoryCommunicator,
+    TorchCommunicator,
+)
 
 RANKS = 2
 CALLS = 50

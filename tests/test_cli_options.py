@@ -25,7 +25,7 @@ from opweave.engine import (
     StructuredOutputsParams,
     Tokenizer,
 )
-from opweave.engine.progress import after_loading, reporting
+from opweave.engine.loading.progress import after_loading, reporting
 
 CHECKPOINT = Path(__file__).parent.parent / "examples" / "models" / "tiny-pydoc"
 COMMANDS = {

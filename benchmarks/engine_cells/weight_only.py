@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opweave import ir
-from opweave.engine import huge_pages
+from opweave.engine.loading import huge_pages
 from opweave.layers.linear import LinearBase
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore
 
-from opweave.engine.communicators import (
+from opweave.engine.errors import CommunicatorError
+from opweave.engine.parallel.communicators import (
     Communicator,
     RankGroup,
     SharedMemoryCommunicator,
     TorchCommunicator,
 )
-from opweave.engine.communicators.segment import SLOT
-from opweave.engine.errors import CommunicatorError
+from opweave.engine.parallel.communicators.segment import SLOT
 
 RANKS = 3
 KINDS: dict[str, type[TorchCommunicator]] = {

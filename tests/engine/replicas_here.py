@@ -9,9 +9,9 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from opweave.engine import EngineClient, ReplicaFailedError
-from opweave.engine.data_parallel.group import Method, News
-from opweave.engine.data_parallel.messages import Order, Place
-from opweave.engine.data_parallel.replica import Replica
+from opweave.engine.parallel.data_parallel.group import Method, News
+from opweave.engine.parallel.data_parallel.messages import Order, Place
+from opweave.engine.parallel.data_parallel.replica import Replica
 
 Make = Callable[[int], EngineClient]
 

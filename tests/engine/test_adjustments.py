@@ -18,9 +18,9 @@ from transformers.generation.logits_process import (
 )
 
 from opweave.engine import SamplingParams
-from opweave.engine.adjustments import adjusted
-from opweave.engine.history import History
-from opweave.engine.sampler import SamplingRequest, sample
+from opweave.engine.sampling.history import History
+from opweave.engine.sampling.logits_processors import adjusted
+from opweave.engine.sampling.sampler import SamplingRequest, sample
 
 VOCABULARY = 30
 PROMPT, ANSWER = [3, 5, 5, 9], [5, 7, 7, 7, 28]

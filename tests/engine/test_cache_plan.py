@@ -8,9 +8,9 @@ import pytest
 
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave.engine.attention.layers import LayerGroup
-from opweave.engine.cache_plan import UNBOUNDED_MODEL_LEN, CachePlan, plan_cache
+from opweave.engine.cache import EveryToken, Retention, SequenceState, Window
+from opweave.engine.cache.plan import UNBOUNDED_MODEL_LEN, CachePlan, plan_cache
 from opweave.engine.errors import CacheSizeError
-from opweave.engine.kv import EveryToken, Retention, SequenceState, Window
 from opweave.ir.errors import SettingError
 
 BYTES = 1000  # of a block

@@ -21,9 +21,9 @@ from opweave.config import (
     current_compilation_config,
 )
 from opweave.engine import LLM, SamplingParams
-from opweave.engine.compilation import _ISOLATED, compiled_forward, graph_sizes
 from opweave.engine.errors import InvalidArgumentError
-from opweave.engine.loader import load_model
+from opweave.engine.loading.loader import load_model
+from opweave.engine.runner.compilation import _ISOLATED, compiled_forward, graph_sizes
 from opweave.ir.errors import SettingError
 from opweave.layers.errors import UnusedOpWarning
 
@@ -187,7 +187,7 @@ def test_the_model_is_built_under_the_config(
         seen.append(current_compilation_config())
         return load_model(*arguments, **options)
 
-    monkeypatch.setattr("opweave.engine.worker.load_model", spy)
+    monkeypatch.setattr("opweave.engine.runner.worker.load_model", spy)
     path, typed = checkpoint("llama")[0], CompilationConfig(custom_ops=["none"])
     LLM(path, config=EngineConfig(compilation_config=typed))
     with compilation_config(typed):

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opweave.engine.completion import Completion
-from opweave.engine.incremental_decoder import IncrementalDecoder
+from opweave.engine.tokenization.detokenizer import Completion
+from opweave.engine.tokenization.incremental_decoder import IncrementalDecoder
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 

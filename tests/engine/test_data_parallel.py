@@ -41,17 +41,17 @@ from opweave.engine import (
     SamplingParams,
     open_engine,
 )
-from opweave.engine.data_parallel.group import Method
-from opweave.engine.data_parallel.member import Member
-from opweave.engine.data_parallel.pieces import joined, since
-from opweave.engine.data_parallel.ray_group import RayGroup
-from opweave.engine.data_parallel.replica import alone, portable
-from opweave.engine.data_parallel.replicas import Replicas
-from opweave.engine.data_parallel.room import resource_of, share_room
-from opweave.engine.data_parallel.router import Router
-from opweave.engine.data_parallel.statistics import NOTHING, after_death, merged
-from opweave.engine.stats import SECONDS, Histogram
-from opweave.engine.usage import KernelUse
+from opweave.engine.metrics.selection_report import KernelUse
+from opweave.engine.metrics.stats import SECONDS, Histogram
+from opweave.engine.parallel.data_parallel.deltas import joined, since
+from opweave.engine.parallel.data_parallel.group import Method
+from opweave.engine.parallel.data_parallel.merged_stats import NOTHING, after_death, merged
+from opweave.engine.parallel.data_parallel.placement import resource_of, share_room
+from opweave.engine.parallel.data_parallel.ray_group import RayGroup
+from opweave.engine.parallel.data_parallel.replica import alone, portable
+from opweave.engine.parallel.data_parallel.replica_handle import Member
+from opweave.engine.parallel.data_parallel.replicas import Replicas
+from opweave.engine.parallel.data_parallel.router import Router
 from opweave.ir.errors import SettingError, UnknownProviderError
 from opweave.layers import ShardingError
 from opweave.platforms.errors import UnsupportedByPlatformError
@@ -520,7 +520,7 @@ def test_a_replica_that_is_silent_counts_as_dead(monkeypatch: pytest.MonkeyPatch
         assert engine._replicas.members[1].is_loaded
     placeless = Member(0, 60.0)
     assert placeless.silence is None
-    monkeypatch.setattr("opweave.engine.data_parallel.member._STARTING", 0.0)
+    monkeypatch.setattr("opweave.engine.parallel.data_parallel.replica_handle._STARTING", 0.0)
     assert str(placeless.silence).startswith("did not start within 0 s: Ray has no room")
 
 
@@ -695,9 +695,9 @@ REFUSING = """
     from pathlib import Path
     from opweave import ir, platforms
     from opweave.config import EngineConfig
-    from opweave.engine.data_parallel.messages import Order
-    from opweave.engine.data_parallel.replica import load_engine
-    from opweave.engine.executor.agreement import Agreement
+    from opweave.engine.parallel.data_parallel.messages import Order
+    from opweave.engine.parallel.data_parallel.replica import load_engine
+    from opweave.engine.parallel.executor.agreement import Agreement
 
     given = json.loads({given!r})
     def load(**changes):
@@ -729,7 +729,7 @@ REFUSING = """
 
 def test_a_replica_is_on_the_platform_of_its_engine_or_refuses(fresh_python: FreshPython) -> None:
     from opweave import ir
-    from opweave.engine.executor.agreement import Agreement
+    from opweave.engine.parallel.executor.agreement import Agreement
 
     with ir.require("batch_invariant"):
         given_ = Agreement.here().to_json()

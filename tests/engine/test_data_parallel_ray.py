@@ -31,7 +31,7 @@ from opweave.engine import (
     SamplingParams,
     open_engine,
 )
-from opweave.engine.data_parallel.ray_group import SETTINGS, RayGroup
+from opweave.engine.parallel.data_parallel.ray_group import SETTINGS, RayGroup
 from opweave.ir.errors import SettingError
 from processes import is_alive, wait_until
 from server.command import Command

@@ -37,8 +37,8 @@ from opweave.engine import (
     TokenizerError,
 )
 from opweave.engine import core as core_module
-from opweave.engine.executor import InProcessExecutor
-from opweave.engine.stat_logger import StatLogger
+from opweave.engine.metrics.stat_logger import StatLogger
+from opweave.engine.parallel.executor import InProcessExecutor
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 PROMPTS = [random_ids(seed, count) for seed, count in enumerate([1, 7, 23, 2, 12])]

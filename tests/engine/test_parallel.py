@@ -31,13 +31,13 @@ from opweave.engine import (
     SamplingParams,
 )
 from opweave.engine.errors import InvalidArgumentError
-from opweave.engine.executor import RankedExecutor, is_follower
-from opweave.engine.executor.agreement import Agreement
-from opweave.engine.executor.follower import AGREED
-from opweave.engine.executor.launch import Launch
-from opweave.engine.executor.messages import Start
-from opweave.engine.executor.processes import HOST, Process
-from opweave.engine.loader import load_model
+from opweave.engine.loading.loader import load_model
+from opweave.engine.parallel.executor import RankedExecutor, is_follower
+from opweave.engine.parallel.executor.agreement import Agreement
+from opweave.engine.parallel.executor.follower import AGREED
+from opweave.engine.parallel.executor.launch import Launch
+from opweave.engine.parallel.executor.messages import Start
+from opweave.engine.parallel.executor.processes import HOST, Process
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave.layers.errors import ShardingError
 from opweave.platforms import CpuPlatform
@@ -149,8 +149,8 @@ def test_a_rank_that_hangs_and_one_that_dies_while_nothing_is_computed(
 def test_an_engine_shuts_down_while_a_rank_hangs(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opweave.engine.async_engine._ENDING", 0.1)
-    monkeypatch.setattr("opweave.engine.streaming_client._ABORTED_WITHIN", 0.1)
+    monkeypatch.setattr("opweave.engine.client.async_engine._ENDING", 0.1)
+    monkeypatch.setattr("opweave.engine.client.streaming_client._ABORTED_WITHIN", 0.1)
     engine = AsyncEngine(checkpoint("one_layer")[0], config=two_ranks())
     pid = pid_of(engine)
 
@@ -286,7 +286,7 @@ def test_more_ranks_than_heads(
     def never(*_: Any) -> None:
         raise AssertionError("a process is started")
 
-    monkeypatch.setattr("opweave.engine.executor.ranked.Process", never)
+    monkeypatch.setattr("opweave.engine.parallel.executor.ranked.Process", never)
     config = json.loads((checkpoint("one_layer")[0] / "config.json").read_text())
     config |= {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -25,12 +25,12 @@ from opweave.engine.errors import (
     NonFiniteLogitsError,
     UnsupportedCacheError,
 )
-from opweave.engine.executor import InProcessExecutor
-from opweave.engine.model_runner import ModelRunner
-from opweave.engine.sampler import Sampled, Sampler, SamplingRequest
+from opweave.engine.parallel.executor import InProcessExecutor
+from opweave.engine.runner.model_runner import ModelRunner
+from opweave.engine.runner.step import SequenceStep
+from opweave.engine.runner.worker import Worker
+from opweave.engine.sampling.sampler import Sampled, Sampler, SamplingRequest
 from opweave.engine.scheduler import Scheduled, Scheduler
-from opweave.engine.step import SequenceStep
-from opweave.engine.worker import Worker
 from opweave.platforms import AttentionSpec, CpuPlatform
 
 Checkpoints = Callable[[str], tuple[Path, Any]]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from models.tiny_checkpoints import random_ids
 from opweave.engine import LLM, CheckpointError, SamplingParams, load_model
-from opweave.engine.loader import check_ranks
+from opweave.engine.loading.loader import check_ranks
 from opweave.models import LlamaConfig, UnsupportedModelError
 
 Checkpoints = Callable[[str], tuple[Path, Any]]

@@ -22,7 +22,7 @@ from opweave.engine import (
     SamplingParamsError,
     Tokenizer,
 )
-from opweave.engine.bad_words import BadWords
+from opweave.engine.sampling.bad_words import BadWords
 from server.fake_engine import CHECKPOINT
 
 PROMPT = "Return the list of"

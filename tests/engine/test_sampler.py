@@ -19,11 +19,11 @@ from transformers.generation.logits_process import (
 )
 
 from opweave.engine import NonFiniteLogitsError, SamplingParams
-from opweave.engine.distribution import cut_distributions, plain_weights
-from opweave.engine.history import History
-from opweave.engine.randomness import derived_seed, uniform
-from opweave.engine.sampler import Sampler, SamplingRequest, sample
-from opweave.engine.step import SequenceStep
+from opweave.engine.runner.step import SequenceStep
+from opweave.engine.sampling.history import History
+from opweave.engine.sampling.randomness import derived_seed, uniform
+from opweave.engine.sampling.sampler import Sampler, SamplingRequest, sample
+from opweave.engine.sampling.truncation import cut_distributions, plain_weights
 
 
 def warped(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from opweave.engine import EngineError, SamplingParams, SamplingParamsError
-from opweave.engine.request_seeds import RequestSeeds
+from opweave.engine.sampling.seeds import RequestSeeds
 
 
 def test_defaults() -> None:

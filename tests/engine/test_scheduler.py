@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.simulated_model import VOCABULARY, SimulatedModel, alone
 from opweave.config import SchedulerConfig
-from opweave.engine.kv import (
+from opweave.engine.cache import (
     CacheGroup,
     EveryToken,
     KVCacheManager,
@@ -18,7 +18,7 @@ from opweave.engine.kv import (
     SequenceState,
     Window,
 )
-from opweave.engine.request import Request
+from opweave.engine.request.request import Request
 from opweave.engine.scheduler import Scheduled, Scheduler
 
 BLOCK = 4

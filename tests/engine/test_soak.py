@@ -19,9 +19,9 @@ import pytest
 from models.tiny_checkpoints import random_ids
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave.engine import AsyncEngine
-from opweave.engine.answer import Answer
-from opweave.engine.generation import Generation
-from opweave.engine.request import Request
+from opweave.engine.request.detokenized_output import Answer
+from opweave.engine.request.generation import Generation
+from opweave.engine.request.request import Request
 from server.conftest import Running, running
 from server.test_limits import address, until
 

@@ -25,8 +25,8 @@ from opweave.engine import (
     StructuredOutputsParams,
     Tokenizer,
 )
-from opweave.engine.adjustments import adjusted
-from opweave.engine.sampler import SamplingRequest
+from opweave.engine.sampling.logits_processors import adjusted
+from opweave.engine.sampling.sampler import SamplingRequest
 from opweave.engine.structured.grammars import Grammars
 from opweave.engine.structured.state import GrammarState
 from opweave.engine.structured.vocabulary import vocabulary

@@ -13,8 +13,8 @@ import torch
 from opweave import platforms
 from opweave.config import EngineConfig
 from opweave.engine import LLM, AsyncEngine, Embedder, SamplingParams
-from opweave.engine.executor.ranked import _threads
-from opweave.engine.threads import cpu_threads
+from opweave.engine.parallel.executor.ranked import _threads
+from opweave.engine.runner.cpu_threads import cpu_threads
 from opweave.ir.errors import SettingError
 
 Checkpoints = Callable[[str], tuple[Path, Any]]

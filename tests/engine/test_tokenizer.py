@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 
 from models.tiny_checkpoints import BOS, EOS, VOCABULARY, write_tokenizer
 from opweave.engine import Checkpoint, CheckpointError, MissingDependencyError, Tokenizer
-from opweave.engine.completion import Completion
 from opweave.engine.errors import TokenizerError
-from opweave.engine.incremental_decoder import IncrementalDecoder
+from opweave.engine.tokenization.detokenizer import Completion
+from opweave.engine.tokenization.incremental_decoder import IncrementalDecoder
 
 TEXTS = ["", "the quick dog", "naïve façade", "東京 🙂", "a\n\n b\tc", "</s>the<s>"]
 

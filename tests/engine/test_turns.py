@@ -14,7 +14,7 @@ import pytest
 
 from models.tiny_checkpoints import random_ids
 from opweave.engine import LLM, SamplingParams
-from opweave.engine.turns import Turns
+from opweave.engine.client.fair_lock import Turns
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opweave import ir
-from opweave.engine.usage import KernelUse, Usage
+from opweave.engine.metrics.selection_report import KernelUse, Usage
 
 
 def forward(usage: Usage, tokens: int, provider: str = "native") -> None:

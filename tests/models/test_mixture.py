@@ -17,7 +17,7 @@ from models.running import assert_near, expected, in_steps, on_ranks, whole
 from models.tiny_checkpoints import VOCABULARY
 from opweave import ir
 from opweave.engine import load_model
-from opweave.engine.checkpoint import Checkpoint, TensorFile
+from opweave.engine.loading.checkpoint import Checkpoint, TensorFile
 from opweave.models import (
     GptOssMoE,
     InvalidConfigError,

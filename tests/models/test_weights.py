@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from opweave.engine import Checkpoint, CheckpointError, load_model
-from opweave.engine.checkpoint import TensorFile
+from opweave.engine.loading.checkpoint import TensorFile
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave.models import CheckpointModel, WeightsError, build_model
 

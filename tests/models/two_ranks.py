@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from opweave.engine.loader import load_model
+from opweave.engine.loading.loader import load_model
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave.models import CausalLM, GptOssMoE, Qwen2VisionTransformer
 

@@ -15,7 +15,7 @@ import uvicorn
 from openai import OpenAI
 
 from opweave.engine import ChatTemplate
-from opweave.engine.io_processor import IOProcessor
+from opweave.engine.request.io_processor import IOProcessor
 from opweave.server import ServerConfig, create_app, listen
 from opweave.server.run import http_server, url
 from opweave.server.state import ServerState

@@ -25,10 +25,10 @@ from opweave.engine import (
     SamplingParams,
     Tokenizer,
 )
-from opweave.engine.completion import Completion
-from opweave.engine.incremental_decoder import IncrementalDecoder
-from opweave.engine.outputs import FinishReason
-from opweave.engine.stats import SECONDS, TOKENS, Histogram
+from opweave.engine.metrics.stats import SECONDS, TOKENS, Histogram
+from opweave.engine.request.outputs import FinishReason
+from opweave.engine.tokenization.detokenizer import Completion
+from opweave.engine.tokenization.incremental_decoder import IncrementalDecoder
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "models" / "tiny-pydoc"
 VOCABULARY = 2048

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from opweave.engine import CompletionOutput, RequestOutput, RequestTimings, SamplingParams
-from opweave.engine.completion import Completion
+from opweave.engine.tokenization.detokenizer import Completion
 from server.fake_engine import Call, FakeEngine
 
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from opweave.engine import Checkpoint, EngineDeadError
-from opweave.engine.tokenizer import AbsentTokenizer
+from opweave.engine.tokenization.tokenizer import AbsentTokenizer
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT, CONTEXT, FakeEngine
 

@@ -11,7 +11,7 @@ import pytest
 
 from opweave.config import EngineConfig
 from opweave.engine import ChatTemplate, SamplingParams
-from opweave.engine.io_processor import IOProcessor
+from opweave.engine.request.io_processor import IOProcessor
 from opweave.server import ServerConfig
 from opweave.server.daemon_threads import DaemonThreads
 from server.conftest import Running, Start

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opweave.engine import CompletionOutput, Logprob
-from opweave.engine.completion import Completion
-from opweave.engine.incremental_decoder import IncrementalDecoder
+from opweave.engine.tokenization.detokenizer import Completion
+from opweave.engine.tokenization.incremental_decoder import IncrementalDecoder
 from opweave.server.pieces import Growth
 
 TEXTS = st.text("abc", max_size=40)

@@ -16,7 +16,7 @@ from models.tiny_checkpoints import write_tokenizer
 from opweave.config import EngineConfig
 from opweave.engine import LLM, Checkpoint, Embedder, InvalidArgumentError, open_engine
 from opweave.engine.errors import CheckpointError
-from opweave.engine.io_processor import IOProcessor, IOProcessors, io_processor
+from opweave.engine.request.io_processor import IOProcessor, IOProcessors, io_processor
 from opweave.plugins import IO_PROCESSOR_PLUGINS, installed
 from opweave.plugins.errors import UnknownPluginError
 from opweave.plugins.loader import Loader
@@ -31,7 +31,7 @@ from server.test_limits import until
 PATH = "/v1/process"
 SOURCE = '''
 from opweave.engine import SamplingParams
-from opweave.engine.io_processor import IOProcessor
+from opweave.engine.request.io_processor import IOProcessor
 
 class Outlines(IOProcessor):
     """Writes the beginning of a function for each name."""

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from opweave.config import EngineConfig
-from opweave.engine.io_processor import IOProcessor
+from opweave.engine.request.io_processor import IOProcessor
 from opweave.server import create_app
 from server.conftest import TEMPLATE
 from server.fake_engine import FakeEngine

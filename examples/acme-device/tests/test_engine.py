@@ -27,13 +27,13 @@ from opweave.engine.attention import (
     PagedAttention,
     SequenceBatch,
 )
+from opweave.engine.cache import CacheGroup, EveryToken, KVCacheManager
 from opweave.engine.errors import NonFiniteLogitsError, UnsupportedCacheError
-from opweave.engine.kv import CacheGroup, EveryToken, KVCacheManager
-from opweave.engine.model_runner import ModelRunner
-from opweave.engine.request import Request
-from opweave.engine.sampler import Sampled, Sampler, SamplingRequest
-from opweave.engine.stats import StatCounter
-from opweave.engine.step import SequenceStep
+from opweave.engine.metrics.stats import StatCounter
+from opweave.engine.request.request import Request
+from opweave.engine.runner.model_runner import ModelRunner
+from opweave.engine.runner.step import SequenceStep
+from opweave.engine.sampling.sampler import Sampled, Sampler, SamplingRequest
 from opweave.platforms import CpuPlatform
 
 BLOCK = 16

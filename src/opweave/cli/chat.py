@@ -69,7 +69,7 @@ def chat(
         Print each answer as one line of JSON when it is complete.
     """
     from opweave.engine import LLM, Checkpoint
-    from opweave.engine.conversation import check_keywords, checked_variables, template_for
+    from opweave.engine.chat.conversation import check_keywords, checked_variables, template_for
 
     defaults = running.defaults(model, max_tokens=None, temperature=0.7)
     params = sampling.params(defaults, max_tokens=max_tokens, temperature=temperature)

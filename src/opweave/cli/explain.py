@@ -142,10 +142,10 @@ def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str 
 
 
 def _load(path: Path, prompt: str, dtype: str) -> tuple[CausalLM, list[int]]:
-    from opweave.engine.checkpoint import Checkpoint
-    from opweave.engine.loader import as_language_model, load_model
-    from opweave.engine.prompts import PromptReader
-    from opweave.engine.tokenizer import Tokenizer
+    from opweave.engine.loading.checkpoint import Checkpoint
+    from opweave.engine.loading.loader import as_language_model, load_model
+    from opweave.engine.request.prompts import PromptReader
+    from opweave.engine.tokenization.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(Checkpoint(path))
     with ProgressBar("loading") as loading:

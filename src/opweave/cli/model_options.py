@@ -159,7 +159,7 @@ class ModelOptions:
             CheckpointError: the checkpoint's file of defaults is damaged or missing.
         """
         from opweave.engine import Checkpoint
-        from opweave.engine.generation_config import sampling_defaults
+        from opweave.engine.loading.generation_config import sampling_defaults
 
         return {**fallbacks, **sampling_defaults(Checkpoint(model), self.generation_config)}
 

@@ -15,6 +15,6 @@ class ProgressBar(progress.ProgressBar):
 
 def loading_bar(config: EngineConfig) -> ProgressBar:
     """Return the bar of an engine that starts."""
-    from opweave.engine.progress import after_loading
+    from opweave.engine.loading.progress import after_loading
 
     return ProgressBar("loading", then=after_loading(config))

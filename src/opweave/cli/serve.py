@@ -186,9 +186,9 @@ def serve(
     choose_log(level, as_json=log_format == "json", others={"uvicorn": "WARNING"})
     from opweave.engine import ChatTemplate, Checkpoint, open_engine
     from opweave.engine.dependencies import require
-    from opweave.engine.executor import is_follower, is_launched
-    from opweave.engine.io_processor import IOProcessors
-    from opweave.engine.special_tokens import SpecialTokens
+    from opweave.engine.parallel.executor import is_follower, is_launched
+    from opweave.engine.request.io_processor import IOProcessors
+    from opweave.engine.tokenization.special_tokens import SpecialTokens
 
     for package in _PACKAGES:
         require(package)

@@ -1,13 +1,13 @@
 """The engine: loads a checkpoint and answers prompts."""
 
-from opweave.engine.async_embedder import AsyncEmbedder
-from opweave.engine.async_engine import AsyncEngine
 from opweave.engine.chat import ChatTemplate
-from opweave.engine.checkpoint import Checkpoint
-from opweave.engine.client import EngineClient
+from opweave.engine.client.async_embedder import AsyncEmbedder
+from opweave.engine.client.async_engine import AsyncEngine
+from opweave.engine.client.engine_client import EngineClient
+from opweave.engine.client.open_engine import open_engine
 from opweave.engine.core import EngineCore
-from opweave.engine.data_parallel import DataParallelEngine
-from opweave.engine.embedder import Embedder
+from opweave.engine.embedding.embedder import Embedder
+from opweave.engine.embedding.pooling_params import PoolingParams
 from opweave.engine.errors import (
     CacheSizeError,
     ChatTemplateError,
@@ -28,9 +28,13 @@ from opweave.engine.errors import (
     UnsupportedCacheError,
 )
 from opweave.engine.llm import LLM
-from opweave.engine.loader import load_model
-from opweave.engine.open_engine import open_engine
-from opweave.engine.outputs import (
+from opweave.engine.loading.checkpoint import Checkpoint
+from opweave.engine.loading.loader import load_model
+from opweave.engine.metrics.selection_report import KernelUse
+from opweave.engine.metrics.stats import EngineStats, HistogramCounts
+from opweave.engine.moved import support_old_paths
+from opweave.engine.parallel.data_parallel import DataParallelEngine
+from opweave.engine.request.outputs import (
     CompletionOutput,
     EmbeddingOutput,
     FinishReason,
@@ -38,12 +42,9 @@ from opweave.engine.outputs import (
     RequestOutput,
     RequestTimings,
 )
-from opweave.engine.pooling_params import PoolingParams
-from opweave.engine.sampling_params import SamplingParams
-from opweave.engine.stats import EngineStats, HistogramCounts
+from opweave.engine.sampling.sampling_params import SamplingParams
 from opweave.engine.structured import StructuredOutputsParams
-from opweave.engine.tokenizer import Tokenizer
-from opweave.engine.usage import KernelUse
+from opweave.engine.tokenization.tokenizer import Tokenizer
 
 __all__ = [
     "LLM",
@@ -88,3 +89,5 @@ __all__ = [
     "load_model",
     "open_engine",
 ]
+
+support_old_paths()

@@ -10,34 +10,34 @@ from pathlib import Path
 
 from opweave import platforms
 from opweave.config import EngineConfig
-from opweave.engine.answer import Answer
-from opweave.engine.bad_words import BadWords
-from opweave.engine.cache_plan import CachePlan, plan_cache
-from opweave.engine.checkpoint import Checkpoint
-from opweave.engine.compilation import check_backend
-from opweave.engine.completion import Completion
+from opweave.engine.cache import KVCacheManager
+from opweave.engine.cache.plan import CachePlan, plan_cache
 from opweave.engine.errors import EngineError, InvalidArgumentError, NonFiniteLogitsError
-from opweave.engine.executor import Executor
-from opweave.engine.generation import Generation
-from opweave.engine.generation_config import log_defaults, sampling_defaults
-from opweave.engine.kv import KVCacheManager
-from opweave.engine.loader import Progress
-from opweave.engine.logprobs import named
-from opweave.engine.outputs import RequestOutput
-from opweave.engine.prompts import Prompt, PromptReader
-from opweave.engine.randomness import derived_seed
-from opweave.engine.request import Request, check_priority
-from opweave.engine.request_seeds import RequestSeeds
-from opweave.engine.sampler import Sampled
-from opweave.engine.sampling_params import SamplingParams, check_params
+from opweave.engine.loading.checkpoint import Checkpoint
+from opweave.engine.loading.generation_config import log_defaults, sampling_defaults
+from opweave.engine.loading.loader import Progress
+from opweave.engine.metrics.selection_report import Usage
+from opweave.engine.metrics.stat_logger import stat_loggers
+from opweave.engine.metrics.stats import EngineStats, StatCounter
+from opweave.engine.parallel.executor import Executor
+from opweave.engine.request.detokenized_output import Answer
+from opweave.engine.request.generation import Generation
+from opweave.engine.request.outputs import RequestOutput
+from opweave.engine.request.prompts import Prompt, PromptReader
+from opweave.engine.request.request import Request, check_priority
+from opweave.engine.runner.compilation import check_backend
+from opweave.engine.runner.step import SequenceStep
+from opweave.engine.sampling.bad_words import BadWords
+from opweave.engine.sampling.logprobs import named
+from opweave.engine.sampling.randomness import derived_seed
+from opweave.engine.sampling.sampler import Sampled
+from opweave.engine.sampling.sampling_params import SamplingParams, check_params
+from opweave.engine.sampling.seeds import RequestSeeds
+from opweave.engine.sampling.token_mask import token_mask
 from opweave.engine.scheduler import Scheduled, Scheduler
-from opweave.engine.stat_logger import stat_loggers
-from opweave.engine.stats import EngineStats, StatCounter
-from opweave.engine.step import SequenceStep
 from opweave.engine.structured.grammars import Grammars
-from opweave.engine.token_mask import token_mask
-from opweave.engine.tokenizer import tokenizer_of
-from opweave.engine.usage import Usage
+from opweave.engine.tokenization.detokenizer import Completion
+from opweave.engine.tokenization.tokenizer import tokenizer_of
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
 

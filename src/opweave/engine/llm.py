@@ -12,26 +12,26 @@ from typing import Any
 import torch
 
 from opweave.config import EngineConfig
-from opweave.engine.arguments import make_core
 from opweave.engine.chat import ChatTemplate, Message
-from opweave.engine.checkpoint import Checkpoint
-from opweave.engine.conversation import (
+from opweave.engine.chat.conversation import (
     as_conversations,
     check_keywords,
     checked_variables,
     render_all,
     template_for,
 )
-from opweave.engine.generation import Generation
-from opweave.engine.io_processor import IOProcessors
-from opweave.engine.loader import Progress
-from opweave.engine.outputs import RequestOutput
+from opweave.engine.client.arguments import make_core
+from opweave.engine.client.fair_lock import Turns
+from opweave.engine.loading.checkpoint import Checkpoint
+from opweave.engine.loading.loader import Progress
+from opweave.engine.loading.progress import after_loading, reporting
+from opweave.engine.metrics.stats import EngineStats
 from opweave.engine.priorities import PriorityLists, private_context
-from opweave.engine.progress import after_loading, reporting
-from opweave.engine.prompts import Prompt, as_list, params_for
-from opweave.engine.sampling_params import SamplingParams
-from opweave.engine.stats import EngineStats
-from opweave.engine.turns import Turns
+from opweave.engine.request.generation import Generation
+from opweave.engine.request.io_processor import IOProcessors
+from opweave.engine.request.outputs import RequestOutput
+from opweave.engine.request.prompts import Prompt, as_list, params_for
+from opweave.engine.sampling.sampling_params import SamplingParams
 
 
 class LLM:
@@ -213,8 +213,8 @@ class LLM:
     def process(self, request: Any, *, io_processor: str | None = None) -> Any:
         """Answer a request that is in a form of a plugin's own.
 
-        The plugin's :class:`~opweave.engine.io_processor.IOProcessor` turns it into prompts, and
-        their answers into the result.
+        The plugin's :class:`~opweave.engine.request.io_processor.IOProcessor` turns it into
+        prompts, and their outputs into the result.
 
         Args:
             request: whatever the processor takes.

@@ -7,16 +7,16 @@ from opweave.base.owner import owned_by
 from opweave.ir import current_registry
 from opweave.plugins import resolve_obj_by_qualname
 
-WORKER = "opweave.engine.worker.Worker"
-MODEL_RUNNER = "opweave.engine.model_runner.ModelRunner"
+WORKER = "opweave.engine.runner.worker.Worker"
+MODEL_RUNNER = "opweave.engine.runner.model_runner.ModelRunner"
 SCHEDULER = "opweave.engine.scheduler.Scheduler"
-EXECUTOR = "opweave.engine.executor.in_process.InProcessExecutor"
-SAMPLER = "opweave.engine.sampler.Sampler"
+EXECUTOR = "opweave.engine.parallel.executor.in_process.InProcessExecutor"
+SAMPLER = "opweave.engine.sampling.sampler.Sampler"
 ATTENTION = "opweave.engine.attention.PagedAttention"
 LATENT_ATTENTION = "opweave.engine.attention.LatentPagedAttention"
-RANKED_EXECUTOR = "opweave.engine.executor.ranked.RankedExecutor"
-COMMUNICATOR = "opweave.engine.communicators.TorchCommunicator"
-HOST_COMMUNICATOR = "opweave.engine.communicators.SharedMemoryCommunicator"
+RANKED_EXECUTOR = "opweave.engine.parallel.executor.ranked.RankedExecutor"
+COMMUNICATOR = "opweave.engine.parallel.communicators.TorchCommunicator"
+HOST_COMMUNICATOR = "opweave.engine.parallel.communicators.SharedMemoryCommunicator"
 
 _KERNELS = "opweave.kernels.load"
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from opweave import __version__
 from opweave.engine import ChatTemplate, EngineClient
-from opweave.engine.io_processor import IOProcessor
+from opweave.engine.request.io_processor import IOProcessor
 from opweave.ir.errors import OpweaveError
 from opweave.server.admission import Admission
 from opweave.server.config import ServerConfig

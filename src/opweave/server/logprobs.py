@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from opweave.engine import Logprob
-from opweave.engine.tokenizer import Tokenizer
+from opweave.engine.tokenization.tokenizer import Tokenizer
 from opweave.server.protocol.answers import PromptLogprob, PromptLogprobs
 from opweave.server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from opweave.server.protocol.completions import CompletionLogprobs

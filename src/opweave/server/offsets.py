@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from opweave.engine import Tokenizer
-from opweave.engine.incremental_decoder import IncrementalDecoder
+from opweave.engine.tokenization.incremental_decoder import IncrementalDecoder
 
 
 class Offsets:

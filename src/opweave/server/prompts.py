@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 from fastapi import Request
 
 from opweave.engine import ChatTemplate, SamplingParams, Tokenizer, TokenizerError
-from opweave.engine.tokenizer import Side
+from opweave.engine.tokenization.tokenizer import Side
 from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError, no_tokenizer
 from opweave.server.protocol.base import Input, for_header

@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar, cast
 from fastapi import Depends, Request
 
 from opweave.engine import ChatTemplate, EngineClient
-from opweave.engine.io_processor import IOProcessor
+from opweave.engine.request.io_processor import IOProcessor
 from opweave.server.admission import Admission
 from opweave.server.config import ServerConfig
 from opweave.server.daemon_threads import DaemonThreads

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.engine import huge_pages
 from opweave.engine.attention.backend import AttentionBackend
 from opweave.engine.attention.batch import SequenceBatch
 from opweave.engine.attention.specs import CacheSpec, LatentAttentionSpec
-from opweave.engine.kv import NULL_BLOCK
+from opweave.engine.cache import NULL_BLOCK
+from opweave.engine.loading import huge_pages
 from opweave.ir.traits import BATCH_INVARIANT
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from opweave.engine.attention.backend import AttentionBackend
 from opweave.engine.attention.batch import SequenceBatch
 from opweave.engine.attention.specs import CacheSpec, StateSpaceSpec
-from opweave.engine.kv import Retention, SequenceState
+from opweave.engine.cache import Retention, SequenceState
 from opweave.layers.mamba.states import StateCache
 from opweave.models.attention import Attention
 from opweave.models.latent_attention import LatentAttention

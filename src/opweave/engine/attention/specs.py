@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import nn
 
-from opweave.engine.kv import EveryToken, Retention, SequenceState, Window
+from opweave.engine.cache import EveryToken, Retention, SequenceState, Window
 from opweave.layers.errors import DuplicateLayerError
 from opweave.layers.mamba.stateful import StatefulLayer, state_dtype
 from opweave.models.attention import Attention

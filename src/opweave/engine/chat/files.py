@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.errors import ChatTemplateError
+from opweave.engine.loading.checkpoint import Checkpoint
 
 _FILE, _FOLDER = "chat_template.jinja", "additional_chat_templates"
 DEFAULT = "default"

@@ -12,10 +12,10 @@ from opweave.engine.chat.jinja import compile_template
 from opweave.engine.chat.messages import Message, for_template, with_mark
 from opweave.engine.chat.plain import shown
 from opweave.engine.chat.traits import Traits
-from opweave.engine.checkpoint import Checkpoint
 from opweave.engine.dependencies import require
 from opweave.engine.errors import ChatTemplateError, InvalidArgumentError
-from opweave.engine.special_tokens import SpecialTokens
+from opweave.engine.loading.checkpoint import Checkpoint
+from opweave.engine.tokenization.special_tokens import SpecialTokens
 from opweave.ir.errors import described
 
 _WITH_TOOLS = "tool_use"  # the name of the template for requests with tools

@@ -17,10 +17,10 @@ from opweave.engine.structured.grammar_text import grammar_text
 from opweave.engine.structured.params import NAME, StructuredOutputsParams
 from opweave.engine.structured.state import GrammarState, TokenMask
 from opweave.engine.structured.vocabulary import vocabulary
-from opweave.engine.tokenizer import Tokenizer
+from opweave.engine.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from opweave.engine.sampling_params import SamplingParams
+    from opweave.engine.sampling.sampling_params import SamplingParams
 
 _KEPT = 256  # compiled grammars
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from opweave.engine.dependencies import require
 from opweave.engine.errors import TokenizerError
-from opweave.engine.tokenizer import AbsentTokenizer, Tokenizer
+from opweave.engine.tokenization.tokenizer import AbsentTokenizer, Tokenizer
 
 _END = "<end of a structured answer>"
 

@@ -12,9 +12,9 @@ from typing import Any, cast
 from fastapi import APIRouter, Request, Response
 
 from opweave.engine import EmbeddingOutput, RequestOutput, SamplingParams
-from opweave.engine.io_processor import IOProcessor
-from opweave.engine.prompts import Prompt as Given
-from opweave.engine.prompts import as_list
+from opweave.engine.request.io_processor import IOProcessor
+from opweave.engine.request.prompts import Prompt as Given
+from opweave.engine.request.prompts import as_list
 from opweave.ir.errors import OpweaveError
 from opweave.server.deadline import Deadline
 from opweave.server.disconnect import unless_gone

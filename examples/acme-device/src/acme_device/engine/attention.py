@@ -15,7 +15,7 @@ from opweave.engine.attention import (
     FullAttentionSpec,
     SequenceBatch,
 )
-from opweave.engine.kv import NULL_BLOCK
+from opweave.engine.cache import NULL_BLOCK
 
 
 class AcmeAttention(AttentionBackend):

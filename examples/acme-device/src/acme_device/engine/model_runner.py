@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from acme_device.engine.usage import usage
 from opweave.engine.errors import NonFiniteLogitsError
-from opweave.engine.model_runner import ModelRunner
-from opweave.engine.sampler import Sampled
-from opweave.engine.step import SequenceStep
+from opweave.engine.runner.model_runner import ModelRunner
+from opweave.engine.runner.step import SequenceStep
+from opweave.engine.sampling.sampler import Sampled
 
 
 class AcmeModelRunner(ModelRunner):

@@ -1,0 +1,18 @@
+"""The paged cache's bookkeeping: which block belongs to whom. No tensors are here."""
+
+from opweave.engine.cache.block_pool import NULL_BLOCK, BlockPool
+from opweave.engine.cache.errors import CacheIntegrityError
+from opweave.engine.cache.manager import CacheGroup, KVCacheManager
+from opweave.engine.cache.retention import EveryToken, Retention, SequenceState, Window
+
+__all__ = [
+    "NULL_BLOCK",
+    "BlockPool",
+    "CacheGroup",
+    "CacheIntegrityError",
+    "EveryToken",
+    "KVCacheManager",
+    "Retention",
+    "SequenceState",
+    "Window",
+]

@@ -1,0 +1,1 @@
+"""Engines for asyncio, and the interface that a server uses."""

@@ -1,0 +1,72 @@
+"""Arguments of an engine, given directly or in its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from opweave.config import EngineConfig
+from opweave.engine.core import EngineCore
+from opweave.engine.errors import InvalidArgumentError
+from opweave.engine.loading.loader import Progress, check_dtype
+from opweave.engine.priorities import PriorityLists, engine_priorities, private_context
+from opweave.ir import IrOpPriorityConfig
+
+T = TypeVar("T")
+
+
+def make_core(
+    model: str | Path,
+    *,
+    dtype: str | torch.dtype,
+    seed: int,
+    ir_op_priority: PriorityLists | None,
+    config: EngineConfig | None,
+    progress: Progress | None,
+) -> tuple[EngineCore, IrOpPriorityConfig]:
+    """Build an engine, and return the priorities that its forwards must run under, too.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or given differently in *config*, or that asks
+            for several engines.
+        IrError: an op or provider is unknown.
+        EngineError, ModelError: the checkpoint is missing, damaged or not supported.
+    """
+    given = EngineConfig() if config is None else config
+    if not isinstance(given, EngineConfig):
+        raise InvalidArgumentError(f"config={config!r} is no EngineConfig.")
+    check_alone(given)
+    dtype = check_dtype(_once("dtype", check_dtype(dtype), given.dtype, default="auto"))
+    seed = _check_seed(_once("seed", seed, given.seed, default=0))
+    priorities = engine_priorities(ir_op_priority, given)
+    with private_context(priorities) as context:
+        typed = replace(given, dtype=dtype, seed=seed)
+        return context.run(EngineCore, model, typed, progress=progress), priorities
+
+
+def check_alone(config: EngineConfig) -> None:
+    """Raise :class:`InvalidArgumentError` if *config* asks for several replicas of an engine."""
+    size = config.parallel.data_parallel_size
+    if size > 1:
+        raise InvalidArgumentError(
+            f"data_parallel_size={size}: this is one engine, and replicas of one share the "
+            "requests of a server. Use opweave serve, or opweave.engine.open_engine in a program "
+            "with asyncio."
+        )
+
+
+def _once(name: str, direct: T, configured: T, *, default: T) -> T:
+    if default not in (direct, configured) and direct != configured:
+        raise InvalidArgumentError(
+            f"{name} is given twice: {direct!r}, and {configured!r} in config. Give it once."
+        )
+    return configured if direct == default else direct
+
+
+def _check_seed(seed: object) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InvalidArgumentError(f"seed={seed!r} must be an integer from 0.")
+    return seed

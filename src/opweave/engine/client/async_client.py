@@ -1,0 +1,64 @@
+"""What the clients for asyncio have in common: a name, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from threading import Lock
+
+from opweave.engine.errors import EngineDeadError, InvalidArgumentError
+from opweave.engine.loading.checkpoint import checkpoint_path
+
+
+class AsyncClient:
+    """Part of an :class:`~opweave.engine.EngineClient` that computes in this process.
+
+    Args:
+        model: the directory of a checkpoint.
+        model_name: by default the name of the directory.
+    """
+
+    def __init__(self, model: str | Path, model_name: str | None) -> None:
+        self._model_name = model_name or checkpoint_path(model).resolve().name
+        self._dead_with: BaseException | None = None
+        self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._enters = Lock()
+
+    @property
+    def model_name(self) -> str:
+        return self._model_name
+
+    @property
+    def is_running(self) -> bool:
+        return not self._is_closed and self.dead_with is None
+
+    @property
+    def dead_with(self) -> BaseException | None:
+        return self._dead_with
+
+    def _enter_loop(self) -> asyncio.AbstractEventLoop | None:
+        """Belong to the running loop from now on; return the one before.
+
+        Raises:
+            InvalidArgumentError: that one runs, too, in another thread.
+        """
+        running = asyncio.get_running_loop()
+        with self._enters:
+            before = self._loop
+            if before is not None and before is not running and before.is_running():
+                raise InvalidArgumentError(
+                    "The engine is asked from an event loop already, which runs in another thread. "
+                    "Ask from that one (asyncio.run_coroutine_threadsafe); threads without a loop "
+                    "can share an LLM."
+                )
+            self._loop = running
+        return before
+
+    def _why_not(self) -> EngineDeadError:
+        """Return why no request is taken."""
+        if (reason := self.dead_with) is None:
+            return EngineDeadError("The engine is shut down, and takes no requests.")
+        error = EngineDeadError(f"The engine died: {reason!r}.")
+        error.__cause__ = reason
+        return error

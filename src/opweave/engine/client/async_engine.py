@@ -1,0 +1,173 @@
+"""An engine that answers many requests at once, for asyncio: it works in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from opweave.config import EngineConfig
+from opweave.engine.client.arguments import make_core
+from opweave.engine.client.streaming_client import StreamingClient
+from opweave.engine.embedding.pooling_params import PoolingParams
+from opweave.engine.errors import InvalidArgumentError
+from opweave.engine.loading.loader import Progress
+from opweave.engine.metrics.stats import EngineStats
+from opweave.engine.priorities import PriorityLists, private_context
+from opweave.engine.request.generation import Generation
+from opweave.engine.request.outputs import EmbeddingOutput, RequestOutput
+from opweave.engine.sampling.sampling_params import SamplingParams
+from opweave.engine.tokenization.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_ENDING = 5.0  # seconds in which a step comes to its end when the engine shuts down
+
+
+class AsyncEngine(StreamingClient):
+    """Implements :class:`~opweave.engine.EngineClient` with an engine in this process.
+
+    Requests go to its thread, outputs come back to the event loop that asked. A reader that is slow
+    skips outputs; none is lost, since each holds all before it. One event loop asks at a time;
+    threads that have none can share an :class:`~opweave.engine.LLM`.
+
+    Args:
+        model: the directory of a checkpoint.
+        dtype, seed, ir_op_priority, config: as for :class:`~opweave.engine.LLM`.
+        model_name: by default the name of the directory.
+        progress: called while loading, with the number of tensors loaded so far and in total.
+
+    Raises:
+        EngineError, ModelError: the checkpoint is missing, damaged or not supported.
+        InvalidArgumentError: (a ValueError) an argument is wrong, or given differently in *config*.
+        IrError: an op or provider is unknown.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        seed: int = 0,
+        ir_op_priority: PriorityLists | None = None,
+        config: EngineConfig | None = None,
+        model_name: str | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(model, model_name)
+        self._core, self._priorities = make_core(
+            model,
+            dtype=dtype,
+            seed=seed,
+            ir_op_priority=ir_op_priority,
+            config=config,
+            progress=progress,
+        )
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # A worker in another process may die while there is nothing to compute.
+        self._core.executor.watch(partial(self._commands.put, self._core.executor.check))
+        self._thread = threading.Thread(target=self._run, name="opweave-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._core.tokenizer
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        return self._core.sampling_defaults
+
+    @property
+    def vocab_size(self) -> int:
+        return self._core.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._core.max_model_len
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        def prepare() -> Callable[[], None]:
+            generation = self._core.prepare(request_id, prompt, params, priority=priority)
+            return partial(self._commands.put, partial(self._add, generation))
+
+        ready = partial(self._core.grammars.compile, params)
+        return self._outputs(request_id, prepare, ready if _is_structured(params) else None)
+
+    async def embed(
+        self,
+        prompt: str | Sequence[int],
+        params: PoolingParams | None = None,
+        *,
+        request_id: str,
+    ) -> EmbeddingOutput:
+        raise InvalidArgumentError(
+            f"The model {self.model_name!r} generates text; it makes no embeddings."
+        )
+
+    def stats(self) -> EngineStats:
+        return replace(self._core.stats(), replicas=int(self._dead_with is None))
+
+    def shutdown(self) -> None:
+        self._is_closed = True
+        self._commands.put(None)
+        if threading.current_thread() is self._thread:
+            return
+        self._thread.join(_ENDING)
+        if self._thread.is_alive():
+            self._core.executor.interrupt()
+            self._thread.join()
+
+    def _give_up(self, request_id: str) -> None:
+        self._commands.put(partial(self._abort, request_id))
+
+    # In the engine's thread
+
+    def _run(self) -> None:
+        try:
+            with private_context(self._priorities) as context:
+                context.run(self._work)
+        except BaseException as error:  # whatever it is, all who wait must hear of it
+            self._dead_with = error
+            _log.critical("the engine died", exc_info=error)
+        finally:
+            self._tell(lambda: self._fail(self._unfinished, self._why_not()))
+            if self._dead_with is not None:
+                self._core.fail(self._why_not())
+            self._core.shutdown()
+
+    def _work(self) -> None:
+        while True:
+            while not (self._commands.empty() and self._core.has_unfinished):
+                command = self._commands.get()
+                if command is None:
+                    self._abort(*self._core.unfinished)
+                    return
+                command()
+            self._tell(partial(self._receive, self._core.step()))
+
+    def _add(self, generation: Generation) -> None:
+        try:
+            self._core.add_request(generation)
+        except Exception as error:  # it is this request's alone
+            self._tell(partial(self._fail, [generation.request_id], error))
+
+    def _abort(self, *request_ids: str) -> None:
+        self._tell(partial(self._receive, self._core.abort(request_ids)))
+
+
+def _is_structured(params: SamplingParams) -> bool:
+    return isinstance(params, SamplingParams) and params.structured_outputs is not None

@@ -1,0 +1,1 @@
+"""Encoder models: one vector per text."""

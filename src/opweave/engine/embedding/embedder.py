@@ -1,0 +1,230 @@
+"""Texts in, vectors out: encoder models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opweave import platforms
+from opweave.config import EngineConfig, compilation_config
+from opweave.engine.client.arguments import check_alone
+from opweave.engine.embedding.pooling import Pooling
+from opweave.engine.embedding.pooling_params import PoolingParams
+from opweave.engine.embedding.sentence_config import SentenceConfig
+from opweave.engine.errors import InvalidArgumentError
+from opweave.engine.loading.checkpoint import Checkpoint
+from opweave.engine.loading.loader import Progress, check_dtype, load_model
+from opweave.engine.metrics.selection_report import Usage
+from opweave.engine.priorities import PriorityLists, engine_priorities, private_context
+from opweave.engine.request.io_processor import IOProcessors
+from opweave.engine.request.outputs import EmbeddingOutput
+from opweave.engine.request.prompts import Prompt, PromptReader, as_list
+from opweave.engine.runner.cpu_threads import cpu_threads
+from opweave.engine.sampling.parameter_checks import check_int
+from opweave.engine.tokenization.tokenizer import tokenizer_of
+from opweave.models import BertModel, UnsupportedModelError
+
+
+class Embedder:
+    """An encoder that turns prompts into vectors.
+
+    Args:
+        model: the directory of a checkpoint. If it is one of sentence-transformers, its files say
+            how vectors are pooled and normalised; otherwise a text's vector is the mean.
+        dtype: as for :class:`~opweave.engine.LLM`.
+        ir_op_priority: which kernels to prefer, by op; holds for this object's forwards only.
+        config: the same settings, and more; ``scheduler.max_num_batched_tokens`` limits a forward.
+        progress: called while loading, with the number of tensors loaded so far and in total.
+
+    Attributes:
+        tokenizer: of the checkpoint.
+        max_model_len: the most tokens of a prompt.
+        config: as the platform runs it.
+        usage: which kernels its forwards run.
+
+    Raises:
+        EngineError, ModelError: the checkpoint is missing, damaged or not supported.
+
+    Example::
+
+        (output,) = Embedder("path/to/checkpoint").embed("Hello")
+        print(output.embedding)
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        ir_op_priority: PriorityLists | None = None,
+        config: EngineConfig | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        platform = platforms.current_platform
+        self.config = platforms.configured(config or EngineConfig(), platform)
+        check_alone(self.config)
+        if self.config.parallel.tensor_parallel_size > 1:
+            raise InvalidArgumentError(
+                f"tensor_parallel_size={self.config.parallel.tensor_parallel_size}, but an encoder "
+                "runs on one rank. Leave it out, and start one server for each device."
+            )
+        self._priorities = engine_priorities(ir_op_priority, self.config)
+        checkpoint, named = Checkpoint(model), check_dtype(dtype)
+        self.tokenizer = tokenizer_of(checkpoint, self.config)
+        self._pooling, sentences = Pooling.of(checkpoint), SentenceConfig.of(checkpoint)
+        if sentences.lowercases:
+            self.tokenizer.lowercase()
+        self._given = checkpoint.config()
+        self._processors = IOProcessors(checkpoint, self.config)
+        platform.set_device(0)
+        self._device = torch.device(platform.device_type)
+        with compilation_config(self.config.compilation), self._device:
+            loaded = load_model(
+                model,
+                dtype=self.config.dtype if named == "auto" else named,
+                load_format=self.config.load_format,
+                seed=self.config.seed,
+                progress=progress,
+            )
+        if not isinstance(loaded, BertModel):
+            raise UnsupportedModelError(
+                f"{type(loaded).__name__} makes no embeddings: it is no encoder. "
+                "opweave.engine.LLM runs language models."
+            )
+        platform.post_load_model(loaded.to(self._device))
+        self._model, self._names, self.usage = loaded, count(), Usage()
+        longest = loaded.config.max_position_embeddings
+        self.max_model_len = min(longest, sentences.max_seq_length or longest)
+        self._prompts = PromptReader(
+            self.tokenizer, loaded.config.vocab_size, self.max_model_len, answers=False
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._prompts.vocab_size
+
+    def tokens(
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[int]:
+        """Return the tokens of one prompt.
+
+        Raises:
+            PromptError: it is empty, too long, or not made of the model's tokens.
+        """
+        keep = truncate_prompt_tokens
+        return self._prompts.tokens(
+            prompt,
+            add_special_tokens=add_special_tokens,
+            keep=self.max_model_len if keep == -1 else keep,
+        )
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Return the vector of each prompt, in their order.
+
+        Args:
+            prompts: one text or several; or token ids, of one prompt or of several.
+            params: how to make the vectors; None: as the checkpoint says.
+            add_special_tokens: whether texts get the special tokens that the tokenizer adds.
+            truncate_prompt_tokens: keep only the first tokens of a longer prompt, as many as this,
+                with the special tokens; -1: as many as the model takes; None: a prompt that is too
+                long is an error.
+
+        Raises:
+            PromptError: a prompt is empty, too long or not made of the model's tokens.
+            SamplingParamsError: *params* ask for a length that vectors cannot have, or
+                *truncate_prompt_tokens* is out of range.
+        """
+        if truncate_prompt_tokens not in (None, -1):
+            check_int("truncate_prompt_tokens", truncate_prompt_tokens, 1, "-1 or None")
+        params = self.check_params(params)
+        tokens = [
+            self.tokens(
+                prompt,
+                add_special_tokens=add_special_tokens,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+            )
+            for prompt in as_list(prompts)
+        ]
+        vectors = self.vectors(tokens, [params] * len(tokens))
+        return [
+            EmbeddingOutput(str(next(self._names)), ids, vector)
+            for ids, vector in zip(tokens, vectors, strict=True)
+        ]
+
+    def check_params(self, params: PoolingParams | None) -> PoolingParams:
+        """Return *params*, or the defaults.
+
+        Raises:
+            SamplingParamsError: vectors cannot have the length that they ask for.
+        """
+        params = PoolingParams() if params is None else params
+        params.check_dimensions(
+            self._model.config.hidden_size * len(self._pooling.modes),
+            self._given.get("matryoshka_dimensions"),
+            any_size=self._given.get("is_matryoshka") is True,
+        )
+        return params
+
+    def process(self, request: Any, *, io_processor: str | None = None) -> Any:
+        """Answer a request in a form of a plugin's own, as :meth:`opweave.engine.LLM.process` does.
+
+        Raises:
+            UnknownPluginError: (a LookupError) there is no such plugin.
+            InvalidArgumentError: none is named, or it is one for models that generate text.
+            PromptError: as for :meth:`embed`.
+        """
+        processor = self._processors.get(io_processor, embeds=True)
+        return processor.result(request, self.embed(processor.prompts(request)))
+
+    def vectors(
+        self, texts: Sequence[Sequence[int]], params: Sequence[PoolingParams]
+    ) -> list[list[float]]:
+        """Return the vector of each text, which is given as tokens; many in one forward."""
+        found: list[list[float]] = []
+        limit = self.config.scheduler.max_num_batched_tokens
+        with private_context(self._priorities) as context, cpu_threads(self.config.cpu_threads):
+            start = 0
+            while start < len(texts):
+                end, size = start + 1, len(texts[start])
+                while end < len(texts) and size + len(texts[end]) <= limit:
+                    size += len(texts[end])
+                    end += 1
+                found += context.run(self._forward, texts[start:end], params[start:end])
+                start = end
+        return found
+
+    def _forward(
+        self, texts: Sequence[Sequence[int]], params: Sequence[PoolingParams]
+    ) -> list[list[float]]:
+        lengths = [len(text) for text in texts]
+        ids = [token for text in texts for token in text]
+        positions = [place for length in lengths for place in range(length)]
+        starts = [0, *accumulate(lengths)]
+        with platforms.current_platform.inference_mode(), self.usage.watch(len(ids)):
+            hidden = self._model(
+                torch.tensor(ids, device=self._device),
+                torch.tensor(positions, device=self._device),
+                cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=self._device),
+            )
+            states = hidden.split_with_sizes(lengths)
+            pooled = [self._pooling(*each) for each in zip(states, params, strict=True)]
+            # One copy to the host for all, which may have several lengths.
+            numbers: list[float] = torch.cat(pooled).tolist()
+        ends = list(accumulate(len(vector) for vector in pooled))
+        return [numbers[end - len(one) : end] for end, one in zip(ends, pooled, strict=True)]

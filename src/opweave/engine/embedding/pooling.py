@@ -1,0 +1,115 @@
+"""How the vectors of a text's tokens become one, as sentence-transformers checkpoints say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from opweave.engine.embedding.pooling_params import PoolingParams
+from opweave.engine.errors import CheckpointError
+from opweave.engine.loading.checkpoint import Checkpoint
+
+_DEFAULTS = PoolingParams()
+_PREFIX, _NORMALIZE = "pooling_mode_", "Normalize"
+# What they are called -> the flags of older checkpoints; in the order in which they are joined.
+_MODES = {
+    "cls": "cls_token",
+    "max": "max_tokens",
+    "mean": "mean_tokens",
+    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "weightedmean": "weightedmean_tokens",
+    "lasttoken": "lasttoken",
+}
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """What is done with the hidden states of a text.
+
+    Attributes:
+        modes: of ``cls`` (the first token's), ``max``, ``mean``, ``mean_sqrt_len_tokens`` (the sum
+            over the square root of the length), ``weightedmean`` (the first token counts once, the
+            second twice, and so on) and ``lasttoken``; the results of several are joined.
+        normalizes: whether the vector is divided by its length.
+    """
+
+    modes: tuple[str, ...] = ("mean",)
+    normalizes: bool = False
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Pooling:
+        """Read ``modules.json`` and what it names; without it, the mean is taken.
+
+        Raises:
+            CheckpointError: a file is damaged, or names what is not supported.
+        """
+        modules = checkpoint.json_list("modules.json")
+        if modules is None:
+            return cls()
+        modes: tuple[str, ...] = ()
+        normalizes = False
+        for module in modules:
+            kind = str(module.get("type", "")).rpartition(".")[2]
+            if kind == "Pooling":
+                modes = _modes(checkpoint, f"{module.get('path', '')}/config.json")
+            elif kind == _NORMALIZE:
+                normalizes = True
+            elif kind != "Transformer":
+                raise CheckpointError(
+                    f"{checkpoint.path / 'modules.json'} has a module of type {kind!r}. Supported: "
+                    f"Transformer, Pooling, {_NORMALIZE}."
+                )
+        return cls(modes or cls.modes, normalizes)
+
+    def __call__(self, hidden: Tensor, params: PoolingParams = _DEFAULTS) -> Tensor:
+        """Return a vector from the hidden states of one text, ``(tokens, size)``.
+
+        It has ``modes * size`` numbers, or the first ones of them that *params* ask for.
+        """
+        # Sums over many tokens are taken in float32.
+        states = hidden.float()
+        pooled = torch.cat([_pool(states, mode) for mode in self.modes])
+        pooled = pooled[: params.dimensions]
+        normalizes = self.normalizes if params.normalize is None else params.normalize
+        return functional.normalize(pooled, dim=0) if normalizes else pooled
+
+
+def _modes(checkpoint: Checkpoint, name: str) -> tuple[str, ...]:
+    config = checkpoint.json(name)
+    if config is None:
+        raise CheckpointError(f"{checkpoint.path} has no {name}, which modules.json names.")
+    given = config.get("pooling_mode")
+    if given is not None:
+        modes = given if isinstance(given, list) else [given]
+    else:
+        by_flag = {flag: mode for mode, flag in _MODES.items()}
+        flags = [
+            key.removeprefix(_PREFIX)
+            for key, value in config.items()
+            if key.startswith(_PREFIX) and value is True
+        ]
+        modes = [by_flag.get(flag, flag) for flag in flags]
+    unknown = [mode for mode in modes if mode not in _MODES]
+    if unknown or not modes:
+        raise CheckpointError(
+            f"{checkpoint.path / name} asks for pooling by {unknown or 'nothing'}. Supported: "
+            f"{', '.join(_MODES)}."
+        )
+    return tuple(mode for mode in _MODES if mode in modes)
+
+
+def _pool(states: Tensor, mode: str) -> Tensor:
+    count = len(states)
+    if mode in ("cls", "lasttoken"):
+        return states[0 if mode == "cls" else -1]
+    if mode == "max":
+        return states.amax(0)
+    if mode == "mean_sqrt_len_tokens":
+        return states.sum(0) / float(count**0.5)
+    weights = torch.ones(count, device=states.device)
+    if mode == "weightedmean":
+        weights = weights.cumsum(0)
+    return (weights / weights.sum()) @ states

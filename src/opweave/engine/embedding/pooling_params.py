@@ -1,0 +1,55 @@
+"""How to make the vector of one prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opweave.engine.errors import SamplingParamsError
+from opweave.engine.sampling.parameter_checks import check_flag, check_int
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """How to make the vector of one prompt.
+
+    Attributes:
+        dimensions: keep this many numbers of the vector; None: all. Models must be trained for it:
+            their ``config.json`` has ``matryoshka_dimensions``, or ``is_matryoshka``.
+        normalize: divide the vector by its length; None: as the checkpoint says.
+
+    Raises:
+        SamplingParamsError: a value is out of range or of the wrong type.
+    """
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None:
+            check_int("dimensions", self.dimensions, 1, "or None for all")
+        if self.normalize is not None:
+            check_flag("normalize", self.normalize)
+
+    def check_dimensions(self, size: int, trained: object, *, any_size: bool) -> None:
+        """Check that vectors can have the length.
+
+        Args:
+            size: of the model's vectors.
+            trained: the lengths that the model was trained for, or None.
+            any_size: whether it was trained for every length.
+
+        Raises:
+            SamplingParamsError: they cannot.
+        """
+        wanted = self.dimensions
+        if wanted is None or wanted == size:
+            return
+        known = trained if isinstance(trained, list) else []
+        if wanted in known or (any_size and not known and wanted < size):
+            return
+        others = ", ".join(map(str, known)) or ("fewer" if any_size else "no other length")
+        raise SamplingParamsError(
+            f"dimensions={wanted} is not possible: the model's vectors have {size} numbers, and it "
+            f"was trained for {others}.",
+            "dimensions",
+        )

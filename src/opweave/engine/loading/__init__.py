@@ -1,0 +1,1 @@
+"""Checkpoints, and the models that are loaded from them."""

@@ -1,0 +1,240 @@
+"""Loads any registered model, strictly: every weight is found, and nothing else is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from opweave.engine.errors import CheckpointError, InvalidArgumentError
+from opweave.engine.loading import huge_pages
+from opweave.engine.loading.checkpoint import Checkpoint, TensorFile
+from opweave.engine.loading.quantization import is_cache_scale, unquantised, without_quantization
+from opweave.engine.loading.tied_head import head_name, untied
+from opweave.layers.parallel import ALONE, TensorParallel, tensor_parallel
+from opweave.models import (
+    CausalLM,
+    CheckpointModel,
+    UnsupportedModelError,
+    WeightsError,
+    build_model,
+    model_class,
+)
+from opweave.models.fields import Fields
+from opweave.models.weights import shown_name
+
+_MOST_LAYERS = 4096  # of a model that is built before tensors say how many there are
+# What torch says, which has no classes for it, and what it means.
+_TOO_LARGE = {
+    "verflow": "names sizes that no tensor has",
+    "DefaultCPUAllocator": "asks for more memory than there is",
+}
+Progress = Callable[[int, int], None]
+LoadFormat = Literal["auto", "dummy"]
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> CheckpointModel:
+    """Build the model that directory *path* holds, and load its weights.
+
+    It is on torch's default device; inside a :func:`~opweave.layers.parallel.tensor_parallel`
+    block, it is one rank's part.
+
+    Args:
+        path: with ``config.json`` and safetensors files, sharded or not.
+        dtype: ``"auto"`` for the checkpoint's, or one of ``DTYPES``: weights are cast to it.
+        load_format: ``"auto"`` reads the safetensors files; ``"dummy"`` reads nothing but
+            ``config.json``, and makes weights up: small random numbers.
+        seed: of dummy weights.
+        progress: called with the number of tensors loaded so far and in total.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; or tensors are missing, unexpected or do not
+            fit, in which case the message lists them together.
+        InvalidArgumentError: *dtype* or *load_format* is something else.
+        ModelError: the configuration is invalid or not supported.
+    """
+    dtype = check_dtype(dtype)
+    check_load_format(load_format)
+    checkpoint = Checkpoint(path)
+    config = checkpoint.config()
+    # What is wrong with the configuration is said before any other file is looked for.
+    model_class(config)
+    named = _named_dtype(dtype, config)
+    if load_format == "dummy":
+        _check_layers(config, _MOST_LAYERS, "there can be")
+        model = _build(config, named or torch.float32)
+        huge_pages.move_parameters(model)
+        model.fill_randomly(seed)
+        return model.eval()
+    with ExitStack() as stack:
+        files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
+        config = unquantised(config, checkpoint, files)
+        shapes = _shapes(files)
+        planned = _planned(config, len(shapes))
+        checkpoint.check_index(shapes, optional=head_name(planned))
+        _check_shapes(planned, {n: s for n, s in shapes.items() if not is_cache_scale(n)})
+        kept = named or _dtype_of(files)
+        model = _build(untied(config, planned, files, kept), kept)
+        huge_pages.move_parameters(model)
+        _fill(model, _tensors(files, progress or (lambda *_: None)))
+    return model.eval()
+
+
+def check_ranks(path: str | Path, size: int) -> None:
+    """Build one rank's part of the model in directory *path*, without memory for its weights.
+
+    Raises:
+        ShardingError: it cannot be divided over *size* tensor-parallel ranks.
+        CheckpointError: ``config.json`` is missing or damaged.
+        ModelError: the configuration is invalid or not supported.
+    """
+    config = without_quantization(Checkpoint(path).config())
+    model_class(config)
+    _check_layers(config, _MOST_LAYERS, "there can be")
+    rank = TensorParallel(0, size, _not_called, _not_called)
+    with torch.device("meta"), tensor_parallel(rank):
+        _build(config, torch.float32)
+
+
+def _not_called(x: Tensor, dim: int = -1) -> Tensor:
+    raise AssertionError("a model that is only built needs no other ranks")
+
+
+def as_language_model(model: CheckpointModel) -> CausalLM:
+    """Return *model*, which predicts the next token.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    if not isinstance(model, CausalLM):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not generate text: it is no language model that predicts "
+            "the next token. opweave.engine.Embedder makes vectors with encoders of texts; "
+            "opweave.engine.load_model loads any model, to be called as a module."
+        )
+    return model
+
+
+def check_dtype(dtype: str | torch.dtype) -> str:
+    """Return the name of *dtype* if models can be loaded in it (else InvalidArgumentError)."""
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if dtype != "auto" and dtype not in DTYPES:
+        raise InvalidArgumentError(
+            f"dtype={dtype!r} is not supported. Supported: auto, {', '.join(DTYPES)}."
+        )
+    return dtype
+
+
+def check_load_format(load_format: str) -> None:
+    """Raise InvalidArgumentError unless *load_format* is one."""
+    known = get_args(LoadFormat)
+    if load_format not in known:
+        raise InvalidArgumentError(
+            f"load_format={load_format!r} is not supported. Supported: {', '.join(known)}."
+        )
+
+
+def _named_dtype(dtype: str, config: Mapping[str, Any]) -> torch.dtype | None:
+    """Return *dtype*, or the configuration's; None if neither says one."""
+    saved = Fields(config).dtype()
+    if dtype == "auto" and saved is None:
+        return None
+    if dtype == "auto" and saved not in DTYPES:
+        raise CheckpointError(
+            f"config.json has dtype {saved!r}, which dtype='auto' cannot follow. "
+            f"Choose one of: {', '.join(DTYPES)}."
+        )
+    return DTYPES[str(saved) if dtype == "auto" else dtype]
+
+
+def _dtype_of(files: Iterable[TensorFile]) -> torch.dtype:
+    """Return the dtype of a tensor, where models can be loaded in it."""
+    for file in files:
+        for name in list(file.shapes())[:1]:
+            if (found := file.tensor(name).dtype) in DTYPES.values():
+                return found
+    return torch.float32
+
+
+def _shapes(files: Iterable[TensorFile]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor, by name, if each is in one file only."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    holders: dict[str, Path] = {}
+    for file in files:
+        for name, shape in file.shapes().items():
+            if name in shapes:
+                raise CheckpointError(
+                    f"{holders[name]} and {file.file} both hold the tensor {shown_name(name)}; "
+                    "which one counts is not known. Download or copy the checkpoint again."
+                )
+            shapes[name], holders[name] = shape, file.file
+    return shapes
+
+
+def _planned(config: Mapping[str, Any], tensors: int) -> CheckpointModel:
+    """Return the model without memory for its weights, as one rank without others loads it.
+
+    A checkpoint holds whole tensors, and a layer of several ranks would take one of a rank's size
+    for that rank's part.
+    """
+    _check_layers(config, tensors, "the number of tensors is")
+    with torch.device("meta"), tensor_parallel(ALONE):
+        return _build(config, torch.float32)
+
+
+def _check_shapes(planned: CheckpointModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Load shapes alone, before memory is allocated: wrong sizes may ask for any amount of it."""
+    with torch.device("meta"), tensor_parallel(ALONE):
+        _fill(planned, ((name, torch.empty(shape)) for name, shape in shapes.items()))
+
+
+def _check_layers(config: Mapping[str, Any], most: int, what: str) -> None:
+    text = config.get("text_config")  # of models that also see images
+    named = text if isinstance(text, Mapping) else config
+    layers = named.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > most:  # they would be built one by one
+        raise CheckpointError(f"config.json says num_hidden_layers={layers}, but {what} {most}.")
+
+
+def _build(config: Mapping[str, Any], dtype: torch.dtype) -> CheckpointModel:
+    try:
+        return build_model(config, dtype=dtype)
+    except (RuntimeError, TypeError) as error:
+        text = str(error).partition("\n")[0]
+        what = next((_TOO_LARGE[sign] for sign in _TOO_LARGE if sign in text), None)
+        if what is None:
+            raise
+        reason = text.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
+        raise CheckpointError(f"config.json {what}: {reason}.") from error
+
+
+def _fill(model: CheckpointModel, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    try:
+        model.load_weights(tensors)
+    except WeightsError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _tensors(files: list[TensorFile], progress: Progress) -> Iterator[tuple[str, Tensor]]:
+    names = [(n, file) for file in files for n in file.shapes() if not is_cache_scale(n)]
+    for done, (name, file) in enumerate(names, start=1):
+        yield name, file.tensor(name)
+        progress(done, len(names))

@@ -1,0 +1,86 @@
+"""Recognises quantised checkpoints, which are not supported, by all that can show it.
+
+The tensors decide: a configuration left over from quantisation does no harm to plain weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from opweave.engine.loading.checkpoint import Checkpoint, TensorFile
+from opweave.models import UnsupportedModelError
+from opweave.models.weights import shown_name
+
+_log = logging.getLogger(__name__)
+
+# Keys of config.json: of most formats, of older compressed-tensors, and of MLX.
+_KEYS = ("quantization_config", "compression_config", "quantization")
+# Files of GPTQ, AWQ and ModelOpt.
+_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+_PLAIN = ("F64", "F32", "F16", "BF16")
+# How names end in GPTQ and AWQ, compressed-tensors and fp8, bitsandbytes, mxfp4, and MLX.
+_PACKED = (
+    *(".qweight", ".qzeros", ".g_idx"),
+    *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point"),
+    *(".weight_shape", ".input_scale", ".weight_scale_2"),
+    *(".SCB", ".weight_format", ".absmax", ".quant_map", ".nested_absmax"),
+    *("_blocks", "proj_scales"),
+    *(".scales", ".biases"),
+)
+_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale")
+
+
+def is_cache_scale(name: str) -> bool:
+    """Return whether a tensor scales a quantised KV cache, and means nothing to another one."""
+    return name.endswith(_CACHE_SCALES)
+
+
+def unquantised(
+    config: Mapping[str, Any], checkpoint: Checkpoint, files: Sequence[TensorFile]
+) -> dict[str, Any]:
+    """Return *config* without the keys of quantisation, which the weights do not need.
+
+    Raises:
+        UnsupportedModelError: the weights are quantised.
+    """
+    named = _named(config, checkpoint)
+    dtypes = {name: dtype for file in files for name, dtype in file.dtypes().items()}
+    packed = next((name for name in dtypes if name.endswith(_PACKED)), None)
+    narrow = next(_narrow(dtypes), None)
+    if packed is not None or (narrow is not None and named is not None):
+        signs = [named, f"the tensor {shown_name(packed or narrow or '')}"]
+        raise UnsupportedModelError(
+            f"{checkpoint.path} holds quantised weights ({', '.join(filter(None, signs))}); "
+            "quantised checkpoints are not supported, use unquantised weights."
+        )
+    if named is not None:
+        _log.warning("%s: %s is ignored: no weight is quantised", checkpoint.path, named)
+    if scales := sum(map(is_cache_scale, dtypes)):
+        _log.warning(
+            "%s: %d scales of a quantised KV cache are ignored: the cache is not quantised",
+            checkpoint.path, scales,
+        )  # fmt: skip
+    return without_quantization(config)
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return *config* without the keys of quantisation."""
+    return {key: value for key, value in config.items() if key not in _KEYS}
+
+
+def _named(config: Mapping[str, Any], checkpoint: Checkpoint) -> str | None:
+    """Return what names a format of quantisation, for a message; or None."""
+    for key in _KEYS:
+        if found := config.get(key):
+            method = found.get("quant_method") if isinstance(found, Mapping) else found
+            return f"{key!r} in config.json with quant_method {method!r}"[:200]
+    return next((name for name in _FILES if (checkpoint.path / name).is_file()), None)
+
+
+def _narrow(dtypes: Mapping[str, str]) -> Iterator[str]:
+    """Yield the matrices that are not made of floating-point numbers of 16 bits or more."""
+    for name, dtype in dtypes.items():
+        if dtype not in _PLAIN and name.endswith(("weight", "_proj")):
+            yield name

@@ -1,0 +1,1 @@
+"""Engine statistics, stat loggers and the kernel selection report."""

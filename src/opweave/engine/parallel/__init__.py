@@ -1,0 +1,1 @@
+"""Several processes: tensor-parallel ranks and data-parallel replicas."""

@@ -1,0 +1,261 @@
+"""Several replicas of an engine, for asyncio: each request goes to one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from opweave import platforms
+from opweave.config import EngineConfig
+from opweave.engine.client.streaming_client import StreamingClient
+from opweave.engine.embedding.pooling_params import PoolingParams
+from opweave.engine.errors import EngineDeadError
+from opweave.engine.loading.checkpoint import Checkpoint
+from opweave.engine.loading.generation_config import sampling_defaults
+from opweave.engine.loading.loader import Progress, check_ranks
+from opweave.engine.metrics.stats import EngineStats
+from opweave.engine.parallel.data_parallel.deltas import joined
+from opweave.engine.parallel.data_parallel.group import ReplicaGroup
+from opweave.engine.parallel.data_parallel.merged_stats import merged
+from opweave.engine.parallel.data_parallel.messages import Ask, Order, Refusal, Report
+from opweave.engine.parallel.data_parallel.ray_group import RayGroup
+from opweave.engine.parallel.data_parallel.replica_handle import Member
+from opweave.engine.parallel.data_parallel.replicas import Replicas
+from opweave.engine.parallel.data_parallel.router import Router
+from opweave.engine.parallel.executor.agreement import Agreement
+from opweave.engine.priorities import engine_priorities
+from opweave.engine.request.outputs import EmbeddingOutput, RequestOutput
+from opweave.engine.request.prompts import as_ids
+from opweave.engine.sampling.sampling_params import SamplingParams, check_params
+from opweave.engine.sampling.seeds import RequestSeeds
+from opweave.engine.tokenization.tokenizer import Tokenizer, tokenizer_of
+
+_log = logging.getLogger(__name__)
+
+
+class DataParallelEngine(StreamingClient):
+    """Implements :class:`~opweave.engine.EngineClient` with several engines, the replicas.
+
+    Each is an actor of Ray, on whatever machine there is room, with a whole model on as many ranks
+    as the configuration says. Requests go where the fewest are, or where their prefix is known. A
+    seed is drawn here for those that bring none: their tokens depend on no replica.
+
+    A replica that dies fails the requests that it has, with
+    :class:`~opweave.engine.errors.EngineDeadError`, and is replaced; the others go on.
+
+    Args:
+        model: the directory of a checkpoint; the same on every machine.
+        config: how to run each replica, and how many.
+        model_name: by default the name of the directory.
+        progress: called while the first replica loads, with the number of tensors loaded so far and
+            in total.
+        group: the replicas; by default actors of Ray.
+
+    Raises:
+        EngineError, ModelError: the checkpoint is missing, damaged or not supported.
+        ShardingError: the model cannot be divided over the ranks of a replica.
+        IrError: an op or provider is unknown.
+        MissingDependencyError: Ray is not installed.
+        InvalidArgumentError: (a ValueError) the Ray cluster is not there, or has not the room.
+        ReplicaFailedError: a replica does not start, or would run on another platform, with other
+            plugins, versions or priorities.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        config: EngineConfig,
+        model_name: str | None = None,
+        progress: Progress | None = None,
+        group: ReplicaGroup | None = None,
+    ) -> None:
+        super().__init__(model, model_name)
+        checkpoint = Checkpoint(model)
+        # What is wrong shows before anything is started.
+        fitted, _ = platforms.configured(config), engine_priorities(None, config)
+        if (ranks := config.parallel.tensor_parallel_size) > 1:
+            check_ranks(model, ranks)
+        self._tokenizer, self._seeds = tokenizer_of(checkpoint, fitted), RequestSeeds(fitted.seed)
+        self._sampling_defaults = sampling_defaults(checkpoint, fitted.generation_config)
+        order = Order(
+            agreement=Agreement.here().to_json(),
+            model=checkpoint.path.resolve(),
+            config=config,
+            model_name=self.model_name,
+            neighbours=1,
+            log_level=logging.getLogger("opweave").getEffectiveLevel(),
+        )
+        size = config.parallel.data_parallel_size
+        self._router = Router(size, finds_prefixes=fitted.cache.enable_prefix_caching)
+        self._owed: dict[str, tuple[Member, int]] = {}
+        self._so_far: dict[str, RequestOutput] = {}
+        self._vectors: dict[str, asyncio.Future[EmbeddingOutput]] = {}
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="opweave-replicas", daemon=True)
+        self._replicas = Replicas(
+            group or RayGroup(config.parallel),
+            size,
+            order,
+            self._pass_on,
+            lambda member: self._tell(partial(self._lose, member)),
+            progress,
+        )
+        try:
+            self._replicas.load()
+        except BaseException:
+            self._replicas.close()
+            raise
+        lengths = [member.max_model_len for member in self._replicas.members]
+        self._max_model_len = min(length for length in lengths if length is not None)
+        self._vocab_size = max(member.vocab_size for member in self._replicas.members)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        return self._sampling_defaults
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def dead_with(self) -> BaseException | None:
+        return self._dead_with or (None if self._replicas.able else self._replicas.last_failure)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        def prepare() -> Callable[[], None]:
+            check_params(params)
+            seeded = replace(params, seed=self._seeds.of(params))
+            ask = Ask(request_id, prompt, seeded, priority)
+            return partial(self._send, ask, self._tokens(prompt), params.n)
+
+        return self._outputs(request_id, prepare)
+
+    async def embed(
+        self,
+        prompt: str | Sequence[int],
+        params: PoolingParams | None = None,
+        *,
+        request_id: str,
+    ) -> EmbeddingOutput:
+        self._enter_loop()
+        self._check_unused(request_id)
+        tokens = self._tokens(prompt)
+        self._open(request_id)
+        vector: asyncio.Future[EmbeddingOutput] = asyncio.get_running_loop().create_future()
+        self._vectors[request_id] = vector
+        try:
+            self._send(Ask(request_id, prompt, params or PoolingParams()), tokens, 1)
+            return await vector
+        finally:
+            self._vectors.pop(request_id, None)
+            self._give_up(request_id)
+
+    def stats(self) -> EngineStats:
+        return merged([member.stats for member in self._replicas.members])
+
+    def shutdown(self) -> None:
+        self._is_closed = True
+        self._is_over.set()
+        self._replicas.stop()
+        self._thread.join()
+        self._replicas.close()
+
+    # In the event loop
+
+    def _tokens(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
+
+    def _send(self, ask: Ask, tokens: Sequence[int], answers: int) -> None:
+        if not (able := self._replicas.able):  # the last one has died just now
+            self._fail([ask.request_id], self._why_not())
+            return
+        chosen = self._router.choose(tokens, answers, able)
+        self._owed[ask.request_id] = self._replicas.members[chosen], answers
+        self._replicas.ask(chosen, ask)
+
+    def _give_up(self, request_id: str) -> None:
+        if (vector := self._vectors.get(request_id)) is not None:
+            vector.cancel()
+        if (owed := self._owed.get(request_id)) is not None:
+            self._replicas.abort(owed[0].number, request_id)
+
+    def _take(self, report: Report) -> None:
+        for answer in report.answers:
+            if isinstance(answer, Refusal):
+                self._fail([answer.request_id], answer.error)
+            elif isinstance(answer, EmbeddingOutput):
+                vector = self._vectors.get(answer.request_id)
+                if vector is not None and not vector.done():
+                    vector.set_result(answer)
+                self._close(answer.request_id)
+            elif answer.request_id in self._owed:
+                so_far = joined(self._so_far.get(answer.request_id), answer)
+                self._so_far[answer.request_id] = so_far
+                self._receive([so_far])
+                if answer.request_id not in self._streams:
+                    # Nobody reads it: calls may overtake each other, an abort its own request.
+                    self._give_up(answer.request_id)
+
+    def _lose(self, member: Member) -> None:
+        assert member.failure is not None, "it has died"
+        error = EngineDeadError(f"The engine died: {member.failure}")
+        error.__cause__ = member.failure
+        self._router.forget(member.number)
+        self._fail([name for name, owed in self._owed.items() if owed[0] is member], error)
+
+    def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
+        names = list(request_ids)
+        for vector in (self._vectors[name] for name in names if name in self._vectors):
+            if not vector.done():
+                vector.set_exception(error)
+        super()._fail(names, error)
+
+    def _forget_readers(self) -> None:
+        super()._forget_readers()
+        self._vectors.clear()
+
+    def _close(self, request_id: str) -> None:
+        super()._close(request_id)
+        self._so_far.pop(request_id, None)
+        if (owed := self._owed.pop(request_id, None)) is not None:
+            member, answers = owed
+            self._router.release(member.number, answers)
+
+    # In the thread
+
+    def _pass_on(self, report: Report) -> None:
+        if report.answers:
+            self._tell(partial(self._take, report))
+
+    def _listen(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                self._replicas.hear()
+        except BaseException as error:  # whatever it is, all who wait must hear of it
+            self._dead_with = error
+            _log.critical("the replicas cannot be heard any more", exc_info=error)
+        finally:
+            self._tell(lambda: self._fail(self._unfinished, self._why_not()))

@@ -1,0 +1,209 @@
+"""Replicas that are actors of Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from opweave import platforms
+from opweave.config import ParallelConfig, environment
+from opweave.engine.dependencies import require
+from opweave.engine.errors import InvalidArgumentError, ReplicaFailedError
+from opweave.engine.parallel.data_parallel.group import Method, News
+from opweave.engine.parallel.data_parallel.messages import Order, Place
+from opweave.engine.parallel.data_parallel.placement import CPU, resource_of, share_room
+from opweave.engine.parallel.data_parallel.replica import Replica
+from opweave.engine.parallel.executor.launch import Launch
+
+_log = logging.getLogger(__name__)
+
+_ENDING = 5.0  # seconds to end after being told to
+_STORE = 128 * 2**20  # bytes for what is larger than a message; reports are not
+_CONNECTING = 10.0  # seconds to reach a cluster
+_LOCAL = "local"
+# No statistics to Ray's makers, no advice about variables of devices that replicas do not have, and
+# workers that are no nicer than other programs, which would starve them.
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",
+}
+_THREADS = "OMP_NUM_THREADS"
+
+
+class RayReplica(Replica):
+    """A replica that has a process to itself."""
+
+    async def start(self, order: Order) -> None:
+        self.take_log(order.log_level)
+        await super().start(order)
+
+    async def place(self) -> Place:
+        """Return where it is."""
+        node = require("ray", "ray").util.get_node_ip_address()
+        return Place(node, os.getpid())
+
+
+class RayGroup:
+    """Implements :class:`~opweave.engine.parallel.data_parallel.group.ReplicaGroup` with Ray.
+
+    A program that uses Ray already keeps its connection, and Ray runs on afterwards. Otherwise this
+    one connects to a cluster, or starts Ray on this machine, and undoes that in the end.
+
+    Args:
+        config: how many replicas there are, of how many ranks, and where.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+        InvalidArgumentError: the cluster does not answer, or has not the room; or this process is
+            one of several that were launched.
+    """
+
+    def __init__(self, config: ParallelConfig) -> None:
+        _check_launch(config)
+        self._ray = require("ray", "ray")
+        self._is_own = not self._ray.is_initialized()
+        if self._is_own:
+            _initialize(self._ray, config)
+        self._is_closed = False
+        self._actors: list[Any] = []
+        self._waiting: dict[Any, int] = {}
+        try:
+            self._options = _options(self._ray, config)
+            self._actors = [self._new(replica) for replica in range(config.data_parallel_size)]
+        except BaseException:
+            self.close()
+            raise
+
+    def tell(self, replica: int, method: Method, *arguments: object) -> None:
+        if self._is_closed:
+            return  # Ray would start anew
+        getattr(self._actors[replica], method).remote(*arguments)
+
+    def receive(self, timeout: float) -> Sequence[tuple[int, News]]:
+        if not self._waiting:  # all have died, and none takes their place
+            time.sleep(timeout)
+            return []
+        ready, _ = self._ray.wait(list(self._waiting), timeout=timeout)
+        if len(self._waiting) > 1:  # the others that are ready, too
+            ready, _ = self._ray.wait(
+                list(self._waiting), num_returns=len(self._waiting), timeout=0
+            )
+        return [self._news(reference) for reference in ready]
+
+    def renew(self, replica: int) -> None:
+        own = self._ray.get_runtime_context().get_node_id()
+        if not any(node["Alive"] for node in self._ray.nodes() if node["NodeID"] == own):
+            raise ReplicaFailedError("Ray does not run on the server's machine any more.")
+        self._actors[replica] = self._new(replica)
+
+    def kill(self, replica: int) -> None:
+        self._waiting = {ref: each for ref, each in self._waiting.items() if each != replica}
+        self._ray.kill(self._actors[replica])
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if stops := [actor.stop.remote() for actor in self._actors]:
+            self._ray.wait(stops, num_returns=len(stops), timeout=_ENDING)
+        for actor in self._actors:
+            self._ray.kill(actor)
+        if self._is_own:
+            self._ray.shutdown()
+
+    def _new(self, replica: int) -> Any:
+        actor = self._ray.remote(RayReplica).options(**self._options).remote()
+        self._waiting[actor.place.remote()] = replica
+        return actor
+
+    def _news(self, reference: Any) -> tuple[int, News]:
+        replica = self._waiting.pop(reference)
+        try:
+            news: News = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            failure = ReplicaFailedError(f"replica {replica} died: {_reason(error)}.")
+            failure.__cause__ = error
+            return replica, failure
+        self._waiting[self._actors[replica].report.remote()] = replica
+        return replica, news
+
+
+def _check_launch(config: ParallelConfig) -> None:
+    if Launch.from_environment() is not None:
+        raise InvalidArgumentError(
+            f"data_parallel_size={config.data_parallel_size}, but several processes were launched "
+            "(WORLD_SIZE), as torchrun does. Ray starts the replicas and their ranks: run one "
+            "process, or leave data_parallel_size out."
+        )
+
+
+def _initialize(ray: Any, config: ParallelConfig) -> None:
+    """Connect to the cluster that was asked for, or start Ray here; never to one by chance."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    # Ray would tell in several lines, on standard error, what this engine logs in one.
+    ray._private.worker._worker_logs_enabled = False
+    address = config.data_parallel_address or os.environ.get("RAY_ADDRESS") or _LOCAL
+    local: dict[str, Any] = {}
+    if address == _LOCAL:
+        ranks = config.data_parallel_size * config.tensor_parallel_size
+        processors = max(ranks, torch.get_num_threads())
+        _warn_of_few_processors(ranks)
+        local = {
+            "num_cpus": processors, "include_dashboard": False, "object_store_memory": _STORE,
+        }  # fmt: skip
+    else:
+        replace(config, data_parallel_address=address)  # checks that of the environment
+    try:
+        if address not in (_LOCAL, "auto"):
+            host, _, port = address.rpartition(":")
+            # Ray would try for minutes.
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+        first = str(error).strip().partition("\n")[0].rstrip(".")
+        raise InvalidArgumentError(
+            f"Ray cannot be used at {address!r}: {first}. A cluster is started with ray start "
+            "--head, and its address given with data_parallel_address or RAY_ADDRESS."
+        ) from error
+
+
+def _warn_of_few_processors(ranks: int) -> None:
+    found = os.cpu_count() or ranks
+    if platforms.current_platform.device_type == "cpu" and ranks > found:
+        _log.warning(
+            "%d ranks share %d processors; lower data_parallel_size or tensor_parallel_size.",
+            ranks,
+            found,
+        )
+
+
+def _options(ray: Any, config: ParallelConfig) -> dict[str, Any]:
+    """Return what Ray must know of each replica: what it needs, and its environment."""
+    ranks = config.tensor_parallel_size
+    resource = resource_of(platforms.current_platform.device_type)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = share_room(nodes, config.data_parallel_size, {resource: ranks})
+    processors, devices = room.pop(CPU), room.pop("GPU", 0)
+    threads = os.environ.get(_THREADS) or str(max(1, processors // ranks))
+    own = {name: os.environ[name] for name in environment.in_use()}
+    own.pop(environment.API_KEY, None)
+    return {
+        "num_cpus": processors, "num_gpus": devices, "resources": room, "max_restarts": 0,
+        "runtime_env": {"env_vars": {**own, _THREADS: threads}},
+    }  # fmt: skip
+
+
+def _reason(error: Exception) -> str:
+    """Return what Ray says of a death, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = next((line for line in lines if "because" in line or "Error" in line), lines[0])
+    return found.partition(". ")[0].rstrip(".")

@@ -1,0 +1,223 @@
+"""One replica: an engine, and what is new with it whenever somebody asks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from logging import LogRecord
+from logging.handlers import QueueHandler
+from queue import Empty, SimpleQueue
+
+from opweave import platforms
+from opweave.config import EngineConfig
+from opweave.engine.client.engine_client import EngineClient
+from opweave.engine.embedding.pooling_params import PoolingParams
+from opweave.engine.errors import EngineDeadError, EngineError
+from opweave.engine.loading.loader import Progress
+from opweave.engine.parallel.data_parallel.deltas import since
+from opweave.engine.parallel.data_parallel.messages import Ask, Order, Refusal, Report
+from opweave.engine.parallel.executor.agreement import Agreement
+from opweave.engine.request.outputs import EmbeddingOutput, RequestOutput
+from opweave.engine.runner.worker import share_of_host
+from opweave.engine.sampling.sampling_params import SamplingParams
+from opweave.ir.errors import OpweaveError, described
+
+_log = logging.getLogger(__name__)
+
+REPORTS_WITHIN = 1.0  # seconds; so that who hears nothing for long knows that something is wrong
+
+Load = Callable[[Order, Progress], EngineClient]
+
+
+class Replica:
+    """An engine in a process of its own; everything that it is asked happens in one event loop.
+
+    It is told things, and answers none of them: what comes of them is in :meth:`report`.
+
+    Args:
+        load: makes the engine.
+    """
+
+    def __init__(self, load: Load | None = None) -> None:
+        self._load = load or load_engine
+        self._engine: EngineClient | None = None
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self._records: SimpleQueue[LogRecord] = SimpleQueue()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._newest: dict[str, RequestOutput] = {}
+        self._sent: dict[str, RequestOutput] = {}
+        self._others: list[EmbeddingOutput | Refusal] = []
+        self._progress: tuple[int, int] | None = None
+        self._failure: BaseException | None = None
+
+    async def start(self, order: Order) -> None:
+        """Load the engine, in a thread, so that the loop goes on."""
+        threading.Thread(target=self._start, args=(order,), name="opweave-replica").start()
+
+    async def ask(self, ask: Ask) -> None:
+        """Take a request."""
+        if self._engine is None:  # it was meant for the one that was in its place before
+            gone = EngineDeadError("The replica died before the request came to it. Ask again.")
+            self._refuse(ask.request_id, gone)
+            return
+        params = ask.params
+        if isinstance(params, SamplingParams):
+            work = self._answer(ask, params)
+        else:
+            work = self._embed(ask, params)
+        self._tasks[ask.request_id] = asyncio.create_task(work)
+
+    async def abort(self, request_id: str) -> None:
+        """Give up a request; one that is unknown, or finished already, is left alone."""
+        if self._engine is not None:
+            await asyncio.sleep(0)  # so that a request that came just now has begun
+            await self._engine.abort(request_id)
+
+    async def report(self) -> Report:
+        """Return what is new, as soon as there is anything, or after a second."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REPORTS_WITHIN):
+                await self._news.wait()
+        self._news.clear()
+        engine, progress, others = self._engine, self._progress, self._others
+        if engine is not None and engine.dead_with is not None:
+            self._failure = engine.dead_with
+        self._progress, self._others = None, []
+        return Report(
+            answers=[*self._pieces(), *others],
+            stats=None if engine is None else engine.stats(),
+            max_model_len=None if engine is None else engine.max_model_len,
+            vocab_size=0 if engine is None else engine.vocab_size,
+            progress=progress,
+            records=self._logged(),
+            failure=None if self._failure is None else portable(self._failure),
+        )
+
+    async def stop(self) -> None:
+        """Stop the engine."""
+        self._news.set()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.shutdown)
+
+    def take_log(self, level: int) -> None:
+        """Report what this process logs from now on, from *level* up."""
+        logger = logging.getLogger("opweave")
+        logger.setLevel(level)
+        logger.addHandler(QueueHandler(self._records))
+
+    # In the thread that loads
+
+    def _start(self, order: Order) -> None:
+        try:
+            self._engine = self._load(order, self._loading)
+        except Exception as error:  # whatever it is, who ordered it must hear of it
+            if not isinstance(error, OpweaveError):
+                _log.exception("the model cannot be loaded")
+            self._failure = error
+        self._wake()
+
+    def _loading(self, done: int, most: int) -> None:
+        self._progress = done, most
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody wants to know
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    # In the event loop
+
+    async def _answer(self, ask: Ask, params: SamplingParams) -> None:
+        assert self._engine is not None, "it is loaded"
+        try:
+            outputs = self._engine.generate(
+                ask.prompt, params, request_id=ask.request_id, priority=ask.priority
+            )
+            async for output in outputs:
+                self._newest[ask.request_id] = output
+                self._news.set()
+        except Exception as error:  # whatever it is, who asked must hear of it
+            self._refuse(ask.request_id, error)
+        finally:
+            del self._tasks[ask.request_id]
+
+    async def _embed(self, ask: Ask, params: PoolingParams) -> None:
+        assert self._engine is not None, "it is loaded"
+        try:
+            vector = await self._engine.embed(ask.prompt, params, request_id=ask.request_id)
+            self._others.append(vector)
+            self._news.set()
+        except asyncio.CancelledError:
+            self._refuse(ask.request_id, EngineError("The request was given up."))
+        except Exception as error:
+            self._refuse(ask.request_id, error)
+        finally:
+            del self._tasks[ask.request_id]
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        if not isinstance(error, OpweaveError):
+            _log.error("request %s failed", request_id, exc_info=error)
+        self._newest.pop(request_id, None)
+        self._sent.pop(request_id, None)
+        self._others.append(Refusal(request_id, portable(error)))
+        self._news.set()
+
+    def _pieces(self) -> list[RequestOutput]:
+        pieces = []
+        for name, output in self._newest.items():
+            pieces.append(since(self._sent.pop(name, None), output))
+            if not output.finished:
+                self._sent[name] = output
+        self._newest.clear()
+        return pieces
+
+    def _logged(self) -> list[LogRecord]:
+        records = []
+        with suppress(Empty):
+            while True:
+                records.append(self._records.get_nowait())
+        return records
+
+
+def load_engine(order: Order, progress: Progress) -> EngineClient:
+    """Make this process like the one that ordered, and load the engine.
+
+    Raises:
+        RankFailedError, PlatformMismatchError: this process would choose another platform, other
+            plugins or other kernels.
+        OpweaveError: as :func:`~opweave.engine.client.open_engine`.
+    """
+    from opweave.engine.client.open_engine import open_engine  # which imports this package
+
+    agreement = Agreement.from_json(order.agreement)
+    agreement.impose()
+    agreement.settle()
+    config = alone(order.config, order.neighbours)
+    return open_engine(order.model, config=config, model_name=order.model_name, progress=progress)
+
+
+def alone(config: EngineConfig, neighbours: int) -> EngineConfig:
+    """Return the configuration of one replica of several, of which *neighbours* share a machine."""
+    parallel = replace(config.parallel, data_parallel_size=1, data_parallel_address=None)
+    platform, cache = platforms.current_platform, config.cache
+    is_told = cache.memory_bytes is not None or cache.num_blocks is not None
+    if platform.capabilities.unified_memory and not is_told:
+        free, _ = platform.memory_info()
+        cache = replace(cache, memory_bytes=max(1, share_of_host(free) // neighbours))
+    return replace(config, parallel=parallel, cache=cache)
+
+
+def portable(error: BaseException) -> Exception:
+    """Return *error* if another process can have it, else one that says the same."""
+    try:
+        found = pickle.loads(pickle.dumps(error))
+    except Exception:  # an exception can be of any class, and do anything when it is rebuilt
+        found = None
+    if isinstance(found, Exception) and repr(found) == repr(error):
+        return found
+    return EngineError(described(error))

@@ -1,0 +1,8 @@
+"""Starts workers, and speaks to them."""
+
+from opweave.engine.parallel.executor.base import Executor
+from opweave.engine.parallel.executor.in_process import InProcessExecutor
+from opweave.engine.parallel.executor.launch import is_follower, is_launched
+from opweave.engine.parallel.executor.ranked import RankedExecutor
+
+__all__ = ["Executor", "InProcessExecutor", "RankedExecutor", "is_follower", "is_launched"]

@@ -1,0 +1,101 @@
+"""A rank that does what the first one says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+from torch.distributed.distributed_c10d import Store
+
+from opweave.engine.parallel.executor.agreement import Agreement
+from opweave.engine.parallel.executor.messages import Call, Failure, Reply, Start, Stop
+from opweave.engine.parallel.executor.rank import Rank
+from opweave.ir.errors import OpweaveError, described
+from opweave.platforms import Platform
+
+_log = logging.getLogger(__name__)
+
+AGREED = b"agreed"
+_GRACE = 5.0  # seconds to finish after the first rank has gone
+
+
+def follow(connection: Connection, open_store: Callable[[], Store]) -> int:
+    """Do what the first rank says until it stops; return the exit code of the process.
+
+    Without the first rank, the process ends, whatever it does just then. Ctrl-C and SIGTERM, which
+    reach all processes of a terminal or a service, are the first rank's business.
+
+    Args:
+        connection: to the first rank.
+        open_store: returns where the ranks meet. It may wait long for a first rank that has gone.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    try:
+        agreement = Agreement.from_json(connection.recv_bytes().decode())
+        platform = agreement.impose()
+        with agreement.selection():
+            connection.send_bytes(AGREED)
+            return _serve(connection, platform, open_store)
+    except (EOFError, ConnectionError):  # the first rank has gone
+        return 1
+    except Exception as error:  # whatever it is, the first rank must hear of it
+        return _refuse(connection, error)
+
+
+def _refuse(connection: Connection, error: Exception) -> int:
+    try:
+        connection.send_bytes(described(error).encode())
+    except OSError:  # it has gone
+        _log.exception("a rank failed, and the first rank has gone")
+    return 1
+
+
+def _serve(connection: Connection, platform: Platform, open_store: Callable[[], Store]) -> int:
+    inbox: SimpleQueue[Call | Stop] = SimpleQueue()
+    start = connection.recv()
+    assert isinstance(start, Start), start
+    finished = threading.Event()
+    threading.Thread(target=_read, args=(connection, inbox, finished), daemon=True).start()
+    rank = None
+    try:
+        rank = Rank(start, platform, open_store())
+        while isinstance(call := inbox.get(), Call):
+            connection.send(Reply(call.number, _do(rank, call)))
+        return 0
+    except Exception as error:
+        trace = None if isinstance(error, OpweaveError) else traceback.format_exc()
+        connection.send(Failure(described(error), trace))
+        return 1
+    finally:
+        if rank is not None:
+            rank.close()
+        finished.set()
+
+
+def _do(rank: Rank, call: Call) -> object:
+    method = rank.follow if call.method == "execute" else getattr(rank, call.method)
+    value: object = method(*call.arguments)
+    return value
+
+
+def _read(
+    connection: Connection, inbox: SimpleQueue[Call | Stop], finished: threading.Event
+) -> None:
+    """Hand on what comes. When nothing can come any more, the process has no reason to live."""
+    try:
+        while True:
+            message = connection.recv()
+            inbox.put(message)
+    except (EOFError, OSError, pickle.UnpicklingError):
+        inbox.put(Stop())
+        if not finished.wait(_GRACE):
+            os._exit(1)

@@ -1,0 +1,28 @@
+"""The processes of ranks that an engine starts on its machine."""
+
+from __future__ import annotations
+
+import signal
+
+from opweave.config.child_process import ChildProcess
+
+HOST = "127.0.0.1"
+_MODULE = "opweave.engine.parallel.executor.spawned_rank"
+
+
+class Process(ChildProcess):
+    """A rank.
+
+    Args:
+        port: of the store on this machine where the ranks meet.
+    """
+
+    def __init__(self, port: int) -> None:
+        super().__init__(_MODULE, str(port))
+
+    def end(self, timeout: float) -> str:
+        """Wait for its end, or after *timeout* seconds make it; return how it ended, in words."""
+        code = self.wait(timeout)
+        if code >= 0:
+            return f"exited with code {code}"
+        return f"was killed by {signal.Signals(-code).name}"

@@ -1,0 +1,99 @@
+"""One rank: a worker, and its place among the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from opweave.engine.cache.plan import CachePlan
+from opweave.engine.errors import NonFiniteLogitsError
+from opweave.engine.loading.loader import Progress
+from opweave.engine.parallel.communicators import Communicator, RankGroup
+from opweave.engine.parallel.executor.messages import Start
+from opweave.engine.runner.step import SequenceStep
+from opweave.engine.runner.worker import ModelFacts, Worker
+from opweave.engine.sampling.sampler import Sampled
+from opweave.layers import tensor_parallel
+from opweave.platforms import Platform
+from opweave.plugins import resolve_obj_by_qualname
+
+
+class Rank:
+    """What every rank does, in the engine's process and in the others.
+
+    Args:
+        start: which one it is.
+        platform: names the worker and the communicator.
+        store: where the ranks meet.
+
+    Attributes:
+        worker: of this rank.
+        communicator: to the others; None before :meth:`join`.
+    """
+
+    def __init__(self, start: Start, platform: Platform, store: Store) -> None:
+        self._start, self._platform, self._store = start, platform, store
+        self.communicator: Communicator | None = None
+        worker: type[Worker] = resolve_obj_by_qualname(platform.get_worker_cls(start.config))
+        self.worker = worker(start.model, start.config, platform, start.local_rank)
+        self._threads = torch.get_num_threads()
+        if start.threads is not None:
+            torch.set_num_threads(start.threads)
+
+    def join(self) -> None:
+        """Make the device this process's own, and meet the others."""
+        self.worker.init_device()
+        kind: type[Communicator] = resolve_obj_by_qualname(
+            self._platform.get_device_communicator_cls()
+        )
+        self.communicator = kind(
+            RankGroup(
+                self._start.rank,
+                self._start.size,
+                self.worker.device,
+                self._platform.dist_backend,
+                self._store,
+                self._start.timeout,
+            )
+        )
+
+    def load_model(self, progress: Progress | None = None) -> None:
+        """Load this rank's part of the model."""
+        assert self.communicator is not None, "join() comes first"
+        with tensor_parallel(self.communicator.tensor_parallel()):
+            self.worker.load_model(progress)
+
+    def facts(self) -> ModelFacts:
+        """Return what the engine must know of the model."""
+        return self.worker.facts()
+
+    def allocate(self, plan: CachePlan) -> None:
+        """Make the cache."""
+        self.worker.allocate(plan)
+
+    def warm_up(self) -> None:
+        """Compile, and select every op."""
+        self.worker.warm_up()
+
+    def execute(self, steps: Sequence[SequenceStep]) -> list[Sampled]:
+        """Compute one step."""
+        return self.worker.execute(steps)
+
+    def follow(self, steps: Sequence[SequenceStep]) -> None:
+        """Compute one step with the others, of whose tokens only the first rank's count."""
+        with suppress(NonFiniteLogitsError):  # all ranks find them, and the first one tells
+            self.worker.execute(steps)
+
+    def abort(self) -> None:
+        """Let a collective that waits raise; for another thread."""
+        if self.communicator is not None:
+            self.communicator.abort()
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.communicator is not None:
+            self.communicator.close()
+        torch.set_num_threads(self._threads)

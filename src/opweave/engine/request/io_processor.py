@@ -1,0 +1,128 @@
+"""I/O processors: plugins that turn requests of their own form into prompts, and answers back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from opweave.config import EngineConfig
+from opweave.engine.errors import CheckpointError, InvalidArgumentError
+from opweave.engine.loading.checkpoint import Checkpoint
+from opweave.engine.request.outputs import EmbeddingOutput, RequestOutput
+from opweave.engine.request.prompts import Prompt
+from opweave.engine.sampling.sampling_params import SamplingParams
+from opweave.plugins import IO_PROCESSOR_PLUGINS, resolve_obj_by_qualname
+from opweave.plugins.errors import PluginTypeError
+from opweave.plugins.installed import loader
+
+_FIELD = "io_processor_plugin"  # of config.json
+
+
+class IOProcessor(ABC):
+    """Turns a request into prompts, and their answers or vectors into a result.
+
+    The function of a plugin returns the qualified name of a class derived from this one.
+    :meth:`opweave.engine.LLM.process`, :meth:`opweave.engine.Embedder.process` and the server's
+    ``/v1/process`` call it. The server does so in several threads.
+
+    Args:
+        config: of the engine.
+
+    Attributes:
+        embeds: whether the prompts are for an encoder, so that outputs are vectors.
+    """
+
+    embeds: ClassVar[bool] = False
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def prompts(self, request: Any) -> Sequence[Prompt]:
+        """Return the prompts of a request.
+
+        Raises:
+            OpweaveError, ValueError: the request is malformed; the message is for whoever sent it.
+        """
+
+    def sampling_params(self, request: Any) -> SamplingParams | None:
+        """Return how to sample; None for the defaults. Raises as :meth:`prompts` does."""
+        return None
+
+    @abstractmethod
+    def result(
+        self, request: Any, outputs: Sequence[RequestOutput] | Sequence[EmbeddingOutput]
+    ) -> Any:
+        """Return the answer to a request; *outputs* are in the order of its prompts.
+
+        The server sends it as JSON.
+        """
+
+
+class IOProcessors:
+    """The I/O processors of one engine, each made when it is first asked for.
+
+    Args:
+        checkpoint: may name a plugin, as ``io_processor_plugin`` in its ``config.json``.
+        config: of the engine.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
+        self._checkpoint, self._config = checkpoint, config
+        self._made: dict[str, IOProcessor] = {}
+
+    def find(self, name: str | None = None) -> IOProcessor | None:
+        """Return the processor that the plugin *name* brings; None: the checkpoint's, if any.
+
+        Raises:
+            UnknownPluginError, PluginTypeError, PluginError: as :func:`io_processor` raises them.
+            CheckpointError: what the checkpoint says is no name.
+        """
+        name = self._checkpoint.config().get(_FIELD) if name is None else name
+        if name is None:
+            return None
+        if not isinstance(name, str):
+            raise CheckpointError(f"config.json says {_FIELD}={name!r}, which is no plugin's name.")
+        if name not in self._made:
+            self._made[name] = io_processor(name, self._config)
+        return self._made[name]
+
+    def get(self, name: str | None, *, embeds: bool) -> IOProcessor:
+        """Return what :meth:`find` does, for a model that embeds or one that does not.
+
+        Raises:
+            InvalidArgumentError: there is none, or it is for models of the other kind.
+        """
+        if (found := self.find(name)) is None:
+            raise InvalidArgumentError(
+                f"No I/O processor is named: {self._checkpoint.path / 'config.json'} has no "
+                f"{_FIELD}. Name a plugin: process(request, io_processor=NAME), or "
+                "opweave serve --io-processor NAME."
+            )
+        if found.embeds != embeds:
+            kinds = ("models that generate text", "encoders")
+            raise InvalidArgumentError(
+                f"I/O processor {type(found).__name__} is for {kinds[found.embeds]}, but the model "
+                f"is one of the {kinds[embeds]}."
+            )
+        return found
+
+
+def io_processor(name: str, config: EngineConfig) -> IOProcessor:
+    """Return an object of the I/O processor that the plugin *name* brings.
+
+    Raises:
+        UnknownPluginError: (a LookupError) there is none; the message lists those that are.
+        PluginTypeError: (a TypeError) what the plugin names is no :class:`IOProcessor`.
+        PluginError: the plugin failed.
+    """
+    plugin = loader().find(IO_PROCESSOR_PLUGINS, name)
+    qualname = plugin.returned if plugin.returned is not None else plugin.call()
+    found = resolve_obj_by_qualname(qualname) if isinstance(qualname, str) else qualname
+    if not (isinstance(found, type) and issubclass(found, IOProcessor)):
+        raise PluginTypeError(
+            f"{plugin.entry} returned {qualname!r}; it should be the qualified name of a class "
+            f"derived from {IOProcessor.__module__}.IOProcessor."
+        )
+    return found(config)

@@ -1,0 +1,156 @@
+"""Prompts as users give them, checked and turned into tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from opweave.engine.errors import PromptError
+from opweave.engine.sampling.sampling_params import SamplingParams
+from opweave.engine.tokenization.tokenizer import Side, Tokenizer
+
+Prompt = str | Sequence[int]  # text, or token ids
+_KINDS = "a string, a list of strings, a list of token ids, or a list of such lists"
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Turns prompts into tokens that the model can take.
+
+    Attributes:
+        tokenizer: of the model.
+        vocab_size: token ids are below it.
+        max_positions: the length of the context, prompt and answer together.
+        answers: whether room for an answer is needed.
+    """
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_positions: int
+    answers: bool = True
+
+    def tokens(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, keep: int | None = None
+    ) -> list[int]:
+        """Return the tokens of one prompt.
+
+        Args:
+            prompt: a text, or token ids.
+            add_special_tokens: whether a text gets the special tokens that the tokenizer adds.
+            keep: this many tokens of a longer prompt: the last ones, or the first ones where no
+                answer follows; None: all.
+
+        Raises:
+            PromptError: it is neither text nor token ids, has no token, an id is not in the
+                vocabulary, or no room is left for an answer.
+        """
+        ids = truncated(
+            prompt if isinstance(prompt, str) else as_ids(prompt),
+            self.tokenizer,
+            keep,
+            side="left" if self.answers else "right",
+            add_special_tokens=add_special_tokens,
+        )
+        if not ids and self.tokenizer.bos_token_id is not None:
+            ids = [self.tokenizer.bos_token_id]
+        if not ids:
+            raise PromptError(
+                f"The prompt {prompt!r} has no tokens, and the tokenizer has none to begin with."
+            )
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise PromptError(
+                    f"The prompt holds the token id {token}, but ids are from 0 to "
+                    f"{self.vocab_size - 1}."
+                )
+        too_many = len(ids) + self.answers - self.max_positions
+        if too_many > 0:
+            answer = ", at least one of them for the answer" if self.answers else ""
+            raise PromptError(
+                f"The prompt has {len(ids)} tokens, but the context is "
+                f"{self.max_positions} tokens{answer}. Shorten it by {too_many}."
+            )
+        return ids
+
+
+def truncated(
+    prompt: str | list[int],
+    tokenizer: Tokenizer,
+    keep: int | None,
+    *,
+    side: Side,
+    add_special_tokens: bool,
+) -> list[int]:
+    """Return the tokens of a prompt, and of a longer one *keep*, with the added special tokens.
+
+    Args:
+        prompt: a text, or token ids.
+        tokenizer: splits a text.
+        keep: the most tokens; None: all.
+        side: of a longer prompt that is cut off: ``left`` keeps the last tokens.
+        add_special_tokens: whether a text gets the special tokens that the tokenizer adds.
+    """
+    if isinstance(prompt, str):
+        return tokenizer.encode(
+            prompt, add_special_tokens=add_special_tokens, keep=keep, truncation_side=side
+        )
+    if keep is None or len(prompt) <= keep:
+        return prompt
+    return prompt[-keep:] if side == "left" else prompt[:keep]
+
+
+def as_ids(prompt: object) -> list[int]:
+    """Return the token ids that *prompt* is.
+
+    Raises:
+        PromptError: it is something else.
+    """
+    if not isinstance(prompt, Iterable) or not _are_ids(ids := list(prompt)):
+        raise PromptError(f"The prompt is {prompt!r}; it must be a string or a list of token ids.")
+    return ids
+
+
+def as_list(prompts: object) -> list[Prompt]:
+    """Return *prompts* as a list of single ones.
+
+    Raises:
+        PromptError: it is something else than strings and token ids.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise PromptError(f"Prompts must be {_KINDS}, not {type(prompts).__name__}.")
+    if prompts and _are_ids(prompts):
+        prompts = [prompts]
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not _are_ids(prompt):
+            raise PromptError(f"A prompt is {prompt!r}; prompts must be {_KINDS}.")
+    return list(prompts)
+
+
+def params_for(count: int, params: object, default: SamplingParams) -> list[SamplingParams]:
+    """Return the sampling parameters of each of *count* prompts; None is *default*.
+
+    Raises:
+        PromptError: a list has another length, or it is something else than sampling parameters.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or default] * count
+    if not isinstance(params, list | tuple) or not all(
+        isinstance(item, SamplingParams) for item in params
+    ):
+        raise PromptError(
+            f"sampling_params must be SamplingParams or a list of them, not {params!r}."
+        )
+    if len(params) != count:
+        raise PromptError(
+            f"There are {count} prompts but {len(params)} sampling_params. Give one for all, or "
+            "one for each."
+        )
+    return list(params)
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(item, int) and not isinstance(item, bool) for item in value
+    )

@@ -1,0 +1,148 @@
+"""Owns a device: its memory, and the model on it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opweave.config import CacheConfig, EngineConfig, compilation_config
+from opweave.engine.attention.layers import LayerGroup
+from opweave.engine.cache.plan import CachePlan
+from opweave.engine.loading.loader import Progress, as_language_model, load_model
+from opweave.engine.runner.model_runner import ModelRunner
+from opweave.engine.runner.step import SequenceStep
+from opweave.engine.sampling.sampler import Sampled
+from opweave.layers.unused import warn_of_unused_ops, warn_of_unused_replacements
+from opweave.platforms import Platform
+from opweave.platforms.errors import UnsupportedByPlatformError
+from opweave.plugins import resolve_obj_by_qualname
+
+_HOST_MEMORY = 4 << 30  # bytes that the cache takes of the host's memory at most, unless it is told
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the engine must know of a loaded model.
+
+    Attributes:
+        config: the model's own; None: it has none.
+        vocab_size: token ids are below it.
+        context: the most tokens it takes; None: any number.
+        groups: its layers that keep something, by what they keep.
+        memory: bytes that the cache may take.
+        free: bytes that are free on its device; more than there can be where that is not known.
+    """
+
+    config: Any
+    vocab_size: int
+    context: int | None
+    groups: tuple[LayerGroup, ...]
+    memory: int
+    free: int = sys.maxsize
+
+
+def share_of_host(free: int) -> int:
+    """Return how much of the host's *free* memory a cache takes that is not told, in bytes."""
+    return min(free // 4, _HOST_MEMORY)
+
+
+class Worker:
+    """One rank of an engine.
+
+    An executor calls, in this order: :meth:`init_device`, :meth:`load_model`, :meth:`facts`,
+    :meth:`allocate`, :meth:`warm_up`, and :meth:`execute` for every step. Calls that may be in
+    another process take and return plain data.
+
+    Args:
+        model: the directory of a checkpoint.
+        config: of the engine.
+        platform: whose device this is.
+        rank: of the worker; also the index of its device on this machine.
+    """
+
+    def __init__(
+        self, model: str | Path, config: EngineConfig, platform: Platform, rank: int = 0
+    ) -> None:
+        self.path, self.config, self.platform, self.rank = Path(model), config, platform, rank
+
+    def init_device(self) -> None:
+        """Make the device this process's own."""
+        self.platform.set_device(self.rank)
+        # Not before: a platform may give torch the type of its devices only then.
+        kind = self.platform.device_type
+        self.device = torch.device(kind) if kind == "cpu" else torch.device(kind, self.rank)
+        self.platform.seed_all(self.config.seed)
+
+    def load_model(self, progress: Progress | None = None) -> None:
+        """Load the checkpoint.
+
+        Args:
+            progress: called with the number of tensors loaded so far and in total.
+
+        Raises:
+            EngineError, ModelError: it is missing, damaged or not supported.
+        """
+        with compilation_config(self.config.compilation) as compiling, self.device:
+            loaded = load_model(
+                self.path,
+                dtype=self.config.dtype,
+                load_format=self.config.load_format,
+                seed=self.config.seed,
+                progress=progress,
+            )
+        warn_of_unused_ops(compiling)
+        warn_of_unused_replacements()
+        model = as_language_model(loaded).to(self.device)
+        self.platform.post_load_model(model)
+        runner: type[ModelRunner] = resolve_obj_by_qualname(
+            self.platform.get_model_runner_cls(self.config)
+        )
+        self.runner = runner(model, self.config, self.platform, self.device)
+
+    def facts(self) -> ModelFacts:
+        """Return what the engine must know of the model."""
+        model = self.runner.model
+        return ModelFacts(
+            getattr(model, "config", None),
+            model.vocab_size,
+            model.max_positions,
+            tuple(self.runner.groups),
+            self._cache_memory(self.config.cache),
+            self._free_memory(),
+        )
+
+    def allocate(self, plan: CachePlan) -> None:
+        """Make the cache.
+
+        Raises:
+            UnsupportedCacheError: an attention backend cannot keep what a layer needs.
+        """
+        self.runner.allocate(plan)
+
+    def warm_up(self) -> None:
+        """Compile, and select every op."""
+        self.runner.warm_up()
+        self.platform.synchronize()
+
+    def execute(self, steps: Sequence[SequenceStep]) -> list[Sampled]:
+        """Compute one step; see :meth:`ModelRunner.execute`."""
+        return self.runner.execute(steps)
+
+    def _cache_memory(self, cache: CacheConfig) -> int:
+        if cache.memory_bytes is not None:
+            return cache.memory_bytes
+        free, total = self.platform.memory_info(self.rank)
+        if self.platform.capabilities.unified_memory:
+            return share_of_host(free)
+        return max(0, free - int(total * (1 - cache.memory_utilization)))
+
+    def _free_memory(self) -> int:
+        try:
+            return self.platform.memory_info(self.rank)[0]
+        except UnsupportedByPlatformError:
+            return sys.maxsize

@@ -1,0 +1,1 @@
+"""Sampling parameters, logits processors, truncation and the sampler."""

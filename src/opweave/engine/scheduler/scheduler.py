@@ -1,0 +1,225 @@
+"""Chooses what each step computes."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from opweave.config import SchedulerConfig
+from opweave.engine.cache import KVCacheManager
+from opweave.engine.request.request import Request
+
+
+class Scheduled(NamedTuple):
+    """What one step computes of one request.
+
+    Attributes:
+        request: whose tokens they are.
+        num_tokens: how many, from the first that is not computed.
+        tables: its blocks, by group of layers.
+    """
+
+    request: Request
+    num_tokens: int
+    tables: tuple[tuple[int, ...], ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the step computes all there is, so that the next token can be chosen."""
+        return self.num_tokens == self.request.num_uncomputed_tokens
+
+
+class _Plan:
+    """How many tokens of which request, how many more there may be, and who lost its blocks."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget, self.counts = budget, dict[Request, int]()
+        self.dropped: set[Request] = set()
+
+    def add(self, request: Request, count: int) -> None:
+        self.counts[request] = count
+        self.budget -= count
+
+    def drop(self, request: Request) -> None:
+        self.budget += self.counts.pop(request, 0)
+        self.dropped.add(request)
+
+
+class Scheduler:
+    """Continuous batching: every step is filled anew, up to one budget of tokens.
+
+    Requests that are generating go first, one token each; what the budget leaves goes to prompts,
+    in parts if need be. Where memory ends, the request that comes last by the policy loses its
+    blocks and waits, to be computed again: the first one always goes on, so that all of them come
+    to an end. A request is admitted only while there is room for all of its tokens so far, and none
+    is after one that lost its blocks in the same step.
+
+    By the policy ``"priority"``, a request does not wait for those of lower priority: its prompt
+    comes before theirs, and where there is no room for it, the last ones of lower priority lose
+    their blocks, if that makes the room. Among equals nobody does, so that requests do not take
+    turns in losing them.
+
+    Args:
+        config: the limits and the policy.
+        cache: where requests get their blocks.
+
+    Attributes:
+        num_preemptions: how often a request lost its blocks.
+        prefix_queries, prefix_hits: tokens that were looked up in the cache at admission, and
+            those that were there.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+        self.config, self.cache = config, cache
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._by_id: dict[str, Request] = {}
+        self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
+
+    @property
+    def num_running(self) -> int:
+        """How many requests hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests hold none."""
+        return len(self._waiting)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._by_id)
+
+    def add(self, request: Request) -> None:
+        """Let *request* wait for its turn. All of it must fit in the cache, alone."""
+        insort(self._waiting, request, key=self._order)  # first: what it refuses is not kept
+        self._by_id[request.request_id] = request
+
+    def remove(self, request_id: str) -> Request | None:
+        """Forget a request that is finished or given up, and free its blocks.
+
+        Returns:
+            The request; None if there is none of that name.
+        """
+        request = self._by_id.pop(request_id, None)
+        if request is not None:
+            self.cache.free(request)
+            queue = self._running if request in self._running else self._waiting
+            queue.remove(request)
+        return request
+
+    def schedule(self) -> list[Scheduled]:
+        """Return what to compute next; it is not empty while there are requests."""
+        plan = _Plan(self.config.max_num_batched_tokens)
+        prompts = [r for r in self._running if r.num_uncomputed_tokens > 1]
+        for request in [r for r in self._running if r.num_uncomputed_tokens == 1]:
+            self._continue(request, plan)
+        for request in prompts:
+            self._admit(plan, before=request)
+            self._continue(request, plan)
+        self._admit(plan)
+        return [
+            Scheduled(request, count, self.cache.tables(request))
+            for request, count in plan.counts.items()
+        ]
+
+    def update(self, step: list[Scheduled]) -> None:
+        """Take note that a step is computed."""
+        for request, count, _ in step:
+            request.num_computed_tokens += count
+            self.cache.commit(request)
+
+    def undo(self, step: list[Scheduled]) -> None:
+        """Take note that a step failed: its requests begin anew.
+
+        Keys and values could be written again where they are. States that a layer has advanced
+        cannot go back.
+        """
+        for request, _, _ in step:
+            self._preempt(request)
+
+    def _order(self, request: Request) -> tuple[int, int]:
+        by_priority = self.config.policy == "priority"
+        return request.priority if by_priority else 0, request.arrival
+
+    def _outranks(self, one: Request, other: Request) -> bool:
+        """Whether *one* need not wait for *other*, whoever came first."""
+        return self._order(one)[0] < self._order(other)[0]
+
+    def _continue(self, request: Request, plan: _Plan) -> None:
+        """Plan the next tokens of a running request, if need be at the cost of the last one."""
+        while plan.budget and request in self._running:  # it may have lost its blocks meanwhile
+            count = min(request.num_uncomputed_tokens, plan.budget)
+            if self.cache.allocate(request, count):
+                plan.add(request, count)
+                return
+            self._take_back(self._running[-1], plan)
+
+    def _take_back(self, request: Request, plan: _Plan) -> None:
+        plan.drop(request)
+        self._preempt(request)
+
+    def _preempt(self, request: Request) -> None:
+        self.cache.free(request)
+        self._running.remove(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self._waiting, request, key=self._order)
+
+    def _admit(self, plan: _Plan, before: Request | None = None) -> None:
+        """Plan waiting requests; with *before*, only those that outrank it."""
+        while self._waiting:
+            request = self._waiting[0]
+            if request in plan.dropped or (before and not self._outranks(request, before)):
+                return
+            if not self._begin(request, plan):
+                return
+
+    def _begin(self, request: Request, plan: _Plan) -> bool:
+        """Plan the first tokens of a waiting request, if there is room or can be made."""
+        outranked = [r for r in reversed(self._running) if self._outranks(request, r)]
+        if not outranked and not (plan.budget and len(self._running) < self.config.max_num_seqs):
+            return False
+        prefix = self.cache.find_prefix(request) if request.uses_prefix else 0
+        victims = self._victims(request, prefix, plan, outranked)
+        if victims is None:
+            return False
+        for victim in victims:
+            self._take_back(victim, plan)
+        count = min(request.num_tokens - prefix, plan.budget)
+        is_allocated = self.cache.allocate(request, count, prefix)
+        assert is_allocated, f"{request} fits no more"
+        self._waiting.remove(request)
+        insort(self._running, request, key=self._order)
+        request.num_computed_tokens = prefix
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(prefix, request.num_prompt_tokens)
+        self.prefix_queries += request.num_tokens
+        self.prefix_hits += prefix
+        plan.add(request, count)
+        return True
+
+    def _victims(
+        self, request: Request, prefix: int, plan: _Plan, outranked: Sequence[Request]
+    ) -> Sequence[Request] | None:
+        """Return who of *outranked* must lose its blocks for *request*; None: it would not help."""
+        if self._fits(request, prefix, plan, ()):
+            return ()
+        if not outranked or not self._fits(request, prefix, plan, outranked):
+            return None
+        fewer = (outranked[:count] for count in range(1, len(outranked)))
+        return next((v for v in fewer if self._fits(request, prefix, plan, v)), outranked)
+
+    def _fits(self, request: Request, prefix: int, plan: _Plan, victims: Sequence[Request]) -> bool:
+        """Whether there is room for *request* without *victims*."""
+        budget = plan.budget + sum(plan.counts.get(victim, 0) for victim in victims)
+        rest = request.num_tokens - prefix
+        count = min(rest, budget)
+        if not count or (count < rest and not self.config.enable_chunked_prefill):
+            return False
+        if len(self._running) - len(victims) >= self.config.max_num_seqs:
+            return False
+        return self.cache.fits(request, count, prefix, without=victims)
