@@ -28,7 +28,7 @@ from harness import Watch  # noqa: E402
 from kernel_cells import plot, results, summary  # noqa: E402
 from kernel_cells.cases import CASES, ops_with_kernels  # noqa: E402
 from kernel_cells.cell import Cell, Grid, cells_of, dynamic_dims  # noqa: E402
-from kernel_cells.contenders import door_call, ours, rejection, torch_baseline  # noqa: E402
+from kernel_cells.contenders import native_call, ours, rejection, torch_baseline  # noqa: E402
 from kernel_cells.eager import globals_of  # noqa: E402
 from kernel_cells.measure import Results, is_worth_longer, least_microseconds  # noqa: E402
 from kernel_cells.shape import Shape  # noqa: E402
@@ -133,7 +133,7 @@ def test_baselines_are_plain_torch(name: str) -> None:
 def test_an_output_is_made_as_the_kernel_makes_it() -> None:
     cell = Cell("rms_norm", 0, Shape(3, 512, torch.bfloat16), 1)
     x, weight, epsilon = cell.inputs()
-    name, (out, *rest) = door_call(cell, (x, weight, epsilon))
+    name, (out, *rest) = native_call(cell, (x, weight, epsilon))
     assert (name, rest) == ("rms_norm", [x, weight, epsilon])
     assert (out.shape, out.dtype) == (x.shape, x.dtype)
 

@@ -290,7 +290,7 @@ def test_doctor_is_well(run: Run) -> None:
     assert tools["opweave[serve]"]
     text = run("doctor").stdout
     assert "no problems" in text
-    assert "fast_door" not in text
+    assert "fast_call" not in text
 
 
 def test_doctor_says_what_a_missing_compiler_breaks() -> None:

@@ -39,14 +39,14 @@ def torch_baseline(cell: Cell) -> Call:
 
 
 def ours(cell: Cell, state: str, ring: Sequence[Arguments]) -> Contender:
-    """Return our kernel: through the op, or, for a given output, through the native door."""
+    """Return our kernel: through the op, or, for a given output, through the native fast call."""
     op = cell.op.using(f"{PROVIDER}!")
     if state == "fresh":
         return Contender(op, ring)
     if cell.op.impls[PROVIDER].inplace:
         return Contender(op.maybe_inplace, [_copied(arguments) for arguments in ring])
-    name, _ = door_call(cell, ring[0])
-    return Contender(getattr(native.module(), name), [door_call(cell, a)[1] for a in ring])
+    name, _ = native_call(cell, ring[0])
+    return Contender(getattr(native.module(), name), [native_call(cell, a)[1] for a in ring])
 
 
 def rejection(cell: Cell, arguments: Arguments) -> str | None:
@@ -55,12 +55,12 @@ def rejection(cell: Cell, arguments: Arguments) -> str | None:
     if not impl.supported:
         return impl.unsupported_reason
     reason = impl.rejection(cell.op.bind(*arguments))
-    if reason is None and cell.is_one_call and not door_call(cell, arguments)[0]:
+    if reason is None and cell.is_one_call and not native_call(cell, arguments)[0]:
         return "the implementation leaves it to torch"
     return reason
 
 
-def door_call(cell: Cell, arguments: Arguments) -> tuple[str, Arguments]:
+def native_call(cell: Cell, arguments: Arguments) -> tuple[str, Arguments]:
     """Return the native function that the implementation calls, if any, and its arguments.
 
     The implementation runs on fake tensors, for which it takes torch's dispatcher; what arrives

@@ -1,5 +1,5 @@
-// CUDA calls, as far as the doors and the functions behind them need torch for them. Nothing here
-// needs CUDA to build.
+// CUDA calls, as far as the call paths and the functions behind them need torch for them. Nothing
+// here needs CUDA to build.
 #pragma once
 
 #include "view.h"

@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
-#include "dispatcher_door.h"
-#include "dlpack_door.h"
+#include "dispatcher_call.h"
+#include "fast_call.h"
 #include "tensor_object.h"
 #include "utf8.h"
 
@@ -13,13 +13,13 @@ namespace {
 
 const char* torch_namespace = nullptr;
 
-// _open(Tensor, Parameter) -> (fast door is open, why torch.ops has no ops or None)
-PyObject* open_doors(PyObject*, PyObject* args) {
+// _open(Tensor, Parameter) -> (fast call is available, why torch.ops has no ops or None)
+PyObject* open_call_paths(PyObject*, PyObject* args) {
   PyObject* tensor = nullptr;
   PyObject* parameter = nullptr;
   if (!PyArg_ParseTuple(args, "OO", &tensor, &parameter)) return nullptr;
-  const bool is_fast = open_dlpack_door(tensor, parameter);
-  const std::string problem = open_dispatcher_door(torch_namespace);
+  const bool is_fast = open_fast_call(tensor, parameter);
+  const std::string problem = open_dispatcher_call(torch_namespace);
   find_tensor_object_layout(tensor, parameter);
   return Py_BuildValue("(Oz)", is_fast ? Py_True : Py_False,
                        problem.empty() ? nullptr : problem.c_str());
@@ -30,7 +30,7 @@ PyObject* find_namespace(PyObject*, PyObject*) { return PyUnicode_FromString(tor
 
 std::vector<PyMethodDef> collect_methods(const PyMethodDef* extra) {
   std::vector<PyMethodDef> methods = dlpack_methods();
-  methods.push_back({"_open", open_doors, METH_VARARGS, nullptr});
+  methods.push_back({"_open", open_call_paths, METH_VARARGS, nullptr});
   methods.push_back({"_namespace", find_namespace, METH_NOARGS, nullptr});
   for (; extra != nullptr && extra->ml_name != nullptr; ++extra) methods.push_back(*extra);
   methods.push_back({nullptr, nullptr, 0, nullptr});

@@ -40,7 +40,7 @@ struct Op {
   bool runs_on(Device device) const { return on(device).function != nullptr; }
 };
 
-// Run an op on arguments that match its schema: the one entry behind both doors. Throws
+// Run an op on arguments that match its schema: the one entry behind both call paths. Throws
 // std::runtime_error with a message that starts with the op's name.
 void run(const Op& op, const Value* values, Scalar* results);
 

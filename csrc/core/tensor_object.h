@@ -1,9 +1,9 @@
 // The torch tensor inside a Python object of type torch.Tensor.
 //
 // torch's promised way to it is DLPack's exchange, which takes longer than many kernels. Where in
-// the object the tensor lies is torch's own business. So the doors look for it when they open, and
-// only use what they find if it is what Tensor._cdata says, for tensors of both types. The exchange
-// remains for everything else.
+// the object the tensor lies is torch's own business. So the call paths look for it when they open,
+// and only use what they find if it is what Tensor._cdata says, for tensors of both types. The
+// exchange remains for everything else.
 #pragma once
 
 #include <Python.h>

@@ -1,4 +1,4 @@
-// A neutral view of a strided tensor, filled by either door.
+// A neutral view of a strided tensor, filled by either call path.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Runs a native op by name: argument checks and kernel, as behind torch's doors.
+// Runs a native op by name: argument checks and kernel, as behind torch's call paths.
 //
 // A C interface, because the two sides are built with different C++ standard libraries' layouts:
 // MindSpore's builder compiles for the old one (_GLIBCXX_USE_CXX11_ABI=0).

@@ -1,4 +1,5 @@
-// The Python module opweave._C_ops: the ops, and what opweave.native needs to open their doors.
+// The Python module opweave._C_ops: the ops, and the functions that opweave.native needs to open
+// their call paths.
 #include <Python.h>
 
 #include "core/plain_call.h"

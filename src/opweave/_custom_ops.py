@@ -1,8 +1,8 @@
-"""The native ops as functions, each by its fastest door.
+"""The native ops as functions, each by its fastest call path.
 
-Eager calls on plain CPU tensors without grad mode go straight to the C++ function (door B); calls
-under ``torch.compile``, in grad mode, under a dispatch mode or on other tensors go through
-``torch.ops.opweave_c`` (door A). Both run the same code and raise the same errors.
+Eager calls on plain CPU tensors without grad mode go straight to the C++ function (fast call);
+calls under ``torch.compile``, in grad mode, under a dispatch mode or on other tensors go through
+``torch.ops.opweave_c`` (dispatcher call). Both run the same code and raise the same errors.
 
 An op raises RuntimeError for arguments that it does not take, and for a missing native module.
 """
@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from opweave import native
 from opweave.native.autograd import call_traced
-from opweave.native.doors import Doors, function_of
+from opweave.native.call_paths import CallPaths, function_of
 from opweave.native.loader import NAMESPACE
 
 __all__ = ["advance_step_flashattn", "fused_add_rms_norm", "rms_norm"]
@@ -106,7 +106,7 @@ def _call(op: str, *arguments: object) -> None:
 
 @functools.cache
 def _function(op: str) -> Callable[..., None]:
-    return function_of(op, _load(), NAMESPACE, Doors(native.status().fast_door, None))
+    return function_of(op, _load(), NAMESPACE, CallPaths(native.status().fast_call, None))
 
 
 def _load() -> ModuleType:

@@ -18,14 +18,14 @@ Function = Callable[..., Any]
 
 NAME = "kit_every_kind"
 SOURCE = Path(__file__).parent / "sources" / "every_kind.cpp"
-DOORS = ("torch_ops", "direct", "module")
+CALL_PATHS = ("torch_ops", "direct", "module")
 
 
 def load() -> NativeModule:
     return native.load(NAME, [SOURCE], extra_cflags=["-Wextra", "-Werror"])
 
 
-def door(module: NativeModule, name: str, op: str) -> Function:
+def call_path(module: NativeModule, name: str, op: str) -> Function:
     """Return *op* through torch's dispatcher, through the direct call, or as a user gets it."""
     function: Function = getattr(module, op)
     if name == "torch_ops":

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from opweave.ir import IrOp
 
-Door = Callable[..., None]
+CallPath = Callable[..., None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-DOORS = ("torch_ops", "direct")
+CALL_PATHS = ("torch_ops", "direct")
 FLUSHING = ("amx", "avx512bf16")
 """Instruction sets whose rounding to bfloat16 makes denormals zero."""
 
@@ -31,11 +31,11 @@ def using_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def door(module: ModuleType, name: str, op: str) -> Door:
+def call_path(module: ModuleType, name: str, op: str) -> CallPath:
     if name == "direct":
-        function: Door = getattr(module, op)
+        function: CallPath = getattr(module, op)
         return function
-    dispatched: Door = getattr(torch.ops.opweave_c, op)
+    dispatched: CallPath = getattr(torch.ops.opweave_c, op)
     return dispatched
 
 

@@ -1,4 +1,4 @@
-"""The activations compute their definition: every dtype, argument, door and instruction set."""
+"""The activations compute their definition: every dtype, argument, path and instruction set."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from opweave.kernels.opweave_c import activation, pointwise
 
 from .activation_cases import CASES, GATED, IDS, POINTWISE, Case, native_share
 from .oracle import (
-    DOORS,
+    CALL_PATHS,
     DTYPES,
     FLUSHING,
     assert_op_close,
-    door,
+    call_path,
     random,
     using_threads,
     with_extremes,
@@ -32,9 +32,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:std")
 PROVIDED = {**vars(activation), **vars(pointwise)}
 
 
-def call(module: ModuleType, door_name: str, case: Case, x: Tensor) -> Tensor:
+def call(module: ModuleType, path_name: str, case: Case, x: Tensor) -> Tensor:
     out = torch.full((*x.shape[:-1], x.shape[-1] // case.factor), 7.0, dtype=x.dtype)
-    door(module, door_name, case.name)(out, x, *case.native_after_x(x.dtype))
+    call_path(module, path_name, case.name)(out, x, *case.native_after_x(x.dtype))
     return out
 
 
@@ -241,12 +241,12 @@ def test_out_may_be_x_where_results_are_looked_up(
     assert torch.equal(bits(x), bits(wanted))
 
 
-@pytest.mark.parametrize("door_name", DOORS)
+@pytest.mark.parametrize("path_name", CALL_PATHS)
 @pytest.mark.parametrize("case", POINTWISE, ids=lambda case: case.name)
-def test_out_may_be_x(module: ModuleType, door_name: str, case: Case) -> None:
+def test_out_may_be_x(module: ModuleType, path_name: str, case: Case) -> None:
     x = values(case, 5, 77, dtype=torch.bfloat16)
     wanted = provided(case, x)
-    door(module, door_name, case.name)(x, x, *case.native_after_x(x.dtype))
+    call_path(module, path_name, case.name)(x, x, *case.native_after_x(x.dtype))
     assert torch.equal(x, wanted)
 
 
@@ -277,10 +277,10 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("door_name", DOORS)
+@pytest.mark.parametrize("path_name", CALL_PATHS)
 @pytest.mark.parametrize("case", GATED, ids=IDS[: len(GATED)])
-def test_gated_refusals(module: ModuleType, door_name: str, case: Case) -> None:
-    run = door(module, door_name, case.name)
+def test_gated_refusals(module: ModuleType, path_name: str, case: Case) -> None:
+    run = call_path(module, path_name, case.name)
     wide = ones(4, 16)
     refused = [
         (ones(4, 16), wide, "out must have the shape of x with half of its last dimension"),
@@ -301,10 +301,10 @@ def test_gated_refusals(module: ModuleType, door_name: str, case: Case) -> None:
         assert expected in str(error.value)
 
 
-@pytest.mark.parametrize("door_name", DOORS)
+@pytest.mark.parametrize("path_name", CALL_PATHS)
 @pytest.mark.parametrize("case", POINTWISE, ids=lambda case: case.name)
-def test_pointwise_refusals(module: ModuleType, door_name: str, case: Case) -> None:
-    run = door(module, door_name, case.name)
+def test_pointwise_refusals(module: ModuleType, path_name: str, case: Case) -> None:
+    run = call_path(module, path_name, case.name)
     buffer = ones(40)
     refused = [
         (ones(4, 8), ones(4, 16), "out must have the shape of x, [4, 16]"),

@@ -16,7 +16,7 @@ from opweave.ir.ops.advance_step import advance_step_flashattn as op
 from opweave.kernels.opweave_c import advance_step as provider
 from opweave.native import module as native_module
 
-from .oracle import DOORS, door
+from .oracle import CALL_PATHS, call_path
 
 INDICES = (torch.int32, torch.int64)
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -151,11 +151,11 @@ def through_wrapper(step: Step) -> Outputs:
     return step.outputs
 
 
-def through_door(name: str) -> Callable[[Step], Outputs]:
+def through_path(name: str) -> Callable[[Step], Outputs]:
     def run(step: Step) -> Outputs:
         module = native_module()
         assert module is not None
-        door(module, name, "advance_step_flashattn")(*step.counts, *step.tensors)
+        call_path(module, name, "advance_step_flashattn")(*step.counts, *step.tensors)
         return step.outputs
 
     return run
@@ -165,7 +165,7 @@ FUNCTIONAL = {"native": through_native, "op": through_provider}
 IN_PLACE = {
     "maybe_inplace": through_donation,
     "wrapper": through_wrapper,
-    **{name: through_door(name) for name in DOORS},
+    **{name: through_path(name) for name in CALL_PATHS},
 }
 PATHS = {**FUNCTIONAL, **IN_PLACE, "native maybe_inplace": through_native_donation}
 
@@ -237,7 +237,7 @@ def test_a_sequence_that_cannot_advance(
         PATHS[path](step)
     assert str(error.value) == f"advance_step_flashattn: {expected}"
     assert_same(step.outputs, before.outputs)
-    assert isinstance(error.value, RuntimeError if path in ("wrapper", *DOORS) else ValueError)
+    assert isinstance(error.value, RuntimeError if path in ("wrapper", *CALL_PATHS) else ValueError)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -284,9 +284,9 @@ def test_arguments_that_do_not_fit(module: ModuleType, path: str, case: int) -> 
     assert_same(step.outputs, before.outputs)
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 def test_counts_that_do_not_fit(module: ModuleType, name: str) -> None:
-    run = door(module, name, "advance_step_flashattn")
+    run = call_path(module, name, "advance_step_flashattn")
     for num_seqs, num_queries, culprit in [
         (3, 4, "num_queries must be between 0 and num_seqs, 3, found 4"),
         (3, -1, "num_queries must be between 0 and num_seqs, 3, found -1"),
@@ -314,13 +314,13 @@ def shared_memory() -> list[tuple[str, Step]]:
     ]
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 @pytest.mark.parametrize("case", range(6))
 def test_outputs_share_no_memory(module: ModuleType, name: str, case: int) -> None:
     culprit, step = shared_memory()[case]
     before = step.copy()
     with pytest.raises(RuntimeError, match=culprit):
-        door(module, name, "advance_step_flashattn")(*step.counts, *step.tensors)
+        call_path(module, name, "advance_step_flashattn")(*step.counts, *step.tensors)
     assert_same(step.outputs, before.outputs)
 
 

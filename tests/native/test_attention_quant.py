@@ -16,7 +16,7 @@ from opweave.ir.ops.paged_attention import attention_quant
 from opweave.kernels.opweave_c import paged_attention as provider
 
 from . import quant_oracle
-from .oracle import DOORS, DTYPES, door, using_threads
+from .oracle import CALL_PATHS, DTYPES, call_path, using_threads
 from .paged_cases import BLIND, DECODE, MIXED, NAN, PREFILL, Case, case, reference
 from .quant_oracle import FP8, same_bits, share_of_neighbours
 
@@ -54,7 +54,7 @@ def check(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 @pytest.mark.parametrize("sequences", [DECODE, PREFILL, MIXED, BLIND, []])
 def test_values(
     module: ModuleType,
@@ -63,7 +63,7 @@ def test_values(
     dtype: torch.dtype,
     sequences: list[tuple[int, int]],
 ) -> None:
-    run = door(module, name, "attention_quant")
+    run = call_path(module, name, "attention_quant")
     check(module, case(sequences, dtype=dtype), run=run)
     c = case(sequences, dtype=dtype, extra=2, causal=False, block_size=64)
     check(module, c, torch.tensor(0.003), run)
@@ -185,9 +185,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "expected"), REFUSED, ids=[c[1][:50] for c in REFUSED])
 def test_refusals(module: ModuleType, changes: dict[str, Any], expected: str) -> None:
-    for name in DOORS:
+    for name in CALL_PATHS:
         with pytest.raises(RuntimeError) as error:
-            door(module, name, "attention_quant")(*changed(**changes))
+            call_path(module, name, "attention_quant")(*changed(**changes))
         assert str(error.value).startswith(f"attention_quant: {expected}")
 
 
@@ -269,7 +269,9 @@ def fuzz(module: ModuleType, isas: tuple[str, ...], cases: int, seed: int) -> No
                 soft_cap=draw(1, 50) / 10 if draw(0, 1) else None,
             )
             out_scale = torch.full((1,) * draw(0, 2), 10.0 ** -draw(0, 5))
-            check(module, c, out_scale, door(module, DOORS[draw(0, 1)], "attention_quant"))
+            check(
+                module, c, out_scale, call_path(module, CALL_PATHS[draw(0, 1)], "attention_quant")
+            )
     finally:
         module._select_isa(None)
 

@@ -18,7 +18,7 @@ from opweave.kernels.opweave_c import activation, fused_quant, norm
 from opweave.kernels.opweave_c import quant as kernels
 
 from . import oracle, quant_oracle
-from .oracle import DOORS, DTYPES, door, random, using_threads, weight_for
+from .oracle import CALL_PATHS, DTYPES, call_path, random, using_threads, weight_for
 from .quant_oracle import FP8, INT8, as_tuple, ours, same_bits, share_of_neighbours
 
 NORMS = [
@@ -143,9 +143,9 @@ def test_groups_and_the_buffer(module: ModuleType, isa: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("out_dtype", [FP8, INT8], ids=str)
-@pytest.mark.parametrize("door_name", DOORS)
+@pytest.mark.parametrize("path_name", CALL_PATHS)
 def test_the_norm_is_the_definition(
-    module: ModuleType, isa: str, door_name: str, out_dtype: torch.dtype, dtype: torch.dtype
+    module: ModuleType, isa: str, path_name: str, out_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     """Against the norm in float64, row by row, and codes found in a table."""
     x, residual = random(5, 259, dtype=dtype), random(5, 259, dtype=dtype, seed=2)
@@ -153,7 +153,7 @@ def test_the_norm_is_the_definition(
     y, total = oracle.fused_add_rms_norm(x, residual, weight, 1e-5)
     out, scale = torch.zeros(5, 259, dtype=out_dtype), torch.zeros(5, 1)
     sum_out = torch.zeros_like(x)
-    run = door(module, door_name, "fused_add_rms_norm_per_token_quant")
+    run = call_path(module, path_name, "fused_add_rms_norm_per_token_quant")
     run(out, scale, sum_out, x, residual, weight, 1e-5, None)
     assert torch.equal(sum_out, total)
     for row, q, s in zip(y.double(), out, scale.flatten(), strict=True):
@@ -165,15 +165,15 @@ def test_the_norm_is_the_definition(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("door_name", DOORS)
+@pytest.mark.parametrize("path_name", CALL_PATHS)
 def test_the_activation_is_the_definition(
-    module: ModuleType, isa: str, door_name: str, dtype: torch.dtype
+    module: ModuleType, isa: str, path_name: str, dtype: torch.dtype
 ) -> None:
     x = random(6, 514, dtype=dtype) * 3
     gate, up = x[:, :257].double(), x[:, 257:]
     y = (gate * torch.sigmoid(gate)).to(dtype) * up
     out, scale = torch.zeros(6, 257, dtype=FP8), torch.zeros(6, 3)
-    door(module, door_name, "silu_and_mul_group_quant_fp8")(out, scale, x, 100, False)
+    call_path(module, path_name, "silu_and_mul_group_quant_fp8")(out, scale, x, 100, False)
     wanted, wanted_scale = quant.per_token_group_quant_fp8.impls["native"].impl_fn(y, 100)
     torch.testing.assert_close(scale, wanted_scale, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=0)
     assert share_of_neighbours(out, wanted) <= 0.005
@@ -296,11 +296,11 @@ def refusals() -> dict[str, tuple[str, Arguments, str]]:
 
 
 @pytest.mark.parametrize("case", refusals())
-@pytest.mark.parametrize("door_name", DOORS)
-def test_refusals(module: ModuleType, door_name: str, case: str) -> None:
+@pytest.mark.parametrize("path_name", CALL_PATHS)
+def test_refusals(module: ModuleType, path_name: str, case: str) -> None:
     op, arguments, message = refusals()[case]
     with pytest.raises(RuntimeError, match=f"{op}: .*{message}"):
-        door(module, door_name, op)(*arguments)
+        call_path(module, path_name, op)(*arguments)
 
 
 @pytest.mark.parametrize("op", [*GATED, NORMS[0], ADDS[0]], ids=lambda op: op.name)

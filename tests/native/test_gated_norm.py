@@ -1,4 +1,4 @@
-"""rms_norm_gated computes its definition: every dtype, order, gate, door and instruction set."""
+"""rms_norm_gated computes its definition: every dtype, order, gate, path and instruction set."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from opweave.ir.ops.gated_norm import rms_norm_gated as op
 from opweave.kernels.opweave_c.gated_norm import rms_norm_gated as provided
 
 from .oracle import (
-    DOORS,
+    CALL_PATHS,
     DTYPES,
     assert_op_close,
-    door,
+    call_path,
     random,
     using_threads,
     weight_for,
@@ -91,9 +91,9 @@ def test_values(
         weight = weight_for(kind, shape[-1], dtype)
         for size in (group_size, None):
             whole = shape[-1] if size is None else size
-            outs = [torch.full_like(x, 7) for _ in DOORS]
-            for name, out in zip(DOORS, outs, strict=True):
-                run = door(module, name, "rms_norm_gated")
+            outs = [torch.full_like(x, 7) for _ in CALL_PATHS]
+            for name, out in zip(CALL_PATHS, outs, strict=True):
+                run = call_path(module, name, "rms_norm_gated")
                 run(out, x, weight, z, 1e-5, whole, before, activation == "sigmoid")
             assert torch.equal(*outs)
             arguments = (x, weight, z, 1e-5, size, before, activation)
@@ -143,9 +143,9 @@ def test_strides_are_those_of_native(module: ModuleType, dtype: torch.dtype, lay
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 def test_out_may_be_x_or_the_gate(module: ModuleType, name: str, order: tuple[bool, str]) -> None:
-    run = door(module, name, "rms_norm_gated")
+    run = call_path(module, name, "rms_norm_gated")
     for width in (77, 5000):
         x, z = random(2, 5, width, dtype=torch.bfloat16)
         wanted = provided(x, None, z, 1e-5, None, *order)
@@ -206,9 +206,9 @@ def test_refusals(module: ModuleType) -> None:
         ),
     ]
     for arguments, expected in refused:
-        for name in DOORS:
+        for name in CALL_PATHS:
             with pytest.raises(RuntimeError) as error:
-                door(module, name, "rms_norm_gated")(*arguments, False, False)
+                call_path(module, name, "rms_norm_gated")(*arguments, False, False)
             assert str(error.value).startswith(f"rms_norm_gated: {expected}")
 
 

@@ -1,4 +1,4 @@
-"""Every kind of argument and result, the same through both doors."""
+"""Every kind of argument and result, the same through both call paths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opweave.native import NativeModule
 
-from .kit_module import DOORS, NAME, SOURCE, door
+from .kit_module import CALL_PATHS, NAME, SOURCE, call_path
 from .oracle import using_threads
 
 LONG = list(range(-50, 200))
@@ -38,27 +38,27 @@ def expected(x: Tensor | None, i: int, f: float, b: bool, values: Any, *rest: An
     return [float(v) for v in (count, i, f, b, len(values), sum(values), *optional, tail)]
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 @pytest.mark.parametrize("arguments", CALLS, ids=range(len(CALLS)))
 def test_arguments(kit: NativeModule, name: str, arguments: tuple[Any, ...]) -> None:
     out = torch.zeros(10, dtype=torch.float64)
-    assert door(kit, name, "write_all")(out, *arguments) is None
+    assert call_path(kit, name, "write_all")(out, *arguments) is None
     assert out.tolist() == expected(*arguments)
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 def test_results(kit: NativeModule, name: str) -> None:
     x = torch.ones(2, 3)
     for value in (0, -1, BIG, -BIG - 1):
-        assert door(kit, name, "give_int")(x, value) == value
+        assert call_path(kit, name, "give_int")(x, value) == value
     for number in (0.0, -1.0, 1e-300, float("inf")):
-        assert door(kit, name, "give_float")(x, number) == number
+        assert call_path(kit, name, "give_float")(x, number) == number
     for flag in (True, False):
-        assert door(kit, name, "give_bool")(x, flag) is flag
-    result = door(kit, name, "give_several")(x, [1, 2], None)
+        assert call_path(kit, name, "give_bool")(x, flag) is flag
+    result = call_path(kit, name, "give_several")(x, [1, 2], None)
     assert result == (6, 3.5, False)
     assert [type(part) for part in result] == [int, float, bool]
-    assert door(kit, name, "give_several")(x, (), 2) == (6, 2.0, True)
+    assert call_path(kit, name, "give_several")(x, (), 2) == (6, 2.0, True)
 
 
 WRONG: list[tuple[str, tuple[Any, ...], str]] = [
@@ -79,24 +79,24 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
 def test_wrong_types(kit: NativeModule, op: str, arguments: tuple[Any, ...], message: str) -> None:
     x = torch.ones(3)
     with pytest.raises(TypeError) as error:
-        door(kit, "direct", op)(x, *arguments)
+        call_path(kit, "direct", op)(x, *arguments)
     assert str(error.value) == f"{op}: {message}"
     for name in ("torch_ops", "module"):
         with pytest.raises((TypeError, RuntimeError)):
-            door(kit, name, op)(x, *arguments)
+            call_path(kit, name, op)(x, *arguments)
 
 
 def test_too_big_for_an_int(kit: NativeModule) -> None:
     with pytest.raises(TypeError, match=r"^give_int: i must be an int of 64 bits$"):
-        door(kit, "direct", "give_int")(torch.ones(3), BIG + 1)
+        call_path(kit, "direct", "give_int")(torch.ones(3), BIG + 1)
     for name in ("torch_ops", "module"):
         with pytest.raises((OverflowError, RuntimeError)):
-            door(kit, name, "give_int")(torch.ones(3), BIG + 1)
+            call_path(kit, name, "give_int")(torch.ones(3), BIG + 1)
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 def test_what_a_function_throws(kit: NativeModule, name: str) -> None:
-    fail, x = door(kit, name, "fail"), torch.ones(3)
+    fail, x = call_path(kit, name, "fail"), torch.ones(3)
     assert fail(x, [0], None) is None
     with pytest.raises(RuntimeError, match="fail: list must not be empty"):
         fail(x, [], None)
@@ -111,9 +111,9 @@ def test_what_a_function_throws(kit: NativeModule, name: str) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 def test_what_a_loop_throws(kit: NativeModule, name: str, threads: int) -> None:
-    fail_in_loop, x = door(kit, name, "fail_in_loop"), torch.ones(64)
+    fail_in_loop, x = call_path(kit, name, "fail_in_loop"), torch.ones(64)
     with using_threads(threads):
         assert fail_in_loop(x, 64) is None
         for first in (0, 1, 40, 63):
@@ -121,9 +121,9 @@ def test_what_a_loop_throws(kit: NativeModule, name: str, threads: int) -> None:
                 fail_in_loop(x, first)
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 def test_tensors_side_by_side(kit: NativeModule, name: str) -> None:
-    check_disjoint, both = door(kit, name, "check_disjoint"), torch.ones(5, 6)
+    check_disjoint, both = call_path(kit, name, "check_disjoint"), torch.ones(5, 6)
     for left, right in ((both[:, :3], both[:, 3:]), (both[:, 0], both[:, 1]), (both[0], both[1])):
         check_disjoint(left, right)
         check_disjoint(right, left)
@@ -132,11 +132,11 @@ def test_tensors_side_by_side(kit: NativeModule, name: str) -> None:
             check_disjoint(left, right)
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 def test_a_dtype_whose_size_is_unknown(kit: NativeModule, name: str) -> None:
     both = torch.ones(5, dtype=torch.complex64)
     with pytest.raises(RuntimeError, match="left must have a dtype that native kernels take, foun"):
-        door(kit, name, "check_disjoint")(both[1:], both[:4])
+        call_path(kit, name, "check_disjoint")(both[1:], both[:4])
 
 
 SCHEMAS = SOURCE.read_text(encoding="utf-8").partition("kBadSchemas[] = {")[2].partition("};")[0]
@@ -218,11 +218,13 @@ def resident_kib() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 def test_nothing_is_leaked(kit: NativeModule, name: str) -> None:
     """One leaked list or cell of an optional argument in each call would be 320 kB or more."""
     x, out = torch.ones(3), torch.zeros(10, dtype=torch.float64)
-    write, several, fail = (door(kit, name, op) for op in ("write_all", "give_several", "fail"))
+    write, several, fail = (
+        call_path(kit, name, op) for op in ("write_all", "give_several", "fail")
+    )
 
     def call(times: int) -> None:
         for _ in range(times):

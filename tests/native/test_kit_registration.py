@@ -15,7 +15,13 @@ import pytest
 import torch
 
 from opweave import native
-from opweave.native import NativeBuildError, NativeImportError, doors, opened_modules, registration
+from opweave.native import (
+    NativeBuildError,
+    NativeImportError,
+    call_paths,
+    opened_modules,
+    registration,
+)
 
 from .kit_module import add_source, empty_source
 
@@ -150,8 +156,10 @@ def test_a_torch_that_lacks_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_opweaves_own_module_degrades(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = "torch could not define h(Tensor x) -> ()"
-    monkeypatch.setattr(doors, "_opened", {})
-    assert doors.open_doors(Raw(problem, "h(Tensor x) -> ()"), "kit_own").problem == problem
+    monkeypatch.setattr(call_paths, "_opened", {})
+    assert (
+        call_paths.open_call_paths(Raw(problem, "h(Tensor x) -> ()"), "kit_own").problem == problem
+    )
     assert registration.failure(problem) == problem
     assert registration.failure("this torch has no x; torch 2.11 or newer is needed") is None
 

@@ -14,7 +14,7 @@ from opweave import ir
 from opweave.ir.ops.kv_cache import reshape_and_cache
 from opweave.kernels.opweave_c import kv_cache
 
-from .oracle import DOORS, DTYPES, door, random, using_threads
+from .oracle import CALL_PATHS, DTYPES, call_path, random, using_threads
 from .paged_cases import SHARED, in_one_tensor
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -56,7 +56,7 @@ def assert_same(got: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 def test_values(module: ModuleType, name: str, dtype: torch.dtype) -> None:
     for tokens, heads, size, value_size, blocks, block_size in (
         (7, 2, 8, 8, 4, 16),
@@ -71,7 +71,7 @@ def test_values(module: ModuleType, name: str, dtype: torch.dtype) -> None:
         )
         wanted = written(key, caches[0], slots), written(value, caches[1], slots)
         native = reshape_and_cache.native(key, value, *caches, slots)
-        door(module, name, "reshape_and_cache")(key, value, *caches, slots)
+        call_path(module, name, "reshape_and_cache")(key, value, *caches, slots)
         for got, expected, defined in zip(caches, wanted, native, strict=True):
             assert_same(got, expected)
             assert_same(defined, expected)
@@ -185,11 +185,11 @@ REFUSED: list[tuple[Callable[[], tuple[Any, ...]], str]] = [
 
 @pytest.mark.parametrize(("make", "expected"), REFUSED, ids=[c[1][:50] for c in REFUSED])
 def test_refusals(module: ModuleType, make: Callable[[], tuple[Any, ...]], expected: str) -> None:
-    for name in DOORS:
+    for name in CALL_PATHS:
         arguments = make()
         before = [a.clone() for a in arguments]
         with pytest.raises(RuntimeError) as error:
-            door(module, name, "reshape_and_cache")(*arguments)
+            call_path(module, name, "reshape_and_cache")(*arguments)
         assert str(error.value).startswith(f"reshape_and_cache: {expected}")
         for argument, copy in zip(arguments, before, strict=True):
             assert torch.equal(argument, copy)
@@ -291,7 +291,7 @@ def fuzz(module: ModuleType, cases: int, seed: int) -> None:
             seed=number,
         )
         wanted = written(key, caches[0], slots), written(value, caches[1], slots)
-        run = door(module, DOORS[draw(0, 1)], "reshape_and_cache")
+        run = call_path(module, CALL_PATHS[draw(0, 1)], "reshape_and_cache")
         run(key, value, *caches, slots)
         assert torch.equal(caches[0], wanted[0])
         assert torch.equal(caches[1], wanted[1])

@@ -1,4 +1,4 @@
-"""layer_norm computes its definition: every dtype, weight, bias, door and instruction set."""
+"""layer_norm computes its definition: every dtype, weight, bias, call path and instruction set."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from opweave.ir.ops.layer_norm import layer_norm as op
 from opweave.kernels.opweave_c.layer_norm import layer_norm as provided
 
 from .oracle import (
-    DOORS,
+    CALL_PATHS,
     DTYPES,
     assert_op_close,
-    door,
+    call_path,
     random,
     using_threads,
     weight_for,
@@ -69,9 +69,9 @@ def test_values(module: ModuleType, isa: str, dtype: torch.dtype, vectors: tuple
         x = 3 + random(*shape, dtype=dtype)
         weight = weight_for(vectors[0], shape[-1], dtype)
         bias = weight_for(vectors[1], shape[-1], dtype, seed=4)
-        outs = [torch.full_like(x, 7) for _ in DOORS]
-        for name, out in zip(DOORS, outs, strict=True):
-            door(module, name, "layer_norm")(out, x, weight, bias, 1e-5)
+        outs = [torch.full_like(x, 7) for _ in CALL_PATHS]
+        for name, out in zip(CALL_PATHS, outs, strict=True):
+            call_path(module, name, "layer_norm")(out, x, weight, bias, 1e-5)
         assert torch.equal(*outs)
         near(outs[0], oracle(x, weight, bias, 1e-5))
         assert accepts(x, weight, bias, 1e-5)
@@ -114,11 +114,11 @@ def test_strides_are_those_of_native(module: ModuleType, dtype: torch.dtype, lay
     assert got.stride() == wanted.stride()
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 def test_out_may_be_x(module: ModuleType, name: str) -> None:
     x = random(5, 77, dtype=torch.float16)
     wanted = provided(x, None, None, 1e-5)
-    door(module, name, "layer_norm")(x, x, None, None, 1e-5)
+    call_path(module, name, "layer_norm")(x, x, None, None, 1e-5)
     assert torch.equal(x, wanted)
 
 
@@ -155,9 +155,9 @@ def test_refusals(module: ModuleType) -> None:
         ((x[:, :4], x[:, 1:5], None, None), "out is written and must not share memory with x"),
     ]
     for arguments, expected in refused:
-        for name in DOORS:
+        for name in CALL_PATHS:
             with pytest.raises(RuntimeError) as error:
-                door(module, name, "layer_norm")(*arguments, 1e-5)
+                call_path(module, name, "layer_norm")(*arguments, 1e-5)
             assert str(error.value).startswith(f"layer_norm: {expected}")
     y = x.half()
     with pytest.raises(RuntimeError, match="bias must have the dtype of weight, float16"):

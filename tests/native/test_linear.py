@@ -1,4 +1,4 @@
-"""Linear maps compute their definition: every dtype, layout, door and instruction set."""
+"""Linear layers compute their definition: every dtype, layout, call path and instruction set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from opweave.ir import IrOp
 from opweave.ir.ops.linear import linear, linear_w8a16
 from opweave.kernels.opweave_c import linear as provider
 
-from .oracle import DOORS, DTYPES, assert_op_close, door, random, using_threads, with_extremes
+from .oracle import (
+    CALL_PATHS,
+    DTYPES,
+    assert_op_close,
+    call_path,
+    random,
+    using_threads,
+    with_extremes,
+)
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 W8 = (INT8, FP8)
@@ -59,9 +67,9 @@ def call(module: ModuleType, name: str, out: Tensor, *arguments: Any) -> Tensor:
     """Call the op for (x, weight, scale or None, bias)."""
     x, weight, scale, bias = arguments
     if scale is None:
-        door(module, name, "linear")(out, x, weight, bias)
+        call_path(module, name, "linear")(out, x, weight, bias)
     else:
-        door(module, name, "linear_w8a16")(out, x, weight, scale, bias)
+        call_path(module, name, "linear_w8a16")(out, x, weight, scale, bias)
     return out
 
 
@@ -74,13 +82,13 @@ def by_many(
     *,
     fewest: int = 0,
 ) -> Tensor:
-    """By the kernel for many tokens, if there are *fewest* of them; both doors."""
-    outs = [torch.full((*x.shape[:-1], weight.shape[0]), 7.0, dtype=x.dtype) for _ in DOORS]
-    for name, out in zip(DOORS, outs, strict=True):
+    """By the kernel for many tokens, if there are *fewest* of them; both call paths."""
+    outs = [torch.full((*x.shape[:-1], weight.shape[0]), 7.0, dtype=x.dtype) for _ in CALL_PATHS]
+    for name, out in zip(CALL_PATHS, outs, strict=True):
         if scale is None:
-            door(module, name, "linear_many")(out, x, weight, bias, fewest)
+            call_path(module, name, "linear_many")(out, x, weight, bias, fewest)
         else:
-            door(module, name, "linear_w8a16_many")(out, x, weight, scale, bias, fewest)
+            call_path(module, name, "linear_w8a16_many")(out, x, weight, scale, bias, fewest)
     assert torch.equal(outs[0].nan_to_num(9.0), outs[1].nan_to_num(9.0))
     return outs[0]
 
@@ -92,7 +100,7 @@ def run(module: ModuleType, x: Tensor, weight: Tensor, scale: Tensor | None) -> 
 
 def widened(module: ModuleType, name: str, weight: Tensor, scale: Tensor) -> Tensor:
     out = torch.full(weight.shape, 7.0)
-    door(module, name, "widen_rows")(out, weight, scale)
+    call_path(module, name, "widen_rows")(out, weight, scale)
     return out
 
 
@@ -129,8 +137,8 @@ def test_values(module: ModuleType, isa: str, kind: Any, dtype: torch.dtype) -> 
         weight = weights_of(dtype if kind == "same" else kind, rows, columns)
         scale = None if kind == "same" else scale_of("rows", rows)
         bias = random(rows, dtype=dtype, seed=2) if tokens % 2 else None
-        outs = [torch.full((tokens, rows), 7.0, dtype=dtype) for _ in DOORS]
-        for name, out in zip(DOORS, outs, strict=True):
+        outs = [torch.full((tokens, rows), 7.0, dtype=dtype) for _ in CALL_PATHS]
+        for name, out in zip(CALL_PATHS, outs, strict=True):
             call(module, name, out, x, weight, scale, bias)
         assert torch.equal(*outs)
         near(outs[0], oracle(x, weight, scale, bias))
@@ -352,7 +360,7 @@ def test_widened_rows_are_those_of_the_definition(
         scale = scale_of(kind, len(weight))
         for factor in (1.0, 2e38, 1e-38):
             wanted = weight.float() * (scale * factor).reshape(-1, 1)
-            for name in DOORS:
+            for name in CALL_PATHS:
                 got = widened(module, name, weight, scale * factor)
                 assert torch.equal(got.isnan(), wanted.isnan())
                 assert torch.equal(
@@ -613,9 +621,9 @@ def refusals() -> list[tuple[str, tuple[Any, ...], str]]:
 
 @pytest.mark.parametrize(("op", "arguments", "expected"), refusals())
 def test_refusals(module: ModuleType, op: str, arguments: tuple[Any, ...], expected: str) -> None:
-    for name in DOORS:
+    for name in CALL_PATHS:
         with pytest.raises(RuntimeError) as error:
-            door(module, name, op)(*arguments)
+            call_path(module, name, op)(*arguments)
         assert str(error.value).startswith(f"{op}: {expected}")
 
 

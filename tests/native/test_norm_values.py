@@ -1,4 +1,4 @@
-"""The norms compute their definition: every dtype, weight, door, layout and instruction set."""
+"""The norms compute their definition: every dtype, weight, path, layout and instruction set."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from opweave import ir
 
 from . import oracle
 from .oracle import (
-    DOORS,
+    CALL_PATHS,
     DTYPES,
     FLUSHING,
     assert_near,
     assert_op_close,
-    door,
+    call_path,
     random,
     using_threads,
     weight_for,
@@ -34,31 +34,31 @@ NORMS = ("rms_norm", "add_rms_norm", "fused_add_rms_norm")
 
 @pytest.mark.parametrize("weight_kind", WEIGHTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("door_name", DOORS)
+@pytest.mark.parametrize("path_name", CALL_PATHS)
 def test_rms_norm(
-    module: ModuleType, isa: str, door_name: str, dtype: torch.dtype, weight_kind: str
+    module: ModuleType, isa: str, path_name: str, dtype: torch.dtype, weight_kind: str
 ) -> None:
     for shape in SHAPES:
         x = random(*shape, dtype=dtype)
         weight = weight_for(weight_kind, shape[-1], dtype)
         out = torch.full_like(x, 7)
-        door(module, door_name, "rms_norm")(out, x, weight, 1e-6)
+        call_path(module, path_name, "rms_norm")(out, x, weight, 1e-6)
         assert_near(out, oracle.rms_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("weight_kind", WEIGHTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("door_name", DOORS)
+@pytest.mark.parametrize("path_name", CALL_PATHS)
 def test_fused_add_rms_norm(
-    module: ModuleType, isa: str, door_name: str, dtype: torch.dtype, weight_kind: str
+    module: ModuleType, isa: str, path_name: str, dtype: torch.dtype, weight_kind: str
 ) -> None:
     for shape in SHAPES:
         x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=2)
         weight = weight_for(weight_kind, shape[-1], dtype)
         wanted, total = oracle.fused_add_rms_norm(x, residual, weight, 1e-5)
         out, added = torch.full_like(x, 7), torch.full_like(x, 7)
-        door(module, door_name, "add_rms_norm")(out, added, x, residual, weight, 1e-5)
-        door(module, door_name, "fused_add_rms_norm")(x, residual, weight, 1e-5)
+        call_path(module, path_name, "add_rms_norm")(out, added, x, residual, weight, 1e-5)
+        call_path(module, path_name, "fused_add_rms_norm")(x, residual, weight, 1e-5)
         assert torch.equal(residual, total)
         assert torch.equal(added, total)
         assert torch.equal(out, x)
@@ -160,11 +160,11 @@ def test_expanded_input(module: ModuleType) -> None:
     assert_near(out, oracle.rms_norm(x, None, 1e-6))
 
 
-@pytest.mark.parametrize("door_name", DOORS)
-def test_out_may_be_x(module: ModuleType, isa: str, door_name: str) -> None:
+@pytest.mark.parametrize("path_name", CALL_PATHS)
+def test_out_may_be_x(module: ModuleType, isa: str, path_name: str) -> None:
     x = random(5, 77, dtype=torch.bfloat16)
     wanted = oracle.rms_norm(x, None, 1e-6)
-    door(module, door_name, "rms_norm")(x, x, None, 1e-6)
+    call_path(module, path_name, "rms_norm")(x, x, None, 1e-6)
     assert_near(x, wanted)
 
 
@@ -266,13 +266,13 @@ def fuzz(module: ModuleType, isas: tuple[str, ...], count: int, seed: int) -> No
         weight = weight_for(draw.choice(WEIGHTS), width, x.dtype, number)
         epsilon = draw.choice([0.0, 1e-6, 1.0])
         module._select_isa(draw.choice(isas))
-        doors = [door(module, draw.choice(DOORS), name) for name in NORMS]
+        paths = [call_path(module, draw.choice(CALL_PATHS), name) for name in NORMS]
         normed, out, total = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
-        doors[0](normed, x, weight, epsilon)
+        paths[0](normed, x, weight, epsilon)
         assert_op_close(ir.ops.rms_norm, normed, ir.ops.rms_norm.native(x, weight, epsilon))
         wanted, added = ir.ops.fused_add_rms_norm.native(x, residual, weight, epsilon)
-        doors[1](out, total, x, residual, weight, epsilon)
-        doors[2](x, residual, weight, epsilon)
+        paths[1](out, total, x, residual, weight, epsilon)
+        paths[2](x, residual, weight, epsilon)
         for found, sums in ((out, total), (x, residual)):
             assert_op_close(ir.ops.fused_add_rms_norm, sums, added, share=1)
             assert_op_close(ir.ops.fused_add_rms_norm, found, wanted)

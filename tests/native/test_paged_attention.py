@@ -19,7 +19,7 @@ from opweave import ir
 from opweave.ir.ops.paged_attention import paged_attention
 from opweave.kernels.opweave_c import paged_attention as provider
 
-from .oracle import DOORS, DTYPES, door, using_threads
+from .oracle import CALL_PATHS, DTYPES, call_path, using_threads
 from .paged_cases import (
     BLIND,
     DECODE,
@@ -47,7 +47,7 @@ def check(run: Callable[..., None], c: Case) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 @pytest.mark.parametrize("sequences", [DECODE, PREFILL, MIXED, BLIND, []])
 def test_values(
     module: ModuleType,
@@ -56,7 +56,7 @@ def test_values(
     dtype: torch.dtype,
     sequences: list[tuple[int, int]],
 ) -> None:
-    run = door(module, name, "paged_attention")
+    run = call_path(module, name, "paged_attention")
     check(run, case(sequences, dtype=dtype))
     check(run, case(sequences, dtype=dtype, extra=2, causal=False, block_size=64))
 
@@ -385,11 +385,11 @@ REFUSED: list[tuple[Callable[[], tuple[Any, ...]], str]] = [
 @pytest.mark.parametrize(("make", "expected"), REFUSED, ids=[c[1][:50] for c in REFUSED])
 def test_refusals(module: ModuleType, make: Callable[[], tuple[Any, ...]], expected: str) -> None:
     expected = expected or "out is written and must not share memory with query"
-    for name in DOORS:
+    for name in CALL_PATHS:
         arguments = make()
         before = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
         with pytest.raises(RuntimeError) as error:
-            door(module, name, "paged_attention")(*arguments)
+            call_path(module, name, "paged_attention")(*arguments)
         assert str(error.value).startswith(f"paged_attention: {expected}")
         for argument, copy in zip(arguments, before, strict=True):
             if isinstance(copy, Tensor):
@@ -489,7 +489,7 @@ def fuzz(module: ModuleType, isas: tuple[str, ...], cases: int, seed: int) -> No
                 window=draw(1, 40) if causal and draw(0, 1) else None,
                 soft_cap=draw(1, 50) / 10 if draw(0, 1) else None,
             )
-            check(door(module, DOORS[draw(0, 1)], "paged_attention"), c)
+            check(call_path(module, CALL_PATHS[draw(0, 1)], "paged_attention"), c)
     finally:
         module._select_isa(None)
 

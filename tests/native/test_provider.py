@@ -78,7 +78,7 @@ def test_selection(module: ModuleType) -> None:
     assert found[0].shape == rank_nine.shape
 
 
-def test_fake_tensors_take_the_graph_door(module: ModuleType) -> None:
+def test_fake_tensors_take_the_graph_path(module: ModuleType) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode() as mode:

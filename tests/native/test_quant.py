@@ -15,7 +15,7 @@ from opweave.ir import IrOp
 from opweave.ir.ops import quant as ops
 
 from . import quant_oracle as oracle
-from .oracle import DOORS, DTYPES, door, random
+from .oracle import CALL_PATHS, DTYPES, call_path, random
 from .quant_oracle import FP8, INT8, OPS, assert_codes, check, native, ours, same_bits
 
 SHAPES = [(1, 64), (7, 769), (3, 5, 517), (64,), (0, 32), (4, 0), (3, 1), (2, 3, 2, 17), (2, 5125)]
@@ -144,16 +144,16 @@ def test_many_floats(module: ModuleType, isa: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("out_dtype", [FP8, INT8], ids=str)
-@pytest.mark.parametrize("door_name", DOORS)
+@pytest.mark.parametrize("path_name", CALL_PATHS)
 def test_per_token(
-    module: ModuleType, isa: str, door_name: str, out_dtype: torch.dtype, dtype: torch.dtype
+    module: ModuleType, isa: str, path_name: str, out_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     op = {FP8: ops.dynamic_per_token_quant_fp8, INT8: ops.dynamic_per_token_quant_int8}[out_dtype]
     for shape in SHAPES:
         x = random(*shape, dtype=dtype) * 3
         out = torch.zeros(shape, dtype=out_dtype)
         scale = torch.full((*shape[:-1], 1), 7.0)
-        door(module, door_name, "dynamic_per_token_quant")(out, scale, x, None)
+        call_path(module, path_name, "dynamic_per_token_quant")(out, scale, x, None)
         wanted, wanted_scale = native(op, x)
         assert same_bits(out, wanted)
         assert torch.equal(scale, wanted_scale)
@@ -164,12 +164,12 @@ def test_per_token(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("door_name", DOORS)
-def test_per_tensor(module: ModuleType, isa: str, door_name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("path_name", CALL_PATHS)
+def test_per_tensor(module: ModuleType, isa: str, path_name: str, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         x = random(*shape, dtype=dtype) * 3
         out, scale = torch.zeros(shape, dtype=FP8), torch.full((1,), 7.0)
-        door(module, door_name, "dynamic_per_tensor_quant_fp8")(out, scale, x)
+        call_path(module, path_name, "dynamic_per_tensor_quant_fp8")(out, scale, x)
         wanted, wanted_scale = native(ops.dynamic_per_tensor_quant_fp8, x)
         assert same_bits(out, wanted)
         assert torch.equal(scale, wanted_scale)
@@ -181,15 +181,15 @@ def test_per_tensor(module: ModuleType, isa: str, door_name: str, dtype: torch.d
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("door_name", DOORS)
+@pytest.mark.parametrize("path_name", CALL_PATHS)
 def test_groups(
-    module: ModuleType, isa: str, door_name: str, dtype: torch.dtype, power_of_two: bool
+    module: ModuleType, isa: str, path_name: str, dtype: torch.dtype, power_of_two: bool
 ) -> None:
     for shape, size in [((3, 512), 128), ((8, 513), 64), ((2, 3, 50), 7), ((5, 9), 100), ((4,), 1)]:
         x = random(*shape, dtype=dtype) * 3
         groups = -(-shape[-1] // size)
         out, scale = torch.zeros(shape, dtype=FP8), torch.zeros(*shape[:-1], groups)
-        door(module, door_name, "per_token_group_quant_fp8")(out, scale, x, size, power_of_two)
+        call_path(module, path_name, "per_token_group_quant_fp8")(out, scale, x, size, power_of_two)
         wanted = native(ops.per_token_group_quant_fp8, x, size, power_of_two)
         assert same_bits(out, wanted[0])
         assert torch.equal(scale, wanted[1])
@@ -224,16 +224,16 @@ def test_every_16_bit_value_in_groups(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("out_dtype", [FP8, INT8], ids=str)
-@pytest.mark.parametrize("door_name", DOORS)
+@pytest.mark.parametrize("path_name", CALL_PATHS)
 def test_static(
-    module: ModuleType, isa: str, door_name: str, out_dtype: torch.dtype, dtype: torch.dtype
+    module: ModuleType, isa: str, path_name: str, out_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     op = {FP8: ops.static_quant_fp8, INT8: ops.static_quant_int8}[out_dtype]
     x = random(6, 8, 96, dtype=dtype)
     for blocks in [(), (1,), (1, 1), (48, 1), (1, 96), (48, 96), (48, 3), (4, 2), (1, 32), (24, 1)]:
         scale = 0.01 + 0.05 * torch.rand(blocks, generator=torch.Generator().manual_seed(1))
         out = torch.zeros(x.shape, dtype=out_dtype)
-        door(module, door_name, "static_quant")(out, x, scale)
+        call_path(module, path_name, "static_quant")(out, x, scale)
         assert same_bits(out, native(op, x, scale)[0]), blocks
         a, b = blocks if len(blocks) == 2 else (1, 1)
         wide = (

@@ -16,7 +16,7 @@ from opweave.ir.ops import quant as ops
 from opweave.kernels.opweave_c import quant as provider
 
 from . import quant_oracle as oracle
-from .oracle import DOORS, DTYPES, door, random, using_threads
+from .oracle import CALL_PATHS, DTYPES, call_path, random, using_threads
 from .quant_oracle import FP8, INT8, OPS, check, native, ours, same_bits
 
 
@@ -111,11 +111,11 @@ def refusals() -> dict[str, tuple[str, tuple[object, ...], str]]:
 
 
 @pytest.mark.parametrize("case", refusals())
-@pytest.mark.parametrize("door_name", DOORS)
-def test_refusals(module: ModuleType, door_name: str, case: str) -> None:
+@pytest.mark.parametrize("path_name", CALL_PATHS)
+def test_refusals(module: ModuleType, path_name: str, case: str) -> None:
     op, arguments, message = refusals()[case]
     with pytest.raises(RuntimeError, match=f"{op}: .*{message}"):
-        door(module, door_name, op)(*arguments)
+        call_path(module, path_name, op)(*arguments)
 
 
 def test_the_ops_refuse_with_value_errors(module: ModuleType) -> None:

@@ -15,7 +15,7 @@ from opweave import ir
 from opweave.ir.ops.kv_cache import rope_reshape_and_cache
 from opweave.kernels.opweave_c import rope_cache
 
-from .oracle import DOORS, DTYPES, door, using_threads
+from .oracle import CALL_PATHS, DTYPES, call_path, using_threads
 from .rope_cases import Case, case, composed, projection, written
 from .rotary_oracle import assert_near, assert_same, rotated
 
@@ -63,9 +63,9 @@ def check(run: Callable[..., None], c: Case, isa: str, *, in_place: bool = False
 
 @pytest.mark.parametrize("is_neox", [True, False], ids=["neox", "interleaved"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 def test_values(module: ModuleType, isa: str, name: str, dtype: torch.dtype, is_neox: bool) -> None:
-    run = door(module, name, NAME)
+    run = call_path(module, name, NAME)
     for seed, shape in enumerate(SHAPES):
         c = case(
             *shape,
@@ -220,11 +220,11 @@ REFUSED: list[tuple[Callable[[], tuple[Any, ...]], str]] = [
 
 @pytest.mark.parametrize(("make", "expected"), REFUSED, ids=[c[1][:50] for c in REFUSED])
 def test_refusals(module: ModuleType, make: Callable[[], tuple[Any, ...]], expected: str) -> None:
-    for name in DOORS:
+    for name in CALL_PATHS:
         arguments = make()
         before = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
         with pytest.raises(RuntimeError) as error:
-            door(module, name, NAME)(*arguments)
+            call_path(module, name, NAME)(*arguments)
         assert str(error.value).startswith(f"{NAME}: {expected}")
         for argument, copy in zip(arguments, before, strict=True):
             assert not isinstance(copy, Tensor) or torch.equal(argument, copy)
@@ -348,7 +348,7 @@ def fuzz(module: ModuleType, isas: tuple[str, ...], cases: int, seed: int) -> No
             if draw(0, 1):  # rows with something between them
                 wide = torch.nn.functional.pad(c.query, (draw(0, 3), draw(1, 3)), value=9.0)
                 c = replace(c, query=wide[..., -c.query.shape[-1] - 1 : -1])
-            run = door(module, DOORS[draw(0, 1)], NAME)
+            run = call_path(module, CALL_PATHS[draw(0, 1)], NAME)
             check(run, c, isa, in_place=bool(draw(0, 1)))
     finally:
         module._select_isa(None)

@@ -16,7 +16,7 @@ from opweave import ir
 from opweave.ir.ops.rotary import qk_norm_rope, rotary_embedding
 from opweave.kernels.opweave_c import rotary
 
-from .oracle import DOORS, DTYPES, door, random, using_threads
+from .oracle import CALL_PATHS, DTYPES, call_path, random, using_threads
 from .rotary_oracle import (
     MAX_POSITION,
     assert_near,
@@ -33,11 +33,11 @@ HEADS = [(4, 2), (1, 1), (3, 0)]
 
 @pytest.mark.parametrize("is_neox", [True, False], ids=["neox", "interleaved"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("door_name", DOORS)
+@pytest.mark.parametrize("path_name", CALL_PATHS)
 def test_values(
-    module: ModuleType, isa: str, door_name: str, dtype: torch.dtype, is_neox: bool
+    module: ModuleType, isa: str, path_name: str, dtype: torch.dtype, is_neox: bool
 ) -> None:
-    run = door(module, door_name, "rotary_embedding")
+    run = call_path(module, path_name, "rotary_embedding")
     for head_size, size in SIZES:
         for q_heads, k_heads in HEADS:
             for tokens in (0, 1, 5):
@@ -87,11 +87,11 @@ def norm_case(dtype: torch.dtype, kind: str, tokens: int = 5, head_size: int = 8
 
 @pytest.mark.parametrize("kind", ["none", "same", "float32", "one"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("door_name", DOORS)
+@pytest.mark.parametrize("path_name", CALL_PATHS)
 def test_norm_and_rotation(
-    module: ModuleType, isa: str, door_name: str, dtype: torch.dtype, kind: str
+    module: ModuleType, isa: str, path_name: str, dtype: torch.dtype, kind: str
 ) -> None:
-    run = door(module, door_name, "qk_norm_rope")
+    run = call_path(module, path_name, "qk_norm_rope")
     for tokens, head_size in ((5, 80), (3, 128), (2, 7), (0, 64), (1, 1)):
         query, key, *rest = norm_case(dtype, kind, tokens, head_size)
         wanted = qk_norm_rope.native(query, key, *rest)
@@ -274,14 +274,14 @@ REFUSED: list[tuple[Callable[[], tuple[Any, ...]], str]] = [
 
 @pytest.mark.parametrize(("make", "expected"), REFUSED, ids=[c[1][:50] for c in REFUSED])
 def test_refusals(module: ModuleType, make: Callable[[], tuple[Any, ...]], expected: str) -> None:
-    for name in DOORS:
+    for name in CALL_PATHS:
         arguments = make()
         before = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
         if not expected:  # inputs may overlap where neither is written
-            door(module, name, "rotary_embedding")(*arguments)
+            call_path(module, name, "rotary_embedding")(*arguments)
             continue
         with pytest.raises(RuntimeError) as error:
-            door(module, name, "rotary_embedding")(*arguments)
+            call_path(module, name, "rotary_embedding")(*arguments)
         assert str(error.value).startswith(f"rotary_embedding: {expected}")
         for argument, copy in zip(arguments, before, strict=True):
             assert not isinstance(copy, Tensor) or torch.equal(argument, copy)
@@ -389,7 +389,7 @@ def test_compiles_in_one_graph(module: ModuleType, op: ir.IrOp) -> None:
     assert torch.equal(got[1], wanted[1])
 
 
-def test_fake_tensors_take_the_graph_door(module: ModuleType) -> None:
+def test_fake_tensors_take_the_graph_path(module: ModuleType) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     arguments = rotary_embedding.generate_inputs(num_tokens=5)
@@ -445,18 +445,18 @@ def fuzz(module: ModuleType, isas: tuple[str, ...], cases: int, seed: int) -> No
                 tensors.append(x if flat else torch.unflatten(x, -1, (count, head_size)))
             where = positions(*leading, seed=case)
             cache = table(size, dtype if draw(0, 1) else torch.float32, seed=case)
-            door_name = DOORS[draw(0, 1)]
+            path_name = CALL_PATHS[draw(0, 1)]
             if draw(0, 1):  # the same as one after the other
                 kind = (None, dtype, torch.float32)[draw(0, 2)]
                 weight = None if kind is None else random(head_size, dtype=kind, seed=case)
                 wanted = [normalised(module, x, weight, head_size) for x in tensors]
                 module.rotary_embedding(*wanted, *wanted, where, cache, head_size, is_neox)
-                run = door(module, door_name, "qk_norm_rope")
+                run = call_path(module, path_name, "qk_norm_rope")
                 weights = (weight, weight)
                 run(*tensors, *tensors, where, cache, *weights, 1e-6, head_size, is_neox)
             else:
                 wanted = rounded(*tensors, where, cache, head_size, is_neox)
-                run = door(module, door_name, "rotary_embedding")
+                run = call_path(module, path_name, "rotary_embedding")
                 run(*tensors, *tensors, where, cache, head_size, is_neox)
             for got, expected in zip(tensors, wanted, strict=True):
                 assert_same(got, expected, isa)

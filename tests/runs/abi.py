@@ -27,7 +27,7 @@ status = native.status()
 print(f"torch {torch.__version__}, CPython {platform.python_version()}, {status.path}")
 assert opweave.__file__.startswith(sys.prefix), f"not the installed wheel: {opweave.__file__}"
 assert torch.__version__.split("+")[0] == sys.argv[1], f"asked for torch {sys.argv[1]}"
-assert status.available and status.torch_ops and status.fast_door, status
+assert status.available and status.torch_ops and status.fast_call, status
 """
 
 

@@ -56,7 +56,7 @@ def _native(status: Mapping[str, Any]) -> dict[str, Any]:
     others = [level for level in status["isa_levels"] if level != status["isa"]]
     return {
         "instruction set": f"{status['isa']} (also: {_show(others)})",
-        "direct calls": f"{_show(status['fast_door'])} (kernels are called without torch.ops)",
+        "direct calls": f"{_show(status['fast_call'])} (kernels are called without torch.ops)",
         "file": status["path"],
     }
 

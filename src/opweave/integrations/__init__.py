@@ -1,1 +1,1 @@
-"""Doors for code that was written against other projects' interfaces."""
+"""Entry points for code that was written against other projects' interfaces."""

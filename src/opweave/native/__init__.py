@@ -5,7 +5,7 @@ and the functions about it call that. `load` builds and loads a module of your o
 that of a package ahead of time, and `import_module` imports it.
 """
 
-from opweave.native.doors import NativeModule, import_module, opened_modules
+from opweave.native.call_paths import NativeModule, import_module, opened_modules
 from opweave.native.errors import NativeBuildError, NativeImportError
 from opweave.native.guard import plain_check
 from opweave.native.jit import load

@@ -10,7 +10,7 @@ from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 
 from opweave.native import cache
-from opweave.native.doors import NativeModule
+from opweave.native.call_paths import NativeModule
 from opweave.native.errors import NativeBuildError
 from opweave.native.extension import Extension, check_list, check_name, check_sources
 

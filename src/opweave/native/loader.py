@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol, cast
 
-from opweave.native.doors import open_doors
+from opweave.native.call_paths import open_call_paths
 
 NAMESPACE = "opweave_c"
 """The ops are ``torch.ops.opweave_c.<op>``."""
@@ -24,7 +25,7 @@ class NativeStatus:
         reason_missing: why it is not available, or None.
         isa: the instruction set in use.
         isa_levels: those that this CPU can run, best first.
-        fast_door: whether ``_C_ops.<op>`` may be called directly.
+        fast_call: whether ``_C_ops.<op>`` may be called directly.
         torch_ops: whether ``torch.ops.opweave_c`` has the ops.
         path: the module's file.
     """
@@ -33,9 +34,16 @@ class NativeStatus:
     reason_missing: str | None
     isa: str | None
     isa_levels: tuple[str, ...]
-    fast_door: bool
+    fast_call: bool
     torch_ops: bool
     path: str | None
+
+    @property
+    def fast_door(self) -> bool:
+        """Deprecated name of `fast_call`."""
+        message = "NativeStatus.fast_door is deprecated; use NativeStatus.fast_call"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.fast_call
 
 
 class _Interface(Protocol):
@@ -51,7 +59,7 @@ class _Interface(Protocol):
 def module() -> ModuleType | None:
     """Return ``opweave._C_ops``, or None if it cannot be used; `status` says why.
 
-    The first call imports the module and opens both doors. Never raises.
+    The first call imports the module and opens both call paths. Never raises.
     """
     return _loaded()[0]
 
@@ -77,15 +85,15 @@ def _loaded() -> tuple[ModuleType | None, NativeStatus]:
 
 def _open(raw: ModuleType) -> tuple[ModuleType | None, NativeStatus]:
     native = cast(_Interface, raw)
-    doors = open_doors(raw, NAMESPACE)
-    problem = native._isa_error() or doors.problem
+    paths = open_call_paths(raw, NAMESPACE)
+    problem = native._isa_error() or paths.problem
     found = NativeStatus(
         available=problem is None,
         reason_missing=problem,
         isa=native._isa(),
         isa_levels=native._available_isas(),
-        fast_door=doors.direct,
-        torch_ops=doors.problem is None,
+        fast_call=paths.direct,
+        torch_ops=paths.problem is None,
         path=native.__file__,
     )
     return (raw if found.available else None), found
@@ -103,7 +111,7 @@ def _missing(reason: str) -> NativeStatus:
         reason_missing=reason,
         isa=None,
         isa_levels=(),
-        fast_door=False,
+        fast_call=False,
         torch_ops=False,
         path=None,
     )

@@ -7,7 +7,7 @@ from torch import Tensor
 from opweave.ir import rules
 from opweave.ir.ops import activation as ops
 from opweave.kernels.opweave_c.arguments import ROWS
-from opweave.kernels.opweave_c.doors import implements, native_op
+from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.opweave_c.outputs import half_of
 
 _GATED = ROWS & rules.last_dim_multiple_of("x", 2)

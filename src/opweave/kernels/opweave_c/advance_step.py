@@ -9,7 +9,7 @@ from opweave.ir import rules
 from opweave.ir.ops.advance_step import advance_step_flashattn as op
 from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
 from opweave.kernels.opaque import mutating
-from opweave.kernels.opweave_c.doors import implements
+from opweave.kernels.opweave_c.call_paths import implements
 
 _UPDATED = ("input_tokens", "input_positions", "seq_lens", "slot_mapping")
 _TENSORS = (*_UPDATED, "sampled_token_ids", "block_tables")

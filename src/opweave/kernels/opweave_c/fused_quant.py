@@ -8,7 +8,7 @@ from torch import Tensor
 from opweave.ir import rules
 from opweave.ir.ops import fused_quant as ops
 from opweave.kernels.opweave_c.arguments import ROWS, in_memory_order, one_float32
-from opweave.kernels.opweave_c.doors import implements, native_op
+from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.opweave_c.outputs import half_of, new_rows, row_scales
 
 _empty_like = torch.empty_like

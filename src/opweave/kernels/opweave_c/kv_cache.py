@@ -11,7 +11,7 @@ from opweave.ir import rules
 from opweave.ir.memory import clone_in_layout
 from opweave.ir.ops.kv_cache import reshape_and_cache as op
 from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
-from opweave.kernels.opweave_c.doors import implements, native_op
+from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.paged import WRITES
 
 _write = native_op("reshape_and_cache")

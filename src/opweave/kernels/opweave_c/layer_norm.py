@@ -8,7 +8,7 @@ from torch import Tensor
 from opweave.ir import rules
 from opweave.ir.ops.layer_norm import layer_norm as op
 from opweave.kernels.opweave_c.arguments import ROWS
-from opweave.kernels.opweave_c.doors import implements, native_op
+from opweave.kernels.opweave_c.call_paths import implements, native_op
 
 _empty_like = torch.empty_like
 _contiguous = torch.contiguous_format

@@ -15,7 +15,7 @@ from opweave.ir.ops.linear import linear as op
 from opweave.ir.ops.linear import linear_w8a16 as op_w8a16
 from opweave.ir.ops.linear import scales_rows
 from opweave.kernels.opweave_c.arguments import ROWS, SCALE
-from opweave.kernels.opweave_c.doors import STATUS, implements, native_op
+from opweave.kernels.opweave_c.call_paths import STATUS, implements, native_op
 from opweave.kernels.opweave_c.outputs import new_rows
 
 _linear = native_op("linear")

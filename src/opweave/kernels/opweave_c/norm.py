@@ -9,7 +9,7 @@ from opweave import ir
 from opweave.ir import rules
 from opweave.kernels.arguments import FLOATS
 from opweave.kernels.opweave_c.arguments import HAS_DIMS
-from opweave.kernels.opweave_c.doors import implements, native_op
+from opweave.kernels.opweave_c.call_paths import implements, native_op
 
 _empty_like = torch.empty_like  # saves the lookup on every call
 

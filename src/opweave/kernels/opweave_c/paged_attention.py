@@ -12,7 +12,7 @@ from opweave.ir import rules
 from opweave.ir.ops.paged_attention import attention_quant as attention_quant_op
 from opweave.ir.ops.paged_attention import paged_attention as op
 from opweave.kernels.opweave_c.arguments import one_float32
-from opweave.kernels.opweave_c.doors import implements, native_op
+from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.paged import ATTENDS, attention_fits, has_whole_heads
 
 _BLOCK_STEP = 16

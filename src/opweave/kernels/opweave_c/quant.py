@@ -8,7 +8,7 @@ from torch import Tensor
 from opweave.ir import rules
 from opweave.ir.ops import quant as ops
 from opweave.kernels.opweave_c.arguments import ROWS, SCALE, one_float32
-from opweave.kernels.opweave_c.doors import implements, native_op
+from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.opweave_c.outputs import new_rows, row_scales
 
 _empty = torch.empty

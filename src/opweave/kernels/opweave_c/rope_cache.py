@@ -14,7 +14,7 @@ from opweave.ir.memory import clone_in_layout
 from opweave.ir.ops.kv_cache import rope_reshape_and_cache as op
 from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
 from opweave.kernels.arguments import FLOATS
-from opweave.kernels.opweave_c.doors import implements, native_op
+from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.opweave_c.rotary import new_like, rotary_fits
 from opweave.kernels.paged import has_whole_rows
 

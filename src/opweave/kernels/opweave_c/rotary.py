@@ -15,7 +15,7 @@ from opweave.ir.ops.rotary import rotary_embedding as rotary_embedding_op
 from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
 from opweave.kernels.arguments import FLOATS
 from opweave.kernels.opweave_c.arguments import MAX_DIMS, in_memory_order
-from opweave.kernels.opweave_c.doors import implements, native_op
+from opweave.kernels.opweave_c.call_paths import implements, native_op
 
 _MAX_ROTARY_SIZE = 1024
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from opweave.ir.ops.linear import linear as op
 from opweave.ir.ops.linear import linear_w8a16 as op_w8a16
-from opweave.kernels.opweave_c.doors import implements, native_op
+from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.opweave_c.linear import ACCEPTED, ACCEPTED_W8A16
 from opweave.kernels.opweave_c.outputs import new_rows
 

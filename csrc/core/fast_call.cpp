@@ -1,4 +1,4 @@
-#include "dlpack_door.h"
+#include "fast_call.h"
 
 #include <stdexcept>
 #include <string>
@@ -77,7 +77,7 @@ OpweaveDtype dtype_of(const dlpack::Tensor& tensor) {
 }
 
 // torch refuses what it cannot describe as plain memory (a sparse, meta or batched tensor). That is
-// a TypeError here, as is a device without an implementation: door A is the way in for those.
+// a TypeError here, as is a device without an implementation: the dispatcher call takes those.
 bool raise_not_plain(const Op& op, const Argument& argument) {
   PyErr_Clear();
   const bool on_cuda = op.runs_on(Device::kCuda);
@@ -278,7 +278,7 @@ const dlpack::ExchangeApi* find_exchange(PyObject* type) {
 
 }  // namespace
 
-bool open_dlpack_door(PyObject* tensor, PyObject* parameter) {
+bool open_fast_call(PyObject* tensor, PyObject* parameter) {
   // Kept for the whole process, as the types themselves are.
   Py_INCREF(tensor);
   Py_INCREF(parameter);

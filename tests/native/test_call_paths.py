@@ -1,4 +1,4 @@
-"""Both doors run the same checks and give the same messages; neither leaks."""
+"""Both call paths run the same checks and give the same messages; neither leaks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from opweave import _custom_ops, native
 from opweave.ir.ops.activation import silu_and_mul
 
-from .oracle import DOORS, door
+from .oracle import CALL_PATHS, call_path
 
 f32 = torch.float32
 Case = tuple[str, Callable[[], tuple[Any, ...]], str]
@@ -151,11 +151,11 @@ def test_refusals(
     module: ModuleType, op: str, make: Callable[[], tuple[Any, ...]], expected: str
 ) -> None:
     messages = []
-    for name in DOORS:
+    for name in CALL_PATHS:
         arguments = make()
         before = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
         with pytest.raises(RuntimeError) as error:
-            door(module, name, op)(*arguments)
+            call_path(module, name, op)(*arguments)
         messages.append(str(error.value))
         for argument, copy in zip(arguments, before, strict=True):
             assert argument is copy or not isinstance(copy, Tensor) or torch.equal(argument, copy)
@@ -273,17 +273,17 @@ def test_numbers_that_are_too_large(module: ModuleType) -> None:
 def test_no_elements_have_no_order(module: ModuleType) -> None:
     x = ones(6, 8).t()[:0]
     assert x.stride() == (1, 8)
-    for name in DOORS:
-        door(module, name, "rms_norm")(x, x, None, 1e-6)
+    for name in CALL_PATHS:
+        call_path(module, name, "rms_norm")(x, x, None, 1e-6)
     with torch.no_grad():
         assert silu_and_mul(x).shape == (0, 3)
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 def test_a_lazy_copy_does_not_change_its_source(module: ModuleType, name: str) -> None:
     source = 2 * ones(2, 8)
     copy = torch._lazy_clone(source)
-    door(module, name, "rms_norm")(copy, copy, None, 0.0)
+    call_path(module, name, "rms_norm")(copy, copy, None, 0.0)
     assert torch.equal(source, 2 * ones(2, 8))
     assert torch.equal(copy, ones(2, 8))
 
@@ -293,10 +293,10 @@ def test_direct_call_takes_no_keywords(module: ModuleType) -> None:
         module.rms_norm(ones(8), ones(8), None, epsilon=1e-6)
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 def test_int_for_float_and_parameter_for_tensor(module: ModuleType, name: str) -> None:
     out, weight = torch.empty(8), torch.nn.Parameter(2 * ones(8))
-    door(module, name, "rms_norm")(out, ones(8), weight, 3)
+    call_path(module, name, "rms_norm")(out, ones(8), weight, 3)
     assert torch.equal(out, ones(8))
 
 
@@ -306,9 +306,9 @@ def owner_count(tensor: Any) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", CALL_PATHS)
 def test_no_reference_is_kept(module: ModuleType, name: str) -> None:
-    run = door(module, name, "rms_norm")
+    run = call_path(module, name, "rms_norm")
     x, out, weight = ones(4, 8), ones(4, 8), ones(8)
     while gc.collect():  # what earlier tests left refers to None too
         pass
@@ -559,7 +559,9 @@ def test_status(module: ModuleType) -> None:
     status = native.status()
     assert status.available
     assert status.reason_missing is None
-    assert status.fast_door
+    assert status.fast_call
+    with pytest.warns(DeprecationWarning, match="use NativeStatus.fast_call"):
+        assert status.fast_door
     assert status.torch_ops
     assert status.isa in status.isa_levels
     assert status.path is not None

@@ -1,4 +1,4 @@
-#include "dispatcher_door.h"
+#include "dispatcher_call.h"
 
 #include <cstring>
 #include <stdexcept>
@@ -231,7 +231,7 @@ std::string open_once(const char* torch_namespace) {
 
 }  // namespace
 
-std::string open_dispatcher_door(const char* torch_namespace) {
+std::string open_dispatcher_call(const char* torch_namespace) {
   static const std::string problem = open_once(torch_namespace);
   return problem;
 }

@@ -1,4 +1,4 @@
-"""Opens the two doors of a native module, and makes one function of them for each op."""
+"""The two call paths of a native module, combined into one function per op."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
-    """Which ways into a module's ops are open; *problem* is why torch.ops has none of them."""
+class CallPaths:
+    """Which call paths of a module are open; *problem* says why torch.ops has none of its ops."""
 
     direct: bool
     problem: str | None
@@ -56,13 +56,13 @@ class NativeModule(ModuleType):
         super().__init__(name, f"Native ops, also torch.ops.{namespace}.")
         self.__file__ = raw.__file__
         _check_registration(raw, namespace)
-        doors = open_doors(raw, namespace)
-        problem = registration.failure(doors.problem)
+        paths = open_call_paths(raw, namespace)
+        problem = registration.failure(paths.problem)
         if problem is not None:
             raise NativeImportError(problem)
         _mark_caches(raw, namespace)
         for op in registration.schemas(raw):
-            setattr(self, op, function_of(op, raw, namespace, doors))
+            setattr(self, op, function_of(op, raw, namespace, paths))
 
     def __getattr__(self, name: str) -> Any:
         ops = [op for op in self.__dict__ if not op.startswith("_")]
@@ -111,14 +111,14 @@ def opened_modules() -> dict[str, str]:
     return {namespace: file for file, namespace in _opened.items()}
 
 
-def open_doors(raw: ModuleType, namespace: str) -> Doors:
-    """Open both doors of *raw*, and teach torch what its ops return for fake tensors."""
+def open_call_paths(raw: ModuleType, namespace: str) -> CallPaths:
+    """Open both call paths of *raw*, and teach torch what its ops return for fake tensors."""
     _opened[raw.__file__ or ""] = namespace
     direct, problem = cast(_Interface, raw)._open(torch.Tensor, torch.nn.Parameter)
     if problem is None:
         for op in registration.schemas(raw):
             torch.library.register_fake(f"{namespace}::{op}", _fake(raw, op, namespace))
-    return Doors(direct, problem)
+    return CallPaths(direct, problem)
 
 
 def _mark_caches(raw: ModuleType, namespace: str) -> None:
@@ -185,14 +185,14 @@ def _check_devices(op: str, arguments: tuple[object, ...]) -> None:
         )
 
 
-def function_of(op: str, raw: ModuleType, namespace: str, doors: Doors) -> Function:
-    """Return *op* as one function that takes the cheapest door for each call."""
-    dispatched = _dispatched(op, namespace, doors)
+def function_of(op: str, raw: ModuleType, namespace: str, paths: CallPaths) -> Function:
+    """Return *op* as one function that takes the cheapest path for each call."""
+    dispatched = _dispatched(op, namespace, paths)
     watched = unwatched = traced = dispatched
     if isinstance(dispatched, OpOverload):
         watched, traced = partial(call_watched, dispatched), partial(call_traced, dispatched)
         unwatched = partial(call_unwatched, dispatched)
-    direct: Function = getattr(raw, op) if doors.direct else dispatched
+    direct: Function = getattr(raw, op) if paths.direct else dispatched
 
     def call(*arguments: Any) -> Any:
         if is_dynamo_compiling():
@@ -216,13 +216,13 @@ def function_of(op: str, raw: ModuleType, namespace: str, doors: Doors) -> Funct
     return call
 
 
-def _dispatched(op: str, namespace: str, doors: Doors) -> Function:
+def _dispatched(op: str, namespace: str, paths: CallPaths) -> Function:
     """Return the op through torch's dispatcher."""
-    if doors.problem is None:
+    if paths.problem is None:
         found: OpOverload = getattr(getattr(torch.ops, namespace), op).default
         return found
 
     def unavailable(*arguments: object) -> None:
-        raise RuntimeError(f"torch.ops.{namespace}.{op} is not available: {doors.problem}.")
+        raise RuntimeError(f"torch.ops.{namespace}.{op} is not available: {paths.problem}.")
 
     return unavailable

@@ -1,4 +1,4 @@
-"""The doors to the ops of the native module, and the registration of what calls them."""
+"""Call paths to the native ops, and the registration of implementations that use them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def traced({arguments}):
 
 
 def native_op(name: str) -> Function:
-    """Return op *name* as one function that takes the cheapest door for each call.
+    """Return op *name* as one function that takes the cheapest path for each call.
 
     The module's own function is cheap and refuses anything but plain CPU tensors. This one is
     generated, with a parameter for each argument: passing ``*arguments`` on would cost more than
-    the cheap door does. Dynamo traces the torch op instead.
+    the fast call does. Dynamo traces the torch op instead.
     """
     if not STATUS.available:
         return _unavailable
@@ -42,7 +42,7 @@ def native_op(name: str) -> Function:
     namespace = {
         "__name__": __name__,
         "torch": torch,
-        "direct": getattr(native.module(), name) if STATUS.fast_door else op,
+        "direct": getattr(native.module(), name) if STATUS.fast_call else op,
         "dispatched": op,
     }
     exec(_CALLS.format(name=name, arguments=arguments), namespace)
