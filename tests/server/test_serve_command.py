@@ -306,7 +306,7 @@ def test_keys_of_the_environment() -> None:
 
 
 def test_every_option_is_in_the_guide() -> None:
-    page = (ROOT / "docs" / "how-to" / "serve.md").read_text()
+    page = (ROOT / "docs" / "reference" / "serve-options.md").read_text()
     options = {
         name
         for argument in serve_app.assemble_argument_collection()
