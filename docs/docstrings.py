@@ -1,4 +1,4 @@
-"""Turns what docstrings borrow from reStructuredText into the Markdown of the pages."""
+"""Converts reStructuredText roles and literal blocks in docstrings to Markdown."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import griffe
 
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):`(~?)([^`]+)`")
 _BLOCK = re.compile(r"^( *)(.*)::\n\n((?:\1 +.*\n|\n)*\1 +.*)$", re.MULTILINE)
-_SOURCE = re.compile(r"^( *Source: .*)\n +", re.MULTILINE)  # would be taken for an admonition
+_SOURCE = re.compile(r"^( *Source: .*)\n +", re.MULTILINE)  # it looks like an admonition
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites every docstring that has a role or a literal block."""
+    """Rewrites docstrings with roles or literal blocks."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of *obj*."""
@@ -24,7 +24,7 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = _ROLE.sub(lambda role: _link(obj, role), text)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Rewrite that of the package, which is no member of anything."""
+        """Rewrite the docstring of the package itself."""
         self.on_object(obj=pkg)
 
 
@@ -42,7 +42,7 @@ def _link(obj: griffe.Object, role: re.Match[str]) -> str:
 
 
 def _fenced(block: re.Match[str]) -> str:
-    """Return a literal block as a fenced one, after the line that announces it."""
+    """Return a literal block as a fenced block, after its introductory line."""
     indent, line, code = block[1], block[2], textwrap.dedent(block[3])
     fenced = "\n".join([f"```{_language(code)}", code, "```"])
     said = f"{indent}{line}:\n\n" if line else ""

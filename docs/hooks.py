@@ -52,12 +52,12 @@ def _traits() -> str:
 
 def _checks() -> str:
     rows = [f"| `{name}` | {check.promise} |" for name, check in CHECKS.items()]
-    return "\n".join(["| check | what holds where it passes |", "|---|---|", *rows])
+    return "\n".join(["| check | guarantees |", "|---|---|", *rows])
 
 
 def _platform_checks() -> str:
     rows = [f"| `{name}` | {check.promise} |" for name, check in PLATFORM_CHECKS.items()]
-    return "\n".join(["| check | what holds where it passes |", "|---|---|", *rows])
+    return "\n".join(["| check | guarantees |", "|---|---|", *rows])
 
 
 def _certificate() -> str:
