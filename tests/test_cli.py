@@ -202,12 +202,12 @@ def test_ops_lists_every_op_with_reasons(run: Run) -> None:
 def test_ops_shows_where_a_priority_came_from(tmp_path: Path) -> None:
     (tmp_path / "opweave.toml").write_text('[ir_op_priority]\nrms_norm = ["native"]\n')
     done = run_anew(
-        "ops", "rms_norm", "--ir-op-priority.rms_norm=row_by_row", "--json", cwd=tmp_path,
+        "ops", "rms_norm", "--ir-op-priority.rms_norm=batch_invariant", "--json", cwd=tmp_path,
         OPWEAVE_IR_OP_PRIORITY__RMS_NORM="aten!",
     )  # fmt: skip
     entries = json.loads(done.stdout)[0]["priority"]
     assert [entry["provider"] for entry in entries] == [
-        "row_by_row", "aten", "native", "opweave_c",
+        "batch_invariant", "aten", "native", "opweave_c",
     ]  # fmt: skip
     assert [entry["strict"] for entry in entries] == [False, True, False, False]
     origins = [entry["origin"] for entry in entries]
@@ -218,9 +218,9 @@ def test_ops_shows_where_a_priority_came_from(tmp_path: Path) -> None:
 
 
 def test_priorities_in_one_json_object(run: Run) -> None:
-    option = '--ir-op-priority={"rms-norm": ["row_by_row", "aten!"], "relu2": "native"}'
+    option = '--ir-op-priority={"rms-norm": ["batch_invariant", "aten!"], "relu2": "native"}'
     entries = json.loads(run("ops", "rms_norm", option, "--json").stdout)[0]["priority"]
-    assert [entry["provider"] for entry in entries[:2]] == ["row_by_row", "aten"]
+    assert [entry["provider"] for entry in entries[:2]] == ["batch_invariant", "aten"]
     assert "--ir-op-priority.rms_norm" in entries[0]["origin"]
     assert_one_line_error(run("ops", '--ir-op-priority={"rms_norm": 3}'), "3 is no list of")
 

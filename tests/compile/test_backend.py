@@ -338,7 +338,7 @@ def test_aot_inductor(installed: None, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("provider", ["opweave_c", "row_by_row"])
+@pytest.mark.parametrize("provider", ["opweave_c", "batch_invariant"])
 def test_a_package_loads_where_only_opweave_is_imported(
     installed: None, tmp_path: Path, fresh_python: Any, provider: str
 ) -> None:

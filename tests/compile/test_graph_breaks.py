@@ -15,16 +15,16 @@ from torch.utils._pytree import tree_map_only
 from opweave import ir
 
 X, W = torch.randn(4, 8), torch.randn(8, 8)
-ROW_BY_ROW = {"linear": ["row_by_row"], "rms_norm": ["row_by_row", "native"]}
+BATCH_INVARIANT = {"linear": ["batch_invariant"], "rms_norm": ["batch_invariant", "native"]}
 
 
 def op_calls(x: Tensor, w: Tensor) -> Tensor:
-    with ir.priority(ROW_BY_ROW):
+    with ir.priority(BATCH_INVARIANT):
         return ir.ops.rms_norm(ir.ops.linear(x, w), None, 1e-6)
 
 
 def scope_in_the_function(x: Tensor, w: Tensor) -> Tensor:
-    with ir.priority(ROW_BY_ROW):
+    with ir.priority(BATCH_INVARIANT):
         return ir.ops.rms_norm(ir.ops.linear(x * 2, w), None, 1e-6)
 
 
@@ -68,7 +68,7 @@ def outer_disabled(x: Tensor, w: Tensor) -> Tensor:
 
 
 def yielding(x: Tensor, w: Tensor) -> Iterator[Tensor]:
-    with ir.priority(ROW_BY_ROW):
+    with ir.priority(BATCH_INVARIANT):
         for part in x.split(2):
             yield ir.ops.rms_norm(ir.ops.linear(part, w), None, 1e-6)
 
@@ -88,8 +88,8 @@ PROGRAMS = [
 def test_the_selected_kernel_runs(
     program: Callable[[Tensor, Tensor], Tensor], backend: str
 ) -> None:
-    expected = ir.ops.rms_norm.impls["row_by_row"].impl_fn(
-        ir.ops.linear.impls["row_by_row"].impl_fn(X * 2, W), None, 1e-6
+    expected = ir.ops.rms_norm.impls["batch_invariant"].impl_fn(
+        ir.ops.linear.impls["batch_invariant"].impl_fn(X * 2, W), None, 1e-6
     )
     options = {"codegen": False} if backend == "opweave" else None
     with warnings.catch_warnings(record=True) as warned:  # where Dynamo looks inside an op
@@ -100,24 +100,24 @@ def test_the_selected_kernel_runs(
 
 
 def in_priority(x: Tensor) -> Tensor:
-    with ir.priority(ROW_BY_ROW):
+    with ir.priority(BATCH_INVARIANT):
         return ir.ops.rms_norm(x * 2, None, 1e-6)
 
 
 def in_set_priority(x: Tensor) -> Tensor:
-    with ir.ops.rms_norm.set_priority(["row_by_row"]):
+    with ir.ops.rms_norm.set_priority(["batch_invariant"]):
         return ir.ops.rms_norm(x * 2, None, 1e-6)
 
 
 def in_require(x: Tensor) -> Tensor:
-    with ir.require("batch_invariant"), ir.priority(ROW_BY_ROW):
+    with ir.require("batch_invariant"), ir.priority(BATCH_INVARIANT):
         return ir.ops.rms_norm(x * 2, None, 1e-6)
 
 
 def in_record(x: Tensor) -> Tensor:
-    with ir.record() as record, ir.priority(ROW_BY_ROW):
+    with ir.record() as record, ir.priority(BATCH_INVARIANT):
         result = ir.ops.rms_norm(x * 2, None, 1e-6)
-    assert record.selected_impls == {"rms_norm": {"row_by_row": 1}}
+    assert record.selected_impls == {"rms_norm": {"batch_invariant": 1}}
     return result
 
 
@@ -131,7 +131,7 @@ def test_a_scope_inside_a_compiled_function(program: Callable[[Tensor], Tensor])
         torch.compile(program, backend="eager", fullgraph=True)(X)
     assert f".{name} inside a compiled function cannot be part of" in str(error.value)
     torch.compiler.reset()
-    expected = ir.ops.rms_norm.impls["row_by_row"].impl_fn(X * 2, None, 1e-6)
+    expected = ir.ops.rms_norm.impls["batch_invariant"].impl_fn(X * 2, None, 1e-6)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         assert torch.equal(torch.compile(program, backend="eager")(X), expected)

@@ -30,7 +30,7 @@ def compiled_ahead(inputs: tuple[Tensor, ...], **options: Any) -> Any:
     return compiled.aot_compile((inputs, {}))
 
 
-@pytest.mark.parametrize("provider", ["opweave_c", "row_by_row", "native"])
+@pytest.mark.parametrize("provider", ["opweave_c", "batch_invariant", "native"])
 def test_a_saved_graph_runs_in_another_process(
     tmp_path: Path, fresh_python: Any, provider: str
 ) -> None:

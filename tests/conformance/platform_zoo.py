@@ -25,7 +25,7 @@ class Sound(CpuPlatform):
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
     ) -> Mapping[str, list[str]]:
-        return {"silu_and_mul": ["row_by_row", "native"]}
+        return {"silu_and_mul": ["batch_invariant", "native"]}
 
 
 class Nameless(Sound):
@@ -113,7 +113,7 @@ class Unprovided(Sound):
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
     ) -> Mapping[str, list[str]]:
-        return {"silu_and_mul": ["row_by_row", "nobody"]}
+        return {"silu_and_mul": ["batch_invariant", "nobody"]}
 
 
 class Jobless(Sound):

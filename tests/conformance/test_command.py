@@ -40,11 +40,11 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_table_and_a_certificate(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "certificate.json"
-    providers = [f"--provider={name}" for name in ("native", "row_by_row", "opweave_c")]
+    providers = [f"--provider={name}" for name in ("native", "batch_invariant", "opweave_c")]
     code, out, err = run("--op", "silu-and-mul", *providers, *QUICK, "--certificate", file)
     assert code == 0
     assert "silu_and_mul" in out
-    assert "row_by_row" in out
+    assert "batch_invariant" in out
     assert out.strip().endswith(" passed")
     assert err == f"wrote {file}\n"
     issued = json.loads(file.read_text(encoding="utf-8"))

@@ -152,7 +152,7 @@ def test_a_compiled_call_keeps_its_own_priority() -> None:
 
     @torch.compile(backend=backend, fullgraph=True)
     def block(x: Tensor) -> tuple[Tensor, ...]:
-        a = ir.ops.rms_norm.using("row_by_row")(x, w, 1e-6)
+        a = ir.ops.rms_norm.using("batch_invariant")(x, w, 1e-6)
         b = ir.ops.rms_norm.using("aten!", "native")(x, weight=w, epsilon=1e-6)
         c, d = ir.ops.fused_add_rms_norm.using("native").maybe_inplace(x * 1, x * 2, w, 1e-6)
         return a, b, c, d
@@ -162,10 +162,10 @@ def test_a_compiled_call_keeps_its_own_priority() -> None:
         block(x)
     (graph,) = graphs
     using = [n.kwargs["using"] for n in graph.nodes if "using" in n.kwargs]
-    assert using == ["row_by_row", "aten!,native", "native"]
+    assert using == ["batch_invariant", "aten!,native", "native"]
     donate = [list(n.kwargs.get("donate", [])) for n in graph.nodes if "using" in n.kwargs]
     assert donate == [[], [], [0, 1]]
-    assert log.selected_impls["rms_norm"].keys() >= {"row_by_row", "aten"}
+    assert log.selected_impls["rms_norm"].keys() >= {"batch_invariant", "aten"}
     assert log.selected_impls["fused_add_rms_norm"] == {"native": 1}
 
 
@@ -173,7 +173,7 @@ def test_a_scope_around_compiled_code_counts_when_it_runs() -> None:
     x, w = torch.randn(3, 8), torch.randn(8)
     torch.compiler.reset()
     block = torch.compile(lambda x: ir.ops.rms_norm(x, w, 1e-6), backend="eager", fullgraph=True)
-    for provider in ("native", "row_by_row", "aten", "native"):
+    for provider in ("native", "batch_invariant", "aten", "native"):
         with ir.priority(rms_norm=[provider]), ir.record() as log, torch.no_grad():
             block(x)
         assert log.selected_impls == {"rms_norm": {provider: 1}}

@@ -323,7 +323,7 @@ FIRST_USE = """
     barrier = threading.Barrier(16)
 
     def work(i):
-        name = ["aten", "row_by_row", "native", None][i % 4]
+        name = ["aten", "batch_invariant", "native", None][i % 4]
         x = torch.ones(2, 8)
         barrier.wait()
         try:
@@ -342,13 +342,14 @@ FIRST_USE = """
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert not errors, errors
-    expected = {i: ["aten", "row_by_row", "native", "row_by_row"][i % 4] for i in range(16)}
+    cycle = ["aten", "batch_invariant", "native", "batch_invariant"]
+    expected = {i: cycle[i % 4] for i in range(16)}
     assert found == expected, found
 """
 
 
 def test_first_use_from_many_threads_at_once(fresh_cases: FreshCases) -> None:
-    env = {"OPWEAVE_IR_OP_PRIORITY__RMS_NORM": "row_by_row"}
+    env = {"OPWEAVE_IR_OP_PRIORITY__RMS_NORM": "batch_invariant"}
     fresh_cases([Case(FIRST_USE, env)] * 5)
 
 
@@ -375,8 +376,8 @@ def test_whatever_comes_first_the_settings_are_read(fresh_cases: FreshCases) -> 
 x = torch.ones(2, 8)
 def f(): return ir.ops.rms_norm(x, None, 1e-6)
 {first}
-assert ir.ops.rms_norm.get_priority()[0] == 'row_by_row', ir.ops.rms_norm.get_priority()
+assert ir.ops.rms_norm.get_priority()[0] == 'batch_invariant', ir.ops.rms_norm.get_priority()
 assert 'aten' in ir.ops.causal_attention.get_priority()
 """
-    env = {"OPWEAVE_IR_OP_PRIORITY__RMS_NORM": "row_by_row"}
+    env = {"OPWEAVE_IR_OP_PRIORITY__RMS_NORM": "batch_invariant"}
     fresh_cases([Case(code.format(first=first), env) for first in FIRST])

@@ -171,7 +171,7 @@ def test_the_nearest_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 PRIORITY = "OPWEAVE_IR_OP_PRIORITY__RMS_NORM"
 CALL = "x = torch.ones(2, 8)\nir.ops.rms_norm(x, None, 1e-6)\n"
 CHOSEN = CALL + "assert ir.ops.rms_norm.dispatch(x, None, 1e-6).provider == {!r}"
-ROW = "[ir_op_priority]\nrms_norm = ['row_by_row']\n"
+ROW = "[ir_op_priority]\nrms_norm = ['batch_invariant']\n"
 
 
 def fails(code: str, *fragments: str) -> str:
@@ -193,17 +193,19 @@ def test_environment_and_file_in_fresh_processes(fresh_cases: FreshCases) -> Non
         [
             Case(CHOSEN.format("aten"), {PRIORITY: "aten"}),
             Case(CHOSEN.format("aten"), {PRIORITY.replace("RMS", "rms"): "aten"}),
-            Case(CHOSEN.format("row_by_row"), {}, {"opweave.toml": ROW}),
+            Case(CHOSEN.format("batch_invariant"), {}, {"opweave.toml": ROW}),
             Case(
-                CHOSEN.format("row_by_row"),
+                CHOSEN.format("batch_invariant"),
                 {},
-                {"pyproject.toml": "[tool.opweave.ir_op_priority]\nrms_norm = 'row_by_row'"},
+                {"pyproject.toml": "[tool.opweave.ir_op_priority]\nrms_norm = 'batch_invariant'"},
             ),
-            Case(CHOSEN.format("row_by_row"), {"OPWEAVE_CONFIG": "a/b.toml"}, {"a/b.toml": ROW}),
+            Case(
+                CHOSEN.format("batch_invariant"), {"OPWEAVE_CONFIG": "a/b.toml"}, {"a/b.toml": ROW}
+            ),
             # the environment beats the file, which beats the platform
             Case(CHOSEN.format("aten"), {PRIORITY: "aten"}, {"opweave.toml": ROW}),
             Case(
-                CALL + "assert ir.ops.rms_norm.get_priority()[:2] == ['aten', 'row_by_row']",
+                CALL + "assert ir.ops.rms_norm.get_priority()[:2] == ['aten', 'batch_invariant']",
                 {PRIORITY: "aten"},
                 {"opweave.toml": ROW},
             ),

@@ -102,7 +102,7 @@ def test_split_prefill_and_decoding_equal_one_prefill(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.parametrize("provider", ["aten", "native", "row_by_row"])
+@pytest.mark.parametrize("provider", ["aten", "native", "batch_invariant"])
 def test_packed_sequences_equal_each_alone(kind: str, provider: str) -> None:
     layer, cache = ours(kind), StateCache(6)
     lengths, slots = [8, 7, 5, 9], [4, 0, 5, 2]

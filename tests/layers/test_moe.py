@@ -145,7 +145,7 @@ def test_routing_runs_what_the_platform_prefers(scoring: str) -> None:
     op, (x, logits) = getattr(ir.ops, f"topk_{scoring}"), tokens()
     layer = filled(moe(scoring_func=scoring))
     assert op.get_priority()[-1] == "native"
-    for preferred in (op.get_priority(), ["row_by_row", "native"]):
+    for preferred in (op.get_priority(), ["batch_invariant", "native"]):
         with op.set_priority(preferred), ir.record() as record:
             layer(x, logits)
         assert record.selected_impls[op.name] == {preferred[0]: 1}

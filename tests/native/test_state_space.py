@@ -293,7 +293,7 @@ def test_a_donated_state_changes_in_its_slots_alone(provider: str, op: ir.IrOp) 
 @each_op
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_sequence_has_the_same_bits_in_any_batch(op: ir.IrOp, dtype: torch.dtype) -> None:
-    alone = op.using("row_by_row!")
+    alone = op.using("batch_invariant!")
     given = dict(zip(op.schema.names, op.generate_inputs(num_tokens=11, dtype=dtype), strict=True))
     slots, packed = given["slot_idx"].tolist(), "query_start_loc" in given
     starts = given["query_start_loc"].tolist() if packed else range(12)

@@ -1,7 +1,7 @@
 """The conformance kit: whether an implementation is right, in every way that matters.
 
 >>> from opweave.conformance import subjects, verify
->>> [subject] = subjects(ops=["silu_and_mul"], providers=["row_by_row"])
+>>> [subject] = subjects(ops=["silu_and_mul"], providers=["batch_invariant"])
 >>> verify(subject, checks=["values", "mutation"]).status
 'passed'
 

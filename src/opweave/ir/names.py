@@ -14,7 +14,7 @@ from opweave.ir.priority import NATIVE
 ANNOTATED_SUFFIX = "_annotated"  # of the torch op that carries what a call site says
 RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
 """What no provider can be called."""
-OWN_PROVIDERS = ("aten", "row_by_row", "opweave_c", "opweave_c_invariant", "triton")
+OWN_PROVIDERS = ("aten", "batch_invariant", "opweave_c", "opweave_c_invariant", "triton")
 """The providers that come with opweave."""
 
 _NAME = re.compile(r"[a-z_][a-z0-9_]*")

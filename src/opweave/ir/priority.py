@@ -8,12 +8,15 @@ one's; native is always last.
 from __future__ import annotations
 
 import enum
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from opweave.ir.errors import SettingError
 
 NATIVE = "native"
+RENAMED = {"row_by_row": "batch_invariant"}
+"""Deprecated names of providers; priority lists accept them, with a DeprecationWarning."""
 ALWAYS_LAST = "always last"  # the origin of native where nobody asked for it
 
 
@@ -95,7 +98,10 @@ def _entry(name: object, origin: str) -> Entry:
             "Write names separated by commas, such as 'opweave_c,native'; 'name!' makes it an "
             "error if that provider cannot be used."
         )
-    return Entry(bare, name.strip().endswith("!"), origin)
+    if bare in RENAMED:
+        message = f"{origin}: provider {bare!r} is deprecated; use {RENAMED[bare]!r}"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return Entry(RENAMED.get(bare, bare), name.strip().endswith("!"), origin)
 
 
 def merge(lists: Iterable[Entries]) -> Entries:

@@ -10,10 +10,10 @@ from opweave.ir.ops.attention import check_attention, check_varlen
 from opweave.ir.ops.mla_attention import check_decode
 from opweave.ir.ops.paged_attention import check_tables
 from opweave.ir.traits import BATCH_INVARIANT
-from opweave.kernels.row_by_row.opaque import opaque
+from opweave.kernels.batch_invariant.opaque import opaque
 
 
-@ops.bidirectional_attention.register_impl("row_by_row", traits={BATCH_INVARIANT})
+@ops.bidirectional_attention.register_impl("batch_invariant", traits={BATCH_INVARIANT})
 @opaque(ops.bidirectional_attention)
 def bidirectional_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
@@ -25,7 +25,7 @@ def bidirectional_attention(
     return out
 
 
-@ops.causal_attention.register_impl("row_by_row", traits={BATCH_INVARIANT})
+@ops.causal_attention.register_impl("batch_invariant", traits={BATCH_INVARIANT})
 @opaque(ops.causal_attention)
 def causal_attention(
     query: Tensor,
@@ -42,7 +42,7 @@ def causal_attention(
     return out
 
 
-@ops.varlen_attention.register_impl("row_by_row", traits={BATCH_INVARIANT})
+@ops.varlen_attention.register_impl("batch_invariant", traits={BATCH_INVARIANT})
 @opaque(ops.varlen_attention)
 def varlen_attention(
     query: Tensor,
@@ -65,7 +65,7 @@ def varlen_attention(
     return out
 
 
-@ops.mla_attention_decode.register_impl("row_by_row", traits={BATCH_INVARIANT})
+@ops.mla_attention_decode.register_impl("batch_invariant", traits={BATCH_INVARIANT})
 @opaque(ops.mla_attention_decode)
 def mla_attention_decode(
     query: Tensor,

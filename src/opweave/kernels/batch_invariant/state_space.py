@@ -33,7 +33,7 @@ def _register(op: IrOp, check: Callable[..., None]) -> None:
 
     fits = PACKED if packed else IN_PLACE
 
-    @op.register_impl("row_by_row", supports_args=fits, inplace=True, traits=traits)
+    @op.register_impl("batch_invariant", supports_args=fits, inplace=True, traits=traits)
     @functools.wraps(op.native)
     def alone(*args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         given = dict(zip(op.schema.names, op.bind(*args, **kwargs), strict=True))

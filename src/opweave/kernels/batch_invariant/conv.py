@@ -10,12 +10,12 @@ from torch import Tensor
 from opweave.ir import ops
 from opweave.ir.ops.conv import check_patches, patches
 from opweave.ir.traits import BATCH_INVARIANT, DIFFERENTIABLE
-from opweave.kernels.row_by_row.opaque import opaque
+from opweave.kernels.batch_invariant.opaque import opaque
 
 _TRAITS = {BATCH_INVARIANT, DIFFERENTIABLE}
 
 
-@ops.conv_nd.register_impl("row_by_row", traits=_TRAITS)
+@ops.conv_nd.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.conv_nd)
 def conv_nd(
     x: Tensor,
@@ -33,7 +33,7 @@ def conv_nd(
     )
 
 
-@ops.patch_matmul.register_impl("row_by_row", traits=_TRAITS)
+@ops.patch_matmul.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.patch_matmul)
 def patch_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     check_patches(x, weight)

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from opweave.ir import ops
 from opweave.ir.traits import BATCH_INVARIANT, DIFFERENTIABLE
-from opweave.kernels.row_by_row.opaque import opaque
+from opweave.kernels.batch_invariant.opaque import opaque
 
 _TRAITS = {BATCH_INVARIANT, DIFFERENTIABLE}
 
 
-@ops.rms_norm.register_impl("row_by_row", traits=_TRAITS)
+@ops.rms_norm.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.rms_norm)
 def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
@@ -22,32 +22,32 @@ def rms_norm(
     return _each_row(lambda row: ops.rms_norm.native(row, weight, epsilon, variance_size), x)
 
 
-@ops.linear.register_impl("row_by_row", traits=_TRAITS)
+@ops.linear.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.linear)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _joined(lambda row: ops.linear.native(row, weight, bias), x)
 
 
-@ops.linear_w8a16.register_impl("row_by_row", traits=_TRAITS)
+@ops.linear_w8a16.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.linear_w8a16)
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     weight = weight.contiguous()  # one row by columns adds them one by one, in float32
     return _joined(lambda row: ops.linear_w8a16.native(row, weight, scale, bias), x)
 
 
-@ops.silu_and_mul.register_impl("row_by_row", traits=_TRAITS)
+@ops.silu_and_mul.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.silu_and_mul)
 def silu_and_mul(x: Tensor) -> Tensor:
     return _each_row(ops.silu_and_mul.native, x)
 
 
-@ops.mul_and_silu.register_impl("row_by_row", traits=_TRAITS)
+@ops.mul_and_silu.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.mul_and_silu)
 def mul_and_silu(x: Tensor) -> Tensor:
     return _each_row(ops.mul_and_silu.native, x)
 
 
-@ops.gelu_and_mul.register_impl("row_by_row", traits=_TRAITS)
+@ops.gelu_and_mul.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.gelu_and_mul)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     # Each row twice, without a copy, is not contiguous: contiguous tensors go to oneDNN, whose

@@ -13,12 +13,12 @@ from opweave.ir.ops.expert_activation import bound_activation
 from opweave.ir.ops.fused_experts import Routed, check_experts, combine, route
 from opweave.ir.traits import BATCH_INVARIANT
 from opweave.kernels.aten.experts import of_each_expert
-from opweave.kernels.row_by_row.opaque import opaque
+from opweave.kernels.batch_invariant.opaque import opaque
 
 _TRAITS = {BATCH_INVARIANT}
 
 
-@ops.fused_experts.register_impl("row_by_row", traits=_TRAITS)
+@ops.fused_experts.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.fused_experts)
 def fused_experts(
     x: Tensor,
@@ -57,7 +57,7 @@ def _combined(outputs: Tensor, routed: Routed) -> Tensor:
     return _joined(row, outputs, routed.valid, *weights)[0]
 
 
-@ops.moe_sum.register_impl("row_by_row", traits=_TRAITS)
+@ops.moe_sum.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.moe_sum)
 def moe_sum(x: Tensor) -> Tensor:
     return _each(ops.moe_sum.native, x)
@@ -66,7 +66,7 @@ def moe_sum(x: Tensor) -> Tensor:
 def _topk(op_name: str) -> None:
     op: IrOp = getattr(ops, op_name)
 
-    @op.register_impl("row_by_row", traits=_TRAITS)
+    @op.register_impl("batch_invariant", traits=_TRAITS)
     @opaque(op)
     def topk(
         gating_output: Tensor,
@@ -83,7 +83,7 @@ for _name in ("topk_softmax", "topk_sigmoid", "topk_sqrtsoftplus"):
     _topk(_name)
 
 
-@ops.grouped_topk.register_impl("row_by_row", traits=_TRAITS)
+@ops.grouped_topk.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.grouped_topk)
 def grouped_topk(
     gating_output: Tensor,
