@@ -10,7 +10,7 @@ from typing import Any
 
 from opweave.engine import EngineClient, ReplicaFailedError
 from opweave.engine.parallel.data_parallel.group import Method, News
-from opweave.engine.parallel.data_parallel.messages import Order, Place
+from opweave.engine.parallel.data_parallel.messages import LoadOrder, ReplicaLocation
 from opweave.engine.parallel.data_parallel.replica import Replica
 
 Make = Callable[[int], EngineClient]
@@ -29,7 +29,7 @@ class ReplicasHere:
     def __init__(self, size: int, make: Make, nodes: Sequence[str] = ("here",)) -> None:
         self.make, self._nodes = make, nodes
         self.engines: dict[int, Any] = {}
-        self.orders: list[tuple[int, Order]] = []
+        self.orders: list[tuple[int, LoadOrder]] = []
         self.is_closed = False
         self._inbox: SimpleQueue[tuple[int, int, News]] = SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -42,7 +42,7 @@ class ReplicasHere:
             self.renew(number)
 
     def tell(self, replica: int, method: Method, *arguments: object) -> None:
-        self.orders += [(replica, each) for each in arguments if isinstance(each, Order)]
+        self.orders += [(replica, each) for each in arguments if isinstance(each, LoadOrder)]
         self._do(getattr(self._replicas[replica], method)(*arguments))
 
     def receive(self, timeout: float) -> Sequence[tuple[int, News]]:
@@ -82,13 +82,15 @@ class ReplicasHere:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _run(self, number: int, life: int) -> None:
-        def load(order: Order, progress: Callable[[int, int], None]) -> EngineClient:
+        def load(order: LoadOrder, progress: Callable[[int, int], None]) -> EngineClient:
             progress(1, 2)
             self.engines[number] = engine = self.make(number)
             return engine
 
         replica = self._replicas[number] = Replica(load)
-        self._inbox.put((number, life, Place(self._nodes[number % len(self._nodes)], number)))
+        self._inbox.put(
+            (number, life, ReplicaLocation(self._nodes[number % len(self._nodes)], number))
+        )
         while True:
             self._inbox.put((number, life, await replica.report()))
 

@@ -46,12 +46,12 @@ from opweave.engine.metrics.stats import SECONDS, Histogram
 from opweave.engine.parallel.data_parallel.deltas import joined, since
 from opweave.engine.parallel.data_parallel.group import Method
 from opweave.engine.parallel.data_parallel.merged_stats import NOTHING, after_death, merged
-from opweave.engine.parallel.data_parallel.placement import resource_of, share_room
+from opweave.engine.parallel.data_parallel.placement import replica_resources, resource_name
 from opweave.engine.parallel.data_parallel.ray_group import RayGroup
 from opweave.engine.parallel.data_parallel.replica import alone, portable
-from opweave.engine.parallel.data_parallel.replica_handle import Member
+from opweave.engine.parallel.data_parallel.replica_handle import ReplicaHandle
 from opweave.engine.parallel.data_parallel.replicas import Replicas
-from opweave.engine.parallel.data_parallel.router import Router
+from opweave.engine.parallel.data_parallel.router import ReplicaRouter
 from opweave.ir.errors import SettingError, UnknownProviderError
 from opweave.layers import ShardingError
 from opweave.platforms.errors import UnsupportedByPlatformError
@@ -105,7 +105,7 @@ async def answer(engine: EngineClient, name: str, **options: Any) -> RequestOutp
 
 
 def test_requests_go_where_the_fewest_are() -> None:
-    router = Router(3)
+    router = ReplicaRouter(3)
     assert [router.choose([1], 1, range(3)) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
     router.release(1, 2)
     assert [router.choose([1], 1, range(3)) for _ in range(2)] == [1, 1]
@@ -118,7 +118,7 @@ def test_requests_go_where_the_fewest_are() -> None:
 def test_loads_without_prefixes_never_differ_by_more_than_a_request(
     requests: list[tuple[int, bool]], size: int
 ) -> None:
-    router, owed = Router(size, finds_prefixes=False), []
+    router, owed = ReplicaRouter(size, finds_prefixes=False), []
     for answers, ends in requests:
         least = min(router.loads)
         chosen = router.choose(list(range(200)), answers, range(size))
@@ -133,7 +133,7 @@ def test_loads_without_prefixes_never_differ_by_more_than_a_request(
 
 def test_a_prefix_draws_requests_until_the_others_have_much_less_to_do() -> None:
     prompt, other = list(range(300)), list(range(1000, 1300))
-    router = Router(2)
+    router = ReplicaRouter(2)
     assert router.choose(prompt, 1, range(2)) == 0
     assert router.choose(other, 1, range(2)) == 1
     # Of 300 tokens, four blocks of 64 are whole; a turn of a conversation adds to them.
@@ -148,9 +148,9 @@ def test_a_prefix_draws_requests_until_the_others_have_much_less_to_do() -> None
 
 
 def test_a_prefix_is_not_looked_for_where_none_is_kept() -> None:
-    router = Router(2, finds_prefixes=False)
+    router = ReplicaRouter(2, finds_prefixes=False)
     assert [router.choose(list(range(300)), 1, range(2)) for _ in range(4)] == [0, 1, 0, 1]
-    assert Router(2).choose([2**70] * 100, 1, range(2)) == 0  # no token; the replica says so
+    assert ReplicaRouter(2).choose([2**70] * 100, 1, range(2)) == 0  # no token; the replica says so
 
 
 # What replicas send
@@ -518,7 +518,7 @@ def test_a_replica_that_is_silent_counts_as_dead(monkeypatch: pytest.MonkeyPatch
         asyncio.run(until(lambda: first.failure is not None))
         assert "replica 0 has not reported for 0 s" in str(first.failure)
         assert engine._replicas.members[1].is_loaded
-    placeless = Member(0, 60.0)
+    placeless = ReplicaHandle(0, 60.0)
     assert placeless.silence is None
     monkeypatch.setattr("opweave.engine.parallel.data_parallel.replica_handle._STARTING", 0.0)
     assert str(placeless.silence).startswith("did not start within 0 s: Ray has no room")
@@ -605,20 +605,20 @@ def test_numbers_are_added_up() -> None:
 def test_machines_are_divided(
     nodes: list[int], replicas: int, devices: dict[str, int], processors: int
 ) -> None:
-    found = share_room([{"CPU": n, "GPU": 4.0} for n in nodes], replicas, devices)
+    found = replica_resources([{"CPU": n, "GPU": 4.0} for n in nodes], replicas, devices)
     assert found == {**devices, "CPU": processors}
 
 
 def test_machines_that_are_too_small() -> None:
     with pytest.raises(InvalidArgumentError, match=r"=2: each replica needs 2 GPU, 1 CPU on one.*"
                        r"have: 1 GPU, 8 CPU; 2 GPU, 8 CPU\. Lower"):  # fmt: skip
-        share_room([{"CPU": 8, "GPU": 1}, {"CPU": 8, "GPU": 2}], 2, {"GPU": 2})
+        replica_resources([{"CPU": 8, "GPU": 1}, {"CPU": 8, "GPU": 2}], 2, {"GPU": 2})
     with pytest.raises(InvalidArgumentError, match="have: nothing"):
-        share_room([], 2, {})
+        replica_resources([], 2, {})
 
 
 def test_names_of_devices() -> None:
-    assert [resource_of(each) for each in ("cpu", "cuda", "xpu", "npu")] == [
+    assert [resource_name(each) for each in ("cpu", "cuda", "xpu", "npu")] == [
         "CPU", "GPU", "GPU", "NPU",
     ]  # fmt: skip
 

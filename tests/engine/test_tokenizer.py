@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from models.tiny_checkpoints import BOS, EOS, VOCABULARY, write_tokenizer
 from opweave.engine import Checkpoint, CheckpointError, MissingDependencyError, Tokenizer
 from opweave.engine.errors import TokenizerError
-from opweave.engine.tokenization.detokenizer import Completion
+from opweave.engine.tokenization.detokenizer import Detokenizer
 from opweave.engine.tokenization.incremental_decoder import IncrementalDecoder
 
 TEXTS = ["", "the quick dog", "naïve façade", "東京 🙂", "a\n\n b\tc", "</s>the<s>"]
@@ -267,7 +267,7 @@ def test_replacement_characters_and_tokens_of_one_byte(
 
 
 def test_a_replacement_character_is_not_held_back(tokenizer: Tokenizer) -> None:
-    completion = Completion(IncrementalDecoder(tokenizer), ["\ufffd"])
+    completion = Detokenizer(IncrementalDecoder(tokenizer), ["\ufffd"])
     ids = tokenizer.encode("a\ufffdb", add_special_tokens=False)
     for token in ids[:-1]:
         completion.push(token)

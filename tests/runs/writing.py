@@ -72,10 +72,8 @@ LONG_PAGES: dict[str, str] = {
 # Class names that two modules define. Remove a name when it is unique.
 NOT_YET_UNIQUE = frozenset(
     [
-        "Answer", "Call", "Candidate", "Context", "Entry", "Fields", "Generation", "Group",
-        "InvalidArgumentError", "LatentAttention", "Member", "Order", "Place", "Plan", "Policy",
-        "ProgressBar", "QuantConfig", "Rank", "Refusal", "Report", "Router", "Source",
-        "TokenLogprob", "Usage",
+        "Candidate", "Context", "Entry", "Group", "InvalidArgumentError", "LatentAttention",
+        "Place", "Plan", "Policy", "ProgressBar", "QuantConfig", "Source",
     ]
 )  # fmt: skip
 # It repeats vLLM's names on purpose.

@@ -27,7 +27,7 @@ from opweave.engine import (
 )
 from opweave.engine.metrics.stats import SECONDS, TOKENS, Histogram
 from opweave.engine.request.outputs import FinishReason
-from opweave.engine.tokenization.detokenizer import Completion
+from opweave.engine.tokenization.detokenizer import Detokenizer
 from opweave.engine.tokenization.incremental_decoder import IncrementalDecoder
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "models" / "tiny-pydoc"
@@ -224,7 +224,7 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._tokenizer, self._params, self._index = tokenizer, params, index
-        self._completion = Completion(IncrementalDecoder(tokenizer), params.stop)
+        self._completion = Detokenizer(IncrementalDecoder(tokenizer), params.stop)
         self._tokens = tokens(prompt, params.seed, index)
 
     def grow(self, *, is_last: bool) -> int:

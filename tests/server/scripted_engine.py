@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from opweave.engine import CompletionOutput, RequestOutput, RequestTimings, SamplingParams
-from opweave.engine.tokenization.detokenizer import Completion
+from opweave.engine.tokenization.detokenizer import Detokenizer
 from server.fake_engine import Call, FakeEngine
 
 
@@ -34,7 +34,7 @@ class ScriptedEngine(FakeEngine):
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.calls.append(Call(ids, params, request_id, 0))
         tokens = [self.tokenizer.encode(text, add_special_tokens=False) for text in self.texts]
-        texts = [Completion.of(self.tokenizer, ids, params) for _ in tokens]
+        texts = [Detokenizer.of(self.tokenizer, ids, params) for _ in tokens]
         for count in range(1, max(map(len, tokens)) + 1):
             outputs = []
             for index, (answer, text) in enumerate(zip(tokens, texts, strict=True)):

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from opweave.server import ServerConfig
-from opweave.server.waiting_room import WaitingRoom, most_connections
+from opweave.server.idle_connections import IdleConnections, most_connections
 from server.conftest import Running, Start
 from server.fake_engine import FakeEngine
 from server.test_disconnect import ask
@@ -152,4 +152,4 @@ def test_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_room_without_anybody() -> None:
-    WaitingRoom(1).make_room(2)  # whatever takes the room, it is used
+    IdleConnections(1).make_room(2)  # whatever takes the room, it is used

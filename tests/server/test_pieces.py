@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opweave.engine import CompletionOutput, Logprob
-from opweave.engine.tokenization.detokenizer import Completion
+from opweave.engine.tokenization.detokenizer import Detokenizer
 from opweave.engine.tokenization.incremental_decoder import IncrementalDecoder
 from opweave.server.pieces import Growth
 
@@ -33,7 +33,7 @@ def test_pieces_add_up_to_the_text_before_the_stop(
     ends = [text.find(stop) for stop in stops if stop in text]
     final = text[: min(ends)] if ends else text
     decoder = Texts()
-    completion, growth, sent, length = Completion(decoder, stops), Growth(), "", 0
+    completion, growth, sent, length = Detokenizer(decoder, stops), Growth(), "", 0
     for step in steps:
         decoder.piece = text[length : length + step]
         length += step
@@ -55,7 +55,7 @@ def test_pieces_add_up_to_the_text_before_the_stop(
 def test_long_stop_strings_cost_no_more_than_the_text() -> None:
     size = 200_000
     decoder = Texts("a" * 1000)
-    completion = Completion(decoder, ["a" * size + "b", ("ab" * size)[:size]])
+    completion = Detokenizer(decoder, ["a" * size + "b", ("ab" * size)[:size]])
     started = time.process_time()
     for _ in range(1000, size + 1000, 1000):
         completion.push(0)
@@ -68,7 +68,7 @@ def test_long_stop_strings_cost_no_more_than_the_text() -> None:
 
 def test_a_stop_string_that_does_not_stop_is_sent() -> None:
     decoder, growth, sent = Texts(), Growth(), ""
-    completion = Completion(decoder, ["aba"], min_tokens=5)
+    completion = Detokenizer(decoder, ["aba"], min_tokens=5)
     for piece in ("a", "b", "a", "b", "x"):
         decoder.piece = piece
         completion.push(0)

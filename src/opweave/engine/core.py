@@ -16,12 +16,12 @@ from opweave.engine.errors import EngineError, InvalidArgumentError, NonFiniteLo
 from opweave.engine.loading.checkpoint import Checkpoint
 from opweave.engine.loading.generation_config import log_defaults, sampling_defaults
 from opweave.engine.loading.loader import Progress
-from opweave.engine.metrics.selection_report import Usage
+from opweave.engine.metrics.selection_report import SelectionReport
 from opweave.engine.metrics.stat_logger import stat_loggers
 from opweave.engine.metrics.stats import EngineStats, StatCounter
 from opweave.engine.parallel.executor import Executor
-from opweave.engine.request.detokenized_output import Answer
-from opweave.engine.request.generation import Generation
+from opweave.engine.request.active_request import ActiveRequest
+from opweave.engine.request.detokenized_output import DetokenizedOutput
 from opweave.engine.request.outputs import RequestOutput
 from opweave.engine.request.prompts import Prompt, PromptReader
 from opweave.engine.request.request import Request, check_priority
@@ -36,7 +36,7 @@ from opweave.engine.sampling.seeds import RequestSeeds
 from opweave.engine.sampling.token_mask import token_mask
 from opweave.engine.scheduler import Scheduled, Scheduler
 from opweave.engine.structured.grammars import Grammars
-from opweave.engine.tokenization.detokenizer import Completion
+from opweave.engine.tokenization.detokenizer import Detokenizer
 from opweave.engine.tokenization.tokenizer import tokenizer_of
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
@@ -102,7 +102,7 @@ class EngineCore:
             facts.groups, config.cache, config.scheduler, facts.context, facts.memory, facts.free
         )
         self.max_model_len, self.model_config = plan.max_model_len, facts.config
-        self._usage = self._warm_up(plan)
+        self._selections = self._warm_up(plan)
         cache = KVCacheManager(
             plan.cache_groups(facts.groups),
             plan.block_size,
@@ -116,8 +116,10 @@ class EngineCore:
         self._eos_token_ids = self._known_eos(facts.vocab_size)
         self.grammars = Grammars(self.tokenizer, facts.vocab_size, self._eos_token_ids)
         self._seeds = RequestSeeds(config.seed)
-        self._generations: dict[str, Generation] = {}
-        self._answers: dict[str, tuple[Generation, Answer]] = {}  # as the scheduler names them
+        self._requests: dict[str, ActiveRequest] = {}
+        self._outputs: dict[
+            str, tuple[ActiveRequest, DetokenizedOutput]
+        ] = {}  # as the scheduler names them
         self._numbers = count()
         self._counter, self._loggers = StatCounter(), stat_loggers(config)
 
@@ -134,7 +136,7 @@ class EngineCore:
     @property
     def unfinished(self) -> list[str]:
         """The names of all requests that are not finished."""
-        return list(self._generations)
+        return list(self._requests)
 
     def tokens(
         self,
@@ -160,7 +162,7 @@ class EngineCore:
         priority: int = 0,
         streams: bool = True,
         add_special_tokens: bool = True,
-    ) -> Generation:
+    ) -> ActiveRequest:
         """Return a request that can be added.
 
         Args:
@@ -190,12 +192,12 @@ class EngineCore:
         room = self.max_model_len - len(tokens)
         seed = self._seeds.of(params)
         answers = [
-            Answer(
+            DetokenizedOutput(
                 index,
                 Request(self._sequence_id(request_id), tokens, priority=priority),
                 params,
                 derived_seed(seed, index),
-                Completion.of(self.tokenizer, tokens, params),
+                Detokenizer.of(self.tokenizer, tokens, params),
                 max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
                 eos_token_ids=eos,
                 grammar=self.grammars.start(params),
@@ -207,26 +209,26 @@ class EngineCore:
         # What is found in the cache has no scores.
         answers[0].request.uses_prefix = params.prompt_logprobs is None
         text = prompt if isinstance(prompt, str) else None
-        return Generation(request_id, text, answers, streams=streams)
+        return ActiveRequest(request_id, text, answers, streams=streams)
 
-    def add_request(self, generation: Generation) -> None:
+    def add_request(self, generation: ActiveRequest) -> None:
         """Let a request wait for its turn.
 
         Raises:
             InvalidArgumentError: an unfinished one has its name.
         """
-        if generation.request_id in self._generations:
+        if generation.request_id in self._requests:
             raise InvalidArgumentError(
                 f"request_id={generation.request_id!r} is in use by a request that is not finished."
             )
         self.scheduler.add(generation.answers[0].request)  # a request that it refuses is not kept
-        self._generations[generation.request_id] = generation
+        self._requests[generation.request_id] = generation
         for answer in generation.answers:
-            self._answers[answer.request.request_id] = generation, answer
+            self._outputs[answer.request.request_id] = generation, answer
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Give up requests; return the last output of each that was there."""
-        found = [self._generations[name] for name in request_ids if name in self._generations]
+        found = [self._requests[name] for name in request_ids if name in self._requests]
         for generation in found:
             generation.abort()
             self._forget_all(generation)
@@ -252,7 +254,7 @@ class EngineCore:
         starts = [item.request.num_computed_tokens for item in asking]
         began = time.perf_counter()
         try:
-            with self._usage.watch(sum(item.num_tokens for item in scheduled)):
+            with self._selections.watch(sum(item.num_tokens for item in scheduled)):
                 sampled = self.executor.execute(steps)
         except Exception as error:
             self.scheduler.undo(scheduled)
@@ -260,15 +262,15 @@ class EngineCore:
                 return self._fail([asking[row].request for row in error.rows], error)
             raise  # also if nobody knows whose scores they are
         self.scheduler.update(scheduled)
-        answers = [self._answers[item.request.request_id][1] for item in asking]
+        answers = [self._outputs[item.request.request_id][1] for item in asking]
         self.grammars.advance(
             (answer.grammar, found.token_id)
             for answer, is_complete, found in zip(answers, complete, sampled, strict=True)
             if is_complete and not answer.ends_at(found.token_id)
         )
-        changed: dict[str, Generation] = {}
+        changed: dict[str, ActiveRequest] = {}
         for item, start, is_complete, found in zip(asking, starts, complete, sampled, strict=True):
-            generation, answer = self._answers[item.request.request_id]
+            generation, answer = self._outputs[item.request.request_id]
             scores = [named(each, self.tokenizer) for each in found.prompt_logprobs]
             generation.score_prompt(start, scores)
             if is_complete:
@@ -297,8 +299,8 @@ class EngineCore:
             steps=counter.steps,
             finished=dict(counter.finished),
             histograms=counter.histograms(),
-            kernels=self._usage.kernels,
-            compile_seconds=self._usage.compile_seconds,
+            kernels=self._selections.kernels,
+            compile_seconds=self._selections.compile_seconds,
         )
 
     def check_idle(self) -> None:
@@ -311,7 +313,7 @@ class EngineCore:
 
     def fail(self, error: EngineError) -> None:
         """End what is unfinished without an answer: the engine has died, of *error*."""
-        for generation in list(self._generations.values()):
+        for generation in list(self._requests.values()):
             self._lose(generation, error)
 
     def shutdown(self) -> None:
@@ -331,8 +333,8 @@ class EngineCore:
             )  # fmt: skip
         return known
 
-    def _warm_up(self, plan: CachePlan) -> Usage:
-        usage, began = Usage(), time.perf_counter()
+    def _warm_up(self, plan: CachePlan) -> SelectionReport:
+        usage, began = SelectionReport(), time.perf_counter()
         self.executor.allocate(plan)
         if self.config.compilation.compiles:
             usage.compile_seconds = time.perf_counter() - began
@@ -342,7 +344,7 @@ class EngineCore:
 
     def _step_of(self, item: Scheduled) -> SequenceStep:
         request = item.request
-        generation, answer = self._answers[request.request_id]
+        generation, answer = self._outputs[request.request_id]
         answer.schedule()
         start = request.num_computed_tokens
         targets = generation.prompt_targets(answer, start, item.num_tokens)
@@ -355,7 +357,9 @@ class EngineCore:
             targets,
         )
 
-    def _append(self, generation: Generation, answer: Answer, sampled: Sampled) -> None:
+    def _append(
+        self, generation: ActiveRequest, answer: DetokenizedOutput, sampled: Sampled
+    ) -> None:
         answer.append(sampled.token_id, named(sampled.logprobs, self.tokenizer))
         is_first = answer.num_tokens == 1
         computes_prompt = answer is generation.answers[0]
@@ -370,28 +374,28 @@ class EngineCore:
         if answer.is_finished:
             self._forget(answer)
         if generation.is_finished:
-            del self._generations[generation.request_id]
+            del self._requests[generation.request_id]
 
     def _fail(self, requests: Sequence[Request], error: EngineError) -> list[RequestOutput]:
-        found = {id(g): g for g, _ in (self._answers[each.request_id] for each in requests)}
+        found = {id(g): g for g, _ in (self._outputs[each.request_id] for each in requests)}
         for request in requests:  # its scores were not looked at before: any block may be wrong
             self.scheduler.cache.forget(request)
         for generation in found.values():
             self._lose(generation, error)
         return [generation.output() for generation in found.values()]
 
-    def _lose(self, generation: Generation, error: EngineError) -> None:
+    def _lose(self, generation: ActiveRequest, error: EngineError) -> None:
         generation.fail(error)
         self._forget_all(generation)
 
-    def _forget_all(self, generation: Generation) -> None:
-        del self._generations[generation.request_id]
+    def _forget_all(self, generation: ActiveRequest) -> None:
+        del self._requests[generation.request_id]
         for answer in generation.answers:
-            if answer.request.request_id in self._answers:
+            if answer.request.request_id in self._outputs:
                 self._forget(answer)
 
-    def _forget(self, answer: Answer) -> None:
-        del self._answers[answer.request.request_id]
+    def _forget(self, answer: DetokenizedOutput) -> None:
+        del self._outputs[answer.request.request_id]
         self.scheduler.remove(answer.request.request_id)
         self._counter.finish(answer.finish_reason or "error", answer.timings())
 

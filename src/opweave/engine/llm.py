@@ -21,13 +21,13 @@ from opweave.engine.chat.conversation import (
     template_for,
 )
 from opweave.engine.client.arguments import make_core
-from opweave.engine.client.fair_lock import Turns
+from opweave.engine.client.fair_lock import FairLock
 from opweave.engine.loading.checkpoint import Checkpoint
 from opweave.engine.loading.loader import Progress
 from opweave.engine.loading.progress import after_loading, reporting
 from opweave.engine.metrics.stats import EngineStats
 from opweave.engine.priorities import PriorityLists, private_context
-from opweave.engine.request.generation import Generation
+from opweave.engine.request.active_request import ActiveRequest
 from opweave.engine.request.io_processor import IOProcessors
 from opweave.engine.request.outputs import RequestOutput
 from opweave.engine.request.prompts import Prompt, as_list, params_for
@@ -84,7 +84,7 @@ class LLM:
         self._checkpoint = Checkpoint(model)
         self._processors = IOProcessors(self._checkpoint, self._core.config)
         self._names = count()
-        self._turns = Turns()
+        self._turns = FairLock()
 
     def generate(
         self,
@@ -256,7 +256,7 @@ class LLM:
         finally:
             self._give_up([generation])
 
-    def _outputs(self, generation: Generation, context: Context) -> Iterator[RequestOutput]:
+    def _outputs(self, generation: ActiveRequest, context: Context) -> Iterator[RequestOutput]:
         known, is_finished = 0, False
         while not is_finished:
             with self._turns.take():
@@ -295,12 +295,12 @@ class LLM:
         with self._turns.take():
             self._core.shutdown()
 
-    def _add(self, generations: Sequence[Generation]) -> None:
+    def _add(self, generations: Sequence[ActiveRequest]) -> None:
         with self._turns.take():
             for generation in generations:
                 self._core.add_request(generation)
 
-    def _step(self, generations: Sequence[Generation], context: Context) -> bool:
+    def _step(self, generations: Sequence[ActiveRequest], context: Context) -> bool:
         """Compute a step, unless other calls have done the rest; return whether that is done."""
         if not _are_finished(generations):
             context.run(self._core.step)
@@ -309,10 +309,10 @@ class LLM:
                 raise generation.error
         return _are_finished(generations)
 
-    def _give_up(self, generations: Sequence[Generation]) -> None:
+    def _give_up(self, generations: Sequence[ActiveRequest]) -> None:
         names = [generation.request_id for generation in generations]
         self._turns.soon(partial(self._core.abort, names))
 
 
-def _are_finished(generations: Sequence[Generation]) -> bool:
+def _are_finished(generations: Sequence[ActiveRequest]) -> bool:
     return all(generation.is_finished for generation in generations)

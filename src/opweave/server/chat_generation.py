@@ -6,7 +6,7 @@ from fastapi import Request
 
 from opweave.server.answer_plan import AnswerPlan
 from opweave.server.disconnect import unless_gone
-from opweave.server.generation import Generation
+from opweave.server.generation import GenerationJob
 from opweave.server.prompts import Prompt, Reading, check_context, check_length, render, tokenize
 from opweave.server.protocol.chat import ChatRequest
 from opweave.server.protocol.tools import ToolUse
@@ -15,7 +15,7 @@ from opweave.server.state import ServerState
 
 async def chat_generation(
     body: ChatRequest, request: Request, server: ServerState, *, kind: str
-) -> tuple[Generation, AnswerPlan]:
+) -> tuple[GenerationJob, AnswerPlan]:
     """Return what a conversation wants to have generated, and how to read the answers.
 
     Args:
@@ -44,7 +44,7 @@ async def chat_generation(
         limit=body.limit_field,
         asks=getattr(body, body.limit_field) is not None,
     )
-    generation = Generation(
+    generation = GenerationJob(
         server,
         kind,
         prompts,

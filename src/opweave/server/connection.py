@@ -14,8 +14,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from opweave.server.disconnect import HANG_UP_KEY
 from opweave.server.errors import HANG_UP, ApiError, not_arrived
+from opweave.server.idle_connections import IdleConnections
 from opweave.server.middleware import error_response
-from opweave.server.waiting_room import WaitingRoom
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,9 @@ class Connection(H11Protocol):
         room: where connections without a request wait.
     """
 
-    def __init__(self, *arguments: Any, timeout: float, room: WaitingRoom, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, timeout: float, room: IdleConnections, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self._timeout, self._room = timeout, room
         self._timer: asyncio.TimerHandle | None = None

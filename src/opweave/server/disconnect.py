@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from opweave.server.merge import cancelled, close
+from opweave.server.merge_streams import cancelled, close
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import uuid
 from opweave.engine import EmbeddingOutput, PoolingParams, PromptError
 from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError
-from opweave.server.merge import cancelled
+from opweave.server.merge_streams import cancelled
 from opweave.server.prompts import Prompt
 from opweave.server.state import ServerState
 

@@ -22,7 +22,7 @@ from opweave.engine import (
 )
 from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError
-from opweave.server.merge import close, merged
+from opweave.server.merge_streams import close, merge_streams
 from opweave.server.prompts import Prompt
 from opweave.server.protocol.structured import form_error
 from opweave.server.state import ServerState
@@ -33,7 +33,7 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # of which prompt
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationJob:
     """What one request wants to have generated.
 
     Attributes:
@@ -114,7 +114,7 @@ class Generation:
         return complete
 
     def _merged(self) -> Outputs:
-        return merged([self._answer(index) for index in range(len(self.prompts))])
+        return merge_streams([self._answer(index) for index in range(len(self.prompts))])
 
     async def _answer(self, index: int) -> AsyncGenerator[RequestOutput, None]:
         """Yield the answers to one prompt; logits that are NaN end it, and not the others."""

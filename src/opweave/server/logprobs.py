@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from opweave.engine import Logprob
 from opweave.engine.tokenization.tokenizer import Tokenizer
 from opweave.server.protocol.answers import PromptLogprob, PromptLogprobs
-from opweave.server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
+from opweave.server.protocol.chat import ChatLogprobs, ChatTokenLogprob, TopLogprob
 from opweave.server.protocol.completions import CompletionLogprobs
 
 _REPLACEMENT = "\ufffd"
@@ -39,7 +39,7 @@ def chat_logprobs(
 
     return ChatLogprobs(
         content=[
-            TokenLogprob(
+            ChatTokenLogprob(
                 **entry(token, at).model_dump(),
                 top_logprobs=[entry(likely, at) for likely in _most_likely(at, count)],
             )

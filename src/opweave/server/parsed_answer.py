@@ -18,7 +18,7 @@ from opweave.server.pieces import Growth, Piece
 
 
 @dataclass
-class Call:
+class ParsedCall:
     """A call of a function so far."""
 
     id: str
@@ -39,7 +39,7 @@ class ParsedAnswer:
     """
 
     def __init__(self, plan: AnswerPlan) -> None:
-        self.content, self.reasoning, self.calls = "", "", list[Call]()
+        self.content, self.reasoning, self.calls = "", "", list[ParsedCall]()
         self._plan, self._parser, self._growth = plan, plan.parser(), Growth()
 
     def add(self, answer: CompletionOutput) -> tuple[Piece, Sequence[Event]]:
@@ -60,6 +60,6 @@ class ParsedAnswer:
                 self.reasoning += text
             case CallStart(name):
                 assert self._plan.calls is not None, "calls have a format"
-                self.calls.append(Call(self._plan.calls.new_id(), name))
+                self.calls.append(ParsedCall(self._plan.calls.new_id(), name))
             case ArgumentsDelta(text):
                 self.calls[-1].arguments += text

@@ -20,8 +20,8 @@ from fastapi import FastAPI
 from opweave.server.config import ServerConfig
 from opweave.server.connection import Connection
 from opweave.server.errors import ServerError
+from opweave.server.idle_connections import IdleConnections, most_connections
 from opweave.server.state import ServerState
-from opweave.server.waiting_room import WaitingRoom, most_connections
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ async def _serve(
     ends_with_engine: bool,
 ) -> None:
     http = http_server(app)
-    stop = _Stop(server, http)
+    stop = _SignalHandlers(server, http)
     serving = asyncio.create_task(http.serve(sockets=[bound]))
     watching = asyncio.create_task(stop.watch()) if ends_with_engine else None
     try:
@@ -177,7 +177,7 @@ def http_server(app: FastAPI) -> uvicorn.Server:
     """Return what serves an application; the caller gives it a socket that listens."""
     server: ServerState = app.state.server
     connection = partial(
-        Connection, timeout=server.config.body_timeout, room=WaitingRoom(most_connections())
+        Connection, timeout=server.config.body_timeout, room=IdleConnections(most_connections())
     )
     return _Server(
         uvicorn.Config(
@@ -207,7 +207,7 @@ class _Server(uvicorn.Server):
             each.listen(_BACKLOG)  # asyncio listens with what it accepts at one time
 
 
-class _Stop:
+class _SignalHandlers:
     """What signals do: the first one lets everything finish, the second one does not."""
 
     def __init__(self, server: ServerState, http: uvicorn.Server) -> None:

@@ -10,13 +10,13 @@ from starlette.responses import Response
 from opweave.engine import RequestOutput
 from opweave.server.disconnect import EventStream, unless_gone
 from opweave.server.errors import api_error
-from opweave.server.generation import Generation, Outputs
+from opweave.server.generation import GenerationJob, Outputs
 
 _LAST_WORDS = 5.0  # seconds in which a client is to read what comes at the deadline
 Writer = Callable[[Outputs], AsyncGenerator[str, None]]
 
 
-async def stream(generation: Generation, write: Writer, request: Request) -> Response:
+async def stream(generation: GenerationJob, write: Writer, request: Request) -> Response:
     """Return the answers as events, once there is a first token.
 
     Until then, errors are responses with a status of their own; after it, they are events.

@@ -54,7 +54,7 @@ def _generation_extension() -> type:
     extension: Any = require("jinja2.ext").Extension
     scope = require("jinja2.nodes").Scope
 
-    class Generation(extension):  # type: ignore[misc]
+    class GenerationTag(extension):  # type: ignore[misc]
         tags = frozenset({"generation"})
 
         def parse(self, parser: Any) -> Any:
@@ -62,7 +62,7 @@ def _generation_extension() -> type:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return scope(body, lineno=line)
 
-    return Generation
+    return GenerationTag
 
 
 def _namespace_class() -> type:

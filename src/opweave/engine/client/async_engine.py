@@ -21,7 +21,7 @@ from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.loading.loader import Progress
 from opweave.engine.metrics.stats import EngineStats
 from opweave.engine.priorities import PriorityLists, private_context
-from opweave.engine.request.generation import Generation
+from opweave.engine.request.active_request import ActiveRequest
 from opweave.engine.request.outputs import EmbeddingOutput, RequestOutput
 from opweave.engine.sampling.sampling_params import SamplingParams
 from opweave.engine.tokenization.tokenizer import Tokenizer
@@ -159,7 +159,7 @@ class AsyncEngine(StreamingClient):
                 command()
             self._tell(partial(self._receive, self._core.step()))
 
-    def _add(self, generation: Generation) -> None:
+    def _add(self, generation: ActiveRequest) -> None:
         try:
             self._core.add_request(generation)
         except Exception as error:  # it is this request's alone

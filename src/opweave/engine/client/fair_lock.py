@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 from threading import Lock
 
 
-class Turns:
+class FairLock:
     """Gives one thread at a time its turn; who waits comes before who has just had one.
 
     A lock alone would go to the thread that runs, which is the one that has just released it.

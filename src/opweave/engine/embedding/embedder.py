@@ -18,7 +18,7 @@ from opweave.engine.embedding.sentence_config import SentenceConfig
 from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.loading.checkpoint import Checkpoint
 from opweave.engine.loading.loader import Progress, check_dtype, load_model
-from opweave.engine.metrics.selection_report import Usage
+from opweave.engine.metrics.selection_report import SelectionReport
 from opweave.engine.priorities import PriorityLists, engine_priorities, private_context
 from opweave.engine.request.io_processor import IOProcessors
 from opweave.engine.request.outputs import EmbeddingOutput
@@ -96,7 +96,7 @@ class Embedder:
                 "opweave.engine.LLM runs language models."
             )
         platform.post_load_model(loaded.to(self._device))
-        self._model, self._names, self.usage = loaded, count(), Usage()
+        self._model, self._names, self.usage = loaded, count(), SelectionReport()
         longest = loaded.config.max_position_embeddings
         self.max_model_len = min(longest, sentences.max_seq_length or longest)
         self._prompts = PromptReader(

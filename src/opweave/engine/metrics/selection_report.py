@@ -28,7 +28,7 @@ class KernelUse:
     calls: int
 
 
-class Usage:
+class SelectionReport:
     """What one engine's forwards run: looked at once for each size of a forward.
 
     A forward that is looked at is slower, since each of its calls goes through the full selection;

@@ -14,10 +14,10 @@ from opweave.engine.sampling.sampler import SamplingRequest
 from opweave.engine.sampling.sampling_params import SamplingParams
 from opweave.engine.sampling.token_mask import intersection
 from opweave.engine.structured.state import GrammarState
-from opweave.engine.tokenization.detokenizer import Completion
+from opweave.engine.tokenization.detokenizer import Detokenizer
 
 
-class Answer:
+class DetokenizedOutput:
     """A sequence of tokens that is generated.
 
     Args:
@@ -43,7 +43,7 @@ class Answer:
         request: Request,
         params: SamplingParams,
         seed: int,
-        completion: Completion,
+        completion: Detokenizer,
         *,
         max_tokens: int,
         eos_token_ids: frozenset[int],

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _LARGEST = torch.finfo(torch.float32).max
 
-Entry = tuple[int, int, float]  # a row, a token, and a number that belongs to them
+TokenValue = tuple[int, int, float]  # a row, a token, and a number that belongs to them
 
 
 def adjusted(logits: Tensor, requests: Sequence[SamplingRequest]) -> Tensor:
@@ -85,33 +85,33 @@ def _impossible(device: torch.device) -> Tensor:
     return torch.zeros(256, 8, device=device).masked_fill_(is_set == 0, -torch.inf)
 
 
-def _repetitions(requests: Sequence[SamplingRequest]) -> Iterator[Entry]:
+def _repetitions(requests: Sequence[SamplingRequest]) -> Iterator[TokenValue]:
     for row, (params, history) in enumerate((r.params, r.history) for r in requests):
         if history is not None and params.repetition_penalty != 1:
             for token in history.tokens:
                 yield row, token, params.repetition_penalty
 
 
-def _penalties(requests: Sequence[SamplingRequest]) -> Iterator[Entry]:
+def _penalties(requests: Sequence[SamplingRequest]) -> Iterator[TokenValue]:
     for row, (params, history) in enumerate((r.params, r.history) for r in requests):
         if history is not None and (params.presence_penalty or params.frequency_penalty):
             for token, count in history.counts.items():
                 yield row, token, -params.presence_penalty - count * params.frequency_penalty
 
 
-def _biases(requests: Sequence[SamplingRequest]) -> Iterator[Entry]:
+def _biases(requests: Sequence[SamplingRequest]) -> Iterator[TokenValue]:
     for row, request in enumerate(requests):
         for token, bias in (request.params.logit_bias or {}).items():
             yield row, token, bias
 
 
-def _forbidden(requests: Sequence[SamplingRequest]) -> Iterator[Entry]:
+def _forbidden(requests: Sequence[SamplingRequest]) -> Iterator[TokenValue]:
     for row, request in enumerate(requests):
         for token in request.forbidden:
             yield row, token, 0.0
 
 
-def _columns(entries: Iterable[Entry], scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _columns(entries: Iterable[TokenValue], scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, tokens, numbers = zip(*listed, strict=True) if (listed := list(entries)) else ((),) * 3
     device = scores.device
     return (

@@ -30,7 +30,7 @@ class Scheduled(NamedTuple):
         return self.num_tokens == self.request.num_uncomputed_tokens
 
 
-class _Plan:
+class _StepPlan:
     """How many tokens of which request, how many more there may be, and who lost its blocks."""
 
     def __init__(self, budget: int) -> None:
@@ -112,7 +112,7 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         """Return what to compute next; it is not empty while there are requests."""
-        plan = _Plan(self.config.max_num_batched_tokens)
+        plan = _StepPlan(self.config.max_num_batched_tokens)
         prompts = [r for r in self._running if r.num_uncomputed_tokens > 1]
         for request in [r for r in self._running if r.num_uncomputed_tokens == 1]:
             self._continue(request, plan)
@@ -148,7 +148,7 @@ class Scheduler:
         """Whether *one* need not wait for *other*, whoever came first."""
         return self._order(one)[0] < self._order(other)[0]
 
-    def _continue(self, request: Request, plan: _Plan) -> None:
+    def _continue(self, request: Request, plan: _StepPlan) -> None:
         """Plan the next tokens of a running request, if need be at the cost of the last one."""
         while plan.budget and request in self._running:  # it may have lost its blocks meanwhile
             count = min(request.num_uncomputed_tokens, plan.budget)
@@ -157,7 +157,7 @@ class Scheduler:
                 return
             self._take_back(self._running[-1], plan)
 
-    def _take_back(self, request: Request, plan: _Plan) -> None:
+    def _take_back(self, request: Request, plan: _StepPlan) -> None:
         plan.drop(request)
         self._preempt(request)
 
@@ -169,7 +169,7 @@ class Scheduler:
         self.num_preemptions += 1
         insort(self._waiting, request, key=self._order)
 
-    def _admit(self, plan: _Plan, before: Request | None = None) -> None:
+    def _admit(self, plan: _StepPlan, before: Request | None = None) -> None:
         """Plan waiting requests; with *before*, only those that outrank it."""
         while self._waiting:
             request = self._waiting[0]
@@ -178,7 +178,7 @@ class Scheduler:
             if not self._begin(request, plan):
                 return
 
-    def _begin(self, request: Request, plan: _Plan) -> bool:
+    def _begin(self, request: Request, plan: _StepPlan) -> bool:
         """Plan the first tokens of a waiting request, if there is room or can be made."""
         outranked = [r for r in reversed(self._running) if self._outranks(request, r)]
         if not outranked and not (plan.budget and len(self._running) < self.config.max_num_seqs):
@@ -203,7 +203,7 @@ class Scheduler:
         return True
 
     def _victims(
-        self, request: Request, prefix: int, plan: _Plan, outranked: Sequence[Request]
+        self, request: Request, prefix: int, plan: _StepPlan, outranked: Sequence[Request]
     ) -> Sequence[Request] | None:
         """Return who of *outranked* must lose its blocks for *request*; None: it would not help."""
         if self._fits(request, prefix, plan, ()):
@@ -213,7 +213,9 @@ class Scheduler:
         fewer = (outranked[:count] for count in range(1, len(outranked)))
         return next((v for v in fewer if self._fits(request, prefix, plan, v)), outranked)
 
-    def _fits(self, request: Request, prefix: int, plan: _Plan, victims: Sequence[Request]) -> bool:
+    def _fits(
+        self, request: Request, prefix: int, plan: _StepPlan, victims: Sequence[Request]
+    ) -> bool:
         """Whether there is room for *request* without *victims*."""
         budget = plan.budget + sum(plan.counts.get(victim, 0) for victim in victims)
         rest = request.num_tokens - prefix

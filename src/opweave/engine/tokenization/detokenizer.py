@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from opweave.engine.sampling.sampling_params import SamplingParams
 from opweave.engine.tokenization.incremental_decoder import IncrementalDecoder
-from opweave.engine.tokenization.stop_matcher import Beginning
+from opweave.engine.tokenization.stop_matcher import StopMatcher
 from opweave.engine.tokenization.tokenizer import Tokenizer
 
 
-class Completion:
+class Detokenizer:
     """The text that tokens add up to, cut before or after the first stop string.
 
     Args:
@@ -35,12 +35,12 @@ class Completion:
         self.stopped_by: str | None = None
         self._decoder, self._min_tokens, self._includes_stop = decoder, min_tokens, include_stop
         self._stop = sorted(stop, key=len, reverse=True)
-        self._beginnings = [Beginning(text) for text in stop]
+        self._beginnings = [StopMatcher(text) for text in stop]
         self._text, self._decided, self._tokens = "", 0, 0
         self._is_finished = False
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> Completion:
+    def of(cls, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> Detokenizer:
         """Return the empty text behind the tokens of a prompt."""
         decoder = IncrementalDecoder(
             tokenizer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Beginning:
+class StopMatcher:
     """How much of the beginning of *whole* a growing text ends with; never all of it.
 
     By the failure function of Knuth, Morris and Pratt, "Fast pattern matching in strings", SIAM J.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from opweave.server.output.events import ArgumentsDelta, CallStart, ContentDelta, Event
-from opweave.server.output.source import MalformedError, Source, Steps
+from opweave.server.output.source import MalformedError, Steps, TextSource
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -55,7 +55,7 @@ class CallFormat(ABC):
     markers: ClassVar[Sequence[str]] = ()
 
     def __init__(
-        self, source: Source, emit: Callable[[Event], None], names: Collection[str] = ()
+        self, source: TextSource, emit: Callable[[Event], None], names: Collection[str] = ()
     ) -> None:
         self._source, self._emit, self._names = source, emit, names
         self._spaces, self._calls = "", 0

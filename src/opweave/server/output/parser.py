@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from opweave.server.output.call_format import CallFormat
 from opweave.server.output.events import ArgumentsDelta, CallStart, ContentDelta, Event
 from opweave.server.output.reasoning import split_reasoning
-from opweave.server.output.source import Source, Steps
+from opweave.server.output.source import Steps, TextSource
 
 
 class AnswerParser:
@@ -33,7 +33,7 @@ class AnswerParser:
         is_parallel: bool = True,
     ) -> None:
         self._events: list[Event] = []
-        self._answer, self._text = Source(), Source()
+        self._answer, self._text = TextSource(), TextSource()
         self._is_parallel, self._calls = is_parallel, 0
         self._reading: Steps[None] | None = None
         if has_reasoning:

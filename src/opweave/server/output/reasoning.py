@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from opweave.server.output.events import Event, ReasoningDelta
-from opweave.server.output.source import Source, Steps
+from opweave.server.output.source import Steps, TextSource
 
 BEGIN, END = "<think>", "</think>"
 
 
 def split_reasoning(
-    source: Source, emit: Callable[[Event], None], rest: Callable[[str], None], *, is_inside: bool
+    source: TextSource,
+    emit: Callable[[Event], None],
+    rest: Callable[[str], None],
+    *,
+    is_inside: bool,
 ) -> Steps[None]:
     """Emit the reasoning in *source*, and pass the text after it to *rest*.
 

@@ -14,7 +14,7 @@ class MalformedError(Exception):
     """The text is not what the format says."""
 
 
-class Source:
+class TextSource:
     """The text so far, and how far it is read. What parsers decide depends on the text alone.
 
     Attributes:

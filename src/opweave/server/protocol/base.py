@@ -57,7 +57,7 @@ def either(one: str, tag: str, other: str, other_tag: str) -> Callable[[object],
     return kind
 
 
-class Fields(BaseModel):
+class RequestFields(BaseModel):
     """A part of a request; it may hold more than is known here.
 
     Nothing is converted, but integers to floats and whole floats to integers: a client that sends
@@ -67,7 +67,7 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
 
 
-class RequestBody(Fields):
+class RequestBody(RequestFields):
     """A request, checked against the table of request fields.
 
     Attributes:

@@ -18,7 +18,7 @@ from pydantic import (
 from opweave.engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave.server.errors import ApiError
 from opweave.server.protocol.answers import PromptLogprobs
-from opweave.server.protocol.base import Fields, Int, RequestBody, ResponseBody, Text
+from opweave.server.protocol.base import Int, RequestBody, RequestFields, ResponseBody, Text
 from opweave.server.protocol.sampling import SamplingFields
 from opweave.server.protocol.usage import Usage
 
@@ -28,7 +28,7 @@ _EITHER = ("add_generation_prompt", "continue_final_message", "documents")
 _RESERVED = {"messages", "tools", "chat_template"}
 
 
-class ContentPart(Fields):
+class ContentPart(RequestFields):
     """A part of a message; its type says which field holds the text."""
 
     type: Text | None = None
@@ -37,7 +37,7 @@ class ContentPart(Fields):
     thinking: Text | None = None
 
 
-class ChatMessage(Fields):
+class ChatMessage(RequestFields):
     """A message; the chat template reads the fields that are not listed here."""
 
     role: Annotated[Text, Field(min_length=1)]
@@ -159,7 +159,7 @@ class TopLogprob(ResponseBody):
     bytes: list[int] | None
 
 
-class TokenLogprob(TopLogprob):
+class ChatTokenLogprob(TopLogprob):
     """The token that was taken, and those that could have been."""
 
     top_logprobs: list[TopLogprob]
@@ -168,7 +168,7 @@ class TokenLogprob(TopLogprob):
 class ChatLogprobs(ResponseBody):
     """Log-probabilities of an answer, or of a piece of it."""
 
-    content: list[TokenLogprob]
+    content: list[ChatTokenLogprob]
 
 
 class CalledFunction(ResponseBody):

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opweave.server.errors import ApiError, unsupported
-from opweave.server.protocol.base import Fields, Int, RequestBody, Text
+from opweave.server.protocol.base import Int, RequestBody, RequestFields, Text
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
-class TextOptions(Fields):
+class TextOptions(RequestFields):
     """The form of the answer."""
 
     format: dict[str, Any] | None = None

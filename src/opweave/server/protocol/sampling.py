@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from opweave.engine import SamplingParams, SamplingParamsError
 from opweave.server.errors import ApiError
-from opweave.server.protocol.base import Fields, Int, Text, TokenIds
+from opweave.server.protocol.base import Int, RequestFields, Text, TokenIds
 from opweave.server.protocol.structured import FormFields
 
 _MAX_STOPS = 64
@@ -38,7 +38,7 @@ def _token(key: object) -> object:
 TokenKey = Annotated[int, BeforeValidator(_token), Field(strict=False)]
 
 
-class StreamOptions(Fields):
+class StreamOptions(RequestFields):
     """How to stream."""
 
     include_usage: bool | None = None

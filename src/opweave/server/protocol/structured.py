@@ -9,7 +9,7 @@ from pydantic import Field
 
 from opweave.engine import SamplingParamsError, StructuredOutputsParams
 from opweave.server.errors import ApiError, unsupported
-from opweave.server.protocol.base import Fields, RequestBody, Text
+from opweave.server.protocol.base import RequestBody, RequestFields, Text
 
 Schema = dict[str, Any] | bool
 _GUIDED = {
@@ -20,20 +20,20 @@ _GUIDED = {
 }
 
 
-class JsonSchema(Fields):
+class JsonSchema(RequestFields):
     """A JSON schema with a name."""
 
     schema_: Schema | None = Field(None, alias="schema")
 
 
-class ResponseFormat(Fields):
+class ResponseFormat(RequestFields):
     """Free text, any JSON object, or JSON that satisfies a schema."""
 
     type: Text | None
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Fields):
+class StructuredOutputs(RequestFields):
     """The fields of :class:`opweave.engine.StructuredOutputsParams`."""
 
     json_: Schema | Text | None = Field(None, alias="json")

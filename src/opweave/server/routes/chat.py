@@ -12,7 +12,7 @@ from opweave.engine import CompletionOutput, FinishReason, RequestOutput
 from opweave.server.answer_plan import AnswerPlan
 from opweave.server.chat_generation import chat_generation
 from opweave.server.disconnect import unless_gone
-from opweave.server.generation import Generation, Outputs
+from opweave.server.generation import GenerationJob, Outputs
 from opweave.server.logprobs import chat_logprobs, prompt_logprobs
 from opweave.server.output import (
     ArgumentsDelta,
@@ -48,7 +48,7 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
     """Answer a conversation."""
     server.accept(body, request)
     generation, plan = await chat_generation(body, request, server, kind="chatcmpl")
-    writer = _Writer(generation, body, plan)
+    writer = _ChatWriter(generation, body, plan)
     if body.stream:
         return await stream(generation, writer.events, request)
     (output,) = await unless_gone(request, generation.answers())
@@ -56,10 +56,10 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
 
 
 @dataclass(frozen=True)
-class _Writer:
+class _ChatWriter:
     """Writes the answers of one request."""
 
-    generation: Generation
+    generation: GenerationJob
     body: ChatRequest
     plan: AnswerPlan
 

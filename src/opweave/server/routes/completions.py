@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from opweave.engine import CompletionOutput, RequestOutput
 from opweave.server.disconnect import unless_gone
 from opweave.server.errors import engine_error
-from opweave.server.generation import Generation, Outputs
+from opweave.server.generation import GenerationJob, Outputs
 from opweave.server.logprobs import completion_logprobs, joined, prompt_logprobs
 from opweave.server.offsets import Offsets, prompt_offsets
 from opweave.server.pieces import Growth, Piece
@@ -40,7 +40,7 @@ async def completions(body: CompletionRequest, request: Request, server: Server)
     prompts = await read_prompts(body.prompt, server, param="prompt", n=params.n, reading=reading)
     asks = body.max_tokens is not None or "max_tokens" not in defaults
     check_context(prompts, params, server, param="prompt", limit="max_tokens", asks=asks)
-    generation = Generation(
+    generation = GenerationJob(
         server,
         "cmpl",
         prompts,
@@ -50,7 +50,7 @@ async def completions(body: CompletionRequest, request: Request, server: Server)
         form_field=body.form_field,
         request_id=body.request_id,
     )
-    writer = _Writer(generation, body)
+    writer = _CompletionsWriter(generation, body)
     if body.stream:
         return await stream(generation, writer.events, request)
     outputs = await unless_gone(request, generation.answers(partial=True))
@@ -71,10 +71,10 @@ class _Growing:
 
 
 @dataclass(frozen=True)
-class _Writer:
+class _CompletionsWriter:
     """Writes the answers of one request."""
 
-    generation: Generation
+    generation: GenerationJob
     body: CompletionRequest
     growing: dict[int, _Growing] = field(default_factory=dict)  # by its place
 

@@ -20,7 +20,7 @@ from opweave.server.deadline import Deadline
 from opweave.server.disconnect import unless_gone
 from opweave.server.embedding import embed
 from opweave.server.errors import ApiError, ServerError
-from opweave.server.generation import Generation
+from opweave.server.generation import GenerationJob
 from opweave.server.prompts import check_context, read_prompts
 from opweave.server.protocol.base import Input
 from opweave.server.protocol.process import ProcessRequest, ProcessResponse
@@ -82,7 +82,7 @@ async def _answered(
     # The processor's choice, or the checkpoint's default, which is only a limit.
     asks = params.max_tokens != server.engine.sampling_defaults.get("max_tokens")
     check_context(prompts, params, server, param="data", limit="data", asks=asks)
-    generation = Generation(
+    generation = GenerationJob(
         server, "proc", prompts, params, deadline, body.priority or 0, param="data"
     )
     return await generation.answers()

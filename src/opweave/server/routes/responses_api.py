@@ -17,7 +17,7 @@ from opweave.server.answer_plan import AnswerPlan
 from opweave.server.chat_generation import chat_generation
 from opweave.server.disconnect import unless_gone
 from opweave.server.errors import ApiError, api_error
-from opweave.server.generation import Generation, Outputs
+from opweave.server.generation import GenerationJob, Outputs
 from opweave.server.output import CallStart
 from opweave.server.parsed_answer import ParsedAnswer
 from opweave.server.protocol.chat import ChatRequest
@@ -46,7 +46,7 @@ async def responses(body: ResponsesRequest, request: Request, server: Server) ->
     try:
         chat = _chat(body)
         generation, plan = await chat_generation(chat, request, server, kind="resp")
-        writer = _Writer(generation, body, plan)
+        writer = _ResponsesWriter(generation, body, plan)
         if body.stream:
             return await stream(generation, writer.events, request)
         (output,) = await unless_gone(request, generation.answers())
@@ -78,10 +78,10 @@ def _renamed(error: ApiError) -> ApiError:
 
 
 @dataclass
-class _Writer:
+class _ResponsesWriter:
     """Writes the one answer to a request."""
 
-    generation: Generation
+    generation: GenerationJob
     body: ResponsesRequest
     plan: AnswerPlan
     items: ResponseItems = field(default_factory=ResponseItems)

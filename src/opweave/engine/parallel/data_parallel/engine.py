@@ -23,11 +23,16 @@ from opweave.engine.metrics.stats import EngineStats
 from opweave.engine.parallel.data_parallel.deltas import joined
 from opweave.engine.parallel.data_parallel.group import ReplicaGroup
 from opweave.engine.parallel.data_parallel.merged_stats import merged
-from opweave.engine.parallel.data_parallel.messages import Ask, Order, Refusal, Report
+from opweave.engine.parallel.data_parallel.messages import (
+    LoadOrder,
+    ReplicaReport,
+    RequestFailure,
+    Submission,
+)
 from opweave.engine.parallel.data_parallel.ray_group import RayGroup
-from opweave.engine.parallel.data_parallel.replica_handle import Member
+from opweave.engine.parallel.data_parallel.replica_handle import ReplicaHandle
 from opweave.engine.parallel.data_parallel.replicas import Replicas
-from opweave.engine.parallel.data_parallel.router import Router
+from opweave.engine.parallel.data_parallel.router import ReplicaRouter
 from opweave.engine.parallel.executor.agreement import Agreement
 from opweave.engine.priorities import engine_priorities
 from opweave.engine.request.outputs import EmbeddingOutput, RequestOutput
@@ -84,7 +89,7 @@ class DataParallelEngine(StreamingClient):
             check_ranks(model, ranks)
         self._tokenizer, self._seeds = tokenizer_of(checkpoint, fitted), RequestSeeds(fitted.seed)
         self._sampling_defaults = sampling_defaults(checkpoint, fitted.generation_config)
-        order = Order(
+        order = LoadOrder(
             agreement=Agreement.here().to_json(),
             model=checkpoint.path.resolve(),
             config=config,
@@ -93,8 +98,8 @@ class DataParallelEngine(StreamingClient):
             log_level=logging.getLogger("opweave").getEffectiveLevel(),
         )
         size = config.parallel.data_parallel_size
-        self._router = Router(size, finds_prefixes=fitted.cache.enable_prefix_caching)
-        self._owed: dict[str, tuple[Member, int]] = {}
+        self._router = ReplicaRouter(size, finds_prefixes=fitted.cache.enable_prefix_caching)
+        self._owed: dict[str, tuple[ReplicaHandle, int]] = {}
         self._so_far: dict[str, RequestOutput] = {}
         self._vectors: dict[str, asyncio.Future[EmbeddingOutput]] = {}
         self._is_over = threading.Event()
@@ -148,7 +153,7 @@ class DataParallelEngine(StreamingClient):
         def prepare() -> Callable[[], None]:
             check_params(params)
             seeded = replace(params, seed=self._seeds.of(params))
-            ask = Ask(request_id, prompt, seeded, priority)
+            ask = Submission(request_id, prompt, seeded, priority)
             return partial(self._send, ask, self._tokens(prompt), params.n)
 
         return self._outputs(request_id, prepare)
@@ -167,7 +172,7 @@ class DataParallelEngine(StreamingClient):
         vector: asyncio.Future[EmbeddingOutput] = asyncio.get_running_loop().create_future()
         self._vectors[request_id] = vector
         try:
-            self._send(Ask(request_id, prompt, params or PoolingParams()), tokens, 1)
+            self._send(Submission(request_id, prompt, params or PoolingParams()), tokens, 1)
             return await vector
         finally:
             self._vectors.pop(request_id, None)
@@ -188,7 +193,7 @@ class DataParallelEngine(StreamingClient):
     def _tokens(self, prompt: str | Sequence[int]) -> Sequence[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
 
-    def _send(self, ask: Ask, tokens: Sequence[int], answers: int) -> None:
+    def _send(self, ask: Submission, tokens: Sequence[int], answers: int) -> None:
         if not (able := self._replicas.able):  # the last one has died just now
             self._fail([ask.request_id], self._why_not())
             return
@@ -202,9 +207,9 @@ class DataParallelEngine(StreamingClient):
         if (owed := self._owed.get(request_id)) is not None:
             self._replicas.abort(owed[0].number, request_id)
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: ReplicaReport) -> None:
         for answer in report.answers:
-            if isinstance(answer, Refusal):
+            if isinstance(answer, RequestFailure):
                 self._fail([answer.request_id], answer.error)
             elif isinstance(answer, EmbeddingOutput):
                 vector = self._vectors.get(answer.request_id)
@@ -219,7 +224,7 @@ class DataParallelEngine(StreamingClient):
                     # Nobody reads it: calls may overtake each other, an abort its own request.
                     self._give_up(answer.request_id)
 
-    def _lose(self, member: Member) -> None:
+    def _lose(self, member: ReplicaHandle) -> None:
         assert member.failure is not None, "it has died"
         error = EngineDeadError(f"The engine died: {member.failure}")
         error.__cause__ = member.failure
@@ -246,7 +251,7 @@ class DataParallelEngine(StreamingClient):
 
     # In the thread
 
-    def _pass_on(self, report: Report) -> None:
+    def _pass_on(self, report: ReplicaReport) -> None:
         if report.answers:
             self._tell(partial(self._take, report))
 

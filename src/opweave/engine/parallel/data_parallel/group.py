@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from opweave.engine.errors import ReplicaFailedError
-from opweave.engine.parallel.data_parallel.messages import Place, Report
+from opweave.engine.parallel.data_parallel.messages import ReplicaLocation, ReplicaReport
 
 Method = Literal["start", "ask", "abort", "stop"]
-News = Place | Report | ReplicaFailedError
+News = ReplicaLocation | ReplicaReport | ReplicaFailedError
 
 
 class ReplicaGroup(Protocol):
     """Some replicas, by number.
 
-    The first news of each is its :class:`Place`, the others are what it reports, and the last one
-    is what it has died of.
+    Each first sends its :class:`ReplicaLocation`, then its reports, and last the error that it died
+    of.
     """
 
     def tell(self, replica: int, method: Method, *arguments: object) -> None:

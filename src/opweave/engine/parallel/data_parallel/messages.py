@@ -15,7 +15,7 @@ from opweave.engine.sampling.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class LoadOrder:
     """What a replica is to load.
 
     Attributes:
@@ -36,7 +36,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Submission:
     """A prompt to answer, or to embed.
 
     Attributes:
@@ -53,7 +53,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReplicaLocation:
     """A replica has a process.
 
     Attributes:
@@ -66,7 +66,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RequestFailure:
     """A request has failed.
 
     Attributes:
@@ -79,7 +79,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReplicaReport:
     """What is new with a replica since its last report.
 
     Attributes:
@@ -93,7 +93,7 @@ class Report:
         failure: what it has died of.
     """
 
-    answers: Sequence[RequestOutput | EmbeddingOutput | Refusal] = ()
+    answers: Sequence[RequestOutput | EmbeddingOutput | RequestFailure] = ()
     stats: EngineStats | None = None
     max_model_len: int | None = None
     vocab_size: int = 0

@@ -10,12 +10,12 @@ CPU = "CPU"
 _RESOURCES = {"cuda": "GPU", "xpu": "GPU"}
 
 
-def resource_of(device_type: str) -> str:
+def resource_name(device_type: str) -> str:
     """Return how Ray calls the devices that torch calls *device_type*, such as ``NPU``."""
     return _RESOURCES.get(device_type, device_type.upper())
 
 
-def share_room(
+def replica_resources(
     nodes: Sequence[Mapping[str, float]], replicas: int, devices: Mapping[str, int]
 ) -> dict[str, int]:
     """Return what each replica gets: its devices, and as many processors as all can have.

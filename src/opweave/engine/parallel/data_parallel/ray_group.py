@@ -17,8 +17,8 @@ from opweave.config import ParallelConfig, environment
 from opweave.engine.dependencies import require
 from opweave.engine.errors import InvalidArgumentError, ReplicaFailedError
 from opweave.engine.parallel.data_parallel.group import Method, News
-from opweave.engine.parallel.data_parallel.messages import Order, Place
-from opweave.engine.parallel.data_parallel.placement import CPU, resource_of, share_room
+from opweave.engine.parallel.data_parallel.messages import LoadOrder, ReplicaLocation
+from opweave.engine.parallel.data_parallel.placement import CPU, replica_resources, resource_name
 from opweave.engine.parallel.data_parallel.replica import Replica
 from opweave.engine.parallel.executor.launch import Launch
 
@@ -41,14 +41,14 @@ _THREADS = "OMP_NUM_THREADS"
 class RayReplica(Replica):
     """A replica that has a process to itself."""
 
-    async def start(self, order: Order) -> None:
+    async def start(self, order: LoadOrder) -> None:
         self.take_log(order.log_level)
         await super().start(order)
 
-    async def place(self) -> Place:
+    async def place(self) -> ReplicaLocation:
         """Return where it is."""
         node = require("ray", "ray").util.get_node_ip_address()
-        return Place(node, os.getpid())
+        return ReplicaLocation(node, os.getpid())
 
 
 class RayGroup:
@@ -189,9 +189,9 @@ def _warn_of_few_processors(ranks: int) -> None:
 def _options(ray: Any, config: ParallelConfig) -> dict[str, Any]:
     """Return what Ray must know of each replica: what it needs, and its environment."""
     ranks = config.tensor_parallel_size
-    resource = resource_of(platforms.current_platform.device_type)
+    resource = resource_name(platforms.current_platform.device_type)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    room = share_room(nodes, config.data_parallel_size, {resource: ranks})
+    room = replica_resources(nodes, config.data_parallel_size, {resource: ranks})
     processors, devices = room.pop(CPU), room.pop("GPU", 0)
     threads = os.environ.get(_THREADS) or str(max(1, processors // ranks))
     own = {name: os.environ[name] for name in environment.in_use()}

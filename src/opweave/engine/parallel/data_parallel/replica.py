@@ -20,7 +20,12 @@ from opweave.engine.embedding.pooling_params import PoolingParams
 from opweave.engine.errors import EngineDeadError, EngineError
 from opweave.engine.loading.loader import Progress
 from opweave.engine.parallel.data_parallel.deltas import since
-from opweave.engine.parallel.data_parallel.messages import Ask, Order, Refusal, Report
+from opweave.engine.parallel.data_parallel.messages import (
+    LoadOrder,
+    ReplicaReport,
+    RequestFailure,
+    Submission,
+)
 from opweave.engine.parallel.executor.agreement import Agreement
 from opweave.engine.request.outputs import EmbeddingOutput, RequestOutput
 from opweave.engine.runner.worker import share_of_host
@@ -31,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 REPORTS_WITHIN = 1.0  # seconds; so that who hears nothing for long knows that something is wrong
 
-Load = Callable[[Order, Progress], EngineClient]
+Load = Callable[[LoadOrder, Progress], EngineClient]
 
 
 class Replica:
@@ -52,15 +57,15 @@ class Replica:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._newest: dict[str, RequestOutput] = {}
         self._sent: dict[str, RequestOutput] = {}
-        self._others: list[EmbeddingOutput | Refusal] = []
+        self._others: list[EmbeddingOutput | RequestFailure] = []
         self._progress: tuple[int, int] | None = None
         self._failure: BaseException | None = None
 
-    async def start(self, order: Order) -> None:
+    async def start(self, order: LoadOrder) -> None:
         """Load the engine, in a thread, so that the loop goes on."""
         threading.Thread(target=self._start, args=(order,), name="opweave-replica").start()
 
-    async def ask(self, ask: Ask) -> None:
+    async def ask(self, ask: Submission) -> None:
         """Take a request."""
         if self._engine is None:  # it was meant for the one that was in its place before
             gone = EngineDeadError("The replica died before the request came to it. Ask again.")
@@ -79,7 +84,7 @@ class Replica:
             await asyncio.sleep(0)  # so that a request that came just now has begun
             await self._engine.abort(request_id)
 
-    async def report(self) -> Report:
+    async def report(self) -> ReplicaReport:
         """Return what is new, as soon as there is anything, or after a second."""
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORTS_WITHIN):
@@ -89,7 +94,7 @@ class Replica:
         if engine is not None and engine.dead_with is not None:
             self._failure = engine.dead_with
         self._progress, self._others = None, []
-        return Report(
+        return ReplicaReport(
             answers=[*self._pieces(), *others],
             stats=None if engine is None else engine.stats(),
             max_model_len=None if engine is None else engine.max_model_len,
@@ -113,7 +118,7 @@ class Replica:
 
     # In the thread that loads
 
-    def _start(self, order: Order) -> None:
+    def _start(self, order: LoadOrder) -> None:
         try:
             self._engine = self._load(order, self._loading)
         except Exception as error:  # whatever it is, who ordered it must hear of it
@@ -132,7 +137,7 @@ class Replica:
 
     # In the event loop
 
-    async def _answer(self, ask: Ask, params: SamplingParams) -> None:
+    async def _answer(self, ask: Submission, params: SamplingParams) -> None:
         assert self._engine is not None, "it is loaded"
         try:
             outputs = self._engine.generate(
@@ -146,7 +151,7 @@ class Replica:
         finally:
             del self._tasks[ask.request_id]
 
-    async def _embed(self, ask: Ask, params: PoolingParams) -> None:
+    async def _embed(self, ask: Submission, params: PoolingParams) -> None:
         assert self._engine is not None, "it is loaded"
         try:
             vector = await self._engine.embed(ask.prompt, params, request_id=ask.request_id)
@@ -164,7 +169,7 @@ class Replica:
             _log.error("request %s failed", request_id, exc_info=error)
         self._newest.pop(request_id, None)
         self._sent.pop(request_id, None)
-        self._others.append(Refusal(request_id, portable(error)))
+        self._others.append(RequestFailure(request_id, portable(error)))
         self._news.set()
 
     def _pieces(self) -> list[RequestOutput]:
@@ -184,7 +189,7 @@ class Replica:
         return records
 
 
-def load_engine(order: Order, progress: Progress) -> EngineClient:
+def load_engine(order: LoadOrder, progress: Progress) -> EngineClient:
     """Make this process like the one that ordered, and load the engine.
 
     Raises:

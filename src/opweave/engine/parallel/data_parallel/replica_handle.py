@@ -7,12 +7,12 @@ import time
 from opweave.engine.errors import ReplicaFailedError
 from opweave.engine.metrics.stats import EngineStats
 from opweave.engine.parallel.data_parallel.merged_stats import NOTHING, after_death, merged
-from opweave.engine.parallel.data_parallel.messages import Place, Report
+from opweave.engine.parallel.data_parallel.messages import ReplicaLocation, ReplicaReport
 
 _STARTING = 300.0  # seconds to import opweave and its plugins, on a machine that is busy
 
 
-class Member:
+class ReplicaHandle:
     """What is known of a replica: where it is, whether it has loaded, and its numbers.
 
     Args:
@@ -30,7 +30,7 @@ class Member:
 
     def __init__(self, number: int, timeout: float, past: EngineStats = NOTHING) -> None:
         self.number = number
-        self.place: Place | None = None
+        self.place: ReplicaLocation | None = None
         self.is_ordered = False
         self.max_model_len: int | None = None
         self.vocab_size = 0
@@ -60,11 +60,11 @@ class Member:
             return f"has not reported for {self._timeout:g} s"
         return None
 
-    def put(self, place: Place) -> None:
+    def put(self, place: ReplicaLocation) -> None:
         """Take note of where it is."""
         self.place, self._heard = place, time.monotonic()
 
-    def report(self, report: Report) -> None:
+    def report(self, report: ReplicaReport) -> None:
         """Take note of what it says."""
         self._heard, self.max_model_len = time.monotonic(), report.max_model_len
         self.vocab_size = report.vocab_size
@@ -75,6 +75,6 @@ class Member:
         """Take note that it is there no longer."""
         self.failure, self._stats = failure, after_death(self._stats)
 
-    def successor(self) -> Member:
+    def successor(self) -> ReplicaHandle:
         """Return the replica that comes into its place."""
-        return Member(self.number, self._timeout, self.stats)
+        return ReplicaHandle(self.number, self._timeout, self.stats)

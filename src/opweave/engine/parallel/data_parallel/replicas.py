@@ -10,8 +10,13 @@ from dataclasses import replace
 from opweave.engine.errors import ReplicaFailedError
 from opweave.engine.loading.loader import Progress
 from opweave.engine.parallel.data_parallel.group import ReplicaGroup
-from opweave.engine.parallel.data_parallel.messages import Ask, Order, Place, Report
-from opweave.engine.parallel.data_parallel.replica_handle import Member
+from opweave.engine.parallel.data_parallel.messages import (
+    LoadOrder,
+    ReplicaLocation,
+    ReplicaReport,
+    Submission,
+)
+from opweave.engine.parallel.data_parallel.replica_handle import ReplicaHandle
 from opweave.ir.errors import OpweaveError
 
 _log = logging.getLogger(__name__)
@@ -43,13 +48,13 @@ class Replicas:
         self,
         group: ReplicaGroup,
         size: int,
-        order: Order,
-        on_report: Callable[[Report], None],
-        on_loss: Callable[[Member], None],
+        order: LoadOrder,
+        on_report: Callable[[ReplicaReport], None],
+        on_loss: Callable[[ReplicaHandle], None],
         progress: Progress | None = None,
     ) -> None:
         timeout = order.config.parallel.timeout
-        self.members = [Member(number, timeout) for number in range(size)]
+        self.members = [ReplicaHandle(number, timeout) for number in range(size)]
         self.last_failure: ReplicaFailedError | None = None
         self._group, self._order, self._progress = group, order, progress
         self._on_report, self._on_loss = on_report, on_loss
@@ -78,7 +83,7 @@ class Replicas:
             member = self.members[number]
             if isinstance(news, ReplicaFailedError):
                 self._bury(member, news)
-            elif isinstance(news, Place):
+            elif isinstance(news, ReplicaLocation):
                 member.put(news)
                 _log.info("replica %d: process %d on %s", number, news.pid, news.node)
             else:
@@ -88,7 +93,7 @@ class Replicas:
             if (reason := member.silence) is not None:
                 self._bury(member, ReplicaFailedError(f"replica {member.number} {reason}."))
 
-    def ask(self, number: int, ask: Ask) -> None:
+    def ask(self, number: int, ask: Submission) -> None:
         """Give a request to a replica."""
         self._group.tell(number, "ask", ask)
 
@@ -105,7 +110,7 @@ class Replicas:
         """Free what they hold; nobody hears them any more."""
         self._group.close()
 
-    def _take(self, member: Member, report: Report) -> None:
+    def _take(self, member: ReplicaHandle, report: ReplicaReport) -> None:
         for record in report.records:
             record.msg = f"replica {member.number}: {record.msg}"
             logger = logging.getLogger(record.name)
@@ -135,7 +140,7 @@ class Replicas:
                 order = replace(self._order, neighbours=nodes[member.place.node])
                 self._group.tell(member.number, "start", order)
 
-    def _bury(self, member: Member, failure: ReplicaFailedError) -> None:
+    def _bury(self, member: ReplicaHandle, failure: ReplicaFailedError) -> None:
         was_loaded = member.is_loaded
         self._group.kill(member.number)
         member.die(failure)

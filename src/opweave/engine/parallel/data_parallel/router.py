@@ -14,7 +14,7 @@ _REMEMBERED = 16_384  # blocks for each replica: a million tokens
 _SLACK = 4  # answers that a replica may have more than another, for the sake of a prefix
 
 
-class Router:
+class ReplicaRouter:
     """Sends each request where it meets the fewest others, or its own prefix.
 
     A replica has a load: the answers that it owes. Of those whose load is near the least, the one

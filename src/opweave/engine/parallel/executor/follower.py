@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from opweave.engine.parallel.executor.agreement import Agreement
 from opweave.engine.parallel.executor.messages import Call, Failure, Reply, Start, Stop
-from opweave.engine.parallel.executor.rank import Rank
+from opweave.engine.parallel.executor.rank import RankWorker
 from opweave.ir.errors import OpweaveError, described
 from opweave.platforms import Platform
 
@@ -67,7 +67,7 @@ def _serve(connection: Connection, platform: Platform, open_store: Callable[[], 
     threading.Thread(target=_read, args=(connection, inbox, finished), daemon=True).start()
     rank = None
     try:
-        rank = Rank(start, platform, open_store())
+        rank = RankWorker(start, platform, open_store())
         while isinstance(call := inbox.get(), Call):
             connection.send(Reply(call.number, _do(rank, call)))
         return 0
@@ -81,7 +81,7 @@ def _serve(connection: Connection, platform: Platform, open_store: Callable[[], 
         finished.set()
 
 
-def _do(rank: Rank, call: Call) -> object:
+def _do(rank: RankWorker, call: Call) -> object:
     method = rank.follow if call.method == "execute" else getattr(rank, call.method)
     value: object = method(*call.arguments)
     return value

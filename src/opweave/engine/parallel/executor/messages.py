@@ -42,7 +42,7 @@ class Call:
 
     Attributes:
         number: of the call.
-        method: of :class:`opweave.engine.parallel.executor.rank.Rank`.
+        method: of :class:`opweave.engine.parallel.executor.rank.RankWorker`.
         arguments: for it.
     """
 

@@ -21,7 +21,7 @@ from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
 
 
-class Rank:
+class RankWorker:
     """What every rank does, in the engine's process and in the others.
 
     Args:

@@ -33,7 +33,7 @@ from opweave.engine.parallel.executor.launch import Launch
 from opweave.engine.parallel.executor.messages import Start
 from opweave.engine.parallel.executor.peers import Peers
 from opweave.engine.parallel.executor.processes import HOST, Process
-from opweave.engine.parallel.executor.rank import Rank
+from opweave.engine.parallel.executor.rank import RankWorker
 from opweave.engine.runner.step import SequenceStep
 from opweave.engine.runner.worker import ModelFacts
 from opweave.engine.sampling.sampler import Sampled
@@ -87,10 +87,10 @@ class RankedExecutor(Executor):
                 sys.exit(follow(launch.connect(store), lambda: store))
             peers = Peers(launch.accept(store, timeout), {})
         start = Start(0, size, 0, Path(model), config, timeout, _threads(config, platform, local))
-        self._rank: Rank | None = None
+        self._rank: RankWorker | None = None
         self._peers, self._is_interrupted = peers, False
         try:
-            self._rank = Rank(start, platform, store)
+            self._rank = RankWorker(start, platform, store)
             self._stop = weakref.finalize(self, _shut_down, peers, self._rank)
             peers.start(
                 Agreement.here(),
@@ -182,7 +182,7 @@ class RankedExecutor(Executor):
         self._peers.fail(f"rank 0 failed: {described(error)}")
         return error
 
-    def _running(self) -> Rank:
+    def _running(self) -> RankWorker:
         if self._rank is None:
             raise EngineDeadError("The engine is shut down.")
         return self._rank
@@ -220,7 +220,7 @@ def _threads(config: EngineConfig, platform: Platform, local: int) -> int | None
     return max(1, torch.get_num_threads() // local)
 
 
-def _shut_down(peers: Peers, rank: Rank) -> None:
+def _shut_down(peers: Peers, rank: RankWorker) -> None:
     peers.stop()
     try:
         rank.close()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from opweave.engine.errors import EngineError
-from opweave.engine.request.detokenized_output import Answer
+from opweave.engine.request.detokenized_output import DetokenizedOutput
 from opweave.engine.request.outputs import Logprob, RequestOutput, RequestTimings
 
 
-class Generation:
+class ActiveRequest:
     """A request with all that the scheduler need not know.
 
     Its first answer computes the prompt. The others begin when that is done, and find the prompt in
@@ -29,7 +29,7 @@ class Generation:
         self,
         request_id: str,
         prompt: str | None,
-        answers: Sequence[Answer],
+        answers: Sequence[DetokenizedOutput],
         *,
         streams: bool = True,
     ) -> None:
@@ -61,7 +61,7 @@ class Generation:
         """How many of ``max_tokens`` are generated, or not needed any more."""
         return sum(a.max_tokens if a.is_finished else a.num_tokens for a in self.answers)
 
-    def prompt_targets(self, answer: Answer, start: int, count: int) -> list[int]:
+    def prompt_targets(self, answer: DetokenizedOutput, start: int, count: int) -> list[int]:
         """Return the tokens of the prompt whose log-probabilities a step must compute.
 
         They follow the *count* tokens from *start* that it computes of *answer*.

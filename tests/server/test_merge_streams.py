@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from opweave.server.merge import merged
+from opweave.server.merge_streams import merge_streams
 
 closed: list[int] = []
 
@@ -33,7 +33,7 @@ def _nothing_closed() -> None:
 
 def test_a_fast_reader_gets_everything() -> None:
     async def read() -> list[tuple[int, int]]:
-        return [item async for item in merged([counting(i, 4) for i in range(3)])]
+        return [item async for item in merge_streams([counting(i, 4) for i in range(3)])]
 
     items = asyncio.run(read())
     for number in range(3):
@@ -44,7 +44,7 @@ def test_a_fast_reader_gets_everything() -> None:
 def test_a_slow_reader_gets_the_newest() -> None:
     async def read() -> list[tuple[int, int]]:
         items = []
-        async for item in merged([counting(0, 50), counting(1, 50)]):
+        async for item in merge_streams([counting(0, 50), counting(1, 50)]):
             items.append(item)
             await asyncio.sleep(0.02)
         return items
@@ -59,7 +59,9 @@ def test_a_slow_reader_gets_the_newest() -> None:
 
 def test_an_error_ends_all() -> None:
     async def read() -> list[tuple[int, int]]:
-        return [item async for item in merged([counting(0, 2, fails=True), counting(1, 9999)])]
+        return [
+            item async for item in merge_streams([counting(0, 2, fails=True), counting(1, 9999)])
+        ]
 
     with pytest.raises(ValueError, match="0"):
         asyncio.run(read())
@@ -68,7 +70,7 @@ def test_an_error_ends_all() -> None:
 
 def test_closing_closes_all() -> None:
     async def read() -> None:
-        async with aclosing(merged([counting(i, 9999) for i in range(3)])) as items:
+        async with aclosing(merge_streams([counting(i, 9999) for i in range(3)])) as items:
             async for _ in items:
                 break
         assert sorted(closed) == [0, 1, 2]
@@ -78,6 +80,6 @@ def test_closing_closes_all() -> None:
 
 def test_streams_without_items() -> None:
     async def read() -> list[tuple[int, int]]:
-        return [item async for item in merged([counting(0, 0), counting(1, 1)])]
+        return [item async for item in merge_streams([counting(0, 0), counting(1, 1)])]
 
     assert asyncio.run(read()) == [(1, 0)]

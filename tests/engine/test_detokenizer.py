@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opweave.engine.tokenization.detokenizer import Completion
+from opweave.engine.tokenization.detokenizer import Detokenizer
 from opweave.engine.tokenization.incremental_decoder import IncrementalDecoder
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
@@ -41,7 +41,7 @@ def may_still_stop(seen: str, stop: list[str]) -> int:
 @given(st.text("ab", max_size=20), STOPS, st.data())
 def test_the_first_stop_string_cuts(text: str, stop: list[str], data: Any) -> None:
     pieces = cut(text, data)
-    completion = Completion(Pieces(pieces), stop)
+    completion = Detokenizer(Pieces(pieces), stop)
     seen = ""
     for token, piece in enumerate(pieces):
         completion.push(token)
@@ -60,7 +60,7 @@ def test_the_first_stop_string_cuts(text: str, stop: list[str], data: Any) -> No
 @given(st.text("ab", max_size=20), STOPS, st.integers(0, 6), st.data())
 def test_text_only_grows(text: str, stop: list[str], min_tokens: int, data: Any) -> None:
     pieces = cut(text, data)
-    completion = Completion(Pieces(pieces), stop, min_tokens=min_tokens)
+    completion = Detokenizer(Pieces(pieces), stop, min_tokens=min_tokens)
     before = ""
     for token in range(len(pieces)):
         completion.push(token)
@@ -74,7 +74,7 @@ def test_text_only_grows(text: str, stop: list[str], min_tokens: int, data: Any)
 
 
 def test_a_stop_string_that_comes_too_early_is_text() -> None:
-    completion = Completion(Pieces(["a", "b!", "c", "xa", "b", "z"]), ["ab"], min_tokens=3)
+    completion = Detokenizer(Pieces(["a", "b!", "c", "xa", "b", "z"]), ["ab"], min_tokens=3)
     texts = []
     for token in range(5):
         completion.push(token)
@@ -84,14 +84,14 @@ def test_a_stop_string_that_comes_too_early_is_text() -> None:
 
 
 def test_the_rest_may_stop_too() -> None:
-    completion = Completion(Pieces(["a"], rest="b!"), ["b"])
+    completion = Detokenizer(Pieces(["a"], rest="b!"), ["b"])
     completion.push(0)
     completion.finish()
     assert (completion.text, completion.stopped_by) == ("a", "b")
 
 
 def test_what_was_held_back_comes_at_the_end() -> None:
-    completion = Completion(Pieces(["xa"], rest="a"), ["aab"])
+    completion = Detokenizer(Pieces(["xa"], rest="a"), ["aab"])
     completion.push(0)
     assert completion.text == "x"
     completion.finish()

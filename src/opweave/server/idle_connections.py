@@ -20,7 +20,7 @@ class Closable(Protocol):
         """Close it."""
 
 
-class WaitingRoom:
+class IdleConnections:
     """Keeps connections that nobody uses from taking the room of those that are used.
 
     Args:

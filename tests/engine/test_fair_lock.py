@@ -14,7 +14,7 @@ import pytest
 
 from models.tiny_checkpoints import random_ids
 from opweave.engine import LLM, SamplingParams
-from opweave.engine.client.fair_lock import Turns
+from opweave.engine.client.fair_lock import FairLock
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -29,7 +29,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_who_waits_comes_before_who_has_just_had_a_turn() -> None:
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
 
     def wait() -> None:
         with turns.take():
@@ -46,7 +46,7 @@ def test_who_waits_comes_before_who_has_just_had_a_turn() -> None:
 
 
 def test_what_is_for_soon_waits_for_no_turn() -> None:
-    turns, done = Turns(), []
+    turns, done = FairLock(), []
     turns.soon(lambda: done.append("at once"))
     assert done == ["at once"]
     with turns.take():
