@@ -312,7 +312,7 @@ def test_seeds_are_drawn_as_by_one_engine() -> None:
         calls = [call for each in group.engines.values() for call in each.calls]
         seeds = {call.request_id: call.params.seed for call in calls}
         core = LLM(CHECKPOINT, dtype="float32", seed=3)._core
-        wanted = [core._seeds.of(SamplingParams()) for _ in range(4)]
+        wanted = [core._factory.seeds.of(SamplingParams()) for _ in range(4)]
         assert [seeds[str(i)] for i in range(4)] == wanted
         assert seeds["own"] == 7
 
@@ -695,14 +695,14 @@ REFUSING = """
     from pathlib import Path
     from opweave import ir, platforms
     from opweave.config import EngineConfig
-    from opweave.engine.parallel.data_parallel.messages import Order
+    from opweave.engine.parallel.data_parallel.messages import LoadOrder
     from opweave.engine.parallel.data_parallel.replica import load_engine
     from opweave.engine.parallel.executor.agreement import Agreement
 
     given = json.loads({given!r})
     def load(**changes):
         text = json.dumps(given | changes)
-        return load_engine(Order(text, Path({path!r}), EngineConfig(), "m", 1, 20), print)
+        return load_engine(LoadOrder(text, Path({path!r}), EngineConfig(), "m", 1, 20), print)
 
     def error(**changes):
         try:

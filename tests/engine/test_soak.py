@@ -20,7 +20,7 @@ from models.tiny_checkpoints import random_ids
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave.engine import AsyncEngine
 from opweave.engine.request.active_request import ActiveRequest
-from opweave.engine.request.detokenized_output import Answer
+from opweave.engine.request.detokenized_output import DetokenizedOutput
 from opweave.engine.request.request import Request
 from server.conftest import Running, running
 from server.test_limits import address, until
@@ -32,7 +32,7 @@ USERS = 100
 COMPLETIONS = "/v1/completions"
 MEMORY = 8 * 1024  # KiB; without a leak, it is below 3 MiB on the busiest machine
 KINDS = {"whole": 4, "stream": 4, "hang up": 3, "impatient": 2, "abort": 2, "refused": 2}
-OF_A_REQUEST = {ActiveRequest, Answer, Request}
+OF_A_REQUEST = {ActiveRequest, DetokenizedOutput, Request}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": [5, 6]}),
     (COMPLETIONS, {"prompt": [5] * 200}),

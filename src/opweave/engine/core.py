@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from itertools import count
 from pathlib import Path
 
 from opweave import platforms
@@ -22,21 +21,17 @@ from opweave.engine.metrics.stats import EngineStats, StatCounter
 from opweave.engine.parallel.executor import Executor
 from opweave.engine.request.active_request import ActiveRequest
 from opweave.engine.request.detokenized_output import DetokenizedOutput
+from opweave.engine.request.factory import RequestFactory
 from opweave.engine.request.outputs import RequestOutput
 from opweave.engine.request.prompts import Prompt, PromptReader
-from opweave.engine.request.request import Request, check_priority
+from opweave.engine.request.request import Request
 from opweave.engine.runner.compilation import check_backend
 from opweave.engine.runner.step import SequenceStep
-from opweave.engine.sampling.bad_words import BadWords
 from opweave.engine.sampling.logprobs import named
-from opweave.engine.sampling.randomness import derived_seed
 from opweave.engine.sampling.sampler import Sampled
-from opweave.engine.sampling.sampling_params import SamplingParams, check_params
-from opweave.engine.sampling.seeds import RequestSeeds
-from opweave.engine.sampling.token_mask import token_mask
+from opweave.engine.sampling.sampling_params import SamplingParams
 from opweave.engine.scheduler import Scheduled, Scheduler
 from opweave.engine.structured.grammars import Grammars
-from opweave.engine.tokenization.detokenizer import Detokenizer
 from opweave.engine.tokenization.tokenizer import tokenizer_of
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
@@ -112,21 +107,21 @@ class EngineCore:
             self.platform.get_scheduler_cls(config)
         )
         self.scheduler = scheduler(config.scheduler, cache)
-        self._prompts = PromptReader(self.tokenizer, facts.vocab_size, self.max_model_len)
-        self._eos_token_ids = self._known_eos(facts.vocab_size)
-        self.grammars = Grammars(self.tokenizer, facts.vocab_size, self._eos_token_ids)
-        self._seeds = RequestSeeds(config.seed)
+        eos_token_ids = self._known_eos(facts.vocab_size)
+        self.grammars = Grammars(self.tokenizer, facts.vocab_size, eos_token_ids)
+        prompts = PromptReader(self.tokenizer, facts.vocab_size, self.max_model_len)
+        self._factory = RequestFactory(
+            prompts, self.grammars, self.platform, eos_token_ids, config.seed
+        )
         self._requests: dict[str, ActiveRequest] = {}
-        self._outputs: dict[
-            str, tuple[ActiveRequest, DetokenizedOutput]
-        ] = {}  # as the scheduler names them
-        self._numbers = count()
+        # By the name of the sequence in the scheduler.
+        self._outputs: dict[str, tuple[ActiveRequest, DetokenizedOutput]] = {}
         self._counter, self._loggers = StatCounter(), stat_loggers(config)
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
-        return self._prompts.vocab_size
+        return self._factory.prompts.vocab_size
 
     @property
     def has_unfinished(self) -> bool:
@@ -150,8 +145,7 @@ class EngineCore:
         Raises:
             PromptError: it is empty, too long, or not made of the model's tokens.
         """
-        keep = None if params is None else params.prompt_limit(self.max_model_len)
-        return self._prompts.tokens(prompt, add_special_tokens=add_special_tokens, keep=keep)
+        return self._factory.tokens(prompt, params, add_special_tokens=add_special_tokens)
 
     def prepare(
         self,
@@ -180,36 +174,14 @@ class EngineCore:
             InvalidArgumentError: *priority* is no integer.
             OpweaveError: the platform does not serve such a request.
         """
-        check_params(params)
-        check_priority(priority)
-        tokens = self.tokens(prompt, params, add_special_tokens=add_special_tokens)
-        eos = frozenset() if params.ignore_eos else self._eos_token_ids
-        bad_words, allowed = BadWords(params.bad_words, self.tokenizer), params.allowed_token_ids
-        size = self._prompts.vocab_size
-        params.check_vocabulary(size, eos, bad_words.single)
-        mask = None if allowed is None else token_mask(allowed, size)
-        self.platform.validate_request(params)
-        room = self.max_model_len - len(tokens)
-        seed = self._seeds.of(params)
-        answers = [
-            DetokenizedOutput(
-                index,
-                Request(self._sequence_id(request_id), tokens, priority=priority),
-                params,
-                derived_seed(seed, index),
-                Detokenizer.of(self.tokenizer, tokens, params),
-                max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
-                eos_token_ids=eos,
-                grammar=self.grammars.start(params),
-                allowed=mask,
-                bad_words=bad_words,
-            )
-            for index in range(params.n)
-        ]
-        # What is found in the cache has no scores.
-        answers[0].request.uses_prefix = params.prompt_logprobs is None
-        text = prompt if isinstance(prompt, str) else None
-        return ActiveRequest(request_id, text, answers, streams=streams)
+        return self._factory.make(
+            request_id,
+            prompt,
+            params,
+            priority=priority,
+            streams=streams,
+            add_special_tokens=add_special_tokens,
+        )
 
     def add_request(self, generation: ActiveRequest) -> None:
         """Let a request wait for its turn.
@@ -398,7 +370,3 @@ class EngineCore:
         del self._outputs[answer.request.request_id]
         self.scheduler.remove(answer.request.request_id)
         self._counter.finish(answer.finish_reason or "error", answer.timings())
-
-    def _sequence_id(self, request_id: str) -> str:
-        """Return a name that no other sequence has, whatever requests are called."""
-        return f"{request_id}#{next(self._numbers)}"
