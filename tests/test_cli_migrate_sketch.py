@@ -84,7 +84,7 @@ def test_registrations_of_other_classes_stay(migrate: Migrate) -> None:
         'CustomOp.register_oot(_decorated_op_cls=AscendGelu, name="QuickGELU")\n' + REGISTERED
     )
     assert "seen.append(n)" in found["sketch"]
-    assert "register_oot(_decorated_op_cls=AscendGelu, name='QuickGELU')" in found["sketch"]
+    assert 'register_oot(_decorated_op_cls=AscendGelu, name="QuickGELU")' in found["sketch"]
     assert [note.partition(",")[0] for note in found["notes"]] == [
         "Line 8 registers classes",
         "Line 11 registers AscendGelu",
@@ -97,7 +97,7 @@ def test_a_class_that_goes_leaves_its_registrations(migrate: Migrate) -> None:
     assert "REGISTERED" not in found["sketch"]
     assert "Mine" not in found["sketch"]
     found = migrate(REGISTERED.replace("Mine}", 'Mine, "QuickGELU": Gelu}'))
-    assert "REGISTERED = {'QuickGELU': Gelu}" in found["sketch"]
+    assert 'REGISTERED = {"QuickGELU": Gelu}' in found["sketch"]
     assert "for name, cls in REGISTERED.items()" in found["sketch"]
     assert "Line 13 registers Gelu" in found["notes"][0]
 

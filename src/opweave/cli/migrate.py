@@ -1,10 +1,11 @@
-"""``opweave migrate``: what a module of vLLM-style custom ops becomes."""
+"""``opweave migrate``: rewrite a module of vLLM-style custom ops for opweave."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opweave.cli.errors import CliError
 from opweave.cli.flag import Flag
 from opweave.cli.output import out, print_json, print_text
 
@@ -13,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def migrate(file: Path, /, *, json: Flag = False) -> None:
-    """Show what a module of vLLM-style CustomOp classes becomes here: ops, layers, register_impl.
+    """Rewrite a module of vLLM-style CustomOp classes as ops, implementations and layers.
 
-    The module is read, never imported.
+    Prints the new module, with the comments and the formatting of the old one. The module is
+    parsed, never imported.
 
     Parameters
     ----------
@@ -24,14 +26,23 @@ def migrate(file: Path, /, *, json: Flag = False) -> None:
     json
         Print JSON.
     """
+    try:
+        from opweave.cli.migration.codemod import migrated
+    except ModuleNotFoundError as error:
+        raise CliError(
+            f"opweave migrate needs a package that is not installed ({error}). Install it with: "
+            "pip install 'opweave[migrate]'"
+        ) from error
     from opweave.cli.migration.imports import remaining_imports
     from opweave.cli.migration.plan import plan
-    from opweave.cli.migration.sketch import sketch
     from opweave.cli.migration.source import read
 
     source = read(file)
     plans = plan(source)
-    text = sketch(source, plans)
+    try:
+        text = migrated(source, plans)
+    except RecursionError as error:
+        raise CliError(f"{str(file)!r} is nested too deeply to be rewritten.") from error
     left = remaining_imports(text)
     if json:
         print_json(

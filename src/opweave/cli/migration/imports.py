@@ -1,11 +1,15 @@
-"""What a module imports, and where the sketch imports it from."""
+"""The imports of a module, and those that replace them."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
 
 from opweave import layers as own_layers
 from opweave.cli.migration.syntax import dotted
@@ -34,21 +38,36 @@ def full_name(node: ast.expr, imports: Mapping[str, str]) -> str:
     return imports.get(first, first) + dot + rest
 
 
-def moved(node: ast.Import | ast.ImportFrom, used: Set[str]) -> Iterator[str]:
-    """Yield the imports that *node* becomes; of vLLM's names, only those that are *used*."""
-    if isinstance(node, ast.ImportFrom) and node.module == "__future__":
-        return
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            ours = _in_vllm_api(alias.name) if alias.asname else None
-            yield ast.unparse(ast.Import([ast.alias(ours or alias.name, alias.asname)]))
-    elif node.level or not _is_vllm(node.module or ""):
-        yield ast.unparse(node)
-    else:
-        for alias in node.names:
-            if alias.name == "*" or (alias.asname or alias.name) in used:
-                module = _home(node.module or "", alias.name)
-                yield ast.unparse(ast.ImportFrom(module, [alias], 0))
+def moved(node: cst.BaseSmallStatement, used: Set[str]) -> Sequence[cst.BaseSmallStatement]:
+    """Return what an import becomes; of the names from vLLM, only those that are *used*."""
+    if isinstance(node, cst.Import):
+        names = [_moved_module(alias) for alias in node.names]
+        return [node.with_changes(names=names)]
+    if not isinstance(node, cst.ImportFrom):
+        return [node]
+    module = get_full_name_for_node(node.module) or "" if node.module else ""
+    if node.relative or not _is_vllm(module):
+        return [node]
+    if isinstance(node.names, cst.ImportStar):
+        return [_from(node, _home(module, "*"), node.names)]
+    homes: dict[str, list[cst.ImportAlias]] = {}
+    for alias in node.names:
+        if (alias.evaluated_alias or alias.evaluated_name) in used:
+            homes.setdefault(_home(module, alias.evaluated_name), []).append(alias)
+    if len(node.names) == sum(map(len, homes.values())) and len(homes) == 1:
+        return [_from(node, next(iter(homes)), node.names)]
+    return [_from(cst.ImportFrom(node.module, ()), *each) for each in homes.items()]
+
+
+def _from(node: cst.ImportFrom, module: str, names: Any) -> cst.ImportFrom:
+    if not node.names:  # a new one, without the commas of the old one
+        names = [alias.with_changes(comma=cst.MaybeSentinel.DEFAULT) for alias in names]
+    return node.with_changes(module=cst.parse_expression(module), names=names)
+
+
+def _moved_module(alias: cst.ImportAlias) -> cst.ImportAlias:
+    ours = _in_vllm_api(alias.evaluated_name) if alias.evaluated_alias else None
+    return alias.with_changes(name=cst.parse_expression(ours)) if ours else alias
 
 
 def remaining_imports(text: str) -> list[str]:

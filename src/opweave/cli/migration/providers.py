@@ -9,7 +9,7 @@ from opweave.cli.migration.imports import imports_of
 from opweave.cli.migration.names import provider_name
 from opweave.cli.migration.rewrite import Rewritten
 from opweave.cli.migration.source import Source
-from opweave.cli.migration.syntax import Function, dotted, names_in
+from opweave.cli.migration.syntax import Function, attribute_of_self, dotted, names_in
 
 _DEVICES = {"torch_npu": "npu", "torch_xla": "xla", "torch_musa": "musa"}
 _NO_PROVIDER = frozenset(
@@ -30,7 +30,7 @@ def guess_provider(
     The name is that of the package whose names the method uses, or the namespace of torch's ops;
     else the module's own.
     """
-    packages = [*_packages(function, source), *_namespaces(body)]
+    packages = [*_packages(function, source), *_namespaces(function, body)]
     provider = provider_name(next(iter(packages), source.path.stem))
     kind = device or next((_DEVICES[p] for p in packages if p in _DEVICES), "privateuseone")
     if provider in taken:
@@ -52,10 +52,12 @@ def _provider_of(module: str) -> str:
     return module.lstrip(".").partition(".")[0].lower()
 
 
-def _namespaces(body: Rewritten) -> list[str]:
+def _namespaces(function: Function, body: Rewritten) -> list[str]:
+    """Return the namespaces of torch's ops that a method calls, itself or through ``self``."""
     found: dict[str, None] = {}
-    for node in (node for statement in body.body for node in ast.walk(statement)):
-        text = dotted(node) if isinstance(node, ast.Attribute) else ""
+    for node in ast.walk(function):
+        kernel = body.replacements.get(attribute_of_self(node), "")
+        text = kernel or (dotted(node) if isinstance(node, ast.Attribute) else "")
         if text.startswith("torch.ops.") and text.count(".") == 3:
             namespace = text.split(".")[2]
             found["vllm_c" if namespace == "_C" else namespace.strip("_").lower()] = None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
-from opweave.cli.migration.removal import without
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+
 from opweave.cli.migration.syntax import dotted, last_name, names_in
+from opweave.cli.migration.trees import Position, Remover, position, positions_of
 
 Strings = Mapping[str, str]
 
@@ -40,7 +43,7 @@ def find_registrations(module: ast.Module, strings: Strings) -> list[Registratio
     tables: dict[str, list[ast.Assign]] = {}
     for node in ast.walk(module):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            tables.setdefault(last_name(node.targets[0]), []).append(node)
+            tables.setdefault(_name(node), []).append(node)
     return list(_find(module, tables, strings))
 
 
@@ -50,19 +53,92 @@ def mentions(module: ast.Module, registrations: Iterable[Registration]) -> Count
     return Counter(names_in(module)) - Counter(names_in(*plain.values()))
 
 
-def unregister(module: ast.Module, registrations: Iterable[Registration], gone: Set[str]) -> None:
-    """Take the classes that are *gone* out of what registers them, changing *module*."""
+def unregister(
+    tree: cst.Module, module: ast.Module, registrations: Iterable[Registration], gone: Set[str]
+) -> cst.Module:
+    """Return *tree* without the registrations of the classes that are *gone*."""
     registrations = list(registrations)
     used = mentions(module, registrations)
-    dropped: set[ast.stmt] = set()
+    dropped: list[ast.stmt] = []
     for found in registrations:
-        for table in found.tables:
-            _shorten(_dict(table), gone)
-        needed = any(used[last_name(t.targets[0])] or _dict(t).keys for t in found.tables)
+        needed = any(used[_name(table)] or _left(_dict(table), gone) for table in found.tables)
         if found.classes and found.classes.keys() <= gone and not needed:
-            dropped.update(found.statements)
-    kept = (without(each, lambda statement: statement in dropped) for each in module.body)
-    module.body = [each for each in kept if each is not None]
+            dropped += found.statements
+    tables = [_dict(table) for found in registrations for table in found.tables]
+    lines = tree.code.splitlines()
+    return tree.visit(
+        _Unregister(
+            positions_of(tree),
+            {position(each, lines) for each in dropped},
+            {position(each, lines) for each in tables},
+            gone,
+        )
+    )
+
+
+class _Unregister(Remover):
+    """Removes the statements at *dropped*, and the classes that are *gone* from *tables*."""
+
+    def __init__(
+        self,
+        positions: Mapping[cst.CSTNode, Position],
+        dropped: Set[Position],
+        tables: Set[Position],
+        gone: Set[str],
+    ) -> None:
+        super().__init__(lambda node: positions[node] in dropped)
+        self.positions, self.tables, self.gone = positions, tables, gone
+
+    def leave_Dict(self, original_node: cst.Dict, updated_node: cst.Dict) -> cst.Dict:  # noqa: N802
+        """Return the table without the classes that are gone."""
+        if self.positions[original_node] not in self.tables:
+            return updated_node
+        return _without(updated_node, lambda each: _class_name(each.value) in self.gone)
+
+
+def _without(table: cst.Dict, is_gone: Callable[[cst.BaseDictElement], bool]) -> cst.Dict:
+    """Return a table without some entries and the comments on and above their lines."""
+    left: list[cst.BaseDictElement] = []
+    opening, closing = table.lbrace, table.rbrace
+    for each in table.elements:
+        if not is_gone(each):
+            left.append(each)
+            continue
+        before = left[-1].comma if left else opening
+        if not isinstance(before, (cst.Comma, cst.LeftCurlyBrace)):
+            continue
+        if each is table.elements[-1]:
+            space = before.whitespace_after
+            if isinstance(space, cst.ParenthesizedWhitespace) and space.first_line.comment:
+                space = _joined(space, closing.whitespace_before)
+                closing = closing.with_changes(whitespace_before=space)
+            if left:
+                left[-1] = left[-1].with_changes(comma=each.comma)
+            else:
+                opening = cst.LeftCurlyBrace()
+        elif isinstance(each.comma, cst.Comma):
+            space = _joined(before.whitespace_after, each.comma.whitespace_after)
+            if left:
+                left[-1] = left[-1].with_deep_changes(before, whitespace_after=space)
+            else:
+                opening = opening.with_changes(whitespace_after=space)
+    return table.with_changes(elements=left, lbrace=opening, rbrace=closing)
+
+
+def _joined(
+    before: cst.BaseParenthesizableWhitespace, after: cst.BaseParenthesizableWhitespace
+) -> cst.BaseParenthesizableWhitespace:
+    """Return the end of the line *before* an entry, then the lines *after* it."""
+    if not isinstance(after, cst.ParenthesizedWhitespace):
+        return before
+    if not isinstance(before, cst.ParenthesizedWhitespace):
+        return after
+    return after.with_changes(first_line=before.first_line)
+
+
+def _class_name(node: cst.BaseExpression) -> str:
+    found = isinstance(node, (cst.Name, cst.Attribute)) and get_full_name_for_node(node)
+    return found.rpartition(".")[2] if found else ""
 
 
 def string(node: ast.expr, strings: Strings) -> str | None:
@@ -134,7 +210,10 @@ def _classes(table: ast.Dict, strings: Strings) -> dict[str, str]:
     return {name: replaced for name, replaced in named if name and replaced}
 
 
-def _shorten(table: ast.Dict, gone: Set[str]) -> None:
-    pairs = zip(table.keys, table.values, strict=True)
-    left = [(key, value) for key, value in pairs if last_name(value) not in gone]
-    table.keys, table.values = [key for key, _ in left], [value for _, value in left]
+def _left(table: ast.Dict, gone: Set[str]) -> bool:
+    """Return whether a table holds more than the classes that are *gone*."""
+    return any(last_name(value) not in gone for value in table.values)
+
+
+def _name(table: ast.Assign) -> str:
+    return last_name(table.targets[0])

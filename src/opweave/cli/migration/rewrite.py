@@ -1,9 +1,8 @@
-"""Methods as functions: what they read from the object becomes an argument."""
+"""How a method becomes a function: attributes of ``self`` become arguments."""
 
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,28 +13,28 @@ from opweave.cli.migration.syntax import Function, attribute_of_self
 
 @dataclass
 class Rewritten:
-    """The body of a method without ``self``.
+    """A method as a function without ``self``.
 
     Attributes:
+        method: its name.
+        replacements: the source text to write for attributes of ``self``, by attribute.
         helpers: the static methods that it calls, by the names of the functions they become.
-        problems: what stands in the way.
+        problems: why it cannot become a function.
     """
 
-    body: list[ast.stmt] = field(default_factory=list)
+    method: str
+    replacements: dict[str, str] = field(default_factory=dict)
     helpers: dict[str, Function] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
-    def text(self) -> str:
-        """Return the source of the body."""
-        return "\n".join(map(ast.unparse, self.body))
-
 
 def rewrite(function: Function, layer: LayerClass, arguments: Mapping[str, str]) -> Rewritten:
-    """Return *function* with *arguments* in the place of the attributes of self they stand for."""
-    rewritten = Rewritten()
-    rewriter = _Rewriter(layer, arguments, rewritten)
-    rewritten.body = [rewriter.visit(copy.deepcopy(statement)) for statement in function.body]
-    rewritten.problems += _hidden(function, rewriter.replaced, set(arguments.values()))
+    """Return how *function* reads with *arguments* instead of the attributes of ``self``."""
+    rewritten = Rewritten(function.name)
+    reader = _Reader(layer, arguments, rewritten)
+    for statement in function.body:
+        reader.visit(statement)
+    rewritten.problems += _hidden(function, reader.replaced, set(arguments.values()))
     rewritten.problems = list(dict.fromkeys(rewritten.problems))
     return rewritten
 
@@ -64,21 +63,20 @@ def _bound(function: Function) -> set[str]:
     }
 
 
-class _Rewriter(ast.NodeTransformer):
+class _Reader(ast.NodeVisitor):
     def __init__(
         self, layer: LayerClass, arguments: Mapping[str, str], rewritten: Rewritten
     ) -> None:
         self.layer, self.arguments, self.rewritten = layer, arguments, rewritten
-        self.replaced: set[str] = set()  # names that stand for attributes now
+        self.replaced: set[str] = set()  # the arguments that are used
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:
+    def visit_Call(self, node: ast.Call) -> None:
         name = attribute_of_self(node.func)
         if name and not self._is_function(name):
             self._problem(f"it calls self.{name}")
         self.generic_visit(node)
-        return node
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+    def visit_Attribute(self, node: ast.Attribute) -> None:
         name = attribute_of_self(node)
         if not name:
             self.generic_visit(node)
@@ -86,21 +84,19 @@ class _Rewriter(ast.NodeTransformer):
             self._problem(f"it assigns self.{name}")
         elif name in self.arguments:
             self.replaced.add(self.arguments[name])
-            return ast.Name(self.arguments[name], ast.Load())
+            self.rewritten.replacements[name] = self.arguments[name]
         elif (kernel := self.layer.kernel(name)) is not None:
-            return copy.deepcopy(kernel)
+            self.rewritten.replacements[name] = ast.unparse(kernel)
         elif self._is_function(name):
             helper = f"_{snake(self.layer.name)}_{name.lstrip('_')}"
             self.rewritten.helpers[helper] = self.layer.methods[name]
-            return ast.Name(helper, ast.Load())
+            self.rewritten.replacements[name] = helper
         elif f"it calls self.{name}" not in self.rewritten.problems:
             self._problem(f"it {'calls' if name in self.layer.methods else 'reads'} self.{name}")
-        return node
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:
+    def visit_Name(self, node: ast.Name) -> None:
         if node.id in ("self", "super"):
             self._problem(f"it uses {node.id} as a whole")
-        return node
 
     def _is_function(self, name: str) -> bool:
         """Say whether an attribute is something that a function can call without the object."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import libcst as cst
+
 from opweave import layers as own_layers
 from opweave.cli.errors import CliError
 from opweave.cli.migration.aliases import assigned_names, delegates
@@ -78,12 +80,14 @@ class Source:
     """A module and its layers, in order; a layer's first base in the same file comes before it.
 
     Attributes:
+        tree: the module with its comments and formatting.
         imports: what each imported name stands for.
         notes: what is not migrated, and a person has to look at.
     """
 
     path: Path
     module: ast.Module
+    tree: cst.Module
     layers: dict[str, LayerClass]
     imports: dict[str, str]
     registrations: list[Registration]
@@ -96,7 +100,7 @@ def read(path: Path) -> Source:
     Raises:
         CliError: it cannot be read, is not Python, defines no layer, or two of one name.
     """
-    module = _parsed(path)
+    module, tree = _parsed(path)
     imports = imports_of(module)
     strings = dict(_strings(module))
     registrations = find_registrations(module, strings)
@@ -117,19 +121,22 @@ def read(path: Path) -> Source:
             "PluggableLayer or a layer that opweave has, or is registered."
         )
     notes = [*_strangers(registrations, layers), *_nested(module, reader)]
-    return Source(path, module, layers, imports, registrations, notes)
+    return Source(path, module, tree, layers, imports, registrations, notes)
 
 
-def _parsed(path: Path) -> ast.Module:
+def _parsed(path: Path) -> tuple[ast.Module, cst.Module]:
     if path.suffix == ".ipynb":
         raise CliError(
             f"{str(path)!r} is a notebook. Export it as a script, and migrate that: "
             "jupyter nbconvert --to script."
         )
     try:
-        return ast.parse(path.read_bytes(), filename=str(path))
+        text = path.read_bytes()
+        return ast.parse(text, filename=str(path)), cst.parse_module(text)
     except OSError as error:
         raise CliError(f"Cannot read {str(path)!r}: {error.strerror}.") from error
+    except cst.ParserSyntaxError as error:
+        raise CliError(f"libcst cannot parse {str(path)!r}: {error.message}") from error
     except (SyntaxError, ValueError) as error:
         raise CliError(f"{str(path)!r} is not Python: {error}.") from error
     except (MemoryError, RecursionError) as error:

@@ -1,79 +1,97 @@
-"""The class that is left of a layer: what it holds, and methods that call its op."""
+"""The class that is left of a layer: parameters, and methods that call its op."""
 
 from __future__ import annotations
 
 import ast
-import copy
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from typing import Any
+
+import libcst as cst
 
 from opweave.cli.migration.declare import PLATFORM_METHODS, OpPlan
 from opweave.cli.migration.plan import Plan
-from opweave.cli.migration.removal import without
 from opweave.cli.migration.source import NATIVE, LayerClass
-from opweave.cli.migration.syntax import Function, attribute_of_self, dotted
+from opweave.cli.migration.syntax import attribute_of_self
+from opweave.cli.migration.trees import Statement, spaced, statement, target_name, without
 
-_CALLERS = [name for name in PLATFORM_METHODS if name != "forward_hip"]  # by default as on CUDA
+# forward_hip is forward_cuda by default.
+_CALLERS = [name for name in PLATFORM_METHODS if name != "forward_hip"]
 
 
-def thin_layer(plan: Plan, ir: str) -> str:
-    """Return the class; its methods call the op, if there is a new one. *ir* is opweave's."""
-    node, op = copy.deepcopy(plan.layer.node), plan.op
+def thin_layer(plan: Plan, node: cst.ClassDef, ir: str) -> cst.ClassDef:
+    """Return the class *node* with methods that call the op, if it is a new one.
+
+    Args:
+        plan: the plan of the class.
+        node: the class.
+        ir: the name of ``opweave.ir`` in the module.
+    """
+    op = plan.op
     if op is None or op.native is None:
-        return ast.unparse(node)
+        return node
     functions = {method.name: name for name, method in op.native.helpers.items()}
     replaced = PLATFORM_METHODS.keys() - plan.kept
-    body: list[ast.stmt] = []
-    for each in node.body:
-        name = each.name if isinstance(each, Function) else ""
-        if name == NATIVE:
-            body += _methods(plan, op, ir)
-        elif name in functions:
-            body += ast.parse(f"{name} = staticmethod({functions[name]})").body
-        elif name not in replaced and not _is_alias(each, replaced):
-            body.append(each)
-    node.body = body
-    needless = _needless_kernels(plan.layer, body)
-    without(node, lambda each: _assigns(each, needless))
-    return ast.unparse(node)
+    body: list[Statement] = []
+    for each in node.body.body:
+        if isinstance(each, cst.FunctionDef):
+            name = each.name.value
+            if name == NATIVE:
+                body += _methods(plan, op, each, ir)
+            elif name in functions:
+                body.append(spaced(statement(f"{name} = staticmethod({functions[name]})"), 1))
+            elif name not in replaced:
+                body.append(each)
+        elif (kept := _without_aliases(each, replaced)) is not None:
+            body.append(kept)
+    thin = node.with_changes(body=node.body.with_changes(body=body))
+    needless = _needless_kernels(plan.layer, thin)
+    return without(thin, lambda each: _assigns(each, needless))
 
 
-def _methods(plan: Plan, op: OpPlan, ir: str) -> list[ast.stmt]:
-    native = plan.layer.methods[NATIVE]
-    signature = ast.unparse(native.args)
-    arrow = f" -> {ast.unparse(native.returns)}" if native.returns else ""
+def _methods(plan: Plan, op: OpPlan, native: cst.FunctionDef, ir: str) -> Iterator[Statement]:
     given = ", ".join(f"self.{a.attribute}" if a.attribute else a.name for a in op.arguments)
-    text = f"def {NATIVE}({signature}){arrow}:\n    return {ir}.ops.{op.name}.native({given})\n"
+    native = spaced(native, 1, [])
+    yield native.with_changes(body=_block(f"return {ir}.ops.{op.name}.native({given})"))
     callers = [name for name in _CALLERS if name not in plan.kept]
     if "forward_cuda" in plan.kept and "forward_hip" not in plan.kept:
         own = {*plan.layer.methods, *plan.layer.aliases}
         callers += ["forward_hip"] if "forward_hip" in own else []
     for first, *others in [callers] if callers else []:
-        text += f"def {first}({signature}){arrow}:\n    return {ir}.ops.{op.name}({given})\n"
-        text += f"{' = '.join([*others, first])}\n" if others else ""
-    return ast.parse(text).body
+        body = _block(f"return {ir}.ops.{op.name}({given})")
+        yield native.with_changes(name=cst.Name(first), body=body)
+        if others:
+            yield spaced(statement(" = ".join([*others, first])), 1)
 
 
-def _needless_kernels(layer: LayerClass, body: list[ast.stmt]) -> set[str]:
-    """Return the attributes that hold a kernel and that no method that is left reads."""
+def _block(text: str) -> cst.IndentedBlock:
+    return cst.IndentedBlock([statement(text)])
+
+
+def _needless_kernels(layer: LayerClass, node: cst.ClassDef) -> set[str]:
+    """Return the attributes that hold a kernel that the methods do not call any more."""
     read = {
-        attribute_of_self(node)
-        for statement in body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        attribute_of_self(part)
+        for part in ast.walk(ast.parse(cst.Module([node]).code))
+        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Load)
     }
     return {name for name in layer.attributes if layer.kernel(name) is not None} - read
 
 
-def _is_alias(node: ast.stmt, replaced: Set[str]) -> bool:
-    """Say whether a statement assigns *replaced* methods only; else take those out of it."""
-    if not isinstance(node, ast.Assign):
-        return False
-    node.targets = [each for each in node.targets if dotted(each) not in replaced]
-    return not node.targets
+def _without_aliases(node: Any, replaced: Set[str]) -> Any:
+    """Return a statement without assignments of *replaced* methods, or None if none is left."""
+    if not isinstance(node, cst.SimpleStatementLine):
+        return node
+    left = []
+    for each in node.body:
+        targets = each.targets if isinstance(each, cst.Assign) else ()
+        kept = [target for target in targets if target_name(target) not in replaced]
+        if kept or not targets:
+            left.append(each.with_changes(targets=kept) if targets else each)
+    return node.with_changes(body=left) if left else None
 
 
-def _assigns(node: ast.stmt, attributes: Set[str]) -> bool:
-    """Say whether a statement assigns one of these attributes of self."""
-    return isinstance(node, ast.Assign) and any(
-        attribute_of_self(target) in attributes for target in node.targets
+def _assigns(node: cst.CSTNode, attributes: Set[str]) -> bool:
+    """Return whether a statement assigns one of these attributes of ``self``."""
+    return isinstance(node, cst.Assign) and any(
+        target_name(target) in {f"self.{name}" for name in attributes} for target in node.targets
     )
