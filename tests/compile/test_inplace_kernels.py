@@ -71,7 +71,35 @@ def clamped_view(x: Tensor, by: Tensor) -> Tensor:
     return x
 
 
+def copied_input(x: Tensor, by: Tensor) -> Tensor:
+    return torch.empty_like(x).copy_(x).mul_(by).tanh_()  # must not write to x
+
+
+def indexed_between(x: Tensor, by: Tensor) -> Tensor:
+    x.mul_(by)
+    x.index_put_((torch.tensor([0]),), x[:1].clone())
+    return x.tanh_()
+
+
+def written_to_view_between(x: Tensor, by: Tensor) -> Tensor:
+    x.mul_(by)
+    x[:1].tanh_()
+    return x.copy_(torch.cat([x[:1], x[1:].tanh()]))
+
+
+def filled(x: Tensor, by: Tensor) -> Tensor:
+    total = torch.empty_like(x).fill_(0.0)
+    total.add_(x).mul_(by)
+    total[:] += 0
+    torch._foreach_copy_([x], [total])
+    return x.tanh_()
+
+
 KERNELS: list[Kernel] = [
+    copied_input,
+    indexed_between,
+    written_to_view_between,
+    filled,
     chained,
     unused_result,
     views,

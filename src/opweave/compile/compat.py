@@ -149,6 +149,18 @@ def is_mutable(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
+def let_inductor_call(operator: torch._ops.OpOverload[..., Any]) -> None:
+    """Have Inductor call *operator* as it is, unless it knows how to lower it.
+
+    It would do so by itself, but where the environment has ``CI``, it first raises for an operator
+    that has a decomposition.
+    """
+    from torch._inductor import lowering
+
+    if operator.namespace == "aten" and operator not in lowering.lowerings:
+        cast("Any", lowering).make_fallback(operator, warn=False)
+
+
 def function_name(node: Node) -> str:
     """Return what the function that *node* calls is called, without its overload."""
     target: Any = node.target

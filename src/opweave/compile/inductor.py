@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule
 
 from opweave.compile import compat, pipeline, store
 from opweave.compile.context import Context
+from opweave.compile.inplace import copy_through_views
 from opweave.compile.pipeline import Stage
 
 HOOKS = {
@@ -31,6 +32,8 @@ class StagePass(compat.CustomGraphPass):
         pipeline.run(self._stage, graph, self._context)
         for other in self._others:
             other(graph)
+        if self._stage is Stage.POST_GRAD and self._context.plan.options.codegen:
+            copy_through_views(graph)
         if self._stage is Stage.JOINT:  # the whole graph comes last, after those inside of it
             whole = cast("GraphModule", graph.owning_module)
             self._context.joint_key = store.key_of(whole, self._context.plan)

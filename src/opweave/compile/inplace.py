@@ -1,9 +1,10 @@
 """Operators that write to an argument, in the traces of implementations.
 
-``aten.tanh_(x)`` returns *x*. Inductor calls some of these operators as they are, and takes their
-result for new memory: it would give the memory of *x* to another tensor while the result is needed.
-So users of the result read *x* instead. ``out=`` variants, which Inductor does not know, are traced
-as the functional variant and a copy.
+Inductor is made for graphs without them. Pointwise in-place operators and ``out=`` variants are
+traced as the functional variant and a copy, which Inductor fuses. The others, such as
+``aten.index_add_``, remain: Inductor takes the result of some for new memory, and would give the
+memory of the argument to another tensor while the result is needed, so users of the result read the
+argument instead.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from opweave.compile.relocation import same_layout
 _Op = torch._ops.OpOverload
 
 
-class WithoutOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls functional variants in place of ``out=`` variants, and copies their results."""
+class Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls functional variants of operators that write, and copies their results."""
 
     supports_higher_order_operators = True
 
@@ -34,44 +35,102 @@ class WithoutOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         given = dict(kwargs or {})
-        found = _without_out(function) if isinstance(function, _Op) else None
+        if function is torch.ops.aten._foreach_copy_.default:
+            for target, source in zip(*args[:2], strict=True):
+                target.copy_(source)
+            return None
+        found = _functional(function) if isinstance(function, _Op) else None
         if found is None:
             return function(*args, **given)
         functional, names = found
-        outs = [given.pop(name) for name in names]
+        outs = _flat([given.pop(name) for name in names] or args[0])
         results = functional(*args, **given)
-        flat = results if isinstance(results, tuple) else (results,)
-        if any(out.shape != result.shape for out, result in zip(outs, flat, strict=True)):
-            return function(*args, **(kwargs or {}))  # resizes them
-        for out, result in zip(outs, flat, strict=True):
+        if not all(map(_fits, _flat(results), outs)):
+            return function(*args, **(kwargs or {}))  # resizes them, or raises
+        for out, result in zip(outs, _flat(results), strict=True):
             out.copy_(result)
+        if not function._schema.returns:
+            return None
         return tuple(outs) if isinstance(results, tuple) else outs[0]
 
 
+def _flat(values: Any) -> Sequence[Tensor]:
+    return values if isinstance(values, (list, tuple)) else (values,)
+
+
+def _fits(result: Tensor, out: Tensor) -> bool:
+    return result.shape == out.shape and torch.can_cast(result.dtype, out.dtype)
+
+
 @cache
-def _without_out(
-    target: _Op,
-) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
-    """Return the functional variant of an ``out=`` variant, and the names of what that writes."""
+def _functional(target: _Op) -> tuple[_Op, tuple[str, ...]] | None:
+    """Return the functional variant of an operator that writes, and the names of its ``out=``.
+
+    In-place operators have none of these: they write to their first argument.
+    """
     arguments = target._schema.arguments
     names = tuple(argument.name for argument in arguments if argument.is_out)
-    if not names or len(names) != len(target._schema.returns):
+    packet: Any = target.overloadpacket
+    if not names:
+        packet = _out_of_place(target)
+        if packet is None:
+            return None
+    elif len(names) != len(target._schema.returns):
         return None
     wanted = [(a.name, str(a.type)) for a in arguments if not a.is_out]
-    for name in target.overloadpacket.overloads():
-        other = getattr(target.overloadpacket, name)
+    for name in packet.overloads():
+        other = getattr(packet, name)
         same = [(a.name, str(a.type)) for a in other._schema.arguments] == wanted
         if same and not other._schema.is_mutable:
             return other, names
     return None
 
 
-def read_written_arguments(graph: Graph) -> None:
-    """Replace each result that is an argument, written in place, by that argument.
+def _out_of_place(target: _Op) -> Any:
+    """Return ``aten.tanh`` of ``aten.tanh_``: of in-place operators that draw no numbers."""
+    name = target._schema.name.removeprefix("aten::")
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    if name.startswith("__i"):  # __iand__
+        return getattr(torch.ops.aten, f"__{name[3:]}", None)
+    is_elementwise = torch.Tag.pointwise in target.tags or name in ("fill_", "zero_")
+    if not name.endswith("_") or not (is_elementwise or name.startswith("_foreach_")):
+        return None
+    return getattr(torch.ops.aten, name.removesuffix("_"), None)
+
+
+def prepare_writes(graph: Graph) -> None:
+    """Make the operators that write to an argument safe for Inductor.
 
     Raises:
         ValueError: an operator changes the sizes or strides of its argument, as ``t_`` does.
     """
+    _read_written_arguments(graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and compat.is_mutable(node.target):
+            compat.let_inductor_call(node.target)
+
+
+def copy_through_views(graph: Graph) -> None:
+    """Have Inductor write what a copy writes to the memory of its target.
+
+    For a copy to a whole tensor, Inductor makes the target another name of the source: writes to
+    the one then change the other, and writes to the target before, through views or an index, go
+    to the wrong memory. To a view it writes.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        target = cast("Node", node.args[0])
+        if target.op == "placeholder":
+            continue  # Inductor never renames those
+        node.replace_all_uses_with(target)
+        with graph.inserting_before(node):
+            view = graph.call_function(torch.ops.aten.unsqueeze.default, (target, 0))
+        view.meta["val"] = torch.unsqueeze(fake_of(target), 0)
+        node.update_arg(0, view)
+
+
+def _read_written_arguments(graph: Graph) -> None:
+    """Replace each result that is an argument, written in place, by that argument."""
     for node in list(graph.nodes):
         if node.op != "call_function" or not compat.is_mutable(node.target):
             continue

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from opweave.compile import compat
-from opweave.compile.inplace import WithoutOut, read_written_arguments
+from opweave.compile.inplace import Functional, prepare_writes
 from opweave.compile.log import logger
 from opweave.compile.nodes import IrCall, fake_of, tensors_of
 from opweave.compile.relocation import Relocation, are_movable, expressions
@@ -193,7 +193,10 @@ def _constant(graph: Graph, trace: Trace, node: Node, origin: Node) -> Node:
     if owner is None:
         raise ValueError(f"the graph of {origin.name} has no module to keep {node.target} in")
     name = next(n for n in _names(f"_opweave_{node.target}") if getattr(owner, n, value) is value)
-    setattr(owner, name, value)
+    if isinstance(value, Tensor):
+        owner.register_buffer(name, value, persistent=False)
+    else:
+        setattr(owner, name, value)
     new = graph.get_attr(name)
     new.meta.update(node.meta)
     return new
@@ -244,12 +247,12 @@ def _trace(function: Function, schema: Schema, values: Sequence[Any]) -> Trace:
             return next(replaced) if isinstance(value, (Tensor, *_SYMBOLIC)) else value
 
         args, kwargs = schema.split([put(value) for value in values])
-        with WithoutOut():  # type: ignore[no-untyped-call]
+        with Functional():  # type: ignore[no-untyped-call]
             return function(*args, **kwargs)
 
     try:
         module = compat.trace(flat, list(map(_apart, variables(values))))
-        read_written_arguments(module.graph)
+        prepare_writes(module.graph)
         return Trace(module)
     except Exception as error:
         # Whatever a kernel's Python does that tracing cannot follow: it stays one opaque call.

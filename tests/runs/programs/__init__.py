@@ -1,0 +1,1 @@
+"""Random programs: what compiled code returns and changes is compared with eager."""

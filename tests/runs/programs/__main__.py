@@ -1,0 +1,74 @@
+"""Compare what random programs return and change, compiled and in eager mode.
+
+    python tests/runs/programs --programs 200 --seed 1 --json
+
+A program is a list of Python statements over inputs that may share memory: views, in-place
+operators on any live tensor, ops of the IR, functional and donating, with kernels of every kind.
+Results, inputs after the call, gradients, and which of them share memory are compared, within the
+program's own sensitivity to rounding. Programs are compiled several at a time.
+
+With ``--state FILE``, an interrupted run continues. A mismatch is printed as the shortest program
+that still shows it; it is torch's own if ``backend="aot_eager"``, or Inductor with opaque ops,
+shows one, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from opweave import ir
+from runs.programs.examine import examine
+from runs.programs.kernels import open_library
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--programs", type=int, default=100, help="how many to draw")
+    parser.add_argument("--seed", type=int, default=0, help="of the first graph")
+    parser.add_argument("--batch", type=int, default=8, help="programs in one graph")
+    parser.add_argument("--state", type=Path, help="file that an interrupted run continues from")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args()
+    state = {"next": given.seed, "programs": 0, "generated": 0, "findings": []}
+    if given.state and given.state.exists():
+        state = json.loads(given.state.read_text(encoding="utf-8"))
+    torch._dynamo.config.recompile_limit = 64
+    with (
+        tempfile.TemporaryDirectory() as cache,  # a run that is killed can leave half a file
+        torch._inductor.utils.fresh_cache(dir=cache),
+        ir.isolated_registry(),
+    ):
+        library = open_library()
+        while state["programs"] < given.programs:
+            settings, findings = examine(state["next"], library, given.batch)
+            state["findings"] += [finding.to_json() for finding in findings]
+            state["next"] += 1
+            state["programs"] += given.batch
+            state["generated"] += given.batch * settings.codegen
+            if given.state:
+                given.state.write_text(json.dumps(state), encoding="utf-8")
+            print(f"\r{state['programs']} of {given.programs}", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    own = [found for found in state["findings"] if not found["torch"]]
+    if given.json:
+        print(json.dumps(state))
+    else:
+        for found in own:
+            print(f"seed {found['seed']}: {found['difference']}", *found["sources"], sep="\n")
+        print(
+            f"{state['programs']} programs, {state['generated']} through Inductor: {len(own)} "
+            f"mismatches, and {len(state['findings']) - len(own)} of torch's own"
+        )
+    return 1 if own else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,95 @@
+"""The ops of random programs: those declared here, and opweave's own."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compile.programs import Ops, declare
+from opweave import ir
+
+PROVIDERS = ("native", "functional", "inplace", "crossed", "opaque", "both_forms", "library")
+_fresh = itertools.count()
+
+
+@dataclass(frozen=True)
+class Library:
+    """The ops that programs call, as ``ops`` and ``own``."""
+
+    ops: Ops
+    own: ir.IrOps
+    namespace: torch.library.Library  # its operators exist as long as it does
+
+    def force(self, provider: str) -> None:
+        """Let every declared op that has *provider* use it."""
+        for op in (self.ops.norm, self.ops.add_norm, self.ops.halves):
+            op.set_default([provider] if provider in op.impls else [])
+
+
+def open_library() -> Library:
+    """Declare the ops in the current registry, with in-place kernels of every shape."""
+    own = ir.ops
+    ops = declare()
+    namespace = torch.library.Library(f"random_programs_{next(_fresh)}", "DEF")
+    _with_both_forms(ops)
+    _of_a_library(ops, namespace)
+    return Library(ops, own, namespace)
+
+
+def _with_both_forms(ops: Ops) -> None:
+    def add_norm(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + x_residual
+        return ops.norm(total, weight, epsilon), total
+
+    @ops.add_norm.register_impl("both_forms", inplace=True, functional=add_norm)
+    def _(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        torch.add(x, x_residual, out=x_residual)
+        return x.copy_(ops.norm(x_residual, weight, epsilon)), x_residual
+
+    def halves(x: Tensor, factor: float = 0.5, *, shift: float = 0.0) -> Tensor:
+        return torch.add(torch.full_like(x, shift), x, alpha=factor)
+
+    @ops.halves.register_impl("both_forms", inplace=True, functional=halves)
+    def _(x: Tensor, factor: float = 0.5, *, shift: float = 0.0) -> Tensor:
+        torch._foreach_mul_([x], factor)
+        x[:] += shift
+        return x
+
+
+def _of_a_library(ops: Ops, namespace: torch.library.Library) -> None:
+    """Kernels that are operators of a C++ library: opaque, and known by their schema alone."""
+    namespace.define("add_norm(Tensor(a!) x, Tensor(b!) y, Tensor? weight, float epsilon) -> ()")
+    namespace.define("halves(Tensor(a!) out, Tensor x, float factor, float shift) -> ()")
+    called = getattr(torch.ops, namespace.ns)
+
+    def add_norm_cpu(x: Tensor, y: Tensor, weight: Tensor | None, epsilon: float) -> None:
+        y.add_(x)
+        x.copy_(ops.norm.native(y, weight, epsilon))
+
+    def halves_cpu(out: Tensor, x: Tensor, factor: float, shift: float) -> None:
+        out.copy_(x * factor + shift)
+
+    namespace.impl("add_norm", add_norm_cpu, "CPU")
+    namespace.impl("halves", halves_cpu, "CPU")
+    namespace.impl("add_norm", lambda x, y, weight, epsilon: None, "Meta")
+    namespace.impl("halves", lambda out, x, factor, shift: None, "Meta")
+
+    @ops.add_norm.register_impl("library", inplace=True)
+    def _(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        called.add_norm(x, x_residual, weight, epsilon)
+        return x, x_residual
+
+    @ops.halves.register_impl("library")
+    def _(x: Tensor, factor: float = 0.5, *, shift: float = 0.0) -> Tensor:
+        out = torch.empty_like(x)
+        called.halves(out, x, factor, shift)
+        return out
