@@ -7,7 +7,7 @@ shows why. Start with :mod:`opweave.ir`.
 from opweave import ir
 from opweave._first_use import load_plugins as _load_plugins
 from opweave._first_use import prepare as _prepare
-from opweave.ir.compat import before_loading_packages as _before_loading_packages
+from opweave.base.compat import before_loading_packages as _before_loading_packages
 from opweave.ir.recording import explain_model as explain
 
 __all__ = ["__version__", "explain", "ir"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.ir.errors import DonationError
 
 

@@ -1,7 +1,7 @@
 """The private parts of torch that opweave.compile touches, in one place.
 
-The counterpart of :mod:`opweave.ir.compat` for Dynamo, AOTAutograd and Inductor, which take long to
-import. ``tests/compile/test_compat.py`` has a canary for each name.
+The counterpart of :mod:`opweave.base.compat` for Dynamo, AOTAutograd and Inductor, which are slow
+to import. ``tests/compile/test_compat.py`` has a canary for each name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from opweave.ir.compat import unwrapped
+from opweave.base.compat import unwrapped
 
 __all__ = [
     "CustomGraphPass",

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from opweave.base.compat import depends_on_data
 from opweave.compile.nodes import fake_of, ir_call
 from opweave.compile.patterns import Pattern, definition, is_op, operands, strip_views
 from opweave.compile.tracing import Tracer
-from opweave.ir.compat import depends_on_data
 from opweave.ir.priority import NATIVE
 from opweave.ir.traits import ROWWISE
 

@@ -27,7 +27,7 @@ _OPWEAVE = join(dirname(dirname(ir.__file__)), "")
 # layers, else the layers. Frames of torch and of the adapters are never the place of a call.
 _NEVER = (
     join(dirname(torch.__file__), ""),
-    *(join(_OPWEAVE, name, "") for name in ("ir", "integrations")),
+    *(join(_OPWEAVE, name, "") for name in ("base", "ir", "integrations")),
 )
 _NOT_IN = ((_OPWEAVE,), (join(_OPWEAVE, "layers", ""),), ())
 

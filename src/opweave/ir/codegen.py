@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.ir.donation import refused
 from opweave.ir.impl import IrOpImpl
 from opweave.ir.memory import clone_in_layout

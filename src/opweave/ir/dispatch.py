@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.ir.codegen import (
     PLAIN_TYPES,
     Function,

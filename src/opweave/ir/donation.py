@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.ir.memory import disjoint, overlaps_itself
 from opweave.ir.selection import tensors_in
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.ir.errors import InvalidOpError
 from opweave.ir.priority import Entries
 from opweave.ir.selection import (

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from opweave.base import compat
 from opweave.base.owner import Owner, current_owner, way_out
 from opweave.base.site import Site
-from opweave.ir import compat
 from opweave.ir.errors import (
     PredicateFailedError,
     PredicateSignatureError,

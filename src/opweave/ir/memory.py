@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opweave.ir import compat
-from opweave.ir.compat import decided, is_certain
+from opweave.base import compat
+from opweave.base.compat import decided, is_certain
 
 Dims = list[tuple[int, int]]  # (size, stride)
 Question = Callable[..., bool]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.ir.errors import InvalidNameError
 from opweave.ir.priority import NATIVE
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opweave.base import transaction
+from opweave.base import compat, transaction
 from opweave.base.owner import current_owner
 from opweave.base.site import caller_site
-from opweave.ir import compat, settings, tolerance
+from opweave.ir import settings, tolerance
 from opweave.ir.activations import activations_of, check_inplace
 from opweave.ir.codegen import Function, Kind
 from opweave.ir.dispatch import Callee, Path

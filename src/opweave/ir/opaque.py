@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.ir.selection import needs_gradient
 
 Function = Callable[..., Any]

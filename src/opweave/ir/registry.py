@@ -13,9 +13,8 @@ from weakref import WeakValueDictionary
 
 from torch.library import Library
 
-from opweave.base import transaction
+from opweave.base import compat, transaction
 from opweave.base.owner import owned_by
-from opweave.ir import compat
 from opweave.ir.errors import (
     DuplicateOpError,
     IrError,

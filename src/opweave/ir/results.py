@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.ir.codegen import PLAIN_TYPES
 from opweave.ir.errors import InvalidResultError
 from opweave.ir.impl import IrOpImpl

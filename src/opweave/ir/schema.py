@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.ir.errors import (
     InvalidArgumentError,
     InvalidOpError,

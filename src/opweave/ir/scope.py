@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.ir.errors import SettingError
 from opweave.ir.priority import Entries, parse
 from opweave.ir.traits import check_traits

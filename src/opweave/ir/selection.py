@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.ir.errors import (
     NoImplementationError,
     ProviderRejectedError,

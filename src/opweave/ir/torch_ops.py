@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.ir.autocast import entered
 from opweave.ir.codegen import functional
 from opweave.ir.gradients import warn_of_fallback

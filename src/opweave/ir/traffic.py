@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from opweave.ir import compat
+from opweave.base import compat
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp

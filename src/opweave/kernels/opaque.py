@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch.library import Library
 
-from opweave.base import transaction
-from opweave.ir import IrOp, compat
+from opweave.base import compat, transaction
+from opweave.ir import IrOp
 from opweave.ir.opaque import opaque_op
 
 Function = Callable[..., Any]

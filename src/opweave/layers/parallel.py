@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor, distributed
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.layers.errors import ShardingError
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 from torch.overrides import TorchFunctionMode
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.native.loader import module as native_module
 
 

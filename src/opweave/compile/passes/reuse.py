@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from opweave.base.compat import decided
 from opweave.compile.aliases import Aliases, overlap
 from opweave.compile.context import Context
 from opweave.compile.errors import CompileError
@@ -42,7 +43,6 @@ from opweave.compile.passes.lowering import (
 )
 from opweave.compile.report import Reuse
 from opweave.compile.tracing import Trace, arguments, flat_nodes, inline
-from opweave.ir.compat import decided
 from opweave.ir.memory import overlaps_itself
 from opweave.ir.selection import Selection
 

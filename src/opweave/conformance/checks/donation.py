@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opweave.base import compat
 from opweave.conformance import inputs, layouts, scalars
 from opweave.conformance.case import Case, outputs_of
 from opweave.conformance.check import Check, Finding, each
 from opweave.conformance.compare import outputs_problem
 from opweave.conformance.memory import Snapshot, copied
 from opweave.conformance.subject import Subject
-from opweave.ir import compat
 from opweave.ir.memory import disjoint
 
 

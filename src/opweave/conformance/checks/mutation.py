@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
+from opweave.base import compat
 from opweave.conformance import inputs, layouts
 from opweave.conformance.case import Case, Outputs, outputs_of
 from opweave.conformance.check import Check, Finding, each
 from opweave.conformance.memory import Snapshot, Values, copied
 from opweave.conformance.subject import Subject
-from opweave.ir import compat
 from opweave.ir.selection import tensors_in
 
 

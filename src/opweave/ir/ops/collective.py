@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.ir.ops.norm import fused_add_rms_norm
 from opweave.ir.registry import register_op
 

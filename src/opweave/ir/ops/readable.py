@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from opweave.ir import compat
+from opweave.base import compat
 from opweave.ir.codegen import PLAIN_TYPES
 
 

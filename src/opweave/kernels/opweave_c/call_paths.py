@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from opweave import native
-from opweave.ir import IrOp, compat
+from opweave.base import compat
+from opweave.ir import IrOp
 from opweave.ir.impl import Predicate
 from opweave.ir.traits import BATCH_INVARIANT
 

@@ -10,7 +10,8 @@ import torch
 from torch import SymBool, Tensor
 from torch.nn import functional
 
-from opweave.ir import compat, rules
+from opweave.base import compat
+from opweave.ir import rules
 from opweave.ir.ops.linear import linear as op
 from opweave.ir.ops.linear import linear_w8a16 as op_w8a16
 from opweave.ir.ops.linear import scales_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir import compat
+from opweave.base import compat
 
 _empty_like = torch.empty_like
 _empty_strided_cpu = compat.empty_strided_cpu

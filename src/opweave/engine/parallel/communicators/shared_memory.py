@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from opweave.base import compat
 from opweave.engine.parallel.communicators.base import RankGroup
 from opweave.engine.parallel.communicators.segment import SLOT, Segment
 from opweave.engine.parallel.communicators.torch_group import TorchCommunicator
-from opweave.ir import compat
 
 _log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch
 from torch import Tensor, distributed
 
+from opweave.base import compat
 from opweave.engine.errors import CommunicatorError
 from opweave.engine.parallel.communicators.base import Communicator, RankGroup
-from opweave.ir import compat
 from opweave.layers import TensorParallel
 
 _NAME = "opweave"

@@ -12,11 +12,12 @@ from typing import Any, ClassVar, overload
 import torch
 
 from opweave import ir
+from opweave.base import compat
 from opweave.integrations.vllm_api.ir.errors import as_in_vllm
 from opweave.integrations.vllm_api.ir.impl import IrOpImpl
 from opweave.integrations.vllm_api.ir.stack import registration_stack
 from opweave.integrations.vllm_api.ir.torch_wrap import torch_wrap_enabled
-from opweave.ir import RESERVED_PROVIDERS, compat
+from opweave.ir import RESERVED_PROVIDERS
 from opweave.ir.codegen import functional
 from opweave.ir.donation import refused
 from opweave.ir.priority import ALWAYS_LAST, NATIVE, Entry, parse

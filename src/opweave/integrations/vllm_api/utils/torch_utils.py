@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from opweave.base import transaction
-from opweave.ir import compat
+from opweave.base import compat, transaction
 
 NAMESPACE = "vllm"  # code that registers an op calls torch.ops.vllm.<op>
 _EVERY_DEVICE = "CompositeExplicitAutograd"

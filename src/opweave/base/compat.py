@@ -1,6 +1,6 @@
 """The private parts of torch that opweave touches, in one place.
 
-Checked with torch 2.11 to 2.15; ``tests/ir/test_compat.py`` has a canary for each name.
+Checked with torch 2.11 to 2.15; ``tests/base/test_compat.py`` has a canary for each name.
 Nothing else in opweave reads a private name of torch.
 """
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opweave import ir
-from opweave.ir import compat
+from opweave.base import compat
 
 SOURCE = Path(inspect.getfile(ir)).parents[1]
 CHECKED = {
