@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opweave import ir
-from opweave.base import compat
+from opweave.base import compat, torch_state
 
 SOURCE = Path(inspect.getfile(ir)).parents[1]
 CHECKED = {
@@ -32,7 +32,7 @@ CHECKED = {
     "jit_tracing_state",
     "below_autograd",
     "register_fake",
-    "MODE_KEYS",
+    "dispatch_key",
     "include_dispatch_key",
     "new_library",
     "remove_ops",
@@ -303,7 +303,7 @@ def test_below_autograd() -> None:
 def test_the_keys_of_modes_are_included_while_a_mode_is_active() -> None:
     def included() -> list[bool]:
         keys = torch._C._dispatch_tls_local_include_set()
-        return [keys.has(torch._C.DispatchKey(key)) for key in compat.MODE_KEYS]
+        return [keys.has(torch._C.DispatchKey(key)) for key in torch_state.MODE_KEYS]
 
     python, functorch, tracer = range(3)
     assert included() == [False] * 3
@@ -320,7 +320,7 @@ def test_the_keys_of_modes_are_included_while_a_mode_is_active() -> None:
     with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         torch.jit.trace(look, torch.zeros(1), check_trace=False)
     assert seen.pop()[tracer]
-    for i, key in enumerate(compat.MODE_KEYS):
+    for i, key in enumerate(torch_state.MODE_KEYS):
         with compat.include_dispatch_key(key):
             assert included()[i]
     assert included() == [False] * 3

@@ -101,19 +101,17 @@ def is_batched(tensor: torch.Tensor) -> bool:
     return any(map(cast("Any", torch._C._functorch).is_batchedtensor, unwrapped(tensor)))
 
 
-# Dispatch keys that a thread includes while a dispatch mode, a functorch transform or
-# torch.jit.trace is active in it.
-MODE_KEYS: tuple[int, ...] = tuple(
-    int(cast("Any", torch._C._parse_dispatch_key(name)))
-    for name in ("Python", "FuncTorchDynamicLayerFrontMode", "Tracer")
-)
+def dispatch_key(name: str) -> int:
+    """Return the number of the dispatch key called *name*, such as ``"Tracer"``."""
+    return int(cast("Any", torch._C._parse_dispatch_key(name)))
+
 
 # The graph that torch.jit.trace is recording, or None.
 jit_tracing_state: Callable[[], object] = torch._C._get_tracing_state
 
 
 def include_dispatch_key(key: int) -> AbstractContextManager[None]:
-    """Include a dispatch key of :data:`MODE_KEYS` in this thread, as a mode or a tracer does."""
+    """Include a dispatch key in this thread, as a mode or a tracer does."""
     guard = torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey(key))
     return cast("AbstractContextManager[None]", guard)
 

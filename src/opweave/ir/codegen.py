@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from opweave.base import compat
+from opweave.base import compat, torch_state
 from opweave.ir.donation import refused
 from opweave.ir.impl import IrOpImpl
 from opweave.ir.memory import clone_in_layout
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 PlainCheck = Callable[..., bool]
 ResultCheck = Callable[[IrOpImpl, Any, Sequence[Any], Mapping[str, Any]], bool]
-PLAIN_TYPES = frozenset({Tensor, Parameter})
 
 _plain_check: PlainCheck | None = None
 
@@ -99,7 +98,7 @@ class Generator:
             **self.schema.defaults,
             "_Tensor": Tensor,
             "_Parameter": Parameter,
-            "_plain_types": PLAIN_TYPES,
+            "_plain_types": torch_state.PLAIN_TYPES,
             "_type": type,
             "_list": list,
             "_tuple": tuple,
@@ -111,14 +110,9 @@ class Generator:
             "_slow": path.slow,
             "_note": self._note,
             "_has_torch_function": compat.has_torch_function_unary,
-            "_function_mode_enabled": compat.function_mode_enabled,
-            "_dispatch_mode_count": compat.dispatch_mode_count,
-            "_functorch_interpreter": compat.functorch_interpreter,
-            "_jit_tracing_state": compat.jit_tracing_state,
             "_is_grad_enabled": torch.is_grad_enabled,
             "_is_inference_mode": torch.is_inference_mode_enabled,
-            "_forward_ad": compat.FORWARD_AD,
-            "_autocasts": compat.any_autocast_enabled,
+            **torch_state.NAMES,
         }
 
     def compile(self) -> tuple[str, Function]:
@@ -182,7 +176,7 @@ class Generator:
                 f"        return _scoped(_scope)(self, {self.call})",
             ]
         if self.path.kind is Kind.KERNEL:
-            cast = ["    if _autocasts():", f"        {slow}"]
+            cast = [f"    if not ({torch_state.AUTOCAST.inactive}):", f"        {slow}"]
             return [*lines, *cast, *self._choice("    ", slow)]
         return [*lines, *self._plain_condition(), *self._choice("        ", slow), f"    {slow}"]
 
@@ -274,8 +268,7 @@ class Generator:
         check = [
             f"_is_plain({', '.join(required + optional)})",
             *(f"{name} is not None" for name in required[1:]),
-            "_forward_ad._current_level < 0",
-            "not _autocasts()",
+            *(fact.inactive for fact in torch_state.FACTS if not fact.in_native_check),
         ]
         return [f"    if ({' and '.join(check)}) or (", *tests, "    ):"]
 
@@ -285,12 +278,10 @@ class Generator:
         tests += [self._exact_list(p) for p in self.schema.tensor_lists]
         required = [p.name for p in self.schema.tensors if not p.is_optional]
         first = required[0] if required else None
-        tests.append(
-            f"not _has_torch_function({first})" if first else "not _function_mode_enabled()"
-        )
-        tests += ["_dispatch_mode_count() == 0", "_functorch_interpreter() is None"]
-        tests += ["_jit_tracing_state() is None", "_forward_ad._current_level < 0"]
-        tests.append("not _autocasts()")
+        for fact in torch_state.FACTS:
+            # Of an exact tensor this says the same, in less time.
+            quicker = first is not None and fact is torch_state.FUNCTION_MODE
+            tests.append(f"not _has_torch_function({first})" if quicker else fact.inactive)
         tests.append(f"not (_is_grad_enabled() and ({self._any_requires_grad()}))")
         return [f"{indent}{'and ' if i else ''}{test}" for i, test in enumerate(tests)]
 

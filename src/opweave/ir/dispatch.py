@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from opweave.base import compat
+from opweave.base import compat, torch_state
 from opweave.ir.codegen import (
-    PLAIN_TYPES,
     Function,
     Generator,
     Kind,
@@ -202,11 +201,8 @@ def _traced(callee: Callee, *args: Any, **kwargs: Any) -> Any:
 def _needs_dispatcher(values: tuple[Any, ...]) -> bool:
     """Whether only the torch dispatcher can run the call: modes, tracers, subclasses, functorch."""
     return (
-        compat.dispatch_mode_count() > 0
-        or compat.function_mode_enabled()
-        or compat.functorch_interpreter() is not None
-        or compat.jit_tracing_state() is not None
-        or any(type(t) not in PLAIN_TYPES for t in tensors_in(values))
+        torch_state.is_watched()
+        or any(type(t) not in torch_state.PLAIN_TYPES for t in tensors_in(values))
         or any(hasattr(type(v), "__torch_function__") and not _is_tensor(v) for v in values)
     )
 

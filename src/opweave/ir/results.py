@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from opweave.base import compat
-from opweave.ir.codegen import PLAIN_TYPES
+from opweave.base import compat, torch_state
 from opweave.ir.errors import InvalidResultError
 from opweave.ir.impl import IrOpImpl
 from opweave.ir.selection import tensors_in
@@ -116,20 +115,15 @@ def _check_memory(impl: IrOpImpl, outputs: Sequence[Tensor], given: Sequence[Ten
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    return all(type(t) in PLAIN_TYPES and t.layout is torch.strided for t in tensors)
+    return all(type(t) in torch_state.PLAIN_TYPES and t.layout is torch.strided for t in tensors)
 
 
 def _is_undisturbed(given: Sequence[Tensor]) -> bool:
     """Whether nothing but the arguments decides what comes out."""
     devices = {t.device.type for t in given}
-    return (
-        compat.dispatch_mode_count() == 0
-        and not compat.function_mode_enabled()
-        and compat.functorch_interpreter() is None
-        and not any(
-            torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-            for device in devices
-        )
+    return not torch_state.is_watched() and not any(
+        torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        for device in devices
     )
 
 

@@ -7,15 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from opweave.base import compat
 from opweave.native import lazy_views
 from opweave.native.arguments import arguments_of, name_of
-
-
-def autograd_watches() -> bool:
-    """Whether grad mode is on, or forward-mode differentiation is going on."""
-    return torch.is_grad_enabled() or forward_ad._current_level >= 0
 
 
 def call_watched(op: torch._ops.OpOverload, *arguments: Any) -> Any:
@@ -47,7 +42,7 @@ def _check_derivatives(op: str, tensors: Mapping[str, tuple[Tensor, bool]]) -> N
     for argument, (tensor, _) in tensors.items():
         if tensor.requires_grad and writes_numbers and torch.is_grad_enabled():
             raise RuntimeError(_refusal(op, argument))
-        if _has_tangent(tensor):
+        if compat.has_tangent(tensor):
             raise RuntimeError(
                 f"{op}: {argument} has a tangent, of which the op has no derivative; call it on "
                 "tensors without one"
@@ -91,10 +86,3 @@ def _refusal(op: str, argument: str) -> str:
         f"{op}: {argument} requires grad, and the op has no derivative; call it under "
         "torch.no_grad(), or with tensors that are detached (Tensor.detach)"
     )
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    if forward_ad._current_level < 0:
-        return False
-    tangent: Tensor | None = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
-    return tangent is not None

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import has_torch_function
 
+from opweave.base.torch_state import differentiates, is_watched
 from opweave.ir.errors import did_you_mean
 from opweave.native import registration
 from opweave.native.autograd import (
-    autograd_watches,
     call_traced,
     call_unwatched,
     call_watched,
@@ -153,15 +153,6 @@ def _misplaced(raw: ModuleType, namespace: str) -> str | None:
     )
 
 
-def sees_every_call() -> bool:
-    """Whether a mode or a tracer in this thread has to see the ops that are called."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._is_torch_function_mode_enabled()
-        or torch._C._get_tracing_state() is not None
-    )
-
-
 def _fake(raw: ModuleType, op: str, namespace: str) -> Function:
     schema: str = getattr(raw, op).__doc__
     returns_nothing = schema.rpartition("->")[2].strip() == "()"
@@ -197,9 +188,9 @@ def function_of(op: str, raw: ModuleType, namespace: str, paths: CallPaths) -> F
     def call(*arguments: Any) -> Any:
         if is_dynamo_compiling():
             return traced(*arguments)
-        if autograd_watches():  # through the dispatcher, where modes see it
+        if differentiates():  # through the dispatcher, where modes see it
             return watched(*arguments)
-        if sees_every_call():
+        if is_watched():
             return unwatched(*arguments)
         try:
             return direct(*arguments)

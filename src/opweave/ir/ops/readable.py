@@ -3,17 +3,14 @@
 import torch
 from torch import Tensor
 
-from opweave.base import compat
-from opweave.ir.codegen import PLAIN_TYPES
+from opweave.base import torch_state
 
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether the values are there to be read, at no cost: eager mode, in host memory."""
     return (
         not torch.compiler.is_compiling()
-        and type(tensor) in PLAIN_TYPES
+        and type(tensor) in torch_state.PLAIN_TYPES
         and tensor.is_cpu
-        and compat.dispatch_mode_count() == 0
-        and compat.functorch_interpreter() is None
-        and compat.jit_tracing_state() is None
+        and not torch_state.hides_values()
     )

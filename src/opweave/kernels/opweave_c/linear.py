@@ -10,7 +10,7 @@ import torch
 from torch import SymBool, Tensor
 from torch.nn import functional
 
-from opweave.base import compat
+from opweave.base import compat, torch_state
 from opweave.ir import rules
 from opweave.ir.ops.linear import linear as op
 from opweave.ir.ops.linear import linear_w8a16 as op_w8a16
@@ -136,7 +136,7 @@ def _torchs_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x.dtype is torch.float32
         and _HAS_ONEDNN
         and torch.backends.mkldnn.enabled
-        and not compat.dispatch_mode_count()
+        and not torch_state.kernels_are_traced()
     ):
         return compat.onednn_linear(x, weight, bias)
     return functional.linear(x, weight, bias)
@@ -164,7 +164,7 @@ def _by_pieces(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) ->
 
     A graph has the definition: the compiler widens weights while it reads them.
     """
-    if compat.dispatch_mode_count():
+    if torch_state.kernels_are_traced():
         result: Tensor = op_w8a16.native(x, weight, scale, bias)
         return result
     rows, columns = weight.shape

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.base import compat
+from opweave.base import compat, torch_state
 
 _empty_like = torch.empty_like
 _empty_strided_cpu = compat.empty_strided_cpu
-_dispatch_mode_count = compat.dispatch_mode_count
+_kernels_are_traced = torch_state.kernels_are_traced
 
 
 def new_rows(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -17,7 +17,7 @@ def new_rows(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
 
     *x* is on the CPU, or a mode makes its memory what it is. *dtype*: by default, that of *x*.
     """
-    if x.ndim == 2 and _dispatch_mode_count() == 0:  # the common case, by the shortest way
+    if x.ndim == 2 and not _kernels_are_traced():  # the common case, by the shortest way
         return _empty_strided_cpu((x.shape[0], width), (width or 1, 1), dtype or x.dtype)
     return _by_dispatcher(x, width, dtype)
 
