@@ -42,7 +42,6 @@ BANNED = [(re.compile(pattern), hint) for pattern, hint in PHRASES.items()]
 NOT_YET_CHECKED = (
     "benchmarks",
     "csrc",
-    "docs",
     "examples",
     "src/opweave/cli",
     "src/opweave/compile",
@@ -68,6 +67,7 @@ MAX_WORDS = 900
 MAX_SENTENCE = 40  # words
 LONG_PAGES: dict[str, str] = {
     # page: why it is longer than MAX_WORDS
+    "docs/design/acceptance.md": "a table with one row per requirement, read by searching",
 }
 # Class names that two modules define. Remove a name when it is unique.
 NOT_YET_UNIQUE = frozenset(
