@@ -64,7 +64,10 @@ STEPS = (
     # opweave's own
     "{new} = own.rms_norm({a}, w[: {a}.shape[1]], 1e-5)",
     "{new}, {new2} = own.fused_add_rms_norm({a}, {b}.expand_as({a}), w[: {a}.shape[1]], 1e-5)",
-    "{new}, {new2} = own.fused_add_rms_norm.maybe_inplace({a} + 1, {b}.expand_as({a}) * 2, None, 1e-5)",
+    (
+        "{new}, {new2} = own.fused_add_rms_norm.maybe_inplace("
+        "{a} + 1, {b}.expand_as({a}) * 2, None, 1e-5)"
+    ),
     "{new} = own.silu_and_mul({a})",
     "{new} = own.gelu_and_mul({a} + {b}, 'tanh')",
     "{new} = own.linear({a}, w[: {a}.shape[1]].unsqueeze(0).expand(4, -1) * 1)",
