@@ -19,6 +19,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,6 +30,13 @@ from runs.programs.examine import examine
 from runs.programs.kernels import open_library
 
 
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Replace the file at once: an interrupted run must find a whole one."""
+    written = path.with_suffix(".new")
+    written.write_text(json.dumps(state), encoding="utf-8")
+    written.replace(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--programs", type=int, default=100, help="how many to draw")
@@ -37,7 +45,7 @@ def main() -> int:
     parser.add_argument("--state", type=Path, help="file that an interrupted run continues from")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args()
-    state = {"next": given.seed, "programs": 0, "generated": 0, "findings": []}
+    state: dict[str, Any] = {"next": given.seed, "programs": 0, "generated": 0, "findings": []}
     if given.state and given.state.exists():
         state = json.loads(given.state.read_text(encoding="utf-8"))
     torch._dynamo.config.recompile_limit = 64
@@ -54,7 +62,7 @@ def main() -> int:
             state["programs"] += given.batch
             state["generated"] += given.batch * settings.codegen
             if given.state:
-                given.state.write_text(json.dumps(state), encoding="utf-8")
+                save(given.state, state)
             print(f"\r{state['programs']} of {given.programs}", end="", file=sys.stderr)
     print(file=sys.stderr)
     own = [found for found in state["findings"] if not found["torch"]]
