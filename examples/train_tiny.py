@@ -86,7 +86,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training run did."""
+    """The result of a training run."""
 
     steps: int
     best_step: int
@@ -380,9 +380,8 @@ def model_card(
     return f"""# tiny-pydoc
 
 A Llama of {model.num_parameters() / 1e6:.2f} M parameters that writes text in the style of Python
-docstrings. It is small enough to live in a repository, and its weights are trained, so a mistake
-in a kernel shows in its perplexity and in its text. It knows nothing: what it says about Python is
-often wrong.
+docstrings. It is small enough for a repository, and its weights are trained, so a defect in a
+kernel shows in its perplexity and its text. Its statements about Python are often wrong.
 
 ## Architecture
 
@@ -411,7 +410,7 @@ The text is copyright the Python Software Foundation and is used under its licen
 (`LICENSE-PSF.txt`), `heldout.txt` included; a few modules of the standard library carry permissive
 notices of their own.
 
-## Figures
+## Results
 
 | | |
 |---|---|
@@ -423,24 +422,24 @@ notices of their own.
 | epochs | {outcome.epochs:.1f} |
 | wall time of training | {outcome.minutes:.1f} minutes on {settings.threads} CPU thread(s) |
 
-The weights kept are those with the lowest validation loss; the held-out text took no part in
-training or in that choice. The held-out figures are those of the saved bfloat16 weights computed
-in float32, the other losses those of the float32 weights before they were saved. `heldout.json`
-holds the exact perplexity and its definition.
+The saved weights have the lowest validation loss. The held-out text was not used in training or in
+that choice. Held-out results use the saved bfloat16 weights, computed in float32; other losses use
+the float32 weights before they were saved. `heldout.json`
+has the exact perplexity and its definition.
 
-## How it was made
+## Training
 
 ```sh
 python examples/train_tiny.py --out examples/models/tiny-pydoc {budget} \\
     --seed {settings.seed} --threads {settings.threads}
 ```
 
-with torch {torch.__version__} in float32: AdamW (peak learning rate {PEAK_LR:g}, betas {BETAS},
-weight decay {WEIGHT_DECAY:g}), {WARMUP:.0%} of warmup and a cosine to {FINAL_LR:.0%} of the peak,
-batches of {BATCH_SIZE} windows of {CONTEXT} tokens, dropout {DROPOUT:g} on what each block adds to
-the residual stream, gradient norm clipped at {GRADIENT_NORM:g}.
+torch {torch.__version__} in float32. AdamW: peak learning rate {PEAK_LR:g}, betas {BETAS},
+weight decay {WEIGHT_DECAY:g}. Schedule: {WARMUP:.0%} warmup, cosine decay to {FINAL_LR:.0%} of the
+peak. Batches: {BATCH_SIZE} windows of {CONTEXT} tokens. Dropout: {DROPOUT:g} on the output of each
+block before the residual addition. Gradient norm clipped at {GRADIENT_NORM:g}.
 
-## What it writes
+## Samples
 
 Computed in float32, as with `--dtype float32`:
 

@@ -48,7 +48,7 @@ def test_plain_prose_passes(prose: str) -> None:
 
 def test_findings_name_the_line_and_skip_code_blocks() -> None:
     page = "# Title\n\n```python\n# beside\n```\n\nIt is\nanew.\n"
-    assert writing.page_findings(page, "page.md") == ["8: 'anew': use 'again'"]
+    assert writing.page_findings(page, "docs/page.md") == ["8: 'anew': use 'again'"]
 
 
 def test_comments_strings_and_docstrings_are_read() -> None:
@@ -62,10 +62,10 @@ def test_comments_strings_and_docstrings_are_read() -> None:
 
 
 def test_long_sentences_and_long_pages_are_found() -> None:
-    assert "a sentence of 41 words" in writing.page_findings("word " * 41 + ".", "page.md")[0]
-    assert not writing.page_findings("word " * 40 + ".", "page.md")
+    assert "a sentence of 41 words" in writing.page_findings("word " * 41 + ".", "docs/page.md")[0]
+    assert not writing.page_findings("word " * 40 + ".", "docs/page.md")
     page = "One two three four five six seven eight nine ten.\n\n" * 91
-    assert "split the page" in writing.page_findings(page, "page.md")[0]
+    assert "split the page" in writing.page_findings(page, "docs/page.md")[0]
 
 
 def test_repeated_class_names_are_found(tmp_path: Path) -> None:

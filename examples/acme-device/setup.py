@@ -61,7 +61,7 @@ setup(
                 "-g0",
                 # a * b + c rounds twice, as the ops say it does
                 "-ffp-contract=off",
-                # not -I: what these headers warn of is no concern of ours
+                # not -I, to silence warnings in torch's headers
                 "-isystem",
                 str(TORCH / "include"),
                 "-DAT_PER_OPERATOR_HEADERS",

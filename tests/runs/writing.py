@@ -42,7 +42,6 @@ BANNED = [(re.compile(pattern), hint) for pattern, hint in PHRASES.items()]
 NOT_YET_CHECKED = (
     "benchmarks",
     "csrc",
-    "examples",
     "src/opweave/cli",
     "src/opweave/compile",
     "src/opweave/config",
@@ -63,6 +62,8 @@ NOT_YET_CHECKED = (
 NEVER_CHECKED = ("tests/runs/writing.py", "tests/test_writing.py")
 
 SUFFIXES = (".md", ".py", ".cpp", ".h")
+# Of pages to read from beginning to end; tables of results and notes may be longer.
+LENGTH_CHECKED = ("README.md", "docs/", "examples/")
 MAX_WORDS = 900
 MAX_SENTENCE = 40  # words
 LONG_PAGES: dict[str, str] = {
@@ -140,9 +141,17 @@ def file_findings(file: Path) -> list[str]:
 
 
 def page_findings(text: str, name: str) -> list[str]:
-    """Return the findings in a Markdown page: phrases, long sentences and its length."""
+    """Return the findings in a Markdown page: phrases, long sentences and length."""
     prose = prose_of_page(text)
     findings = [f"{line}: {found}" for line, found in phrase_findings(prose)]
+    if name.startswith(LENGTH_CHECKED):
+        findings += length_findings(prose, name)
+    return findings
+
+
+def length_findings(prose: str, name: str) -> list[str]:
+    """Return the long sentences of a page, and its length if it is too long."""
+    findings = []
     start = 0
     for end in [*_SENTENCE_END.finditer(prose), None]:
         sentence = prose[start : end.start() if end else len(prose)]

@@ -59,7 +59,7 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                                            c10::dtype_or_default(dtype));
 }
 
-// What allocates must do so on the tensor's device, which need not be the current one.
+// Operators that allocate do so on the tensor's device, which may not be the current one.
 
 const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size,
                           std::optional<c10::MemoryFormat> format) {

@@ -1,4 +1,4 @@
-// What the device has no kernel for runs on the host, and is counted.
+// Operators without a kernel run on the host, and are counted.
 
 #pragma once
 

@@ -91,7 +91,7 @@ void release(void* block) {
   std::lock_guard lock(s.mutex);
   const auto found = s.blocks.find(number(block));
   if (found == s.blocks.end()) {
-    std::fprintf(stderr, "acme: %p is no block of the device, or was freed before.\n", block);
+    std::fprintf(stderr, "acme: %p is not a block of the device, or was freed before.\n", block);
     std::abort();
   }
   check_guard(block, found->second.bytes);

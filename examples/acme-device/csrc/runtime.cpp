@@ -1,5 +1,5 @@
-// What torch asks of a device's runtime: an allocator, a guard for the current device, and hooks.
-// Each is registered when this library is loaded.
+// The runtime that torch requires of a device: an allocator, a guard for the current device, and
+// hooks. Each is registered when this library is loaded.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>

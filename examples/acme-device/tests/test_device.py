@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "set_device": (lambda: torch.acme.set_device(5), "no acme:5"),
     "pinned": (lambda: torch.empty(1, device="acme", pin_memory=True), "only tensors on the host"),
     "generator": (lambda: torch.Generator("acme"), "draws on the host"),
-    "a view that is none": (
+    "an unsupported view": (
         lambda: torch.view_as_complex(torch.zeros(2, 2, device="acme")),
         "view operator",
     ),

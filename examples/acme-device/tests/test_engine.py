@@ -76,7 +76,7 @@ def steps_of(*lengths: int) -> list[SequenceStep]:
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> AcmeModelRunner:
-    """A runner without a model: the token after a sequence is its length, and 7 is no number."""
+    """A runner without a model: the next token is the sequence's length, and NaN for 7."""
 
     def execute(self: ModelRunner, steps: Sequence[SequenceStep]) -> list[Sampled]:
         assert len({len(step.token_ids) == 1 for step in steps}) == 1

@@ -97,7 +97,7 @@ def unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether vmap, at whatever depth of transforms, maps over *tensor*."""
+    """Whether vmap, at any depth of transforms, maps over *tensor*."""
     return any(map(cast("Any", torch._C._functorch).is_batchedtensor, unwrapped(tensor)))
 
 

@@ -51,9 +51,9 @@ FORWARD_AD = Fact("forward-mode AD", "_forward_ad._current_level < 0", in_native
 AUTOCAST = Fact("autocast", "not _autocasts()", in_native_check=False)
 
 WATCHERS = (FUNCTION_MODE, DISPATCH_MODE, FUNCTORCH, TRACER)
-"""What sees every torch call, and may replace it."""
+"""Facts about code that sees every torch call, and may replace it."""
 FACTS = (*WATCHERS, FORWARD_AD, AUTOCAST)
-"""What makes every call of a thread one that is not plain. Grad mode depends on the tensors."""
+"""Facts that exclude plain calls in a thread. Grad mode also depends on the tensors."""
 
 NAMES: dict[str, Any] = {
     "_function_mode_enabled": compat.function_mode_enabled,
@@ -63,7 +63,7 @@ NAMES: dict[str, Any] = {
     "_forward_ad": compat.FORWARD_AD,
     "_autocasts": compat.any_autocast_enabled,
 }
-"""What the expressions of the facts refer to."""
+"""The names in the expressions of the facts."""
 
 MODE_KEYS = tuple(compat.dispatch_key(f.dispatch_key) for f in FACTS if f.dispatch_key is not None)
 """The dispatch keys of the facts, as numbers."""

@@ -1,6 +1,5 @@
-// What the kernels share. Memory is on the host, numbers are float, bfloat16 or half; sums are in
-// float, and always of the same terms in the same order, so that a row's result does not depend on
-// what is computed next to it.
+// Code shared by the kernels. Memory is on the host, numbers are float, bfloat16 or half. Sums are in
+// float with a fixed order of terms, so a row's result does not depend on other rows.
 
 #pragma once
 

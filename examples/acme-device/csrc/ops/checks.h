@@ -1,4 +1,4 @@
-// What every kernel of torch.ops.acme asks of its tensors before it reads or writes.
+// Argument checks of every kernel of torch.ops.acme.
 
 #pragma once
 

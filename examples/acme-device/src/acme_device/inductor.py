@@ -37,13 +37,13 @@ class PythonWrapperCodegen(wrapper.PythonWrapperCodegen):
 
 
 class Properties(NamedTuple):
-    """What a compiler wants to know of the hardware."""
+    """Hardware properties for the compiler."""
 
     multi_processor_count: int = 1
 
 
 class AcmeInterface(DeviceInterface):
-    """What the compiler asks about a device while it compiles."""
+    """Inductor's interface to the device."""
 
     device = torch.acme.device
     current_device = staticmethod(torch.acme.current_device)
@@ -54,7 +54,7 @@ class AcmeInterface(DeviceInterface):
     memory_allocated = staticmethod(torch.acme.memory_allocated)
 
     class Worker:
-        """What compiling processes ask, which have no device."""
+        """The interface for compile workers, which have no device."""
 
         @staticmethod
         def set_device(device: int) -> None:

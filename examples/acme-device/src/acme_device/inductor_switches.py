@@ -1,7 +1,7 @@
-"""What Inductor must know of acme before it compiles; :mod:`acme_device.inductor` comes later.
+"""Inductor settings for acme, needed before :mod:`acme_device.inductor` is imported.
 
-It asks these switches for every device that it does not know, and the host has others. They say:
-C++ is generated, and loops stay in the order that they are generated for.
+Inductor reads these settings for every unknown device. They select C++ code generation, and keep
+the order of loops.
 """
 
 from __future__ import annotations

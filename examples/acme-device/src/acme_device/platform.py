@@ -109,7 +109,7 @@ class AcmePlatform(Platform):
         }
 
 
-# What acme_device.kernels registers.
+# Registered by acme_device.kernels.
 _OPS = (
     "acme_scaled_residual",
     "acme_tiled_linear",

@@ -18,7 +18,7 @@ def platform() -> Claim | None:
 
 
 def register() -> None:
-    """Register what is there on every platform: ops, layers, a variable, a route of the server."""
+    """Register the parts for every platform: ops, layers, a variable, a route of the server."""
     for module in ("ops", "layers", "settings"):
         import_module(f"acme_device.{module}")
     # By name: FastAPI is imported only where a server starts.

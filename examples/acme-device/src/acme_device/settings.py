@@ -1,4 +1,4 @@
-"""What users can set: a variable of the environment, and options of the command line."""
+"""User settings: an environment variable and command-line options."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def current_device() -> int:
 
 
 def set_device(device: _Device) -> None:
-    """Make this thread work on *device* (RuntimeError if there is none)."""
+    """Make this thread work on *device* (RuntimeError if it does not exist)."""
     torch.ops.acme.set_device(_index(device))
 
 
@@ -130,5 +130,5 @@ def _index(device: _Device) -> int:
         return device
     found = torch.device(device)
     if found.type != "acme":
-        raise ValueError(f"{device!r} is no acme device.")
+        raise ValueError(f"{device!r} is not an acme device.")
     return current_device() if found.index is None else found.index

@@ -1,4 +1,4 @@
-"""Acme's own parts of the engine, each in place of opweave's, or beside it.
+"""Acme's parts of the engine; each replaces or extends one of opweave's.
 
 The platform names the classes; opweave imports each when an engine needs it.
 """

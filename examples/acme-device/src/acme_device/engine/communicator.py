@@ -32,5 +32,5 @@ class AcmeCommunicator(SharedMemoryCommunicator):
 
 
 def _count() -> None:
-    if not torch.compiler.is_compiling():  # a compiled step would be compiled anew for each number
+    if not torch.compiler.is_compiling():  # the count would recompile each step
         usage.collectives += 1

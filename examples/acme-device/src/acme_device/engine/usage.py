@@ -1,4 +1,4 @@
-"""What the device's parts have done in this process, for those who watch it."""
+"""Usage counters of the device's parts in this process."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ _log = logging.getLogger("opweave.acme")  # below opweave: --log-level shows it
 class AcmeWorker(Worker):
     """A worker that tells which operators of the first forward ran on the host.
 
-    Such an operator copies its tensors there and back in every step. Whoever wonders why a model is
-    slow finds the reason in the log; counting begins anew for the requests.
+    Such an operator copies its tensors there and back in every step. The log then
+    shows why a model is slow. The count restarts for the requests.
     """
 
     def warm_up(self) -> None:

@@ -1,4 +1,4 @@
-"""What all kernels compute in."""
+"""The dtypes of all kernels."""
 
 import torch
 

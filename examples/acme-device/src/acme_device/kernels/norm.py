@@ -1,4 +1,4 @@
-"""Norms. What a kernel does not support, its rule says; opweave then takes the next provider."""
+"""Norms. If a kernel's rule rejects the arguments, opweave tries the next provider."""
 
 from __future__ import annotations
 
