@@ -209,12 +209,44 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 # Reads a schema; raises RuntimeError if torch cannot.
-parse_schema: Callable[[str], object] = torch._C.parse_schema
+parse_schema: Callable[[str], Any] = torch._C.parse_schema
+
+# What torch.ops.<namespace>.<op>, its overloads, and the nodes of control flow are.
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
 
 
 def is_taken_in_torch_ops(name: str) -> bool:
     """Whether ``torch.ops.<namespace>.<name>`` means something else than an op."""
     return name == "name" or hasattr(torch._ops._OpNamespace, name)
+
+
+def namespace_attributes(namespace: str) -> list[str]:
+    """Return the names that ``torch.ops.<namespace>`` has for itself, so that no op can."""
+    return dir(cast("Any", torch._ops._OpNamespace)(namespace))
+
+
+def is_op_namespace(value: object) -> bool:
+    """Whether *value*, an attribute of ``torch.ops``, is a namespace of ops."""
+    return isinstance(value, torch._ops._OpNamespace)
+
+
+def no_torch_function() -> AbstractContextManager[None]:
+    """In the block, subclasses and function modes do not see calls of torch."""
+    return torch._C.DisableTorchFunction()
+
+
+def depends_on_values(op: OpOverload) -> Exception:
+    """Return the error of a fake implementation whose result only the values will tell."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    return DataDependentOutputException(op)
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Let ``torch.compile`` take any size of *dim*, and fail where it cannot."""
+    torch._dynamo.mark_dynamic(tensor, dim)
 
 
 def new_library(namespace: str) -> Library:

@@ -161,10 +161,11 @@ def _compile(model: CausalLM, tokens: list[int]) -> tuple[list[Report], ir.Recor
     Return the report of each graph, and a record of the ops that opaque calls ran, as attention.
     """
     import torch
-    from torch._dynamo.exc import BackendCompilerFailed
 
     from opweave.compile import CompiledGraph, backend, report
+    from opweave.compile.compat import BackendCompilerFailed
     from opweave.config import current_compilation_config
+    from opweave.conformance.compat import maybe_mark_dynamic
 
     reports: list[Report] = []
     options = current_compilation_config().backend_options
@@ -179,7 +180,7 @@ def _compile(model: CausalLM, tokens: list[int]) -> tuple[list[Report], ir.Recor
         tokens = tokens * 2  # a size of 1 would be compiled for 1 alone
     ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
     for tensor in (ids, positions):
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # a kernel may want one size
+        maybe_mark_dynamic(tensor, 0)  # a kernel may want one size
     try:
         with torch.inference_mode(), ir.record() as inside:
             torch.compile(model, backend=collecting)(ids, positions)

@@ -1,6 +1,6 @@
 """Functional collectives as nodes of a graph, and the process groups that they run in.
 
-The counterpart of :mod:`opweave.compile.compat` for ``torch.distributed``.
+Reads private names of ``torch.distributed`` through :mod:`opweave.compile.compat`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 from torch.fx import Graph, Node
 
-from opweave.compile import fingerprint
+from opweave.compile import compat, fingerprint
 
 _NAMESPACE = "_c10d_functional"
 _SUFFIX = re.compile(r"(_tensor|_into_tensor)$")  # reduce_scatter_tensor, all_gather_into_tensor
@@ -53,7 +53,7 @@ def collective(node: Node) -> str:
     ``all_gather``; the wait is ``wait_tensor``.
     """
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != _NAMESPACE:
+    if not isinstance(target, compat.OpOverload) or target.namespace != _NAMESPACE:
         return ""
     name = str(target).split(".")[1]
     return name if name == WAIT else _SUFFIX.sub("", name)
@@ -75,11 +75,10 @@ def _groups() -> str:
     """What a graph may have been specialised to: every group, its size, and our rank in it."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return ""
-    names = distributed.distributed_c10d._world.pg_names
     return repr(
         sorted(
             (str(name), distributed.get_world_size(group), distributed.get_rank(group))
-            for group, name in names.items()
+            for group, name in compat.process_groups().items()
         )
     )
 

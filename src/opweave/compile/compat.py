@@ -18,24 +18,42 @@ from torch._dynamo.aot_compile_types import (
     BundledAOTAutogradSerializableCallable,
     SerializableCallable,
 )
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from opweave.base.compat import unwrapped
+from opweave.base.compat import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    unwrapped,
+)
 
 __all__ = [
+    "BackendCompilerFailed",
     "CustomGraphPass",
     "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
     "SerializableCallable",
+    "TorchDispatchMode",
     "cache_directory",
     "compile_fx",
     "fake_mode_of",
 ]
 
 InductorConfig = Mapping[str, Any]
+
+# What a ``with torch.autocast(...)`` block is in a graph.
+ENTER_AUTOCAST: Callable[..., Any] = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST: Callable[..., Any] = torch.amp.autocast_mode._exit_autocast
+# The operator ``_foreach_copy_``, which copies a list of tensors into another.
+FOREACH_COPY: Any = torch.ops.aten._foreach_copy_.default
 
 
 def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:
@@ -159,6 +177,12 @@ def let_inductor_call(operator: torch._ops.OpOverload[..., Any]) -> None:
 
     if operator.namespace == "aten" and operator not in lowering.lowerings:
         cast("Any", lowering).make_fallback(operator, warn=False)
+
+
+def process_groups() -> Mapping[torch.distributed.ProcessGroup, str]:
+    """Return the name of every process group, once torch.distributed is initialised."""
+    names: Any = torch.distributed.distributed_c10d._world.pg_names
+    return cast("Mapping[torch.distributed.ProcessGroup, str]", names)
 
 
 def function_name(node: Node) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from opweave.base.compat import OpOverload, OpOverloadPacket
 from opweave.compile import sources
 from opweave.ir.dispatch import Callee
 
@@ -22,7 +23,7 @@ _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONSTANT = (*_PLAIN, *_TORCH, enum.Enum, tuple, frozenset)
 _WRAPPED = ("__wrapped__", "fn")  # where functools, and Triton and torch, keep a function
 _BINDING = (functools.partial, MethodType)
-_NAMED = (Callee, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_NAMED = (Callee, OpOverload, OpOverloadPacket)
 
 
 class _Text(NamedTuple):

@@ -17,16 +17,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opweave.compile import compat
 from opweave.compile.nodes import fake_of
 from opweave.compile.relocation import same_layout
 
-_Op = torch._ops.OpOverload
+_Op = compat.OpOverload
 
 
-class Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Functional(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls functional variants of operators that write, and copies their results."""
 
     supports_higher_order_operators = True
@@ -35,7 +34,7 @@ class Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         given = dict(kwargs or {})
-        if function is torch.ops.aten._foreach_copy_.default:
+        if function is compat.FOREACH_COPY:
             for target, source in zip(*args[:2], strict=True):
                 target.copy_(source)
             return None

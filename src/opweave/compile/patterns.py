@@ -219,7 +219,7 @@ def operands(node: Node) -> list[Any]:
     call = ir_call(node)
     if call is not None:
         return list(call.values)
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, compat.OpOverload):
         given = dict(node.kwargs)
         schema = node.target._schema.arguments
         return [

@@ -222,7 +222,7 @@ def _is_rowwise_inside(call: IrCall, rows: set[Node], tokens: Size, tracer: Trac
 
 
 def _rule(node: Node) -> Callable[[Node, Size], set[Node] | None] | None:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
         return None
     tags = node.target.tags
     if node.target in _RULES:

@@ -184,7 +184,7 @@ def _compute_fakes(mode: compat.FakeTensorMode, copies: dict[Node, Node]) -> Non
 
 
 def _is_higher_order(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
+    return isinstance(node.target, compat.HigherOrderOperator)
 
 
 def _constant(graph: Graph, trace: Trace, node: Node, origin: Node) -> Node:

@@ -55,3 +55,9 @@ def _described(t: Tensor, mode: FakeTensorMode) -> Tensor:
         return torch.empty(behind, dtype=t.dtype, device=t.device).as_strided(
             t.shape, t.stride(), t.storage_offset()
         )
+
+
+def int8_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the matrix product of two int8 tensors, in int32."""
+    product: Tensor = torch.ops.aten._int_mm(a, b)
+    return product

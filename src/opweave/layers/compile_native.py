@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from opweave import platforms
+from opweave.base import compat
 from opweave.layers.errors import InvalidLayerError
 from opweave.layers.registry import full_name
 
@@ -60,7 +61,7 @@ def _compiled(
 def _mark(value: object, numbers: tuple[int, ...]) -> None:
     if isinstance(value, Tensor):  # an optional argument may be None
         for number in numbers:
-            torch._dynamo.mark_dynamic(value, number % value.dim())
+            compat.mark_dynamic(value, number % value.dim())
 
 
 def _frozen(cls: type[CustomOp], dims: Dims | None) -> tuple[tuple[str, tuple[int, ...]], ...]:

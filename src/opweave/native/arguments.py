@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from opweave.base import compat
 
 
-def name_of(op: torch._ops.OpOverload) -> str:
+def name_of(op: compat.OpOverload) -> str:
     """Return the op's name without its namespace."""
     return op._schema.name.partition("::")[2]
 
 
-def arguments_of(op: torch._ops.OpOverload) -> tuple[tuple[str, bool], ...]:
+def arguments_of(op: compat.OpOverload) -> tuple[tuple[str, bool], ...]:
     """Return the name of each argument, and whether it is written."""
     return tuple((argument.name, argument.is_write) for argument in op._schema.arguments)
 

@@ -13,7 +13,7 @@ from opweave.native import lazy_views
 from opweave.native.arguments import arguments_of, name_of
 
 
-def call_watched(op: torch._ops.OpOverload, *arguments: Any) -> Any:
+def call_watched(op: compat.OpOverload, *arguments: Any) -> Any:
     """Call *op* through torch's dispatcher, and count a new version of each tensor it writes.
 
     So that a backward pass which needs the values from before notices, as with torch's own ops.
@@ -27,7 +27,7 @@ def call_watched(op: torch._ops.OpOverload, *arguments: Any) -> Any:
         for (argument, is_written), given in zip(arguments_of(op), arguments, strict=False)
         if isinstance(given, Tensor)
     }
-    with torch._C.DisableTorchFunction():  # to ask a tensor is no call of the user's
+    with compat.no_torch_function():  # to ask a tensor is no call of the user's
         lazy_views.check_none_written(op, *arguments)
         _check_derivatives(name_of(op), tensors)
         written = [t for t, is_written in tensors.values() if is_written and not t.is_inference()]
@@ -49,18 +49,18 @@ def _check_derivatives(op: str, tensors: Mapping[str, tuple[Tensor, bool]]) -> N
             )
 
 
-def call_unwatched(op: torch._ops.OpOverload, *arguments: Any) -> Any:
+def call_unwatched(op: compat.OpOverload, *arguments: Any) -> Any:
     """Call *op* through torch's dispatcher, where autograd does not watch.
 
     Raises:
         RuntimeError: a negated view is written.
     """
-    with torch._C.DisableTorchFunction():
+    with compat.no_torch_function():
         lazy_views.check_none_written(op, *arguments)
     return op(*arguments)
 
 
-def call_traced(op: torch._ops.OpOverload, *arguments: Any) -> Any:
+def call_traced(op: compat.OpOverload, *arguments: Any) -> Any:
     """Do what `call_watched` does, as far as Dynamo can trace it.
 
     Raises:

@@ -12,11 +12,10 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import has_torch_function
 
+from opweave.base import compat
 from opweave.base.torch_state import differentiates, is_watched
 from opweave.ir.errors import did_you_mean
 from opweave.native import registration
@@ -161,7 +160,7 @@ def _fake(raw: ModuleType, op: str, namespace: str) -> Function:
         _check_devices(op, arguments)
         if not returns_nothing:
             # Known only when the op has run, which breaks the graph, as Tensor.item() does.
-            raise DataDependentOutputException(getattr(getattr(torch.ops, namespace), op).default)
+            raise compat.depends_on_values(getattr(getattr(torch.ops, namespace), op).default)
 
     return fake
 
@@ -180,7 +179,7 @@ def function_of(op: str, raw: ModuleType, namespace: str, paths: CallPaths) -> F
     """Return *op* as one function that takes the cheapest path for each call."""
     dispatched = _dispatched(op, namespace, paths)
     watched = unwatched = traced = dispatched
-    if isinstance(dispatched, OpOverload):
+    if isinstance(dispatched, compat.OpOverload):
         watched, traced = partial(call_watched, dispatched), partial(call_traced, dispatched)
         unwatched = partial(call_unwatched, dispatched)
     direct: Function = getattr(raw, op) if paths.direct else dispatched
@@ -210,7 +209,7 @@ def function_of(op: str, raw: ModuleType, namespace: str, paths: CallPaths) -> F
 def _dispatched(op: str, namespace: str, paths: CallPaths) -> Function:
     """Return the op through torch's dispatcher."""
     if paths.problem is None:
-        found: OpOverload = getattr(getattr(torch.ops, namespace), op).default
+        found: Function = getattr(getattr(torch.ops, namespace), op).default
         return found
 
     def unavailable(*arguments: object) -> None:

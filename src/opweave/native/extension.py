@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from opweave.base import compat
 from opweave.ir.errors import did_you_mean
 from opweave.native.errors import NativeBuildError
 
@@ -65,7 +66,7 @@ def check_name(name: str) -> str:
             "underscores, starting with a letter, and no Python keyword."
         )
     # Beside namespaces, torch.ops has attributes of its own, such as load_library.
-    is_namespace = isinstance(getattr(torch.ops, name), torch._ops._OpNamespace)
+    is_namespace = compat.is_op_namespace(getattr(torch.ops, name))
     if name in _TAKEN or not is_namespace:
         raise NativeBuildError(f"The name {name!r} is taken; choose another one.")
     return name

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from opweave.base import compat
 from opweave.native.arguments import arguments_of, name_of
 
 
-def check_none_written(op: torch._ops.OpOverload, *arguments: object) -> None:
+def check_none_written(op: compat.OpOverload, *arguments: object) -> None:
     """Check that *op* writes into no such view: torch would resolve it, and lose what is written.
 
     Raises:

@@ -8,6 +8,8 @@ from types import ModuleType
 
 import torch
 
+from opweave.base import compat
+
 
 def schemas(raw: ModuleType) -> dict[str, str]:
     """Return the schemas of the ops of *raw*, by name."""
@@ -19,7 +21,7 @@ def refusal(found: Mapping[str, str], namespace: str) -> str | None:
     """Return why a module with these schemas is of no use: it has none, or torch refuses one."""
     if not found:
         return "no source of it registers an op, in OPWEAVE_EXTENSION_MODULE(m) { m.def(...); }"
-    attributes = dir(torch._ops._OpNamespace(namespace))  # such as name
+    attributes = compat.namespace_attributes(namespace)  # such as name
     for op, schema in found.items():
         if op in attributes:
             return (
@@ -27,7 +29,7 @@ def refusal(found: Mapping[str, str], namespace: str) -> str | None:
                 "another name"
             )
         try:
-            parsed = torch._C.parse_schema(f"{namespace}::{schema}")
+            parsed = compat.parse_schema(f"{namespace}::{schema}")
         except RuntimeError as error:
             why = str(error).partition("\n")[0].removesuffix(" here:")
             return f"torch does not take the schema of op {op!r}, '{schema}': {why}"

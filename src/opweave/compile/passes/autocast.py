@@ -13,14 +13,15 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Graph, Node
 
+from opweave.compile import compat
 from opweave.compile.context import Context
 from opweave.compile.errors import CompileError
 from opweave.compile.nodes import IrCall, annotate, inner_graphs, ir_call
 from opweave.ir.autocast import to_text
 from opweave.ir.selection import tensors_in
 
-_ENTER = torch.amp.autocast_mode._enter_autocast
-_EXIT = torch.amp.autocast_mode._exit_autocast
+_ENTER = compat.ENTER_AUTOCAST
+_EXIT = compat.EXIT_AUTOCAST
 _WRAP = "wrap_with_autocast"  # what torch.export makes of a block
 Overrides = Mapping[str, torch.dtype | None]  # kind of device -> dtype, None: no autocast
 

@@ -35,7 +35,7 @@ def _is_aten_write(node: Node) -> bool:
     """Whether all that *node* does is to write to the arguments that it returns."""
     if not compat.is_mutable(node.target):
         return False
-    target = cast("torch._ops.OpOverload", node.target)
+    target = cast("compat.OpOverload", node.target)
     written = sum(argument.is_write for argument in target._schema.arguments)
     return (
         target.namespace == "aten"
@@ -45,7 +45,7 @@ def _is_aten_write(node: Node) -> bool:
 
 
 def _written(node: Node) -> list[Node]:
-    target = cast("torch._ops.OpOverload", node.target)
+    target = cast("compat.OpOverload", node.target)
     return list(written_results(node, target).values())
 
 

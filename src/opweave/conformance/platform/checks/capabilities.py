@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from opweave.conformance.check import Findings, raised
+from opweave.conformance.compat import int8_product
 from opweave.conformance.platform.check import PlatformCheck
 from opweave.conformance.platform.subject import PlatformSubject
 from opweave.ir.tolerance import DEFAULT_TOLERANCES
@@ -67,7 +68,7 @@ def _fp8(platform: Platform) -> str | None:
 
 def _int8(platform: Platform) -> str | None:
     a, b = (torch.randint(-128, 128, (_SIZE, _SIZE), dtype=torch.int8) for _ in range(2))
-    found = torch.ops.aten._int_mm(a.to(platform.device_type), b.to(platform.device_type))
+    found = int8_product(a.to(platform.device_type), b.to(platform.device_type))
     exact = a.int() @ b.int()
     if found.dtype != torch.int32 or not torch.equal(found.cpu(), exact):
         return "a product in int8 is not exact in int32"
