@@ -1,4 +1,4 @@
-"""What moving tensors between two ranks on this machine costs: shared memory against gloo.
+"""Collectives between two ranks on this machine: shared memory against gloo.
 
     python benchmarks/collectives.py            a table
     python benchmarks/collectives.py --json     one object

@@ -1,4 +1,4 @@
-"""What compiling with opweave costs, and what comes of it.
+"""Compile time with opweave, and the speed of the result.
 
     python benchmarks/compile.py             tables
     python benchmarks/compile.py --json      one object, see below

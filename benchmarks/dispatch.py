@@ -1,4 +1,4 @@
-"""What a call of an op costs over a direct call of the kernel it runs.
+"""Overhead of an op call over a direct call of its kernel.
 
     python benchmarks/dispatch.py            a table
     python benchmarks/dispatch.py --json     one object, see below

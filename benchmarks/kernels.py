@@ -5,12 +5,11 @@
 
 Every kernel x dtype x tokens x hidden size x threads is a cell. Its contenders take turns: each
 round times all of them in a new order, by so many calls that the clock can tell; figures are
-medians over rounds, in microseconds per call. What the work of others on the same cores disturbed,
-as a fixed piece of work shows that takes longer than it ever did, is measured again, whatever came
-out, for as many seconds a cell as `--patience` says. A cell within 7 % of a bar, or more than a
-tenth of which was `disturbed` all the same, is measured again, four times as long, and that counts.
-What is still `disturbed` by more than that in a saved table, `--disturbed` measures anew, whatever
-comes out.
+medians over rounds, in microseconds per call. A fixed piece of work that takes longer than usual
+shows that other processes disturb a measurement, which is then repeated, regardless of its result,
+for up to `--patience` seconds per cell. A cell within 7 % of a bar, or of which more than a tenth
+was `disturbed`, is measured again for four times as long, and that result counts. `--disturbed`
+repeats cells of a saved table that are still disturbed by more than that.
 
 Ours is the IR op in eager mode with opweave_c selected: with a `fresh` output that the call
 allocates, and a `reused` one: given to the native function, or the input itself where the op may
@@ -141,7 +140,7 @@ def _describe(command: str, grid: Grid) -> results.Machine:
 
 
 def _saved(machine: results.Machine, parser: Parser) -> results.Table:
-    """Return the table that is saved for this machine; ends the program if there is none."""
+    """Return the table that is saved for this machine; ends the program if it does not exist."""
     try:
         saved = results.read(RESULTS, machine["isa"])
     except OSError as error:
@@ -203,7 +202,7 @@ def _grid(options: argparse.Namespace, parser: Parser) -> tuple[Grid, int, float
             )
     for width in chosen["hidden"]:
         if width % 128:
-            parser.error(f"--hidden: {width} is no multiple of 128, the size of a head")
+            parser.error(f"--hidden: {width} is not a multiple of 128, the size of a head")
     cores = os.cpu_count() or 1
     if max(chosen["threads"]) > cores:
         parser.error(f"--threads: {max(chosen['threads'])} threads, but the machine has {cores}")
@@ -229,13 +228,13 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return seconds
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 

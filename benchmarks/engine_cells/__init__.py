@@ -1,1 +1,1 @@
-"""What benchmarks/engine.py measures: a mixed load, decoding and prefill."""
+"""The workloads of benchmarks/engine.py: a mixed load, decode and prefill."""

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--cache", choices=list(_CACHES), required=True, help="its dtype")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what llama.cpp itself prints is no answer
+    os.dup2(2, 1)  # llama.cpp's own output is not an answer
     model = Model(options.model, options.threads, options.context, options.cache)
     print(json.dumps({"build": build()}), file=answers, flush=True)
     for line in sys.stdin:

@@ -34,7 +34,7 @@ DTYPE = torch.bfloat16
 PREFILL, PROMPT, CONTEXT = 512, 16, 1024  # tokens
 _CACHE_BYTES = 256 << 20
 _READ = 1 << 30  # bytes; a step reads for long, and a short read measures its own start
-# What of ours is measured: the type of the weights, None as they are; and how it is compiled.
+# Our configurations: the type of the weights (None: unchanged), and how the model is compiled.
 VARIANTS = {
     "bfloat16": (None, CompilationMode.NONE),
     "compiled": (None, CompilationMode.OPWEAVE_COMPILE),

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from opweave.cli.output import out  # as wide as a table is where stdout is no terminal
+from opweave.cli.output import out  # as wide as the table if stdout is not a terminal
 
 __all__ = ["as_json", "out", "print_json", "progress", "significant"]
 

@@ -16,7 +16,7 @@ _INT_MAX = 2**31 - 1
 def keep_freed_memory() -> str:
     """Have malloc keep what is freed, as the allocators of servers do; return how, if it can.
 
-    By itself glibc maps what is larger than 32 MiB anew in every call, and gives back the end of
+    By default glibc maps blocks above 32 MiB again in every call, and gives back the end of
     its heap whenever enough of it is free: where that is decides which contender faults its pages
     in again, at several times what a kernel takes to fill them.
     """

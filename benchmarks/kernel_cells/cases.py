@@ -1,4 +1,4 @@
-"""What each op is measured on: one `Case` or more for every op with a kernel in opweave_c."""
+"""Benchmark cases: one `Case` or more for every op with a kernel in opweave_c."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Case:
     """How to measure an op.
 
     *eager* replaces the native implementation where nobody would run that. *streams* says that
-    what the op reads is never in a cache when a server calls it, whatever the number of tokens:
+    a server's calls never find the op's inputs in a cache, for any number of tokens:
     weights, or the keys of a sequence. *states* are what is measured: a ``fresh`` output that the
     call allocates, and one that is ``reused``: given by the caller, or the input itself. In place,
     most ops write what they have read; *moves* says that this one writes elsewhere. More tokens

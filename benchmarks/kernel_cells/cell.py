@@ -19,7 +19,7 @@ LARGE_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What to measure: every combination, where an op knows it."""
+    """A cell to measure; every combination that an op supports."""
 
     ops: Sequence[str]
     dtypes: Sequence[torch.dtype]
@@ -55,7 +55,7 @@ class Cell:
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """What shares a compiled function: dynamic tokens, as in a server, but one token alone."""
+        """The key of a compiled function: dynamic tokens, as in a server, and one token alone."""
         shape = self.shape
         sizes = (shape.dtype, shape.hidden, shape.tokens == 1, is_decode(shape.tokens))
         return (self.threads, self.name, self.index, *sizes[: 4 if self.case.attends else 3])

@@ -1,4 +1,4 @@
-"""What is compared in a cell: our kernel in each state, eager torch, Inductor."""
+"""The contenders of a cell: our kernel in each state, eager torch, Inductor."""
 
 from __future__ import annotations
 
@@ -131,6 +131,6 @@ class Inductor:
         """Compile for *arguments*, if that is still to do."""
         try:
             self.call(*arguments)
-        except Exception as error:  # whatever a compiler may raise is the reason
+        except Exception as error:  # any exception of a compiler is the reason
             lines = str(error).strip().splitlines()
             self.reason = f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,4 +1,4 @@
-"""What torch users write instead of an op whose native implementation defines it, no more."""
+"""Code that torch users would write for ops whose native form is only a definition."""
 
 from __future__ import annotations
 

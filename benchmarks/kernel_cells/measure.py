@@ -38,7 +38,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What each contender and each stream took, by round, and how much of it was disturbed."""
+    """The times of each contender and stream by round, and the disturbed share."""
 
     times: dict[str, list[float]]
     disturbed: float

@@ -32,7 +32,7 @@ def write(folder: Path, machine: Machine, found: Results) -> None:
 
 
 def read(folder: Path, isa: str) -> Table:
-    """Return the table that :func:`write` stored for *isa*; raise OSError if there is none."""
+    """Return the table that :func:`write` stored for *isa*; raise OSError if it does not exist."""
     with lzma.open(folder / f"{_name(isa)}.json.xz", "rt", encoding="utf-8") as file:
         found = json.load(file)
     return found["machine"], Results(_rows(found["columns"]), found["skipped"])
@@ -70,8 +70,9 @@ def _page(name: str, cells: Sequence[Cell], machine: Machine, found: Results) ->
     yield f"{disturbances(machine['disturbed'])}."
     for again in machine["again"]:
         yield ""
-        yield "What was disturbed by more than a tenth was measured again afterwards, whatever came"
-        yield f"out ({again['cells']} cells): {disturbances(again['disturbed'])}."
+        yield "Cells of which more than a tenth was disturbed were measured again afterwards,"
+        yield f"regardless of the result ({again['cells']} cells):"
+        yield f"{disturbances(again['disturbed'])}."
     yield ""
     yield f"![every cell]({name}.svg)"
     yield ""

@@ -1,4 +1,4 @@
-"""What the rows say: cells with all their states, and those below the bar."""
+"""Summaries of rows: cells with all their states, and those below the bar."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Cell:
 
     @property
     def shortfalls(self) -> list[str]:
-        """What is below the bar."""
+        """The figures below the bar."""
         found = []
         for baseline, label in (("eager", "eager"), ("inductor", "Inductor")):
             ratio = self.over(baseline)

@@ -211,7 +211,7 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 # Reads a schema; raises RuntimeError if torch cannot.
 parse_schema: Callable[[str], Any] = torch._C.parse_schema
 
-# What torch.ops.<namespace>.<op>, its overloads, and the nodes of control flow are.
+# The types of torch.ops.<namespace>.<op>, its overloads, and control flow nodes.
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator

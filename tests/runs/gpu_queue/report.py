@@ -101,7 +101,7 @@ def page(records: Mapping[str, Record]) -> str:
 
 
 def _page(records: Mapping[str, Record]) -> Iterator[str]:
-    yield "# What ran on a GPU"
+    yield "# GPU results"
     yield ""
     yield "Written by `make gpu`; everything, with machine and date of each row, is in"
     yield "[gpu_queue.json](gpu_queue.json)."
