@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from opweave import native
+from opweave import native, platforms
 from opweave.cli.plugin_options import GivenOptions, set_options
 from opweave.cli.tools import installed_version, tools
 from opweave.config import current_compilation_config, environment, file
@@ -148,7 +148,7 @@ class Diagnostics:
 
     def _passes(self) -> list[Any]:
         found: list[Any] = []
-        self._step(lambda: found.extend(pass_references()))
+        self._step(lambda: found.extend(pass_references(platforms.current_platform)))
         return [each for each in found if self.found and each.owner == self.found.owner]
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Graph
 
+from opweave import platforms
 from opweave.compile import fingerprint
 from opweave.compile.errors import PluginPassError
 from opweave.platforms.passes import PassReference, pass_references
@@ -61,7 +62,7 @@ def plugin_passes() -> tuple[PluginPass, ...]:
     Raises:
         PluginPassError: one does not exist, or is no function of a graph and a context.
     """
-    return tuple(map(_resolve, pass_references()))
+    return tuple(map(_resolve, pass_references(platforms.current_platform)))
 
 
 def _resolve(reference: PassReference) -> PluginPass:

@@ -20,8 +20,9 @@ from opweave.compile.relocation import Relocation, are_movable, expressions
 from opweave.ir import IrOpImpl
 from opweave.ir.autocast import entered
 from opweave.ir.errors import described
+from opweave.ir.names import ANNOTATIONS
 from opweave.ir.schema import Schema
-from opweave.ir.torch_ops import ANNOTATIONS, find_target
+from opweave.ir.torch_ops import find_target
 
 Function = Callable[..., Any]
 Signature = tuple[Any, ...]

@@ -17,10 +17,11 @@ from opweave.ir.impl import IrOpImpl
 from opweave.ir.names import RESERVED_PROVIDERS
 from opweave.ir.op import IrOp
 from opweave.ir.overloads import CallSite, IrOpInplaceOverload
+from opweave.ir.prefer import priority
 from opweave.ir.priority import IrOpPriorityConfig, Source
 from opweave.ir.recording import Record, record
 from opweave.ir.registry import Registry, current_registry, isolated_registry, register_op
-from opweave.ir.scope import priority, require
+from opweave.ir.scope import require
 from opweave.ir.selection import Policy, Rejection, Selection, policy_for, select
 from opweave.ir.tolerance import Tolerance
 from opweave.ir.traits import TRAITS

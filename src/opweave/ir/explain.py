@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from opweave.base import compat
 from opweave.ir.errors import InvalidOpError
+from opweave.ir.op import IrOp
+from opweave.ir.overloads import CallSite
 from opweave.ir.priority import Entries
 from opweave.ir.selection import (
     UNDER_VMAP,
@@ -18,10 +20,6 @@ from opweave.ir.selection import (
     select_native,
     tensors_in,
 )
-
-if TYPE_CHECKING:
-    from opweave.ir.op import IrOp
-    from opweave.ir.overloads import CallSite
 
 
 class Verdict(NamedTuple):
@@ -116,9 +114,6 @@ def explain(callee: IrOp | CallSite, /, *args: Any, **kwargs: Any) -> Explanatio
 
 
 def _op_and_entries(callee: object) -> tuple[IrOp, Entries]:
-    from opweave.ir.op import IrOp
-    from opweave.ir.overloads import CallSite
-
     if isinstance(callee, CallSite):
         return callee.op, callee.entries
     op = getattr(callee, "wrapped", callee)

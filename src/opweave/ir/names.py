@@ -12,6 +12,7 @@ from opweave.ir.errors import InvalidNameError
 from opweave.ir.priority import NATIVE
 
 ANNOTATED_SUFFIX = "_annotated"  # of the torch op that carries what a call site says
+ANNOTATIONS = ("using", "donate", "autocast")  # the arguments that say it
 RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
 """What no provider can be called."""
 OWN_PROVIDERS = ("aten", "batch_invariant", "opweave_c", "opweave_c_invariant", "triton")

@@ -101,9 +101,7 @@ class IrOp(Callee):
         return f"{self.name}: {lines[0]}" if lines else self.name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from opweave.ir.registry import unpickled
-
-        return unpickled, self.registry.reference_to(self)
+        return self.registry.reduce(self)
 
     # Implementations
 

@@ -78,8 +78,8 @@ class Registry:
         except KeyError:
             raise UnknownOpError(f"unknown op {name!r}. {did_you_mean(name, self._ops)}") from None
 
-    def reference_to(self, op: IrOp) -> tuple[str, str]:
-        """Return what :func:`unpickled` finds *op* with.
+    def reduce(self, op: IrOp) -> tuple[Any, ...]:
+        """Return how to pickle *op*: by a call of :func:`unpickled`.
 
         Raises:
             UnknownOpError: it would find none, or another one.
@@ -89,7 +89,7 @@ class Registry:
                 f"{op!r} cannot be pickled: the registry {self.namespace!r} has another op of that "
                 "name now, or none. Pickle the op that is registered, or leave it out."
             )
-        return op.name, self.namespace
+        return unpickled, (op.name, self.namespace)
 
     def add(self, op: IrOp, *, override: bool = False) -> IrOp:
         """Enter *op* and define its torch ops; with *override*, in place of one of the same name.

@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from opweave.base import compat, torch_state
 from opweave.ir.errors import InvalidResultError
 from opweave.ir.impl import IrOpImpl
+from opweave.ir.names import ANNOTATIONS
 from opweave.ir.selection import tensors_in
-from opweave.ir.torch_ops import ANNOTATIONS, find_target
+from opweave.ir.torch_ops import find_target
 
 _OUTPUTS = (Tensor, torch.fx.Proxy)
 _META = torch.device("meta")

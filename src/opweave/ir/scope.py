@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from opweave.base import compat
-from opweave.ir.errors import SettingError
 from opweave.ir.priority import Entries, parse
 from opweave.ir.traits import check_traits
 
@@ -58,37 +57,6 @@ def entered(scope: Scope) -> Iterator[None]:
 
 
 @contextmanager
-def priority(
-    priorities: Mapping[str, str | Iterable[str]] | None = None,
-    /,
-    **by_op: str | Iterable[str],
-) -> Iterator[None]:
-    """Prefer these providers inside the block, in this thread or asyncio task only.
-
-    Takes a mapping, keywords, or both: ``with ir.priority(rms_norm=["triton", "opweave_c"]): ...``.
-    Scopes nest; the inner list is put in front of the outer one.
-
-    Raises:
-        UnknownOpError, UnknownProviderError: a name is not registered.
-        SettingError: a list is malformed.
-    """
-    from opweave.ir.registry import current_registry
-
-    if priorities is not None and not isinstance(priorities, Mapping):
-        raise SettingError(
-            f"ir.priority takes lists by op, such as ir.priority(rms_norm=['native']), not "
-            f"{priorities!r}."
-        )
-    lists: dict[IrOp, Entries] = {}
-    for name, names in {**(priorities or {}), **by_op}.items():
-        op, entries = current_registry().op(name), parse(names, f"scope ir.priority({name}=...)")
-        op.check_providers(entries)
-        lists[op] = entries
-    with entered(Scope(current_scope(), priorities=lists)):
-        yield
-
-
-@contextmanager
 def op_priority(op: IrOp, providers: Sequence[str]) -> Iterator[None]:
     """Prefer *providers* for one op inside the block; see :meth:`IrOp.set_priority`."""
     entries = parse(providers, f"scope {op.name}.set_priority(...)")
@@ -134,6 +102,5 @@ def left_to_python(what: str, enter: Callable[..., Any]) -> None:
 
 
 compat.run_untraced(getattr(entered, "__wrapped__"))  # noqa: B009 (not to be typed)
-left_to_python("ir.priority", priority)
 left_to_python("op.set_priority", op_priority)
 left_to_python("ir.require", require)

@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 
 from opweave.ir.errors import DTensorError
+from opweave.ir.names import ANNOTATIONS
 from opweave.ir.priority import NATIVE
 from opweave.ir.selection import tensors_in
 from opweave.ir.traits import ROWWISE
@@ -49,8 +50,6 @@ def prepare_sharding(op: IrOp, values: tuple[Any, ...]) -> None:
 def _register(op: IrOp) -> None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
-
-    from opweave.ir.torch_ops import ANNOTATIONS
 
     def strategy(*args: Any, **kwargs: Any) -> Any:
         values = op.bind(*args, **{k: v for k, v in kwargs.items() if k not in ANNOTATIONS})

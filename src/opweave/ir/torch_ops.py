@@ -28,7 +28,7 @@ from opweave.base import compat
 from opweave.ir.autocast import entered
 from opweave.ir.codegen import functional
 from opweave.ir.gradients import warn_of_fallback
-from opweave.ir.names import ANNOTATED_SUFFIX
+from opweave.ir.names import ANNOTATED_SUFFIX, ANNOTATIONS
 from opweave.ir.priority import Entries, parse
 from opweave.ir.scope import current_scope
 from opweave.ir.selection import UNDER_VMAP, needs_gradient, policy_for, select_here, select_native
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from opweave.ir.op import IrOp
 
 Function = Callable[..., Any]
-ANNOTATIONS = ("using", "donate", "autocast")
 
 
 class Target(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from pathlib import Path
 
-import opweave
 from opweave.native.errors import NativeBuildError
 
 # For those who build without these commands, and opweave's own.
@@ -20,11 +20,12 @@ def include_dir() -> Path:
         NativeBuildError: the headers are not installed.
     """
     # In an editable install, files that CMake installs lie elsewhere than the Python files.
-    for folder in opweave.__path__:
+    folders = list(sys.modules[__name__.partition(".")[0]].__path__)
+    for folder in folders:
         if (Path(folder) / "include" / "opweave" / "extension.h").is_file():
             return Path(folder) / "include"
     raise NativeBuildError(
-        f"opweave/extension.h is in none of {', '.join(opweave.__path__)}; reinstall opweave."
+        f"opweave/extension.h is in none of {', '.join(folders)}; reinstall opweave."
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from opweave import platforms
 from opweave.base.owner import Owner
 from opweave.config import EngineConfig
 from opweave.config.patches import ConfigPatch, PatchError, apply_patches
 from opweave.platforms.base import Platform
 from opweave.platforms.errors import UnsupportedByPlatformError
+from opweave.platforms.resolution import resolution
 from opweave.plugins import hook
 
 _OPS, _BACKEND = "compilation_config.custom_ops", "compilation_config.backend"
@@ -31,7 +31,7 @@ def configured(config: EngineConfig, platform: Platform | None = None) -> Engine
         SettingError: it wants a value that is malformed.
         OpweaveError: what it raises where it cannot run what *config* asks for.
     """
-    platform = platform or platforms.current_platform
+    platform = platform or resolution().platform
     source = f"platform {platform.name}"
     _check_dtype(config, platform)
     for stage in (_defaults, _backend, _custom_ops, _checked):
@@ -83,5 +83,5 @@ def _checked(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
 
 
 def _owner(platform: Platform) -> Owner | None:
-    found = platforms.resolution()
+    found = resolution()
     return found.owner if found.platform is platform else None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from opweave import platforms
 from opweave.base.owner import Owner
 from opweave.config.open_registry import OpenRegistry
+from opweave.platforms.base import Platform
+from opweave.platforms.resolution import resolution
 from opweave.plugins.qualname import split_qualname
 
 registered_passes: OpenRegistry[str] = OpenRegistry("compiler pass")
@@ -35,12 +36,12 @@ def register_pass(qualname: str) -> None:
     registered_passes.add(qualname, qualname)
 
 
-def pass_references() -> list[PassReference]:
-    """Return the passes in the order in which they run: the registered, the platform's."""
+def pass_references(platform: Platform) -> list[PassReference]:
+    """Return the passes in the order in which they run: the registered, then the platform's."""
     found = {
         name: PassReference(name, entry.owner) for name, entry in registered_passes.entries.items()
     }
-    owner = platforms.resolution().owner
-    for name in platforms.current_platform.extra_passes(None):
+    owner = resolution().owner
+    for name in platform.extra_passes(None):
         found.setdefault(name, PassReference(name, owner))
     return list(found.values())
