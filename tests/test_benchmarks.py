@@ -426,7 +426,7 @@ def test_what_was_disturbed_is_measured_anew_whatever_comes_out(
     assert merged["again"][0]["cells"] == 1
     page = (tmp_path / f"kernels_{machine['isa']}.md").read_text(encoding="utf-8")
     assert "--save`, then `python" in page
-    assert "\nout (1 cells): on 1 thread: 0 and " in page
+    assert "\nregardless of the result (1 cells):\non 1 thread: 0 and " in page
     results.write(tmp_path, machine | {"kernels": "others"}, found)
     with pytest.raises(SystemExit):
         kernels.main([*few, "--save", "--disturbed"])
