@@ -152,8 +152,8 @@ class ScaleIt(CustomOp):
 
 def test_what_needs_a_hand_stays(migrate: Migrate, fresh_python: FreshPython) -> None:
     found = migrate(HAND)
-    assert "forward_cuda needs a hand: it assigns self.calls" in notes(found, "ScaleIt")
-    assert "its default of scale is 2.0, and that of ir.ops.scale_it 1.0" in notes(found, "ScaleIt")
+    assert "forward_cuda needs manual work: it assigns self.calls" in notes(found, "ScaleIt")
+    assert "its default of scale is 2.0, but that of ir.ops.scale_it 1.0" in notes(found, "ScaleIt")
     fresh_python(
         """
         import torch, my_ops
@@ -173,7 +173,7 @@ def test_a_replacement_keeps_what_needs_a_hand(migrate: Migrate) -> None:
         'CustomOp.register_oot(_decorated_op_cls=Mine, name="SiluAndMul")\n'
     )
     assert becomes(found, "Mine") == [("register_impl", "my_ops"), ("replacement", "SiluAndMul")]
-    assert "forward_cuda needs a hand: extra is no argument" in notes(found, "Mine")
+    assert "forward_cuda needs manual work: extra is no argument" in notes(found, "Mine")
     assert "return x * extra" in found["sketch"]
 
 
@@ -274,7 +274,7 @@ def test_a_migrated_file_stays_as_it_is(migrate: Migrate) -> None:
 
 def test_a_guess_of_what_is_returned_is_noted(migrate: Migrate) -> None:
     text = '@CustomOp.register("a")\nclass A(CustomOp):\n    def forward_native(self, x)%s:\n'
-    guess = "The type of what it returns is a guess: torch.Tensor."
+    guess = "The return type is a guess: torch.Tensor."
     body = "        return torch.topk(x, 2)\n"
     assert guess in notes(migrate(text % "" + body), "A")
     assert guess not in notes(migrate(text % " -> tuple[Tensor, Tensor]" + body), "A")
@@ -323,7 +323,7 @@ def test_views_and_other_names_are_the_argument(
     )
     told = f"it writes to its argument {argument}, or returns it"
     assert (told in notes(found, "A")) is (argument is not None)
-    assert ("is no op" in notes(found, "A")) is (argument is not None)
+    assert ("is not an op" in notes(found, "A")) is (argument is not None)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command-line application: its commands, and what happens to errors."""
+"""The command-line application: its commands and error handling."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ app = App(
     console=Results(),
     default_parameter=Parameter(converter=converted),
 )
-# Each is imported when it runs: the server need not wait for what the others use.
+# Commands are imported when they run, so that the server starts without their dependencies.
 COMMANDS = {
     "generate": "opweave.cli.generate:generate",
     "chat": "opweave.cli.chat:chat",
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         format_warnings()
         given = sys.argv[1:] if arguments is None else arguments
         if not given or given[0] in app.help_flags:
-            app.resolved_commands()  # help says what each is for
+            app.resolved_commands()  # help shows a summary of each
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except UnknownOptionError as error:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fail(f"{error}{notes(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         discard_output()
         sys.exit(0)
     except OSError as error:
@@ -76,13 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             fail(f"{str(error) or type(error).__name__}{notes(error)}")
         discard_output()
         fail(f"Cannot write the output: {error.strerror or error}.")
-    except Exception as error:  # of a plugin's kernel, layer or pass, or a mistake of ours
+    except Exception as error:  # from a plugin's code, or a bug in opweave
         if logging_level() == "DEBUG":
             raise
         where = traceback.extract_tb(error.__traceback__)[-1]
         show_error(
             f"{described(error, 1)} (at {where.filename}:{where.lineno}). "
-            "OPWEAVE_LOGGING_LEVEL=DEBUG shows how it came to that."
+            "OPWEAVE_LOGGING_LEVEL=DEBUG shows the traceback."
         )
         sys.exit(1)
     sys.exit(code or 0)
@@ -96,9 +96,9 @@ def _unknown_option(error: UnknownOptionError) -> str:
 
 
 def _is_of_output(error: OSError) -> bool:
-    """Whether *error* came of a write to a standard stream, which names no file.
+    """Return whether *error* comes from writing to a standard stream, which has no file name.
 
-    Streams are written in C: the innermost frame is of the code that writes, ours or rich's.
+    Streams are written in C, so the innermost frame belongs to the caller: opweave or rich.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -1,4 +1,4 @@
-"""``opweave bench serve``: drive a running server, and print how fast it answers."""
+"""``opweave bench serve``: measure the latency and throughput of a running server."""
 
 from __future__ import annotations
 
@@ -43,35 +43,35 @@ def serve(
     api_key: str | None = None,
     json: Flag = False,
 ) -> int:
-    """Send completions to an OpenAI-compatible server, at random times, and measure the answers.
+    """Load-test an OpenAI-compatible server with completion requests.
 
-    Requests arrive as a Poisson process: independently of each other, and of the answers. Exits
-    with 1 if one failed.
+    Requests arrive as a Poisson process, independently of the responses. Exits with 1 if a request
+    failed.
 
     Parameters
     ----------
     url
-        Of the server, such as http://127.0.0.1:8000.
+        URL of the server, such as http://127.0.0.1:8000.
     model
-        The model to ask for. The default is the server's first.
+        Name of the model. The default is the server's first model.
     requests
-        How many requests.
+        Number of requests.
     rate
-        How many arrive in a second, on average; inf sends all at once.
+        Mean number of requests per second; inf sends all at once.
     prompt_length
-        Words of a prompt. They are random, so that no prompt is in the server's cache.
+        Words per prompt. They are random, so that prompts miss the server's prefix cache.
     max_tokens
-        The length of an answer.
+        Tokens per answer.
     ignore_eos
-        Ask for answers of exactly that length; a server may not know this field.
+        Ask for answers of exactly that length; not every server supports this field.
     vocab_size
-        Send token ids below this number instead of words, to a model without a tokenizer.
+        Send token ids below this number instead of words, for a model without a tokenizer.
     seed
-        Decides the prompts, and when they are sent.
+        Seed of the prompts and arrival times.
     timeout
-        Seconds without a byte after which a request has failed.
+        Seconds without data after which a request fails.
     api_key
-        The server's key, if it wants one.
+        API key of the server, if it requires one.
     json
         Print JSON.
     """
@@ -79,7 +79,7 @@ def serve(
     client = Client(url, api_key=api_key, timeout=timeout)
     name, summary = asyncio.run(_measure(client, model, load))
     if json:
-        given = {**asdict(load), "rate": "inf" if math.isinf(rate) else rate}  # JSON has none
+        given = {**asdict(load), "rate": "inf" if math.isinf(rate) else rate}  # JSON has no inf
         print_json({"url": client.url, "model": name, "load": given, **asdict(summary)})
     else:
         _print(client.url, name, summary)

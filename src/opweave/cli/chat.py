@@ -1,4 +1,4 @@
-"""``opweave chat``: talk with a model in the terminal."""
+"""``opweave chat``: chat with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from opweave.engine import LLM, RequestOutput, SamplingParams
 
 _SAMPLING, _RUNNING = SamplingOptions(), ModelOptions()
-_HELP = "/reset forgets the conversation; /exit or Ctrl-D leaves; Ctrl-C stops an answer."
+_HELP = "/reset clears the conversation; /exit or Ctrl-D quits; Ctrl-C stops an answer."
 
 
 def chat(
@@ -45,26 +45,26 @@ def chat(
     plugin: PluginOption = None,
     json: Flag = False,
 ) -> None:
-    """Talk with the model in a directory; answers appear as they are written.
+    """Chat with the model in a directory; answers are streamed.
 
-    Lines are messages. /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an
-    answer. From a file or a pipe, every line is answered in turn.
+    Each line is a message. /reset clears the conversation, /exit or Ctrl-D quits, Ctrl-C stops an
+    answer. Lines from a file or a pipe are answered in turn.
 
     Parameters
     ----------
     model
         A directory with config.json, safetensors, tokenizer.json and a chat template.
     system
-        What the conversation begins with, as its system message.
+        The system message of the conversation.
     chat_template
         A Jinja file, the template itself, or the name of one of the checkpoint's templates, instead
         of the checkpoint's default.
     max_tokens
-        Write at most this many tokens in an answer. The default is the checkpoint's, else what the
-        context has room for.
+        Maximum number of tokens per answer. The default is the checkpoint's, else the rest of the
+        context.
     temperature
-        0 takes the likeliest token each time; higher is more random. The default is the
-        checkpoint's, else 0.7.
+        0 is greedy decoding; higher values are more random. The default is the checkpoint's, else
+        0.7.
     json
         Print each answer as one line of JSON when it is complete.
     """
@@ -76,7 +76,7 @@ def chat(
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
     apply_compilation(compilation_config)
-    # Before the model, which takes longer.
+    # Checked first: loading the model takes longer.
     template = template_for(Checkpoint(model), chat_template)
     variables = checked_variables(chat_template_kwargs)
     check_keywords(variables, template)
@@ -88,7 +88,7 @@ def chat(
 
 
 class _Chat:
-    """A conversation that goes on."""
+    """An ongoing conversation."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class _Chat:
         self._messages = list(self._beginning)
 
     def run(self) -> None:
-        """Answer until there is nothing more to answer."""
+        """Answer messages until the input ends."""
         is_terminal = sys.stdin is not None and sys.stdin.isatty()
         if is_terminal:
             err.print(_HELP)
@@ -130,12 +130,12 @@ class _Chat:
         except (CliError, EngineError) as error:
             if not goes_on:
                 raise
-            show_error(f"{error} /reset forgets the conversation.")
+            show_error(f"{error} /reset clears the conversation.")
             return
         self._messages = [*asked, {"role": "assistant", "content": answer}]
 
     def _write(self, messages: list[dict[str, str]]) -> str:
-        """Answer, and return the text; of an answer that was stopped, what there was."""
+        """Stream an answer and return its text, which is partial if it was stopped."""
         prompt = self._render(messages)
         ids = self._llm.tokenizer.encode(prompt, add_special_tokens=False)
         shown, newest = "", None
@@ -160,7 +160,7 @@ class _Chat:
 
 
 def _typed() -> Iterator[str]:
-    """Yield lines from the keyboard, with its editing and history where Python has them."""
+    """Yield lines from the keyboard, with readline's editing and history if available."""
     with suppress(ImportError):
         import readline  # noqa: F401 (input() uses it once it is there)
     while True:
@@ -171,7 +171,7 @@ def _typed() -> Iterator[str]:
             return
         except KeyboardInterrupt:
             print_text("")
-            err.print("/exit or Ctrl-D leaves.")
+            err.print("/exit or Ctrl-D quits.")
 
 
 def _piped() -> Iterator[str]:
@@ -185,7 +185,7 @@ def _piped() -> Iterator[str]:
 
 
 def _harmless(text: str) -> str:
-    """Replace what would control the terminal."""
+    """Replace control characters of the terminal."""
     return "".join("\ufffd" if category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 

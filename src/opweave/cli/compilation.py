@@ -19,7 +19,7 @@ CompilationOption = Annotated[
         negative=(),
         converter=by_key,
         allow_leading_hyphen=True,  # for -op
-        help="How to compile, and which ops run their platform's method: "
+        help="Compilation settings, and the layers that use their platform method: "
         "--compilation-config.mode=3, --compilation-config.backend=inductor, "
         '--compilation-config.custom_ops \'["none","+rms_norm"]\' or none,+rms_norm, '
         "--compilation-config.options '{\"fusion\": false}'; or all in one JSON object.",
@@ -28,14 +28,14 @@ CompilationOption = Annotated[
 
 
 def apply_compilation(values: Mapping[str, object] | None) -> None:
-    """Apply what the option said, and check what weaker sources say (SettingError if wrong)."""
+    """Apply the option, and check weaker sources; raises SettingError for invalid settings."""
     apply_command_line_config(values or {})
 
 
 def apply_compilation_like_eager(values: Mapping[str, object] | None) -> None:
-    """Do the same; what nothing says is chosen so that opweave's passes give the bits of eager.
+    """Apply the option, with defaults for which compiled results equal eager results bit for bit.
 
-    That is, the kernels of eager mode run, and fused code rounds as it does.
+    The kernels of eager mode run, and fused code rounds like eager mode.
     """
     apply_compilation(values)
     config, unsaid = current_compilation_config(), dict[str, object]()

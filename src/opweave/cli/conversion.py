@@ -1,4 +1,4 @@
-"""How the text of an option becomes its value."""
+"""Conversion of option texts to values."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from opweave.config.json_text import read_object
 
 
 def converted(kind: Any, tokens: Sequence[Token]) -> Any:
-    """Return the value of *tokens* as *kind*; unlike cyclopts, no fraction is rounded to an int.
+    """Convert *tokens* to *kind*; unlike cyclopts, do not round fractions to an int.
 
     Raises:
-        CoercionError: they are none of *kind*.
+        CoercionError: *tokens* are not valid for *kind*.
     """
     if int in (kind, *get_args(kind)):
         for token in tokens:
@@ -25,17 +25,17 @@ def converted(kind: Any, tokens: Sequence[Token]) -> Any:
 
 
 def by_key(kind: Any, tokens: Mapping[str, Any] | Sequence[Token]) -> dict[str, Any]:
-    """Return what ``--option.key=value`` says, by key, or ``--option`` with a JSON object.
+    """Return the values of ``--option.key=value`` by key, or of ``--option`` with a JSON object.
 
-    The values of a JSON object are not only texts, as those of keys are: a list stays a list.
+    Values of keys are strings; values of a JSON object keep their types.
 
     Raises:
-        CliError: a key has keys of its own.
-        SettingError: (a ValueError) the text is no JSON object.
+        CliError: a key is nested.
+        SettingError: (a ValueError) the text is not a JSON object.
     """
     if not isinstance(tokens, Mapping):
         return read_object("JSON", tokens[0].value)
     for key, given in tokens.items():
         if isinstance(given, Mapping):
-            raise CliError(f"{key!r} takes one value, which may be JSON, and no keys: {[*given]}.")
+            raise CliError(f"{key!r} takes one value, such as JSON, not nested keys: {[*given]}.")
     return {key: given[0].value for key, given in tokens.items()}

@@ -1,4 +1,4 @@
-"""What ``opweave doctor`` finds out, as data. A part that is broken does not hide the rest."""
+"""The data that ``opweave doctor`` shows. A part that fails does not hide the others."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _PACKAGES = ("opweave", "torch", "safetensors", "tokenizers", "numpy", "cyclopts
 
 
 class Diagnostics:
-    """Loads everything that a run would load, and keeps what went wrong.
+    """Loads everything that a run would load, and collects problems.
 
     Args:
-        options: of plugins, as the command line gives them.
+        options: plugin options from the command line.
     """
 
     def __init__(self, options: GivenOptions = None) -> None:
@@ -57,9 +57,9 @@ class Diagnostics:
         self.problems += environment.unknown_variables()
 
     def report(self) -> dict[str, Any]:
-        """Return everything that ``doctor`` shows."""
+        """Return the data of ``opweave doctor``."""
         platform = self._platform()
-        plugins = self._plugins()  # after the platform's hooks, which may have failed
+        plugins = self._plugins()  # after the platform's hooks, which may fail
         facts = {
             "versions": {"python": python_platform.python_version(), **_versions()},
             "platform": platform,
@@ -121,7 +121,7 @@ class Diagnostics:
             self.problems.append(str(error))
         except Exception as error:  # of a driver; a plugin's are all of the kind above
             name = found.platform.name
-            self.problems.append(f"platform {name} cannot tell what its device is: {error}")
+            self.problems.append(f"platform {name} cannot describe its device: {error}")
         return {}
 
     def _plugins(self) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ class Diagnostics:
 
 
 def _replacing(kind: str, name: str, owner: dict[str, str]) -> dict[str, str] | None:
-    """Return the plugin that has put its own in the place of what *owner* registered, if any."""
+    """Return the plugin that replaced a registration of *owner*, if any."""
     registry, now = current_registry(), None
     if kind == "implementation":
         op, _, provider = name.partition(":")
@@ -181,7 +181,7 @@ def _facts(platform: Platform) -> dict[str, Any]:
 
 
 def _overridden(platform: Platform) -> list[str]:
-    """Return the methods of the contract that the platform has its own of."""
+    """Return the contract's methods that the platform overrides."""
     return [
         name
         for name in members(Platform)

@@ -1,4 +1,4 @@
-"""``opweave doctor``: what is installed, what was found, what is wrong."""
+"""``opweave doctor``: show the installation and its problems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opweave.cli.tables import PlainTable
 
 
 def doctor(*, plugin: PluginOption = None, json: Flag = False) -> int:
-    """Show versions, the platform and why it is that, plugins, what they replace, and problems.
+    """Show versions, the platform and why it was chosen, plugins, replacements and problems.
 
     Loads every plugin, as a run would. Exits with 1 if a problem was found.
 
@@ -96,7 +96,7 @@ def _print_platform(platform: dict[str, Any] | None) -> None:
 
 
 def _last_frame(trace: str) -> str:
-    """Return the innermost place of a stack trace that is in a file."""
+    """Return the innermost frame of a stack trace that is in a file."""
     frames = [part.partition("\n")[0] for part in trace.split("File ")]
     return next((frame for frame in reversed(frames) if not frame.startswith('"<')), "-")
 

@@ -1,5 +1,5 @@
-"""What can be wrong with what a user typed."""
+"""Errors of user input."""
 
 
 class CliError(Exception):
-    """The input of a command is no good; the message is the one line that the user sees."""
+    """The input of a command is not valid; the message is the line that the user sees."""

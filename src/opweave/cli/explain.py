@@ -45,21 +45,21 @@ def explain(
     plugin: PluginOption = None,
     import_: ImportOption = None,
 ) -> None:
-    """Show which kernels the model in a directory runs, and why the others do not.
+    """Show which kernels a model runs, and why others were rejected.
 
     Parameters
     ----------
     model
         A directory with config.json, safetensors and tokenizer.json.
     compile
-        Compile the model, and show what every pass decided; otherwise it is run op by op.
+        Compile the model and show the decisions of every pass; otherwise run it op by op.
     profile
-        Also time each kernel on the arguments it was called with: µs, GB/s, and the share of the
-        speed of a large copy.
+        Also time each kernel on its actual arguments: µs, GB/s, and the fraction of the bandwidth
+        of a large copy.
     html
-        Write the report of the compilation to this file as a page; "-" is standard output.
+        Write the compilation report to this file as HTML; "-" is standard output.
     json
-        Write what was found to this file as JSON; "-" is standard output.
+        Write the results to this file as JSON; "-" is standard output.
     prompt
         The text to run the model on.
     dtype
@@ -81,7 +81,7 @@ def _check(html: str | None, json: str | None, *, compiles: bool, profiles: bool
     if profiles and compiles:
         raise CliError("--profile times kernels op by op. Leave out --compile.")
     if html is not None and not compiles:
-        raise CliError("--html shows a compilation. Add --compile.")
+        raise CliError("--html needs --compile.")
     if html == json == STDOUT:
         raise CliError("--html and --json cannot both go to standard output.")
     check_writable("--html", html)
@@ -129,7 +129,7 @@ def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str 
     if STDOUT not in (html, json):
         print_reports(reports, seconds)
         if inside.selected_impls:
-            out.print("\n[bold]ops that run inside calls which are not compiled, as attention[/]")
+            out.print("\n[bold]ops inside calls that are not compiled, such as attention[/]")
             out.print(selection_table(inside))
     if html is not None:
         title = f"{model.resolve().name}, {str(loaded.dtype).removeprefix('torch.')}"
@@ -156,9 +156,9 @@ def _load(path: Path, prompt: str, dtype: str) -> tuple[CausalLM, list[int]]:
 
 
 def _compile(model: CausalLM, tokens: list[int]) -> tuple[list[Report], ir.Record]:
-    """Compile the forward for any number of tokens, and run it.
+    """Compile the forward for a dynamic number of tokens, and run it.
 
-    Return the report of each graph, and a record of the ops that opaque calls ran, as attention.
+    Return the report of each graph, and the record of ops inside opaque calls such as attention.
     """
     import torch
 
@@ -177,7 +177,7 @@ def _compile(model: CausalLM, tokens: list[int]) -> tuple[list[Report], ir.Recor
         return compiled
 
     if len(tokens) == 1:
-        tokens = tokens * 2  # a size of 1 would be compiled for 1 alone
+        tokens = tokens * 2  # torch specializes on a size of 1
     ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
     for tensor in (ids, positions):
         maybe_mark_dynamic(tensor, 0)  # a kernel may want one size

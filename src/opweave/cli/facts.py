@@ -1,4 +1,4 @@
-"""What a saved report was made with: versions, the device and the command."""
+"""Provenance of a saved report: versions, the device and the command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opweave.platforms import current_platform
 
 
 def facts() -> dict[str, str]:
-    """Return them by name, for the head of a page."""
+    """Return the facts by name, for the head of a page."""
     command = [Path(sys.argv[0]).name, *sys.argv[1:]]
     return {
         "opweave": __version__,

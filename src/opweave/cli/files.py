@@ -1,4 +1,4 @@
-"""Files that a command writes; ``-`` is standard output."""
+"""Output files of commands; ``-`` is standard output."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ STDOUT = "-"
 
 
 def check_writable(option: str, file: str | None) -> None:
-    """Say now, not after minutes of work, that *file* could not be written.
+    """Check that *file* can be written, before the command starts its work.
 
     Raises:
-        CliError: it is a directory, its directory is missing, or either may not be written.
+        CliError: *file* is a directory, its directory is missing, or permission is denied.
     """
     if file is None or file == STDOUT:
         return
@@ -32,10 +32,10 @@ def check_writable(option: str, file: str | None) -> None:
 
 
 def write(option: str, file: str, text: str) -> None:
-    """Write *text* to *file*, compressed if its name ends in ``.xz``, and say so on stderr.
+    """Write *text* to *file*, compressed if its name ends in ``.xz``, and print the name to stderr.
 
     Raises:
-        CliError: it cannot be written.
+        CliError: the file cannot be written.
     """
     if file == STDOUT:
         print_text(text)
@@ -49,5 +49,5 @@ def write(option: str, file: str, text: str) -> None:
 
 
 def write_json(option: str, file: str, value: Any) -> None:
-    """Write *value* to *file* as one JSON document, as :func:`write` does."""
+    """Write *value* to *file* as JSON; see :func:`write`."""
     write(option, file, json.dumps(value, indent=2, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""Options that are there or not."""
+"""Boolean options without a value."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from typing import Annotated
 from cyclopts import Parameter
 
 Flag = Annotated[bool, Parameter(negative=())]
-"""``--name``, which has no ``--no-name``."""
+"""``--name``, without ``--no-name``."""

@@ -1,4 +1,4 @@
-"""``opweave generate``: write text with a checkpoint, and show which kernels wrote it."""
+"""``opweave generate``: generate text with a checkpoint, and show the kernels that ran."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ def generate(
     explain: Flag = False,
     json: Flag = False,
 ) -> None:
-    """Continue one or more prompts with the model in a directory.
+    """Generate text from one or more prompts.
 
     Parameters
     ----------
     model
         A directory with config.json, safetensors and tokenizer.json.
     prompt
-        The text to continue; give it several times for a batch.
+        The prompt; repeatable, for a batch.
     prompt_file
         Read the prompt from this UTF-8 file, or from standard input if it is "-".
     prompt_token_ids
         The prompt as token ids, such as 1,17,4; repeatable. Needed for a model without a tokenizer.
     max_tokens
-        Write at most this many tokens. The default is the checkpoint's, else 64.
+        Maximum number of tokens to generate. The default is the checkpoint's, else 64.
     temperature
-        0 takes the likeliest token each time; higher is more random. The default is the
-        checkpoint's, else 0.
+        0 is greedy decoding; higher values are more random. The default is the checkpoint's, else
+        0.
     add_special_tokens
-        Begin prompts with the special tokens that the tokenizer adds.
+        Add the tokenizer's special tokens to prompts.
     explain
-        Show which kernel each op used, and why the others did not.
+        Show which kernel each op used, and why others were rejected.
     json
         Print JSON: prompt and token ids, text, timings and selections.
     """

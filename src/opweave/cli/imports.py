@@ -17,19 +17,19 @@ ImportOption = Annotated[
     Parameter(
         name="--import",
         negative=(),
-        help="Import this module first, because it registers ops, implementations or layers; "
-        "repeatable. Modules in the current directory are found, too.",
+        help="Import this module first, to register ops, implementations or layers; "
+        "repeatable. The current directory is searched too.",
     ),
 ]
 
 
 def import_modules(names: Iterable[str] | None) -> None:
-    """Import modules by name, with the current directory last on the path.
+    """Import modules by name, with the current directory last on sys.path.
 
     Raises:
         OpweaveError: a module is missing or fails to import.
     """
     sys.path.append(os.getcwd())
-    with redirect_stdout(sys.stderr):  # stdout holds results only
+    with redirect_stdout(sys.stderr):  # stdout is for results only
         for name in names or ():
             import_named("--import", name)

@@ -1,4 +1,4 @@
-"""Ctrl-C that ends one piece of work, and not the program."""
+"""Ctrl-C that stops the current task instead of the program."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import FrameType
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether Ctrl-C was pressed; a second Ctrl-C acts as always.
+    """Yield a function that returns whether Ctrl-C was pressed; a second Ctrl-C raises as usual.
 
-    The work is not torn apart: it looks when it is in order. Only the main thread may use this.
+    The task polls this function at safe points. Main thread only.
     """
     before = signal.getsignal(signal.SIGINT)
     is_pressed = False

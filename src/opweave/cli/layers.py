@@ -17,7 +17,7 @@ _ENABLED = {True: "yes", False: "no", None: ""}
 
 
 def layers(name: str | None) -> list[dict[str, Any]]:
-    """Return what is known about every layer, or those of that name, as plain data."""
+    """Return the registered layers, or those of that name, as plain data."""
     return [
         _describe(key, layer) for key, layer in sorted(op_registry.items()) if name in (None, key)
     ]

@@ -1,4 +1,4 @@
-"""The options of the commands that run a model in the terminal: which one, where, and how."""
+"""Options of the commands that run a model in the terminal."""
 
 from __future__ import annotations
 
@@ -20,66 +20,66 @@ T = TypeVar("T")
 
 
 def given(kind: type[T], **values: object) -> T:
-    """Return a configuration of the values that were given; a platform may choose the others."""
+    """Return a configuration of the given values; a platform may choose the others."""
     return kind(**{name: value for name, value in values.items() if value is not None})
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How to choose tokens, except for options whose default differs between commands.
+    """Sampling options whose defaults are the same for all commands.
 
-    The checkpoint's generation_config.json sets the defaults of top_k, top_p, min_p and
-    repetition_penalty, if it has them.
+    Defaults of top_k, top_p, min_p and repetition_penalty come from the checkpoint's
+    generation_config.json, if it has them.
 
     Parameters
     ----------
     top_k
-        Choose among this many likeliest tokens; 0 is all. The default is the checkpoint's, else 0.
+        Sample from the k most likely tokens; 0 disables it. The default is the checkpoint's, else
+        0.
     top_p
-        Choose among the likeliest tokens that add up to this probability. The default is the
+        Sample from the most likely tokens with this cumulative probability. The default is the
         checkpoint's, else 1.
     min_p
-        Choose among tokens at least this probable, relative to the likeliest one. The default is
-        the checkpoint's, else 0.
+        Minimum probability of a token, relative to the most likely one. The default is the
+        checkpoint's, else 0.
     presence_penalty
-        From -2 to 2: taken off the score of every token that the answer has.
+        From -2 to 2: subtracted from the logit of every token in the answer.
     frequency_penalty
-        From -2 to 2: taken off as often as the answer has the token.
+        From -2 to 2: subtracted from a token's logit for each time it is in the answer.
     repetition_penalty
-        Above 1, tokens that were there before become less likely. The default is the checkpoint's,
-        else 1.
+        Above 1, tokens of the prompt and the answer become less likely. The default is the
+        checkpoint's, else 1.
     seed
-        Makes sampling repeatable.
+        Seed that makes sampling reproducible.
     stop
-        End an answer at this text; give it several times for more than one.
+        Stop string, which ends an answer; repeatable.
     stop_token_id
-        End an answer at this token; give it several times for more than one.
+        Token id that ends an answer; repeatable.
     min_tokens
-        Let nothing end an answer before it has so many tokens.
+        Minimum number of tokens before an answer may end.
     ignore_eos
-        Go on after an end-of-text token.
+        Continue after an end-of-text token.
     json_schema
-        Answer with JSON that satisfies this schema: a file, or the schema itself.
+        JSON schema of the answer: a file, or the schema itself.
     regex
-        Answer with a text that matches this regular expression.
+        Regular expression that the answer matches.
     choice
-        Answer with this text; give it several times for a choice.
+        A possible answer; repeatable.
     grammar
-        Answer with a text of this grammar, in Lark or GBNF notation: a file, or the grammar itself.
+        Grammar of the answer, in Lark or GBNF notation: a file, or the grammar itself.
     skip_special_tokens
-        Leave special tokens out of the text.
+        Remove special tokens from the text.
     spaces_between_special_tokens
-        Where they are not left out, keep the space that some tokenizers write between two of them.
+        Keep the space that some tokenizers write between special tokens.
     include_stop_str_in_output
-        Show the stop text that ended an answer.
+        Include the stop string in the text.
     allowed_token_ids
-        Choose among these tokens only; give it several times for more than one.
+        Token id that may be sampled; repeatable. The default is all.
     bad_words
-        Never write this text; give it several times for more than one.
+        Text that is never generated; repeatable.
     truncate_prompt_tokens
-        Keep only the last tokens of a longer prompt, as many as this; -1: as many as there is room
-        for.
+        Truncate prompts to their last tokens, this many; -1: as many as fit into the context.
     """
 
     top_k: int | None = None
@@ -105,15 +105,15 @@ class SamplingOptions:
     truncate_prompt_tokens: int | None = None
 
     def params(self, defaults: Mapping[str, object], **others: object) -> SamplingParams:
-        """Return them as parameters.
+        """Return the options as sampling parameters.
 
         Args:
-            defaults: for options that were not given.
-            others: options that are not in this class; None: not given.
+            defaults: values of options that were not given.
+            others: options of the command; None: not given.
 
         Raises:
             SamplingParamsError: a value is out of range.
-            CliError: several options say what form the answer must have, or a file cannot be read.
+            CliError: several options constrain the answer, or a file cannot be read.
         """
         from opweave.engine import SamplingParams
 
@@ -128,22 +128,21 @@ class SamplingOptions:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ModelOptions:
-    """How to load a model, and where it runs.
+    """Options for loading and placing a model.
 
     Parameters
     ----------
     dtype
         auto (the checkpoint's), float32, bfloat16 or float16.
     load_format
-        auto reads the weights; dummy makes random ones up.
+        auto reads the weights; dummy uses random weights.
     tensor_parallel_size
-        Over how many devices the model is divided.
+        Number of tensor-parallel ranks.
     cpu_threads
-        How many threads kernels on the CPU use, in each rank. The default is OMP_NUM_THREADS, else
-        what torch chooses.
+        Number of CPU threads per rank. The default is OMP_NUM_THREADS, else torch's choice.
     generation_config
-        Where sampling defaults come from: auto is the checkpoint's generation_config.json, none
-        disables them, anything else is a directory with another such file.
+        Source of sampling defaults: auto is the checkpoint's generation_config.json, none disables
+        them, anything else is a directory with a generation_config.json.
     """
 
     dtype: str = "auto"
@@ -153,10 +152,10 @@ class ModelOptions:
     generation_config: str = "auto"
 
     def defaults(self, model: Path, **fallbacks: object) -> dict[str, object]:
-        """Return the sampling defaults of the checkpoint *model*, and *fallbacks* for others.
+        """Return the sampling defaults of the checkpoint *model*, else *fallbacks*.
 
         Raises:
-            CheckpointError: the checkpoint's file of defaults is damaged or missing.
+            CheckpointError: the generation_config.json is malformed or missing.
         """
         from opweave.engine import Checkpoint
         from opweave.engine.loading.generation_config import sampling_defaults
@@ -164,7 +163,7 @@ class ModelOptions:
         return {**fallbacks, **sampling_defaults(Checkpoint(model), self.generation_config)}
 
     def config(self) -> EngineConfig:
-        """Return them as a configuration, after plugins and settings were applied.
+        """Apply plugins and settings, and return the configuration.
 
         Raises:
             SettingError: a value is out of range.

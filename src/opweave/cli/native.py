@@ -19,12 +19,12 @@ native = App(name="native", help="Start and build packages with native operators
 
 @native.command
 def new(name: str, /, *, json: Flag = False) -> None:
-    """Write a package with a native op that works into a new folder.
+    """Create a package with a working native op in a new folder.
 
     Parameters
     ----------
     name
-        The package's name, also that of the folder and of its torch ops.
+        Name of the package, its folder and the namespace of its torch ops.
     json
         Print JSON.
     """
@@ -74,7 +74,7 @@ def build(
 
 
 def _fail(error: NativeBuildError) -> None:
-    """Exit with 2 after one line for the user, and then the compiler's words."""
+    """Exit with 2 after a one-line error and the compiler's output."""
     try:
         fail(error.summary)
     finally:

@@ -30,13 +30,13 @@ def ops(
     import_: ImportOption = None,
     json: Flag = False,
 ) -> None:
-    """List ops with their implementations and layers, one per line; or describe one in detail.
+    """List ops and layers, one per line, or describe one in detail.
 
     Parameters
     ----------
     op
-        Show every implementation of this op and the layer of this name: availability, where the
-        priority comes from, traits.
+        Describe the op and the layer of this name: implementations, availability, source of the
+        priority, traits.
     json
         Print JSON.
     """
@@ -58,7 +58,7 @@ def ops(
         out.print(_overview(chosen))
         out.print()
         out.print(layer_overview(found))
-        out.print("\n(provider): not available here. Details of one: opweave ops NAME")
+        out.print("\n(provider): not available here. For details: opweave ops NAME")
         return
     for each in chosen:
         out.print(f"{each.name}{inspect.signature(each.native)}", markup=False)

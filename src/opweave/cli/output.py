@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, everything else to stderr."""
+"""Console output: results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.markup import escape
 
-_WIDE = 240  # for files and pipes, where nothing should be folded
+_WIDE = 240  # for files and pipes, so that lines are not wrapped
 _NARROWEST = 20
 
 
 def _check_width() -> None:
-    """Leave out a width that is no number or too small for any table: rich would never end."""
+    """Ignore a COLUMNS value that is malformed or too small: rich would loop forever."""
     width = os.environ.get("COLUMNS", "")
     if not (width.isascii() and width.isdecimal() and int(width) >= _NARROWEST):
         os.environ.pop("COLUMNS", None)
@@ -26,10 +26,10 @@ _check_width()  # before any console reads it
 
 
 class Results(Console):
-    """Writes to standard output, whose reader may go before the end, as ``head`` does."""
+    """Console on standard output, which the reader may close early, as ``head`` does."""
 
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # no problem to the command line; rich would exit with 1
+        raise BrokenPipeError  # handled by the command line; rich would exit with 1
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -44,16 +44,16 @@ out, err = _console(), _console(stderr=True)
 
 
 def open_streams() -> None:
-    """Make the standard streams fit to be written to, whatever the caller has left of them."""
+    """Make the standard streams writable, even if they are closed or use another encoding."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open until exit)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # what cannot be encoded is shown escaped
+        if hasattr(stream, "reconfigure"):  # escape characters that cannot be encoded
             stream.reconfigure(errors="backslashreplace")
 
 
 def format_warnings() -> None:
-    """Show warnings of opweave in one line, without the place in the code that gives them."""
+    """Show opweave's warnings in one line, without the source location."""
     warnings.formatwarning = _formatted
 
 
@@ -73,7 +73,7 @@ _format_warning = warnings.formatwarning
 
 
 def print_text(text: str) -> None:
-    """Write *text* to stdout as it is."""
+    """Write *text* to stdout unchanged."""
     sys.stdout.write(f"{text}\n")
 
 
@@ -100,5 +100,5 @@ def fail(message: str) -> NoReturn:
 
 
 def discard_output() -> None:
-    """Keep Python from complaining, when it exits, about output that cannot be written."""
+    """Prevent Python's error at exit about output that cannot be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,7 +11,7 @@ from opweave.config.plugin_options import apply_plugin_options
 from opweave.plugins import load_general_plugins
 
 GivenOptions = dict[str, dict[str, str]] | None
-"""Texts by plugin and key."""
+"""Option texts by plugin and key."""
 
 PluginOption = Annotated[
     GivenOptions,
@@ -19,14 +19,14 @@ PluginOption = Annotated[
         name="--plugin",
         negative=(),
         allow_leading_hyphen=True,  # for negative numbers
-        help="An option that a plugin or the platform brings: --plugin.acme.queue-depth=8. "
+        help="An option of a plugin or the platform: --plugin.acme.queue-depth=8. "
         "opweave doctor lists them.",
     ),
 ]
 
 
 def apply_plugins(values: GivenOptions) -> None:
-    """Load what declares options, and set those that were given.
+    """Load the plugins that declare options, and set the given ones.
 
     Raises:
         SettingError: an option is unknown, or a value is of another type than the option.
@@ -38,7 +38,7 @@ def apply_plugins(values: GivenOptions) -> None:
 
 
 def set_options(values: GivenOptions) -> None:
-    """Set the options that were given, of what has been loaded.
+    """Set the given options of loaded plugins.
 
     Raises:
         SettingError: an option is unknown, or a value is of another type than the option.

@@ -14,7 +14,7 @@ _STYLES = {"failed": "bold red", "active": "green", "loaded": "green"}
 
 
 def plugin_table(plugins: Iterable[Mapping[str, Any]]) -> Table:
-    """Return a row for each plugin: its state, the time that it took, what it registered."""
+    """Return a row per plugin: state, load time and registrations."""
     table = PlainTable("plugin", "group", "distribution", "state", "ms", "registered", "")
     for plugin in plugins:
         style = _STYLES.get(plugin["state"], "default")
@@ -31,7 +31,7 @@ def plugin_table(plugins: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def owner_text(owner: Mapping[str, str] | None) -> str:
-    """Return an owner as its ``str()`` would be: ``acme (acme-device 0.1.0)``."""
+    """Format an owner like its ``str()``: ``acme (acme-device 0.1.0)``."""
     if owner is None:
         return "opweave"
     return f"{owner['plugin']} ({owner['distribution']} {owner['version']})"

@@ -1,4 +1,4 @@
-"""``opweave plugins list | new``: the plugins that are installed, and a package to start from."""
+"""``opweave plugins list | new``: list installed plugins, and create a new package."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from opweave.ir.errors import OpweaveError
 from opweave.platforms import resolution
 from opweave.plugins import load_general_plugins, plugin_problems, plugin_report, scaffold
 
-plugins = App(name="plugins", help="List the plugins that are installed, and start a new one.")
+plugins = App(name="plugins", help="List installed plugins, and create a new one.")
 
 
 @plugins.command
 def new(name: str, /, *, platform: Flag = False, json: Flag = False) -> None:
-    """Write a plugin package that passes conformance into a new folder.
+    """Create a plugin package that passes conformance in a new folder.
 
-    It has a kernel for an op, a layer that replaces opweave's, and tests.
+    It has a kernel, a replacement layer and tests.
 
     Parameters
     ----------
     name
-        The package's name, also that of the folder, the plugin and its provider.
+        Name of the package, its folder, the plugin and its provider.
     platform
-        Let it bring a platform too.
+        Add a platform.
     json
         Print JSON.
     """
@@ -45,16 +45,16 @@ def new(name: str, /, *, platform: Flag = False, json: Flag = False) -> None:
 
 @plugins.command(name="list")
 def list_(*, json: Flag = False) -> int:
-    """List the plugins that are installed, and what became of each.
+    """List installed plugins and their state.
 
-    Loads the general plugins and asks the platforms', as a run would. Exits with 1 if one failed.
+    Loads general plugins and queries platform plugins, as a run would. Exits with 1 if one failed.
 
     Parameters
     ----------
     json
         Print JSON.
     """
-    with suppress(OpweaveError):  # what is wrong with plugins is told below, all of it
+    with suppress(OpweaveError):  # problems of plugins are listed below
         load_general_plugins()
     problem = _resolve_platform()
     records = [{**asdict(each), "state": str(each.state)} for each in plugin_report()]

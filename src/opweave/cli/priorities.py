@@ -18,11 +18,11 @@ PriorityOption = Annotated[
         negative=(),
         converter=by_key,
         help="Providers to prefer for an op: --ir-op-priority.rms_norm=opweave_c,native. "
-        "A provider written name! must be usable. Or all ops in one JSON object.",
+        "A provider written as name! is required. Or all ops in one JSON object.",
     ),
 ]
 
 
 def apply_priorities(priorities: Mapping[str, str | Iterable[str]] | None) -> None:
-    """Apply what the option said, and check every setting (SettingError if one is wrong)."""
+    """Apply the option, and check all priorities; raises SettingError for invalid ones."""
     apply_command_line(current_registry(), priorities or {})

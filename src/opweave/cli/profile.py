@@ -1,4 +1,4 @@
-"""Times the kernels of a model, each on the arguments that it was called with."""
+"""Times the kernels of a model on their actual arguments."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from opweave.ir.scope import Scope, current_scope, entered
 from opweave.ir.traffic import least_bytes
 from opweave.platforms import current_platform
 
-_SECONDS = 0.02  # that one figure takes at least
+_SECONDS = 0.02  # minimum time of a measurement
 _ROUNDS = 5
-_COPIED = 2**27  # bytes; more than caches hold
+_COPIED = 2**27  # bytes, more than the caches
 
 
 @dataclass
@@ -30,13 +30,13 @@ class Timing:
     """The time of one kernel for one signature.
 
     Attributes:
-        op, provider, shapes: the call; shapes of its tensor arguments.
-        calls: how often the model made it.
-        microseconds: of one call, median of 5 rounds, called repeatedly with the same arguments.
-        bytes: of arguments and results, or None where a table is read in part.
-        gb_per_second: those bytes over the time.
-        limit_share: this speed over that of a large copy on the same machine. Above 1 where the
-            arguments fit into a cache.
+        op, provider, shapes: the call and the shapes of its tensor arguments.
+        calls: number of calls by the model.
+        microseconds: time per call, median of 5 rounds, repeated with the same arguments.
+        bytes: size of arguments and results, or None if a table is read in part.
+        gb_per_second: bytes over time.
+        limit_share: this bandwidth over that of a large copy on the same machine; above 1 if the
+        arguments fit into a cache.
     """
 
     op: str
@@ -51,20 +51,20 @@ class Timing:
 
 @dataclass
 class Profile:
-    """Keeps the arguments of each distinct call, and times them afterwards."""
+    """Records the arguments of each distinct call, and times the calls afterwards."""
 
     _calls: dict[Any, tuple[Selection, tuple[Any, ...]]] = field(default_factory=dict)
     _counts: dict[Any, int] = field(default_factory=dict)
 
     def add(self, selection: Selection, values: tuple[Any, ...]) -> None:
-        """Count one call; the first of its kind is copied, because kernels may write to it."""
+        """Count a call; the first of its kind is copied, because kernels may write to arguments."""
         key = (selection.op.name, selection.provider, _shapes(values))
         self._counts[key] = self._counts.get(key, 0) + 1
         if key not in self._calls:
             self._calls[key] = selection, _copied(values)
 
     def timings(self, progress: Callable[[int, int], object]) -> Iterator[Timing]:
-        """Time every distinct call; *progress* gets the number of calls done, and of all."""
+        """Time every distinct call; *progress* gets the number of finished and of all calls."""
         limit = copy_speed()
         for done, (key, (selection, values)) in enumerate(self._calls.items()):
             progress(done, len(self._calls))
@@ -86,14 +86,14 @@ class Profile:
 
 @contextmanager
 def profiled() -> Iterator[Profile]:
-    """Keep the calls made inside the block."""
+    """Record the calls made inside the block."""
     found = Profile()
     with entered(Scope(current_scope(), recorder=found.add)):
         yield found
 
 
 def copy_speed() -> float:
-    """Return the bytes per second that a large copy reads and writes."""
+    """Return the bandwidth of a large copy in bytes per second, reads and writes."""
     source = torch.ones(_COPIED, dtype=torch.uint8, device=current_platform.device_type)
     target = torch.empty_like(source)
     seconds, _ = _time(lambda: target.copy_(source))
@@ -101,7 +101,7 @@ def copy_speed() -> float:
 
 
 def timing_table(timings: list[Timing]) -> Table:
-    """Return the slowest first, by the time of all their calls."""
+    """Return a table, sorted by total time, slowest first."""
     table = PlainTable("op", "ran", "shapes", "calls", "µs", "total µs", "GB/s", "of limit")
     for column in table.columns[3:]:
         column.justify = "right"
@@ -125,7 +125,7 @@ def as_data(timings: list[Timing]) -> list[dict[str, Any]]:
 
 
 def _time(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the median seconds of one call, and its last results."""
+    """Return the median time of a call in seconds, and its last results."""
     with torch.inference_mode():
         result = call()
         once = _elapsed(call, 1)

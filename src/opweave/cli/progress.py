@@ -1,4 +1,4 @@
-"""Progress on stderr, where somebody looks at it."""
+"""Progress bars on stderr."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from opweave.config import EngineConfig, progress
 
 
 class ProgressBar(progress.ProgressBar):
-    """A bar on stderr that goes away when it is done."""
+    """A transient progress bar on stderr."""
 
     def __init__(self, what: str, *, then: str = "", counts: bool = True) -> None:
         super().__init__(what, then=then, counts=counts, console=err)
 
 
 def loading_bar(config: EngineConfig) -> ProgressBar:
-    """Return the bar of an engine that starts."""
+    """Return the bar of an engine that is loading."""
     from opweave.engine.loading.progress import after_loading
 
     return ProgressBar("loading", then=after_loading(config))

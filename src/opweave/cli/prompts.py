@@ -1,4 +1,4 @@
-"""Prompts as they come from the command line."""
+"""Validation of prompts from the command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from opweave.cli.errors import CliError
 
 
 def check_utf8(text: str) -> None:
-    """Raise CliError if *text* holds bytes that were no UTF-8 when Python read them."""
+    """Raise CliError if *text* has surrogates, which stand for bytes that are not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -13,7 +13,7 @@ from opweave.compile.report import NodeReport, Report
 
 
 def print_reports(reports: Sequence[Report], seconds: float) -> None:
-    """Print what was decided for each graph, and then what it all took."""
+    """Print the report of each graph, and the total time."""
     for number, report in enumerate(reports, start=1):
         if len(reports) > 1:
             out.print(f"[bold]graph {number}[/]")
@@ -26,7 +26,7 @@ def print_report(report: Report) -> None:
     """Print the calls by outcome, the fusions, the passes and a summary."""
     if not report.complete:
         out.print(
-            "The code came from Inductor's cache, without a report. Compile anew with "
+            "The code came from Inductor's cache, without a report. Recompile with "
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
         )
         return

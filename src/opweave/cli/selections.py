@@ -1,4 +1,4 @@
-"""What ran while a model was run op by op, as a table and as data."""
+"""Kernel selections of an eager run, as a table and as data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from opweave.cli.tables import PlainTable
 
 
 def selections(record: ir.Record) -> list[dict[str, Any]]:
-    """Return every distinct outcome as plain data."""
+    """Return every distinct selection as plain data."""
     return [{**explanation.to_dict(), "calls": calls} for explanation, calls in record.outcomes()]
 
 
 def selection_table(record: ir.Record) -> Table:
-    """Return every distinct outcome as a row."""
+    """Return a table with a row per distinct selection."""
     table = PlainTable("op", "ran", "calls", "because of", "the others")
     for explanation, calls in record.outcomes():
         others = [

@@ -1,4 +1,4 @@
-"""``opweave serve``: answer requests of OpenAI's API over HTTP."""
+"""``opweave serve``: an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -84,95 +84,92 @@ def serve(
     compilation_config: CompilationOption = None,
     plugin: PluginOption = None,
 ) -> None:
-    """Answer requests over HTTP, as OpenAI's API has them, with the model in a directory.
+    """Serve a model with an OpenAI-compatible HTTP API.
 
-    SIGTERM and Ctrl-C finish the requests that were accepted; a second one stops at once.
+    SIGTERM and Ctrl-C finish accepted requests; a second one stops at once.
 
     Parameters
     ----------
     directory
         A directory with config.json, safetensors and tokenizer.json.
     model
-        The same, as an option.
+        The same as an option.
     host
-        The address to listen on; 0.0.0.0 is every network.
+        The address to listen on; 0.0.0.0 is all interfaces.
     port
-        The port to listen on; 0 takes one that is free, and prints it.
+        The port to listen on; 0 chooses a free one and prints it.
     uds
         Listen on a Unix domain socket at this path instead.
     ssl_keyfile
-        The private key of the certificate, if the file of --ssl-certfile does not hold it.
+        The private key of the certificate, if it is not in the file of --ssl-certfile.
     ssl_certfile
         Serve HTTPS with the certificate in this file, in PEM format.
     api_key
-        A key that requests must bring; give it several times for several. Also OPWEAVE_API_KEY.
+        API key that requests must have; repeatable. Also OPWEAVE_API_KEY.
     served_model_name
-        The name by which clients ask for the model; give it several times for several.
+        Name of the model for clients; repeatable.
     chat_template
         A Jinja file, the template itself, or the name of one of the checkpoint's templates, such as
         tool_use, instead of the checkpoint's default.
     trust_request_chat_template
-        Let requests bring chat templates of their own. These are programs, which may use a
-        processor for as long as they like.
+        Allow chat templates in requests. Templates are programs, and may use unbounded CPU time.
     tool_call_parser
-        The format in which the model writes tool calls; auto takes it from the chat template.
+        Format of the model's tool calls; auto detects it from the chat template.
     reasoning_parser
-        The format in which the model writes its reasoning; auto takes it from the chat template.
+        Format of the model's reasoning; auto detects it from the chat template.
     io_processor
-        The plugin that answers requests of a form of its own; the default is the one that
-        config.json names as io_processor_plugin.
+        The IO processor plugin; the default is io_processor_plugin in config.json.
     root_path
-        The path under which a proxy shows the server, such as /api.
+        The path prefix that a proxy adds, such as /api.
     cors
-        A web page's origin that may call the server, such as https://example.com; * is all.
+        Allowed CORS origin, such as https://example.com; * allows all.
     dtype
         auto (the checkpoint's), float32, bfloat16 or float16.
     load_format
-        auto reads the weights; dummy makes random ones up.
+        auto reads the weights; dummy uses random weights.
     seed
-        Seeds the sampling of requests that bring no seed.
+        Seed of requests without a seed.
     generation_config
-        Where sampling defaults come from: auto is the checkpoint's generation_config.json, none
-        disables them, anything else is a directory with another such file.
+        Source of sampling defaults: auto is the checkpoint's generation_config.json, none disables
+        them, anything else is a directory with a generation_config.json.
     cpu_threads
-        How many threads kernels on the CPU use, in each rank. The default is OMP_NUM_THREADS, else
-        what torch chooses.
+        Number of CPU threads per rank. The default is OMP_NUM_THREADS, else torch's choice.
     max_model_len
-        The most tokens of a prompt and its answer together.
+        Maximum number of tokens of a prompt and its answer.
     max_num_seqs
-        How many requests are computed together.
+        Maximum number of requests in a batch.
     max_num_batched_tokens
-        The most tokens of one forward.
+        Maximum number of tokens in a batch.
     scheduling_policy
         fcfs (first come, first served) or priority (the lowest number first).
     tensor_parallel_size
-        Over how many devices the model is divided.
+        Number of tensor-parallel ranks.
     data_parallel_size
-        How many replicas of the model share the requests, each an actor of Ray.
+        Number of replicas of the model; each is a Ray actor.
     data_parallel_address
-        host:port of a Ray cluster, or auto for this machine's. The default is RAY_ADDRESS, else Ray
-        is started.
+        host:port of a Ray cluster, or auto for the local one. The default is RAY_ADDRESS, else a
+        new local cluster.
     block_size
-        Tokens in one block of the cache.
+        Tokens per KV cache block.
     kv_cache_memory
-        The memory for the cache, in bytes.
+        Size of the KV cache in bytes.
     gpu_memory_utilization
-        The share of a device's memory for model and cache together, such as 0.9. On the CPU, use
+        Fraction of the device's memory for the model and the KV cache, such as 0.9. On the CPU, use
         --kv-cache-memory.
     prefix_caching
-        Whether prompts that begin alike share what was computed of them.
+        Reuse the KV cache of common prompt prefixes.
     enforce_eager
-        Compile nothing, whatever the other settings say.
+        Disable compilation, regardless of other settings.
     max_requests
-        How many answers may be worked on and wait; more are refused with 429.
+        Maximum number of running and waiting requests; others get a 429.
     max_body_size
-        The size of the largest request, in bytes.
+        Maximum size of a request body in bytes.
     body_timeout
-        Seconds within which the head of a request must have arrived, and then its body.
+        Timeout in seconds for reading a request's headers, and then its body.
     request_timeout
-        Seconds within which a request must have been answered.
+        Timeout in seconds for a complete answer.
     drain_timeout
-        Seconds that accepted requests get to finish when the server is told to stop.
+        Timeout in seconds for accepted requests at shutdown.
     log_level
         DEBUG, INFO, WARNING, ERROR or CRITICAL. The default is OPWEAVE_LOGGING_LEVEL, else INFO.
     log_format
@@ -180,7 +177,7 @@ def serve(
     log_prompts
         Log the text of prompts.
     config
-        A file of options by name: .yaml, .json or .toml. The command line is stronger.
+        A file with options by name: .yaml, .json or .toml. The command line takes precedence.
     """
     level = log_level or environment.logging_level() or "INFO"
     choose_log(level, as_json=log_format == "json", others={"uvicorn": "WARNING"})
@@ -258,8 +255,8 @@ def serve(
     parallel = engine_config.parallel
     launched = parallel.data_parallel_size == 1 and is_launched(parallel.tensor_parallel_size)
     if launched and is_follower(parallel.tensor_parallel_size):
-        open_engine(path, config=engine_config)  # which ends the process when rank 0 stops
-    # Before the model, which takes a while to load: whether the address is free shows at once.
+        open_engine(path, config=engine_config)  # ends the process when rank 0 stops
+    # Bind first: loading the model takes longer than finding out that the address is in use.
     bound = listen(host, port) if uds is None else listen_unix(uds)
     _log_options()
     if gpu_memory_utilization is not None:
@@ -274,7 +271,7 @@ def serve(
             app,
             bound,
             lambda: print_text(f"opweave serves {engine.model_name} on {url(bound, settings)}"),
-            ends_with_engine=launched,  # the end of a process is all that torchrun sees
+            ends_with_engine=launched,  # torchrun only sees that a process ended
         )
     if (failure := engine.dead_with) is not None:
         show_error(f"the engine died: {failure}{notes(failure)}")
@@ -282,12 +279,12 @@ def serve(
 
 
 def _only_one(directory: Path | None, model: Path | None) -> Path:
-    """Return the directory of the checkpoint, which may be given in two ways."""
+    """Return the checkpoint directory, which may be an argument or an option."""
     if directory is not None and model is not None and directory != model:
         raise CliError(f"The model is given twice: {directory}, and --model {model}. Give it once.")
     found = directory or model
     if found is None:
-        raise CliError("MODEL is missing. Give the directory of a checkpoint: opweave serve DIR.")
+        raise CliError("MODEL is missing. Give a checkpoint directory: opweave serve DIR.")
     return found
 
 
@@ -313,6 +310,4 @@ def _log_threads(given: int | None) -> None:
 
     set_by = "OMP_NUM_THREADS" if os.environ.get("OMP_NUM_THREADS") else "torch"
     origin = set_by if given is None else "--cpu-threads"
-    _log.info(
-        "threads of kernels on the CPU, in each rank: %d (%s)", torch.get_num_threads(), origin
-    )
+    _log.info("CPU threads per rank: %d (%s)", torch.get_num_threads(), origin)

@@ -1,4 +1,4 @@
-"""The file of ``opweave serve --config``: options under their names."""
+"""Option files of ``opweave serve --config``."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _KINDS = ".yaml, .yml, .json or .toml"
 
 
 class OptionSources:
-    """Fills in options from the file that ``--config`` names, and knows where each comes from.
+    """Reads options from the ``--config`` file, and records the source of each option.
 
     Attributes:
-        given: for each option that was given, its values and where they come from.
+        given: values and their source, for each given option.
     """
 
     def __init__(self) -> None:
         self.given: dict[str, str] = {}
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Be called by cyclopts between parsing and converting."""
+        """Add the file's options; cyclopts calls this between parsing and conversion."""
         for argument in arguments:
             if argument.name == "--config" and argument.tokens:
                 path = argument.tokens[0].value
@@ -55,10 +55,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise CliError(f"Cannot read --config {path}: {error.strerror}.") from error
     except ValueError as error:
         raise CliError(f"--config {path} is malformed: {error}.") from error
-    if values is None:  # an empty file of YAML
+    if values is None:  # an empty YAML file
         return {}
     if not isinstance(values, dict):
-        raise CliError(f"--config {path} must hold options by name, as port: 8000.")
+        raise CliError(f"--config {path} must hold options by name, such as port: 8000.")
     return {str(name).replace("_", "-"): _flat(value) for name, value in values.items()}
 
 
@@ -83,7 +83,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _flat(value: Any) -> Any:
-    """Lists inside of tables are written with commas on the command line."""
+    """Join lists inside tables with commas, as on the command line."""
     if not isinstance(value, Mapping):
         return value
     return {

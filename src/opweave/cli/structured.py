@@ -1,4 +1,4 @@
-"""The form that an answer must have, from the options of a command."""
+"""Structured output options."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 def structured_outputs(
     json_schema: str | None, regex: str | None, choice: list[str] | None, grammar: str | None
 ) -> StructuredOutputsParams | None:
-    """Return the form, or None if no option gives one.
+    """Return the structured output parameters, or None without such options.
 
     Args:
-        json_schema: the name of a file, or the schema itself.
+        json_schema: a file name, or the schema itself.
         regex: a regular expression.
-        choice: texts.
-        grammar: the name of a file, or the grammar itself.
+        choice: the possible answers.
+        grammar: a file name, or the grammar itself.
 
     Raises:
-        CliError: several options give a form, or a file cannot be read.
-        SamplingParamsError: the form is not valid.
+        CliError: several options are given, or a file cannot be read.
+        SamplingParamsError: the value is not valid.
     """
     from opweave.engine import StructuredOutputsParams
 
@@ -38,7 +38,7 @@ def structured_outputs(
     if not given:
         return None
     if len(given) > 1:
-        raise CliError(f"{' and '.join(given)} exclude each other; give one of them.")
+        raise CliError(f"{' and '.join(given)} are mutually exclusive; give one of them.")
     return StructuredOutputsParams(
         json=_read("--json-schema", json_schema, "{"),
         regex=regex,
@@ -48,7 +48,7 @@ def structured_outputs(
 
 
 def _read(option: str, value: str | None, *marks: str) -> str | None:
-    """Return *value* if it holds one of *marks*, which a name of a file does not; else the file."""
+    """Return *value* if it has one of *marks*, which file names do not; else the file's text."""
     if value is None or any(mark in value for mark in marks):
         return value
     try:

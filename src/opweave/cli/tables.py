@@ -7,14 +7,14 @@ from rich.table import Table
 from rich.text import Text
 
 _GAP = 2  # between columns
-_LONGEST_WORD = 24  # longer words, such as paths, may be folded
+_LONGEST_WORD = 24  # longer words, such as paths, may be wrapped
 
 
 class PlainTable(Table):
-    """A table without lines whose cells wrap between words.
+    """A table without borders whose cells wrap between words.
 
-    Rich shrinks every column alike when a table is too wide, down to one letter per line. Here no
-    column gets narrower than its longest word of up to 24 characters.
+    Rich shrinks all columns of a wide table equally, down to one letter per line. Here a column is
+    at least as wide as its longest word of up to 24 characters.
     """
 
     def __init__(self, *columns: str) -> None:
@@ -35,7 +35,7 @@ def _longest_word(cell: str) -> int:
 
 
 class ListTable(Table):
-    """A table with one line per row; the last column is cut where the terminal ends."""
+    """A table with one line per row; the last column is truncated to the terminal."""
 
     def __init__(self, *columns: str) -> None:
         super().__init__(box=None, header_style="bold", padding=(0, _GAP, 0, 0), pad_edge=False)

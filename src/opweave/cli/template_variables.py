@@ -16,7 +16,7 @@ def _variables(kind: Any, tokens: Mapping[str, Any] | Sequence[Token]) -> dict[s
 
 
 def _value(given: Any) -> Any:
-    """Return the value of JSON text; other text is itself."""
+    """Parse JSON; return other text unchanged."""
     try:
         return json.loads(given) if isinstance(given, str) else given
     except ValueError:

@@ -15,14 +15,14 @@ _REQUIREMENT = re.compile(r"([\w.-]+).*;.*extra == ['\"](\w+)['\"]")
 
 @dataclass(frozen=True)
 class Tool:
-    """One optional part of the installation.
+    """An optional dependency.
 
     Attributes:
-        name: what it is.
+        name: name for the user.
         found: its version, or None if it is missing.
-        needed_for: what does not work without it.
+        needed_for: features that need it.
         fix: how to install it.
-        required: whether its absence counts as a problem.
+        required: whether doctor reports a problem if it is missing.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""``opweave verify``: whether implementations are right, and a certificate of it."""
+"""``opweave verify``: check implementations against their op, and issue a certificate."""
 
 from __future__ import annotations
 
@@ -54,28 +54,28 @@ def verify_command(
 ) -> int:
     """Verify implementations: values, memory, metadata, traits, predicates, compiled calls.
 
-    Exits with 1 if one is wrong, or none of them could be verified here.
+    Exits with 1 if an implementation is wrong, or none could be verified here.
 
     Parameters
     ----------
     op
-        Verify the implementations of this op only; may be given several times.
+        Verify implementations of this op only; repeatable.
     provider
-        Verify this provider only; may be given several times. A name that is not registered is
-        imported as a module.
+        Verify this provider only; repeatable. A name that is not registered is imported as a
+        module.
     platform
         Verify on the device of this platform; by default the current one.
     check
-        Run this check only; may be given several times.
+        Run this check only; repeatable.
     seed
-        Of the inputs; the same seed gives the same inputs.
+        Seed of the inputs.
     input_
-        An option of the op's input generator, such as hidden_size=4096, for kernels that take
-        certain sizes only; may be given several times.
+        An option of the op's input generator, such as hidden_size=4096, for kernels that support
+        certain sizes only; repeatable.
     timeout
-        Seconds that one case may take, before it counts as one without an end.
+        Timeout of a case in seconds.
     in_process
-        Verify in this process, for a debugger: a kernel that crashes then ends all.
+        Verify in this process, for a debugger; a crashing kernel then ends the command.
     certificate_
         Write the results to this file as JSON, compressed if its name ends in .xz; "-" is standard
         output.
@@ -84,12 +84,12 @@ def verify_command(
     """
     check_writable("--certificate", certificate_)
     if json and certificate_ == "-":
-        raise CliError("--json and --certificate - would both go to standard output.")
+        raise CliError("--json and --certificate - cannot both go to standard output.")
     if not timeout > 0:
-        raise CliError(f"--timeout {timeout:g} should be a number of seconds above 0.")
+        raise CliError(f"--timeout {timeout:g} should be a positive number of seconds.")
     select_checks(check or ())
     import_modules(import_)
-    with redirect_stdout(sys.stderr):  # stdout holds results only
+    with redirect_stdout(sys.stderr):  # stdout is for results only
         apply_plugins(plugin)
         found = with_inputs(subjects(op or (), provider or (), platform), input_ or ())
         task = Task(tuple(import_ or ()), tuple(check or ()), seed)
@@ -115,7 +115,7 @@ def _verify_here(found: list[Subject], task: Task) -> list[Result]:
 
 
 def _shown(found: list[Subject]) -> Iterator[Subject]:
-    """Yield each, and show which it is."""
+    """Yield each subject, and show it in the progress bar."""
     with ProgressBar("verifying") as progress:
         for i, subject in enumerate(found):
             progress(i, len(found), str(subject))
@@ -131,7 +131,7 @@ def _print(results: list[Result]) -> None:
 
 
 def _print_findings(result: Result) -> None:
-    """Print the first findings, one per check before a second of any: one mistake fails many."""
+    """Print the first findings, one per check first: one mistake often causes many."""
     failed = [outcome for outcome in result.outcomes if outcome.problems]
     rounds = zip_longest(*([(o.check, each) for each in o.problems] for o in failed))
     findings = [finding for each in rounds for finding in each if finding is not None]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-_NO_CODE = "opweave runs no code of checkpoints."
-_OWN_TOKENIZER = "The tokenizer is the checkpoint's: put its files into the directory."
+_NO_CODE = "opweave does not run code from checkpoints."
+_OWN_TOKENIZER = "The tokenizer is the checkpoint's: put its files into that directory."
 _LOCAL = "opweave loads local directories; download the checkpoint first."
 _ALWAYS = "It is always on; leave the option out."
 _NO_LORA = "LoRA adapters are not supported; merge them into the checkpoint."
@@ -20,11 +20,11 @@ REPLACEMENTS = {
     "--allowed-methods": "Use --cors ORIGIN, which allows all methods.",
     "--allowed-origins": "Use --cors ORIGIN.",
     "--api-server-count": "One process serves HTTP; use --data-parallel-size for more engines.",
-    "--async-scheduling": "Leave it out: opweave has one way to schedule.",
+    "--async-scheduling": "Leave it out: opweave has one scheduler.",
     "--chat-template-content-format": "It is detected from the chat template; leave it out.",
     "--code-revision": _NO_CODE,
     "--disable-access-log-for-endpoints": "Use --log-level WARNING.",
-    "--disable-fastapi-docs": "Leave it out: /docs holds nothing secret.",
+    "--disable-fastapi-docs": "Leave it out: /docs is public.",
     "--disable-frontend-multiprocessing": "Leave it out: one process serves HTTP.",
     "--disable-log-requests": "Prompts are not logged unless --log-prompts is given.",
     "--disable-log-stats": "Leave it out: statistics are at /metrics, not in the log.",
@@ -56,7 +56,7 @@ REPLACEMENTS = {
     "--max-logprobs": "Requests may ask for up to 20; leave it out.",
     "--max-log-len": "Use --log-prompts, which logs whole prompts.",
     "--max-loras": _NO_LORA,
-    "--max-parallel-loading-workers": "Leave it out: tensors are read one after the other.",
+    "--max-parallel-loading-workers": "Leave it out: tensors are read sequentially.",
     "--max-seq-len-to-capture": "Use --compilation-config.",
     "--middleware": "Write a plugin with a router.",
     "--mm-processor-kwargs": _NO_MEDIA,
@@ -64,14 +64,14 @@ REPLACEMENTS = {
     "--num-gpu-blocks-override": "Use --kv-cache-memory BYTES.",
     "--num-speculative-tokens": _NO_DRAFTS,
     "--optimization-level": "Use --compilation-config.mode.",
-    "--override-generation-config": "Use --generation-config with a directory of your own file.",
+    "--override-generation-config": "Use --generation-config with a directory of your own.",
     "--pipeline-parallel-size": _NO_PIPELINE,
     "--quantization": _QUANTIZED,
     "--response-role": "Answers have the role assistant.",
     "--return-tokens-as-token-ids": "Requests have the field return_tokens_as_token_ids.",
     "--revision": _LOCAL,
-    "--rope-scaling": "Edit rope_scaling in config.json of the checkpoint.",
-    "--rope-theta": "Edit rope_theta in config.json of the checkpoint.",
+    "--rope-scaling": "Edit rope_scaling in the checkpoint's config.json.",
+    "--rope-theta": "Edit rope_theta in the checkpoint's config.json.",
     "--runner": "It follows from the model: encoders embed, others generate.",
     "--scheduler-cls": "A platform plugin names the scheduler.",
     "--scheduler-delay-factor": "Leave it out: requests are not delayed.",
@@ -100,6 +100,6 @@ REPLACEMENTS = {
 
 
 def replacement(option: str) -> str | None:
-    """Return what to use instead of an option of vLLM, as a sentence; None: it is not known."""
+    """Return the hint for an option of vLLM, or None if it is unknown."""
     name = option.partition("=")[0].replace("_", "-")
     return REPLACEMENTS.get(name)

@@ -1,4 +1,4 @@
-"""Drives a running server with requests, and measures its answers."""
+"""Load generator for a running server."""
 
 from opweave.cli.load.client import Answer, Client
 from opweave.cli.load.plan import Load, arrivals, prompts

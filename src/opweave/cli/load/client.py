@@ -1,4 +1,4 @@
-"""Sends streamed completions, and takes the time of every event."""
+"""Client that streams completions and records the time of every event."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answer:
-    """What came back for one request. Times are seconds from the start of all.
+    """Response to one request. Times are seconds since the start of the run.
 
     Attributes:
-        sent: when it was sent.
-        events: when each event with text came; the first one may have none yet.
-        prompt_tokens, output_tokens: as the server counts them.
-        ended: when the answer was complete.
-        error: why there is none; None: there is.
+        sent: time when the request was sent.
+        events: time of each event; the first may be empty, the others have text.
+        prompt_tokens, output_tokens: as counted by the server.
+        ended: time when the answer was complete.
+        error: why the request failed, or None.
     """
 
     sent: float
@@ -39,20 +39,19 @@ class Answer:
 
 
 class _FailedError(Exception):
-    """One request failed; the others go on."""
+    """A request failed; the others continue."""
 
 
 class Client:
     """A client of an OpenAI-compatible server.
 
     Args:
-        url: of the server, with or without ``/v1``.
-        api_key: if the server wants one.
-        timeout: seconds without a byte after which a request has failed.
+        url: URL of the server, with or without ``/v1``.
+        api_key: the server's key, if it requires one.
+        timeout: seconds without data after which a request fails.
 
     Raises:
-        CliError: *url* is none, *timeout* is not positive, no header can carry *api_key*, or httpx
-            is not installed.
+        CliError: *url*, *timeout* or *api_key* is not valid, or httpx is not installed.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
@@ -62,7 +61,7 @@ class Client:
         try:
             base = library.URL(url.rstrip("/").removesuffix("/v1"))
         except library.InvalidURL as error:
-            raise CliError(f"{url!r} is no URL: {error}.") from error
+            raise CliError(f"{url!r} is not a URL: {error}.") from error
         if base.scheme not in ("http", "https") or not base.host:
             raise CliError(f"{url!r} should be a server's URL, such as http://127.0.0.1:8000.")
         if base.port is not None and not 0 < base.port < 65536:
@@ -89,10 +88,10 @@ class Client:
         await self._client.aclose()
 
     async def model(self) -> str:
-        """Return the name of the first model that the server has.
+        """Return the name of the server's first model.
 
         Raises:
-            CliError: there is no server, or it refuses, or it has none.
+            CliError: the server cannot be reached, refuses, or does not list a model.
         """
         try:
             response = await self._client.get("/v1/models")
@@ -100,22 +99,22 @@ class Client:
                 raise _FailedError(_refusal(response.status_code, response.content))
             return str(response.json()["data"][0]["id"])
         except (_FailedError, self._httpx.HTTPError) as error:
-            raise CliError(f"{self.url} does not say its models: {_described(error)}.") from error
+            raise CliError(f"{self.url} does not list its models: {_described(error)}.") from error
         except (ValueError, LookupError, TypeError) as error:
-            raise CliError(f"{self.url}/v1/models is no list of models: {error!r}.") from error
+            raise CliError(f"{self.url}/v1/models is not a list of models: {error!r}.") from error
 
     async def run(
         self, model: str, load: Load, progress: Callable[[int, int], None]
     ) -> tuple[list[Answer], float]:
-        """Send all requests at their times.
+        """Send all requests at their arrival times.
 
         Args:
-            model: the model that is asked for.
+            model: name of the model.
             load: the requests.
-            progress: called with the number of answers so far, and of all.
+            progress: called with the number of finished and of all requests.
 
         Returns:
-            The answers, in the order of the requests, and the seconds that all took.
+            The answers in the order of the requests, and the duration in seconds.
         """
         start, done = time.perf_counter(), 0
         progress(0, load.requests)
@@ -176,7 +175,7 @@ def _body(model: str, prompt: str | list[int], load: Load) -> dict[str, Any]:
 
 
 def _take(answer: Answer, line: str, now: float) -> bool:
-    """Take a line of a stream of events; return whether it is the last one."""
+    """Process a line of an event stream; return whether it is the last one."""
     name, _, data = line.partition(":")
     data = data.strip()
     if name != "data" or data == "[DONE]":
@@ -191,7 +190,7 @@ def _take(answer: Answer, line: str, now: float) -> bool:
             answer.prompt_tokens = int(usage["prompt_tokens"])
             answer.output_tokens = int(usage["completion_tokens"])
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise _FailedError(f"an event is no completion: {error!r}") from error
+        raise _FailedError(f"an event is not a completion: {error!r}") from error
     return False
 
 

@@ -1,4 +1,4 @@
-"""What is sent, and when: all of it follows from a seed."""
+"""Prompts and arrival times of a load test, determined by a seed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that arrive independently of each other and of the answers: a Poisson process.
+    """A Poisson process of requests, independent of the responses.
 
     Attributes:
-        requests: how many.
-        rate: how many arrive in a second, on average; infinite: all at once.
-        prompt_length: of each prompt, in words, drawn at random so that no two begin alike.
-        max_tokens: the length of an answer.
-        ignore_eos: ask the server to go on at an end-of-text token, so that answers are that long.
-        vocab_size: prompts are so many token ids below this number instead; None: they are words.
-        seed: decides prompts and times of arrival.
+        requests: number of requests.
+        rate: mean number of requests per second; infinite: all at once.
+        prompt_length: random words per prompt, so that prompts do not share a prefix.
+        max_tokens: tokens per answer.
+        ignore_eos: ask the server to ignore end-of-text tokens, so that answers have that length.
+        vocab_size: prompts are token ids below this number; None: prompts are words.
+        seed: seed of prompts and arrival times.
 
     Raises:
         CliError: a number is out of range.
@@ -58,7 +58,7 @@ class Load:
 
 
 def arrivals(load: Load) -> list[float]:
-    """Return when each request is sent, in seconds from the start; the first one at once."""
+    """Return the arrival time of each request in seconds; the first is 0."""
     if math.isinf(load.rate):
         return [0.0] * load.requests
     draw = random.Random(load.seed)
@@ -67,8 +67,8 @@ def arrivals(load: Load) -> list[float]:
 
 
 def prompts(load: Load) -> Sequence[str | list[int]]:
-    """Return the prompt of each request: a text, or token ids."""
-    # Seeded with another value than the arrivals: another rate does not change the prompts.
+    """Return the prompt of each request: text or token ids."""
+    # A seed of their own: prompts do not depend on the rate.
     draw, length = random.Random(f"prompts {load.seed}"), load.prompt_length
     if load.vocab_size is not None:
         ids = range(load.vocab_size)

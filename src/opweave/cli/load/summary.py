@@ -1,4 +1,4 @@
-"""Figures of many answers."""
+"""Statistics of a load test."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Summary:
-    """What a server did under load.
+    """Latency and throughput of a server under load.
 
     Attributes:
-        seconds: from the first request to the last answer.
-        completed: requests with an answer.
-        errors: how often each reason was why there is none.
-        prompt_tokens, output_tokens: of those with one.
-        request_throughput: requests with an answer, in a second.
-        output_throughput: tokens generated in a second.
-        total_throughput: those and the prompts' in a second.
-        milliseconds: mean and percentiles of ``ttft`` (from sending a request to its first event),
-            ``itl`` (between two events of a stream), ``tpot`` (of each token after the first) and
-            ``e2e`` (of all of an answer), where there is any.
+        seconds: time from the first request to the last answer.
+        completed: number of requests with an answer.
+        errors: number of failed requests by reason.
+        prompt_tokens, output_tokens: tokens of the completed requests.
+        request_throughput: completed requests per second.
+        output_throughput: generated tokens per second.
+        total_throughput: prompt and generated tokens per second.
+        milliseconds: mean and percentiles of ``ttft`` (time to first token), ``itl`` (time between
+        two events of a stream), ``tpot`` (time per token after the first) and ``e2e`` (end-to-end
+        latency), if there are any.
     """
 
     seconds: float
@@ -42,7 +42,7 @@ class Summary:
 
 
 def summarise(answers: Sequence[Answer], seconds: float) -> Summary:
-    """Return the figures of *answers*, which took *seconds* together."""
+    """Return the statistics of *answers*, received within *seconds*."""
     good = [answer for answer in answers if answer.error is None]
     failed = Counter(answer.error for answer in answers if answer.error is not None)
     prompt = sum(answer.prompt_tokens for answer in good)
@@ -81,7 +81,7 @@ def _distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def _percentile(ordered: Sequence[float], percent: float) -> float:
-    """Interpolate linearly between the two values that are nearest."""
+    """Interpolate linearly between the two nearest values."""
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(ordered) - 1)

@@ -1,1 +1,1 @@
-"""Reads a module of vLLM-style ``CustomOp`` classes, and says what each becomes."""
+"""The codemod of ``opweave migrate``: vLLM-style ``CustomOp`` classes become ops and layers."""

@@ -1,4 +1,4 @@
-"""Names in a class that only stand for another of its methods."""
+"""Names in a class that are aliases of its methods."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from opweave.cli.migration.syntax import Function, attribute_of_self, dotted, is
 
 
 def assigned_names(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """Yield the names that a class assigns, and the name that the value is, or nothing."""
+    """Yield the names that a class assigns, with the value if it is a dotted name, else ""."""
     for each in node.body:
         if isinstance(each, ast.Assign):
             yield from ((dotted(target), dotted(each.value)) for target in each.targets)
 
 
 def delegates(methods: Mapping[str, Function]) -> Iterator[tuple[str, str]]:
-    """Yield the methods that do nothing but call a ``forward_...`` with what they got, and it."""
+    """Yield methods that only forward their arguments to a ``forward_...``, and its name."""
     for name, function in methods.items():
         if called := _delegate(function, methods):
             yield name, called
 
 
 def _delegate(function: Function, methods: Mapping[str, Function]) -> str:
-    """Return the ``forward_...`` that a method does nothing but call, with its own arguments."""
+    """Return the ``forward_...`` to which a method only forwards its arguments, or ""."""
     statements = [each for each in function.body if not is_docstring(each)]
     if len(statements) != 1 or not isinstance(statements[0], ast.Return):
         return ""
@@ -37,13 +37,13 @@ def _delegate(function: Function, methods: Mapping[str, Function]) -> str:
 
 
 def _given(call: ast.Call) -> list[str]:
-    """Return what a call passes on, with ``k`` for ``k=k``."""
+    """Return the arguments of a call, with ``k`` for ``k=k``."""
     positional = list(map(ast.unparse, call.args))
     return positional + [ast.unparse(each).removeprefix(f"{each.arg}=") for each in call.keywords]
 
 
 def _taken(function: Function) -> list[str]:
-    """Return what a method takes, as a call of another would pass it on."""
+    """Return the parameters of a method, as arguments that forward them."""
     arguments = function.args
     names = [each.arg for each in arguments.args[1:]]
     names += [f"*{arguments.vararg.arg}"] if arguments.vararg else []

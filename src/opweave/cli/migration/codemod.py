@@ -61,7 +61,7 @@ def _migrated_class(
 
 
 def _with_moved_imports(body: Sequence[Statement], used: Set[str]) -> Iterator[Statement]:
-    comments: list[cst.EmptyLine] = []  # of imports that are gone
+    comments: list[cst.EmptyLine] = []  # of removed imports
     for each in body:
         line = each.with_changes(leading_lines=[*comments, *each.leading_lines])
         comments = []
@@ -83,7 +83,7 @@ def _with_moved_imports(body: Sequence[Statement], used: Set[str]) -> Iterator[S
 
 
 def _with_own_imports(body: Sequence[Statement], own: Sequence[str]) -> list[Statement]:
-    """Return *body* with opweave's imports after those that it starts with."""
+    """Return *body* with opweave's imports after its first imports."""
     start = 1 if body and _is_docstring(body[0]) else 0
     end = next((i for i in range(start, len(body)) if not _is_import(body[i])), len(body))
     present = _bindings(cst.Module(body[start:end]).code)

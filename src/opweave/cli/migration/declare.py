@@ -1,4 +1,4 @@
-"""The op that a layer's ``forward_native`` is."""
+"""The op that is declared from a layer's ``forward_native``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from opweave.ir import current_registry
 
 PLATFORM_METHODS = {
     "forward_cuda": "cuda",
-    "forward_hip": "cuda",  # as torch calls ROCm's devices
+    "forward_hip": "cuda",  # torch's name for ROCm devices
     "forward_cpu": "cpu",
     "forward_xpu": "xpu",
     "forward_tpu": "xla",
@@ -36,7 +36,7 @@ PLATFORM_METHODS = {
 
 @dataclass
 class OpPlan:
-    """An op: a new one with its native implementation, or one that opweave has."""
+    """A new op with its native implementation, or an existing op of opweave."""
 
     name: str
     arguments: list[Argument]
@@ -45,18 +45,18 @@ class OpPlan:
 
 
 def declare(layer: LayerClass, path: Path, notes: list[str]) -> OpPlan | None:
-    """Return the op that ``forward_native`` is, or None, and say in *notes* why."""
+    """Return the op for ``forward_native``, or None with the reason in *notes*."""
     native = layer.methods.get(NATIVE)
     if native is None:
-        notes.append("It has no forward_native of its own, so there is nothing to declare.")
+        notes.append("It does not define forward_native, so there is no op to declare.")
         return None
     if done := _op_called(native):
         notes.append(f"Its op is ir.ops.{done} already.")
         return None
     if problem := _no_function(native):
         notes.append(
-            f"forward_native is no op: {problem}. Write one function for each form, with "
-            "positional parameters and outputs that are always the same, and call them from it."
+            f"forward_native is not an op: {problem}. Write one function per form, with "
+            "positional parameters and fixed outputs, and call them from it."
         )
         return None
     guesses: list[str] = []
@@ -66,15 +66,15 @@ def declare(layer: LayerClass, path: Path, notes: list[str]) -> OpPlan | None:
     if (given := changed_or_returned(native)) is not None:
         problems.append(f"it writes to its argument {given}, or returns it")
     if problems:
-        notes.append(f"forward_native is no op: {'; '.join(problems)}.")
+        notes.append(f"forward_native is not an op: {'; '.join(problems)}.")
         return None
     notes += guesses
     if native.returns is None:
-        notes.append(f"The type of what it returns is a guess: {returned(native)}.")
+        notes.append(f"The return type is a guess: {returned(native)}.")
     wanted = layer.registered or snake(layer.name)
     name = op_name(wanted)
     if name != wanted:
-        notes.append(f"Its op is called {name}: {wanted!r} is no name for an op.")
+        notes.append(f"Its op is called {name}: {wanted!r} is not a valid op name.")
     known = declared(name)
     if known is not None:
         if {a.name for a in known.arguments if not a.default} <= {a.name for a in arguments}:
@@ -89,7 +89,7 @@ def declare(layer: LayerClass, path: Path, notes: list[str]) -> OpPlan | None:
 
 
 def declared(name: str | None) -> OpPlan | None:
-    """Return the op of that name that opweave has, or None."""
+    """Return opweave's op of that name, or None."""
     if name is None or name not in current_registry().ops:
         return None
     signature = inspect.signature(current_registry().op(name).native)
@@ -103,7 +103,7 @@ def declared(name: str | None) -> OpPlan | None:
 
 
 def _op_called(native: Function) -> str:
-    """Return the name of the op that a method does nothing but call: it is migrated already."""
+    """Return the name of the op that a method only calls, because it was migrated before, or ""."""
     statements = [each for each in native.body if not is_docstring(each)]
     calls = [s.value for s in statements if isinstance(s, ast.Return) and len(statements) == 1]
     called = dotted(calls[0].func) if calls and isinstance(calls[0], ast.Call) else ""
@@ -122,7 +122,7 @@ def _no_function(native: Function) -> str:
 
 
 def _arguments(native: Function, layer: LayerClass, notes: list[str]) -> list[Argument]:
-    """Return the op's arguments: those of the method, and after the required ones, attributes."""
+    """Return the op's arguments: the method's, with the attributes after the required ones."""
     defaults = [None] * (len(native.args.args) - len(native.args.defaults)) + native.args.defaults
     own = [
         Argument(arg.arg, annotation_of(arg, default), ast.unparse(default) if default else None)
@@ -145,9 +145,10 @@ def _arguments(native: Function, layer: LayerClass, notes: list[str]) -> list[Ar
 
 
 def _used_attributes(native: Function, layer: LayerClass) -> list[str]:
-    """Return the attributes of self that a method reads as values.
+    """Return the attributes of ``self`` that a method uses as values.
 
-    What it calls is no value, and neither is what it reads a part of, unless that is a tensor.
+    Attributes that it calls are not values, nor are objects of which it reads a part, except for
+    tensors.
     """
     opened = {
         attribute_of_self(node.func if isinstance(node, ast.Call) else node.value)

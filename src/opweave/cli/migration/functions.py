@@ -1,4 +1,4 @@
-"""The functions that methods become: ops, their implementations and helpers."""
+"""Functions made from methods: ops, implementations and helpers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTH = 88  # longer signatures get a line per parameter
 def functions(
     plan: Plan, node: cst.ClassDef, helpers: set[str], ir: str, indent: str
 ) -> Iterator[cst.FunctionDef]:
-    """Yield the functions that the methods of a class become.
+    """Yield the functions made from the methods of a class.
 
     Args:
         plan: the plan of the class.
@@ -112,7 +112,7 @@ def _docstring(body: cst.BaseSuite) -> cst.SimpleStatementLine | None:
 
 
 class _SelfReplacer(cst.CSTTransformer):
-    """Writes something else for attributes of ``self``."""
+    """Replaces attributes of ``self``."""
 
     def __init__(self, replacements: Mapping[str, str]) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ _VLLM_API = "opweave.integrations.vllm_api"
 
 
 def imports_of(node: ast.AST) -> dict[str, str]:
-    """Return what each name that an import in *node* binds stands for, as a dotted name."""
+    """Return the full name of every name that imports in *node* bind."""
     found = {}
     for part in ast.walk(node):
         if isinstance(part, ast.Import):
@@ -33,13 +33,13 @@ def imports_of(node: ast.AST) -> dict[str, str]:
 
 
 def full_name(node: ast.expr, imports: Mapping[str, str]) -> str:
-    """Return the dotted name *node*, with what its first part was imported as."""
+    """Return the dotted name *node*, with the full name of its imported first part."""
     first, dot, rest = dotted(node).partition(".")
     return imports.get(first, first) + dot + rest
 
 
 def moved(node: cst.BaseSmallStatement, used: Set[str]) -> Sequence[cst.BaseSmallStatement]:
-    """Return what an import becomes; of the names from vLLM, only those that are *used*."""
+    """Return the imports that replace an import; of names from vLLM, only those *used*."""
     if isinstance(node, cst.Import):
         names = [_moved_module(alias) for alias in node.names]
         return [node.with_changes(names=names)]
@@ -60,7 +60,7 @@ def moved(node: cst.BaseSmallStatement, used: Set[str]) -> Sequence[cst.BaseSmal
 
 
 def _from(node: cst.ImportFrom, module: str, names: Any) -> cst.ImportFrom:
-    if not node.names:  # a new one, without the commas of the old one
+    if not node.names:  # a new import, without the old one's commas
         names = [alias.with_changes(comma=cst.MaybeSentinel.DEFAULT) for alias in names]
     return node.with_changes(module=cst.parse_expression(module), names=names)
 
@@ -71,7 +71,7 @@ def _moved_module(alias: cst.ImportAlias) -> cst.ImportAlias:
 
 
 def remaining_imports(text: str) -> list[str]:
-    """Return the modules of vLLM's that a sketch still imports."""
+    """Return vLLM's modules that the new text still imports."""
     modules: list[str] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and not node.level:
@@ -82,7 +82,7 @@ def remaining_imports(text: str) -> list[str]:
 
 
 def _home(module: str, name: str) -> str:
-    """Return the module that has what vLLM's *module* has under *name*: opweave's, if one does."""
+    """Return opweave's module that provides *name* of vLLM's *module*, else *module*."""
     if f"{module}.".startswith("vllm.model_executor.") and name in own_layers.__all__:
         return "opweave.layers"
     ours = _in_vllm_api(module)
@@ -90,13 +90,13 @@ def _home(module: str, name: str) -> str:
 
 
 def _in_vllm_api(module: str) -> str | None:
-    """Return the module of opweave's that has the names of vLLM's *module*, if there is one."""
+    """Return opweave's module with the names of vLLM's *module*, or None."""
     if not _is_vllm(module):
         return None
     ours = _VLLM_API + module.removeprefix("vllm")
     try:
         return ours if find_spec(ours) else None
-    except ModuleNotFoundError:  # of a package on the way to it
+    except ModuleNotFoundError:  # a parent package is missing
         return None
 
 

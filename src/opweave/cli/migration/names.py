@@ -1,4 +1,4 @@
-"""Names that the sketch gives: identifiers, as ops and providers can be called."""
+"""Valid names for ops and providers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def snake(name: str) -> str:
 
 
 def op_name(text: str) -> str:
-    """Return *text* as an op can be called."""
+    """Return *text* as a valid op name."""
     name = _identifier(text)
     try:
         return check_op_name(name)
@@ -23,7 +23,7 @@ def op_name(text: str) -> str:
 
 
 def provider_name(text: str) -> str:
-    """Return *text* as a provider can be called that is not opweave's."""
+    """Return *text* as a valid provider name that opweave does not use."""
     name = _identifier(text)
     return f"my_{name}" if name in RESERVED_PROVIDERS or name in OWN_PROVIDERS else name
 

@@ -1,4 +1,4 @@
-"""What each layer of a module becomes: an op, implementations of it, and a layer or none."""
+"""The plan for each layer of a module: an op, its implementations, and the remaining layer."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class ImplPlan:
 
 @dataclass
 class Plan:
-    """What becomes of one class.
+    """The plan for one class.
 
     Attributes:
-        stays: whether a layer of this name is still needed.
-        kept: the methods for a platform that stay as they are.
-        notes: what a person has to look at.
+        stays: whether the layer is still needed.
+        kept: platform methods that are not changed.
+        notes: remarks for the user.
     """
 
     layer: LayerClass
@@ -61,13 +61,13 @@ def _custom_op(made: Plan, source: Source) -> None:
     layer = made.layer
     if layer.registered is None:
         made.notes.append(
-            "It has no registered name, so custom_ops cannot speak of it. Register it, unless it "
-            "is to follow its parent's name."
+            "It has no registered name, so custom_ops cannot select it. Register it, unless it "
+            "uses its parent's name."
         )
     elif not layer.registered.isidentifier():
         made.notes.append(
             f"{layer.registered!r} cannot name a layer: it should be an identifier, such as "
-            "'rms_norm'. Rename it, so that custom_ops can speak of it."
+            "'rms_norm'. Rename it, so that custom_ops can select it."
         )
     made.op = declare(layer, source.path, made.notes)
     if made.op is not None:
@@ -80,7 +80,7 @@ def _custom_op(made: Plan, source: Source) -> None:
             "If not, keep this class under another name."
         )
         if made.kept:
-            made.notes.append(f"Not in the sketch: {', '.join(made.kept)}.")
+            made.notes.append(f"Not in the new module: {', '.join(made.kept)}.")
 
 
 def _replacement(made: Plan, plans: dict[str, Plan], source: Source, used: Counter[str]) -> None:
@@ -91,7 +91,7 @@ def _replacement(made: Plan, plans: dict[str, Plan], source: Source, used: Count
     op = replaced.op if replaced else declared(name)
     if op is None:
         made.notes.append(
-            f"It stays a replacement: what it replaces, {layer.replaces!r}, is no single op."
+            f"It stays a replacement: {layer.replaces!r}, which it replaces, is not a single op."
         )
         return
     made.op = OpPlan(op.name, op.arguments, op.returns, None)
@@ -99,15 +99,15 @@ def _replacement(made: Plan, plans: dict[str, Plan], source: Source, used: Count
     others = [m for m in layer.methods if m not in PLATFORM_METHODS and not _only_super(layer, m)]
     if others:
         made.notes.append(
-            f"It stays a replacement as well, for what else it changes: {', '.join(others)}."
+            f"It also stays a replacement, for its other changes: {', '.join(others)}."
         )
     elif made.impls and used[layer.name]:
-        made.notes.append("It stays a replacement as well, since the file uses the class.")
+        made.notes.append("It also stays a replacement, since the file uses the class.")
     made.stays = bool(others or made.kept or used[layer.name] or not made.impls)
 
 
 def _implementations(made: Plan, source: Source) -> None:
-    """Plan the implementations that the methods for platforms are, and say which are none."""
+    """Plan an implementation for each platform method, or note why it cannot be one."""
     layer = made.layer
     defined = [name for name in PLATFORM_METHODS if name in layer.methods or name in layer.aliases]
     bodies: dict[str, Rewritten] = {}
@@ -119,14 +119,16 @@ def _implementations(made: Plan, source: Source) -> None:
         if target not in bodies:
             bodies[target] = _body(made, function)
             if problems := bodies[target].problems:
-                made.notes.append(f"{target} needs a hand: {'; '.join(problems)}.")
+                made.notes.append(f"{target} needs manual work: {'; '.join(problems)}.")
         device = PLATFORM_METHODS[method]
         if bodies[target].problems:
             made.kept.append(method)
         elif method == target or PLATFORM_METHODS.get(target) != device:
             _implement(made, source, method, function, bodies[target])
     strange = sorted(layer.assigned & PLATFORM_METHODS.keys())
-    made.notes += [f"{name} needs a hand: it is no method of the class." for name in strange]
+    made.notes += [
+        f"{name} needs manual work: it is not a method of the class." for name in strange
+    ]
     made.kept += strange
 
 
@@ -140,23 +142,23 @@ def _implement(
 
 
 def _body(made: Plan, function: Function) -> Rewritten:
-    """Return the body of an implementation of the op, and what stands in its way."""
+    """Return the body of an implementation of the op, with its problems."""
     assert made.op is not None
     body = rewrite(function, made.layer, {a.attribute or a.name: a.name for a in made.op.arguments})
     known = {argument.name: argument for argument in made.op.arguments}
     for name, default in _parameters(function).items():
         if name not in known:
-            body.problems.append(f"{name} is no argument of ir.ops.{made.op.name}")
+            body.problems.append(f"{name} is not an argument of ir.ops.{made.op.name}")
         elif default is not None and default != known[name].default:
             body.problems.append(
-                f"its default of {name} is {default}, and that of ir.ops.{made.op.name} "
+                f"its default of {name} is {default}, but that of ir.ops.{made.op.name} "
                 f"{known[name].default or 'missing'}"
             )
     return body
 
 
 def _parameters(function: Function) -> dict[str, str | None]:
-    """Return the parameters of a method but self, and their defaults as source text."""
+    """Return the parameters of a method without ``self``, and their defaults as source text."""
     given = function.args
     positional = given.posonlyargs + given.args
     defaults = [None] * (len(positional) - len(given.defaults)) + given.defaults
@@ -167,7 +169,7 @@ def _parameters(function: Function) -> dict[str, str | None]:
 
 
 def _own_name(*keys: str | None) -> str | None:
-    """Return the registered name of opweave's layer of that class name or registered name."""
+    """Return the registered name of opweave's layer with that class name or registered name."""
     for name, layer in own_layers.op_registry.items():
         if name in keys or layer.__name__ in keys:
             return name
@@ -175,14 +177,14 @@ def _own_name(*keys: str | None) -> str | None:
 
 
 def own_class(name: str) -> str:
-    """Return module and name of opweave's layer of that registered name."""
+    """Return the qualified name of opweave's layer with that registered name."""
     layer = own_layers.op_registry[name]
     public = layer.__name__ in own_layers.__all__
     return f"{'opweave.layers' if public else layer.__module__}.{layer.__name__}"
 
 
 def _only_super(layer: LayerClass, method: str) -> bool:
-    """Whether ``__init__`` does nothing but call its parent's."""
+    """Return whether *method* is an ``__init__`` that only calls its parent's."""
     statements = [s for s in layer.methods[method].body if not is_docstring(s)]
     return (
         method == "__init__"

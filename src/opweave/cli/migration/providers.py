@@ -1,4 +1,4 @@
-"""Who wrote the kernel that a method calls, and for which device."""
+"""The provider and the device of the kernel that a method calls."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ def guess_provider(
     device: str,
     taken: Set[str],
 ) -> tuple[str, str]:
-    """Return a provider's name that is not *taken* for what *function* calls, and its device.
+    """Return a new provider name for the kernel that *function* calls, and its device.
 
-    The name is that of the package whose names the method uses, or the namespace of torch's ops;
-    else the module's own.
+    The name is the package or the torch op namespace that the method uses, else the module.
     """
     packages = [*_packages(function, source), *_namespaces(function, body)]
     provider = provider_name(next(iter(packages), source.path.stem))

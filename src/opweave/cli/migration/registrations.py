@@ -1,4 +1,4 @@
-"""Calls of ``register_oot`` on classes, one by one or in a loop over a dict of them."""
+"""Calls of ``register_oot``, for one class or in a loop over a dict of classes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Strings = Mapping[str, str]
 
 @dataclass
 class Registration:
-    """A statement that registers replacements, and maybe more in a loop.
+    """A statement that registers replacements.
 
     Attributes:
-        classes: the names of the classes, and what each replaces, as far as the file says it.
-        tables: the assignments of the dict that a loop goes over.
+        classes: the names of the classes, and what each replaces if the file says so.
+        tables: the assignments of the dict that a loop iterates over.
     """
 
     node: ast.Expr | ast.For
@@ -31,7 +31,7 @@ class Registration:
 
     @property
     def statements(self) -> list[ast.stmt]:
-        """The statements that do nothing but register."""
+        """The statements that only register classes."""
         if isinstance(self.node, ast.Expr):
             return [self.node]
         (first, *more) = self.node.body
@@ -48,7 +48,7 @@ def find_registrations(module: ast.Module, strings: Strings) -> list[Registratio
 
 
 def mentions(module: ast.Module, registrations: Iterable[Registration]) -> Counter[str]:
-    """Return how often *module* says each name where it does more than to register classes."""
+    """Count each name in *module*, except in statements that only register classes."""
     plain = {id(each): each for found in registrations for each in found.statements}
     return Counter(names_in(module)) - Counter(names_in(*plain.values()))
 
@@ -142,14 +142,14 @@ def _class_name(node: cst.BaseExpression) -> str:
 
 
 def string(node: ast.expr, strings: Strings) -> str | None:
-    """Return the string that *node* is, or that the module's constant of that name is."""
+    """Return the value of a string literal or of a module constant, or None."""
     if isinstance(node, ast.Name):
         return strings.get(node.id)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def name_argument(call: ast.Call, strings: Strings) -> str | None:
-    """Return the name that ``register`` or ``register_oot`` is given, if it is known."""
+    """Return the name argument of ``register`` or ``register_oot``, if it is known."""
     given = [*call.args, *(each.value for each in call.keywords if each.arg in ("name", None))]
     return next(filter(None, (string(each, strings) for each in given)), None)
 
@@ -167,7 +167,7 @@ def _find(
 
 
 def _registered(statement: ast.AST) -> str:
-    """Return the name of the class in ``X.register_oot(cls, name=...)``; empty: it is none."""
+    """Return the name of the class in ``X.register_oot(cls, name=...)``, or ""."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
         return ""
@@ -178,14 +178,14 @@ def _registered(statement: ast.AST) -> str:
 
 
 def _replaced(call: ast.Call, strings: Strings) -> str:
-    """Return what the call says is to be replaced, or an empty string if it is computed."""
+    """Return the name that the call replaces, or "" if it is computed."""
     if len(call.args) > 1 or any(each.arg == "name" for each in call.keywords):
         return name_argument(call, strings) or ""
     return dotted(call.func).split(".")[-2]
 
 
 def _is_loop(node: ast.For) -> bool:
-    """Say whether a loop registers what it goes over."""
+    """Return whether a loop registers the classes that it iterates over."""
     targets = set(names_in(node.target))
     return any(_registered(each) in targets for each in ast.walk(node))
 

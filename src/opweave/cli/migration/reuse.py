@@ -1,4 +1,4 @@
-"""Methods that work in place, which ops may not."""
+"""Detects methods that change or return their arguments, which ops may not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from opweave.cli.migration.syntax import Function, dotted, own_nodes
 
 _FUNCTIONS = frozenset({"torch", "F", "nn.functional", "torch.nn.functional"})
-_MAY_SHARE = {  # what gives a tensor that may have the memory of the one it is asked of
+_MAY_SHARE = {  # methods whose result may share the tensor's memory
     *("T", "chunk", "contiguous", "data", "detach", "expand", "expand_as", "flatten", "float"),
     *("half", "mT", "narrow", "permute", "reshape", "select", "split", "squeeze", "t", "to"),
     *("transpose", "type", "type_as", "unbind", "unflatten", "unfold", "unsqueeze", "view"),
@@ -18,10 +18,10 @@ _MAY_SHARE = {  # what gives a tensor that may have the memory of the one it is 
 
 
 def changed_or_returned(function: Function) -> str | None:
-    """Return which argument of *function* it changes in place, or returns as it is; None: none.
+    """Return an argument that *function* changes in place or returns, or None.
 
-    What may be a view of an argument counts as the argument. Names that get another value are
-    left out: what they stand for is not known then.
+    Possible views of an argument count as the argument. Names that are assigned twice are ignored:
+    their value is unknown.
     """
     assigned = Counter(name for node in ast.walk(function) for name, _ in _assigned(node))
     arguments = {arg.arg for arg in function.args.args[1:]} - set(assigned)
@@ -37,7 +37,7 @@ def changed_or_returned(function: Function) -> str | None:
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
-    """Yield the names that a statement gives a value, and the value that they are a part of."""
+    """Yield the names that a statement assigns, and the value that each is a part of."""
     if isinstance(node, (ast.Assign, ast.For)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         value = node.value if isinstance(node, ast.Assign) else None
@@ -50,7 +50,7 @@ def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
 
 
 def _given_back(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield what a statement writes to, or returns."""
+    """Yield the expressions that a statement writes to or returns."""
     if isinstance(node, ast.Return) and node.value is not None:
         yield node.value
     elif isinstance(node, ast.AugAssign):
@@ -84,7 +84,7 @@ def _whole(target: ast.expr) -> ast.expr:
 
 
 def _owners(value: ast.expr, values: dict[str, ast.expr]) -> Iterator[str]:
-    """Yield the names whose memory *value* may have, as in ``(a, b.view(-1))`` and ``a[0]``."""
+    """Yield the names whose memory *value* may share, as in ``(a, b.view(-1))`` and ``a[0]``."""
     if isinstance(value, ast.Name):
         yield value.id
         if value.id in values:
@@ -95,7 +95,7 @@ def _owners(value: ast.expr, values: dict[str, ast.expr]) -> Iterator[str]:
 
 
 def _sharing(value: ast.expr) -> list[ast.expr]:
-    """Return the parts of an expression whose memory its result may have."""
+    """Return the parts of an expression whose memory its result may share."""
     match value:
         case ast.Tuple():
             return value.elts
@@ -111,14 +111,14 @@ def _sharing(value: ast.expr) -> list[ast.expr]:
 
 
 def _is_view(index: ast.expr) -> bool:
-    """Say whether a tensor at this index is a view: tensors as indices copy."""
+    """Return whether indexing a tensor gives a view: tensors as indices copy."""
     if isinstance(index, ast.Tuple):
         return all(map(_is_view, index.elts))
     return isinstance(index, (ast.Slice, ast.Constant, ast.UnaryOp))
 
 
 def _names(value: ast.expr) -> Iterator[str]:
-    """Yield the names that a target is of."""
+    """Yield the names in a target."""
     if isinstance(value, ast.Name):
         yield value.id
     elif isinstance(value, (ast.Tuple, ast.List)):

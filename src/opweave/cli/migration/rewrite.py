@@ -1,4 +1,4 @@
-"""How a method becomes a function: attributes of ``self`` become arguments."""
+"""Turns a method into a function: attributes of ``self`` become arguments."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def rewrite(function: Function, layer: LayerClass, arguments: Mapping[str, str])
 
 
 def used_names(function: Function) -> set[str]:
-    """Return the names that *function*, or a function in it, reads or gives to values."""
+    """Return the names that *function*, or a function in it, reads or binds."""
     names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
     return names | _bound(function)
 
 
 def _hidden(function: Function, replaced: set[str], arguments: set[str]) -> list[str]:
-    """Say which names would mean something else in a function of these arguments."""
+    """Return the names that would change their meaning in a function of these arguments."""
     bound = _bound(function)
     globals_ = (used_names(function) - bound) & arguments
     return [f"its own {name} would hide an argument" for name in sorted(replaced & bound)] + [
@@ -99,7 +99,7 @@ class _Reader(ast.NodeVisitor):
             self._problem(f"it uses {node.id} as a whole")
 
     def _is_function(self, name: str) -> bool:
-        """Say whether an attribute is something that a function can call without the object."""
+        """Return whether an attribute can be called without the object."""
         method = self.layer.methods.get(name)
         return self.layer.kernel(name) is not None or (method is not None and _is_static(method))
 

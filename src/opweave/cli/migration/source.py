@@ -1,4 +1,4 @@
-"""The layers that a module defines, read from its syntax tree; nothing is imported."""
+"""Reads the layers of a module from its syntax tree, without importing it."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ NATIVE = "forward_native"
 
 @dataclass
 class LayerClass:
-    """A class that is, by its bases or decorators, a layer.
+    """A class that is a layer, by its bases or decorators.
 
     Attributes:
-        base: its first base: the name of a class of the file, or what an import says it is.
-        kind: ``CustomOp`` or ``PluggableLayer``, or None where only the base's module knows.
+        base: its first base: a class of the file, or the full name of an imported one.
+        kind: ``CustomOp`` or ``PluggableLayer``, or None if only the base's module knows.
         registered: the name that it is registered under.
-        replaces: the class name or registered name of what it replaces.
+        replaces: the class name or registered name of the layer that it replaces.
         attributes: everything that ``__init__`` assigns to ``self``, by name.
-        aliases: the names in the class that only stand for another method, and which.
-        assigned: every other name that the class gives a value.
+        aliases: names in the class that are aliases of a method, with that method.
+        assigned: every other name that the class assigns.
     """
 
     node: ast.ClassDef
@@ -60,14 +60,14 @@ class LayerClass:
         return self.node.name
 
     def kernel(self, attribute: str) -> ast.expr | None:
-        """Return the op of torch's that an attribute holds, which a function can name itself."""
+        """Return the torch op that an attribute always holds, or None."""
         values = self.attributes.get(attribute, ())
         ops = [each for each in values if not _is_none(each)]
         names = set(map(dotted, ops))
         return ops[0] if len(names) == 1 and is_torch_op(ops[0]) else None
 
     def target(self, method: str) -> str:
-        """Return the method that runs where *method* is called, as far as the class says it."""
+        """Return the method that runs when *method* is called, following aliases."""
         seen = set[str]()
         while method in self.aliases and method not in seen:
             seen.add(method)
@@ -77,12 +77,12 @@ class LayerClass:
 
 @dataclass
 class Source:
-    """A module and its layers, in order; a layer's first base in the same file comes before it.
+    """A module and its layers, in order of definition.
 
     Attributes:
         tree: the module with its comments and formatting.
-        imports: what each imported name stands for.
-        notes: what is not migrated, and a person has to look at.
+        imports: the full name of each imported name.
+        notes: remarks on code that is not migrated.
     """
 
     path: Path
@@ -98,7 +98,7 @@ def read(path: Path) -> Source:
     """Read the module in file *path*.
 
     Raises:
-        CliError: it cannot be read, is not Python, defines no layer, or two of one name.
+        CliError: the file cannot be read, is not Python, or defines no layer or two of one name.
     """
     module, tree = _parsed(path)
     imports = imports_of(module)
@@ -144,7 +144,7 @@ def _parsed(path: Path) -> tuple[ast.Module, cst.Module]:
 
 
 class _Reader:
-    """Reads classes, one after the other, into *layers*."""
+    """Reads classes into *layers*."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class _Reader:
         self.layers: dict[str, LayerClass] = {}
 
     def layer(self, node: ast.ClassDef) -> LayerClass | None:
-        """Return the layer that a class is, or None."""
+        """Return the layer that a class defines, or None."""
         base = next(filter(None, map(self._base, node.bases)), "")
         kind = self.layers[base].kind if base in self.layers else _kind(base)
         registered, replaces = self._names(node)
@@ -179,7 +179,7 @@ class _Reader:
         return layer
 
     def _names(self, node: ast.ClassDef) -> tuple[str | None, str | None]:
-        """Return the name that a class is registered under, and what it replaces."""
+        """Return the registered name of a class, and the name of the layer that it replaces."""
         registered, replaces = None, self.replaced.get(node.name)
         for decorator in filter(_is_registration, node.decorator_list):
             call = decorator if isinstance(decorator, ast.Call) else None
@@ -199,7 +199,7 @@ class _Reader:
 
 
 def _kind(base: str) -> str | None:
-    """Return the kind of a class by what it derives from."""
+    """Return the kind of a class by its base."""
     package, name = base.partition(".")[0], base.rpartition(".")[2]
     if name in KINDS or package not in ("vllm", "opweave"):
         return name if name in KINDS else None
@@ -210,7 +210,7 @@ def _kind(base: str) -> str | None:
 
 
 def _is_registration(decorator: ast.expr) -> bool:
-    """Say whether a decorator is ``register`` or ``register_oot``, called or bare."""
+    """Return whether a decorator is ``register`` or ``register_oot``, called or not."""
     target = decorator.func if isinstance(decorator, ast.Call) else decorator
     return isinstance(target, ast.Attribute) and target.attr in ("register", "register_oot")
 
@@ -220,7 +220,7 @@ def _is_none(value: ast.expr) -> bool:
 
 
 def _strings(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """Name and value of every string that the module assigns at its top level."""
+    """Yield name and value of every string constant of the module."""
     for node in module.body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             value = string(node.value, {})

@@ -1,4 +1,4 @@
-"""Small questions about syntax trees."""
+"""Helpers for abstract syntax trees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
 def dotted(node: ast.expr) -> str:
-    """Return ``a.b.c`` for that, and an empty string for anything but a dotted name."""
+    """Return the text of a dotted name such as ``a.b.c``, or "" for other expressions."""
     if isinstance(node, ast.Attribute):
         start = dotted(node.value)
         return start and f"{start}.{node.attr}"
@@ -19,28 +19,28 @@ def dotted(node: ast.expr) -> str:
 
 
 def last_name(node: ast.expr) -> str:
-    """Return ``c`` for ``a.b.c``, and an empty string for anything but a dotted name."""
+    """Return ``c`` for ``a.b.c``, or "" if it is not a dotted name."""
     return dotted(node).rpartition(".")[2]
 
 
 def attribute_of_self(node: ast.AST) -> str:
-    """Return ``a`` for ``self.a``, and an empty string for anything else."""
+    """Return ``a`` for ``self.a``, or "" for other expressions."""
     is_it = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     return node.attr if is_it and node.value.id == "self" else ""  # type: ignore[attr-defined]
 
 
 def is_torch_op(value: ast.expr) -> bool:
-    """Say whether *value* is the name of one of torch's ops."""
+    """Return whether *value* names a torch op."""
     return dotted(value).startswith("torch.ops.")
 
 
 def is_docstring(statement: ast.stmt) -> bool:
-    """Say whether a statement does nothing but say something."""
+    """Return whether a statement is a docstring or another constant."""
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def names_in(*nodes: ast.AST) -> Iterator[str]:
-    """Yield every name in *nodes*, read or bound, as often as it is there."""
+    """Yield every occurrence of a name in *nodes*."""
     for node in nodes:
         for part in ast.walk(node):
             if isinstance(part, ast.Name):
@@ -48,7 +48,7 @@ def names_in(*nodes: ast.AST) -> Iterator[str]:
 
 
 def own_nodes(function: Function) -> Iterator[ast.AST]:
-    """Yield what is in the body of *function*, but in no function or class inside it."""
+    """Yield the nodes in the body of *function*, without those of nested functions and classes."""
     waiting: deque[ast.AST] = deque(function.body)
     while waiting:
         node = waiting.popleft()

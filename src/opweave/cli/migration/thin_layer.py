@@ -1,4 +1,4 @@
-"""The class that is left of a layer: parameters, and methods that call its op."""
+"""The remaining class of a layer: parameters, and methods that call its op."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _block(text: str) -> cst.IndentedBlock:
 
 
 def _needless_kernels(layer: LayerClass, node: cst.ClassDef) -> set[str]:
-    """Return the attributes that hold a kernel that the methods do not call any more."""
+    """Return the attributes with kernels that the methods no longer call."""
     read = {
         attribute_of_self(part)
         for part in ast.walk(ast.parse(cst.Module([node]).code))

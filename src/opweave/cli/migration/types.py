@@ -1,4 +1,4 @@
-"""Types of an op's arguments and outputs, as far as the source tells them."""
+"""Types of an op's arguments and outputs, inferred from the source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Argument:
 
     Attributes:
         default: as source text, or None.
-        attribute: the attribute of the layer that it is.
+        attribute: the attribute of the layer that is passed for it.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Argument:
 
 
 def annotation_of(argument: ast.arg, default: ast.expr | None) -> str:
-    """Return the annotation of a parameter; without one, what its default or its use suggests."""
+    """Return the annotation of a parameter, or a guess from its default."""
     if argument.annotation is not None:
         return _text(argument.annotation)
     if default is None:
@@ -41,25 +41,25 @@ def annotation_of(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def source_text(annotation: object) -> str:
-    """Return the annotation of an op, postponed or not, with ``torch.Tensor`` for ``Tensor``."""
+    """Return the source of an annotation, with ``torch.Tensor`` for ``Tensor``."""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     return re.sub(r"(?<![.\w])Tensor\b", TENSOR, text)
 
 
 def attribute_type(name: str, layer: LayerClass) -> str | None:
-    """Return the type of what ``__init__`` assigns to ``self.name``, or None if it is not clear."""
+    """Return the type that ``__init__`` assigns to ``self.name``, or None if it is ambiguous."""
     return _joined(_types(name, layer))
 
 
 def guessed_type(name: str, layer: LayerClass) -> str:
-    """Return the type that an attribute may have whose type is not clear."""
+    """Return a guess for an attribute with an ambiguous type."""
     types = _types(name, layer)
     kind = TENSOR if types == {"None"} else "float"
     return f"{kind} | None" if "None" in types else kind
 
 
 def returned(function: Function) -> str:
-    """Return the annotation of what a method returns; without one, what its values suggest."""
+    """Return the return annotation of a method, or a guess from its return statements."""
     if function.returns is not None:
         return _text(function.returns)
     (size,) = _sizes(function)
@@ -67,7 +67,7 @@ def returned(function: Function) -> str:
 
 
 def output_problem(function: Function) -> str:
-    """Return why what a method returns is no output of an op, or an empty string."""
+    """Return why the results of a method cannot be outputs of an op, or ""."""
     sizes = _sizes(function)
     given = _text(function.returns) if function.returns else ""
     if sizes <= {0} or given == "None":
@@ -104,7 +104,7 @@ def _type(value: ast.expr, parameters: dict[str, ast.arg]) -> str | None:
 
 
 def _joined(types: set[str | None]) -> str | None:
-    """Return the type of a value that has one of these types; None if one of them is unknown."""
+    """Return the union of types, or None if it is ambiguous."""
     if len(types) == 1 and types != {"None"}:
         return next(iter(types))
     parts = {part for each in types if each is not None for part in each.split(" | ")}
@@ -122,7 +122,7 @@ def _types(name: str, layer: LayerClass) -> set[str | None]:
 
 
 def _sizes(function: Function) -> set[int]:
-    """Return of how many values the results of a method are; 0 stands for None."""
+    """Return the possible numbers of results of a method; 0 stands for None."""
     returns = [node for node in own_nodes(function) if isinstance(node, ast.Return)]
     return {_size(node.value) for node in returns}
 
