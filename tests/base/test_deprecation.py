@@ -24,3 +24,19 @@ def test_a_moved_name_works_and_warns(old: str, name: str, current: object) -> N
         assert getattr(module, name) is current
     with pytest.raises(AttributeError, match="has no attribute 'unknown'"):
         module.unknown  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("opweave.plugins", "Candidate", "PlatformCandidate"),
+        ("opweave.plugins", "Group", "PluginGroup"),
+        ("opweave.layers.moe", "QuantConfig", "FusedMoEQuantConfig"),
+    ],
+)
+def test_a_renamed_class_works_and_warns(module: str, old: str, new: str) -> None:
+    found = importlib.import_module(module)
+    with pytest.warns(DeprecationWarning, match=rf"{module}\.{old} is deprecated; use .*\.{new}"):
+        assert getattr(found, old) is getattr(found, new)
+    with pytest.raises(AttributeError, match="has no attribute 'unknown'"):
+        found.unknown  # noqa: B018

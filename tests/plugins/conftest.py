@@ -11,7 +11,7 @@ import pytest
 from opweave import ir
 from opweave.base import owner
 from opweave.plugins.loader import Loader
-from opweave.plugins.policy import Policy
+from opweave.plugins.policy import PluginPolicy
 
 from . import helpers
 
@@ -31,9 +31,9 @@ def installed(
         monkeypatch.setattr(owner, notes, {})
     before = set(sys.modules)
 
-    def install(*distributions: Mapping[str, str], policy: Policy | None = None) -> Loader:
+    def install(*distributions: Mapping[str, str], policy: PluginPolicy | None = None) -> Loader:
         helpers.install(tmp_path, *distributions)
-        return Loader(helpers.points_in(tmp_path), policy or Policy())
+        return Loader(helpers.points_in(tmp_path), policy or PluginPolicy())
 
     yield install
     for name in set(sys.modules) - before:

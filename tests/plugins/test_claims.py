@@ -21,14 +21,14 @@ from opweave.plugins.errors import (
     ReservedPluginNameError,
 )
 from opweave.plugins.loader import Loader
-from opweave.plugins.platform import Candidate, choose
-from opweave.plugins.policy import Policy
+from opweave.plugins.platform import PlatformCandidate, choose
+from opweave.plugins.policy import PluginPolicy
 from opweave.plugins.record import State
 
 from .conftest import Install
 from .helpers import PLATFORM, plugin
 
-CPU = Candidate("cpu", Claim("opweave.platforms.cpu.CpuPlatform", PLATFORM_API, 0), None)
+CPU = PlatformCandidate("cpu", Claim("opweave.platforms.cpu.CpuPlatform", PLATFORM_API, 0), None)
 
 
 def platform(name: str, returned: str, before: str = "") -> dict[str, str]:
@@ -78,7 +78,7 @@ def test_each_is_asked_once(installed: Install) -> None:
 def test_a_selected_platform_is_asked_alone(
     installed: Install, only: frozenset[str] | None, why: str
 ) -> None:
-    policy = Policy(platform="a", only=only)
+    policy = PluginPolicy(platform="a", only=only)
     loader = installed(platform("a", "'a_module.P'"), plugin("b", "1 / 0", PLATFORM), policy=policy)
     assert set(claims(loader)) == {"a"}
     assert "b_module" not in sys.modules
@@ -86,7 +86,7 @@ def test_a_selected_platform_is_asked_alone(
 
 
 def test_a_builtin_platform_that_is_selected_needs_no_plugin(installed: Install) -> None:
-    loader = installed(plugin("b", "1 / 0", PLATFORM), policy=Policy(platform="cpu"))
+    loader = installed(plugin("b", "1 / 0", PLATFORM), policy=PluginPolicy(platform="cpu"))
     assert claims(loader) == {}
     assert "b_module" not in sys.modules
 
@@ -122,7 +122,7 @@ def test_the_names_of_builtin_platforms_are_reserved(installed: Install, name: s
     ):
         loader.platform_claims()
     assert f"{name}_module" not in sys.modules
-    without = installed(policy=Policy(without=frozenset({name})))
+    without = installed(policy=PluginPolicy(without=frozenset({name})))
     assert without.platform_claims() == []
 
 
@@ -155,7 +155,7 @@ def test_all_are_asked_before_an_error(installed: Install) -> None:
 
 
 def test_without_strict_the_others_remain(installed: Install) -> None:
-    policy = Policy(strict=False)
+    policy = PluginPolicy(strict=False)
     loader = installed(platform("a", "1 / 0"), platform("c", "'c.P'"), policy=policy)
     with pytest.warns(PluginWarning, match="'a'"):
         assert set(claims(loader)) == {"c"}

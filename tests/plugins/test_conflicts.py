@@ -10,7 +10,7 @@ from torch import Tensor
 from opweave import ir
 from opweave.ir.errors import ReplacedWarning, UnknownProviderError
 from opweave.plugins import PluginError, PluginWarning
-from opweave.plugins.policy import Policy
+from opweave.plugins.policy import PluginPolicy
 
 from .conftest import Install
 from .helpers import PLATFORM, plugin
@@ -82,16 +82,16 @@ def test_the_default_of_a_plugin_that_fails_is_taken_back(
 
 
 LEFT_OUT = [
-    (Policy(without=frozenset({"acme"})), r"which OPWEAVE_PLUGINS leaves out\."),
-    (Policy(only=frozenset({"other"})), r"which OPWEAVE_PLUGINS leaves out\."),
-    (Policy(platform="other"), r"which OPWEAVE_PLATFORM=other leaves out\."),
-    (Policy(), r"which says that its device is not here\."),
+    (PluginPolicy(without=frozenset({"acme"})), r"which OPWEAVE_PLUGINS leaves out\."),
+    (PluginPolicy(only=frozenset({"other"})), r"which OPWEAVE_PLUGINS leaves out\."),
+    (PluginPolicy(platform="other"), r"which OPWEAVE_PLATFORM=other leaves out\."),
+    (PluginPolicy(), r"which says that its device is not here\."),
 ]
 
 
 @pytest.mark.parametrize(("policy", "why"), LEFT_OUT)
 def test_an_unknown_provider_may_be_of_a_plugin_that_is_absent(
-    installed: Install, op: ir.IrOp, policy: Policy, why: str
+    installed: Install, op: ir.IrOp, policy: PluginPolicy, why: str
 ) -> None:
     found = installed(
         plugin("acme", "def register(): pass", PLATFORM),
@@ -107,7 +107,7 @@ def test_an_unknown_provider_may_be_of_a_plugin_that_is_absent(
 
 
 def test_a_general_plugin_that_is_left_out(installed: Install, op: ir.IrOp) -> None:
-    found = installed(preferring("acme"), policy=Policy(without=frozenset({"acme"})))
+    found = installed(preferring("acme"), policy=PluginPolicy(without=frozenset({"acme"})))
     found.load_general()
     told = r"of general plugin acme \(acme 1.0\), which OPWEAVE_PLUGINS leaves out\.$"
     with pytest.raises(UnknownProviderError, match=told):
@@ -115,7 +115,7 @@ def test_a_general_plugin_that_is_left_out(installed: Install, op: ir.IrOp) -> N
 
 
 def test_a_failure_is_still_told(installed: Install, op: ir.IrOp) -> None:
-    found = installed(plugin("acme", "1 / 0"), policy=Policy(strict=False))
+    found = installed(plugin("acme", "1 / 0"), policy=PluginPolicy(strict=False))
     with pytest.warns(PluginWarning):
         found.load_general()
     told = r"acme \(acme 1.0\), which failed to load: ZeroDivisionError: division by zero\.$"

@@ -27,7 +27,7 @@ from opweave.plugins.errors import (
     UnknownGroupError,
     UnknownPluginError,
 )
-from opweave.plugins.policy import Policy
+from opweave.plugins.policy import PluginPolicy
 from opweave.plugins.record import State
 
 from .conftest import Install
@@ -112,7 +112,7 @@ def test_importing_a_group_calls_nothing(installed: Install, calls: list[str]) -
 
 
 def test_policy_leaves_plugins_unimported(installed: Install, calls: list[str]) -> None:
-    policy = Policy(without=frozenset({"b"}))
+    policy = PluginPolicy(without=frozenset({"b"}))
     loader = installed(plugin("a", CALLS), plugin("b", "1 / 0"), policy=policy)
     loader.load_general()
     assert calls == ["a_module"]
@@ -140,7 +140,7 @@ def test_missing_requirements_are_errors(installed: Install, calls: list[str]) -
         plugin("base", CALLS),
         plugin("left", CALLS),
         plugin("broken", "1 / 0"),
-        policy=Policy(without=frozenset({"left"})),
+        policy=PluginPolicy(without=frozenset({"left"})),
     )
     with pytest.raises(PluginsFailedError) as caught:
         loader.load_general()
@@ -284,7 +284,7 @@ def test_all_are_tried_and_those_that_failed_again(
 
 
 def test_without_strict_failures_are_warnings(installed: Install, calls: list[str]) -> None:
-    loader = installed(plugin("a", "1 / 0"), plugin("b", CALLS), policy=Policy(strict=False))
+    loader = installed(plugin("a", "1 / 0"), plugin("b", CALLS), policy=PluginPolicy(strict=False))
     with pytest.warns(PluginWarning, match="general plugin 'a' .* could not be imported"):
         loader.load_general()
     loader.load_general()  # once is enough
@@ -435,7 +435,7 @@ def test_a_plugin_that_hangs(
             except Exception:
                 pass
     """
-    loader = installed(plugin("a", source), policy=Policy(timeout=0.2))
+    loader = installed(plugin("a", source), policy=PluginPolicy(timeout=0.2))
     errors: list[BaseException] = []
 
     def load() -> None:
@@ -470,7 +470,7 @@ def test_a_plugin_that_cannot_be_ended(
                 except BaseException:
                     pass
     """
-    installed(plugin("a", source), policy=Policy(timeout=0.2)).load_general()
+    installed(plugin("a", source), policy=PluginPolicy(timeout=0.2)).load_general()
     (message,) = caplog.messages
     assert "general plugin 'a'" in message
     assert "a_module.py:7, in register: time.sleep(60)" in message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opweave.plugins.errors import PluginPolicyError
-from opweave.plugins.policy import DEFAULT_TIMEOUT, Policy
+from opweave.plugins.policy import DEFAULT_TIMEOUT, PluginPolicy
 
 
 @pytest.mark.parametrize(
@@ -21,24 +21,26 @@ from opweave.plugins.policy import DEFAULT_TIMEOUT, Policy
     ],
 )
 def test_which_plugins_are_permitted(value: str | None, permitted: str) -> None:
-    policy = Policy.from_environment({} if value is None else {"OPWEAVE_PLUGINS": value})
+    policy = PluginPolicy.from_environment({} if value is None else {"OPWEAVE_PLUGINS": value})
     assert [name for name in "abc" if policy.permits(name)] == list(permitted)
 
 
 @pytest.mark.parametrize("value", ["a", "a,b,c", "-a", "-a,-c", "b,-c", None])
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_the_way_out_leaves_out_that_plugin_and_no_other(value: str | None, name: str) -> None:
-    policy = Policy.from_environment({} if value is None else {"OPWEAVE_PLUGINS": value})
+    policy = PluginPolicy.from_environment({} if value is None else {"OPWEAVE_PLUGINS": value})
     variable, _, setting = policy.leaving_out(name).partition("=")
-    after = Policy.from_environment({variable: setting})
+    after = PluginPolicy.from_environment({variable: setting})
     assert not after.permits(name)
     others = {"a", "b", "c"} - {name}
     assert {o for o in others if after.permits(o)} == {o for o in others if policy.permits(o)}
 
 
 def test_the_other_settings() -> None:
-    assert Policy.from_environment({}) == Policy(None, frozenset(), None, True, DEFAULT_TIMEOUT)
-    policy = Policy.from_environment(
+    assert PluginPolicy.from_environment({}) == PluginPolicy(
+        None, frozenset(), None, True, DEFAULT_TIMEOUT
+    )
+    policy = PluginPolicy.from_environment(
         {
             "OPWEAVE_PLATFORM": " acme ",
             "OPWEAVE_PLUGINS_STRICT": "0",
@@ -61,15 +63,15 @@ def test_the_other_settings() -> None:
 )
 def test_nonsense_is_an_error(environment: dict[str, str], message: str) -> None:
     with pytest.raises(PluginPolicyError, match=message):
-        Policy.from_environment(environment)
+        PluginPolicy.from_environment(environment)
 
 
 def test_names_must_be_installed() -> None:
-    Policy(only=frozenset({"acme"}), platform="cpu").check({"acme"})
-    Policy(platform="acme").check({"acme"})
+    PluginPolicy(only=frozenset({"acme"}), platform="cpu").check({"acme"})
+    PluginPolicy(platform="acme").check({"acme"})
     with pytest.raises(PluginPolicyError, match=r"names 'acem'.*Did you mean 'acme'\?"):
-        Policy(only=frozenset({"acem"})).check({"acme"})
+        PluginPolicy(only=frozenset({"acem"})).check({"acme"})
     with pytest.raises(PluginPolicyError, match=r"names 'acem'"):
-        Policy(without=frozenset({"acem"})).check({"acme"})
+        PluginPolicy(without=frozenset({"acem"})).check({"acme"})
     with pytest.raises(PluginPolicyError, match=r"OPWEAVE_PLATFORM='cdua'.*Did you mean 'cuda'\?"):
-        Policy(platform="cdua").check({"acme"})
+        PluginPolicy(platform="cdua").check({"acme"})

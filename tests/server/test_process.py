@@ -20,7 +20,7 @@ from opweave.engine.request.io_processor import IOProcessor, IOProcessors, io_pr
 from opweave.plugins import IO_PROCESSOR_PLUGINS, installed
 from opweave.plugins.errors import UnknownPluginError
 from opweave.plugins.loader import Loader
-from opweave.plugins.policy import Policy
+from opweave.plugins.policy import PluginPolicy
 from plugins import helpers
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT, FakeEngine
@@ -80,7 +80,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = tmp_path / "site"
     helpers.install(folder, helpers.files("processors", POINTS, SOURCE))
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(installed, "_loader", Loader(helpers.points_in(folder), Policy()))
+    monkeypatch.setattr(installed, "_loader", Loader(helpers.points_in(folder), PluginPolicy()))
     yield
     sys.modules.pop("processors_module", None)
 

@@ -18,7 +18,7 @@ from models.tiny_checkpoints import write_tokenizer
 from opweave.engine import LLM, AsyncEngine, Embedder, SamplingParams, open_engine
 from opweave.plugins import installed
 from opweave.plugins.loader import Loader
-from opweave.plugins.policy import Policy
+from opweave.plugins.policy import PluginPolicy
 from opweave.server import ServerConfig
 from plugins import helpers
 from server.conftest import TEMPLATE, Running, running
@@ -190,7 +190,7 @@ def test_the_metrics_and_what_ran(
 ) -> None:
     points = {helpers.GENERAL: {"quiet": "quiet_module:register"}}
     helpers.install(tmp_path, helpers.files("quiet", points, "def register(): pass\n"))
-    monkeypatch.setattr(installed, "_loader", Loader(helpers.points_in(tmp_path), Policy()))
+    monkeypatch.setattr(installed, "_loader", Loader(helpers.points_in(tmp_path), PluginPolicy()))
     real.post(PATH, {"prompt": "Return the", "max_tokens": 4})
     layers = json.loads((CHECKPOINT / "config.json").read_text())["num_hidden_layers"]
     ops = {each["op"]: each for each in real.get("/v1/ops").json()["data"]}

@@ -13,7 +13,7 @@ from rich.table import Table
 from opweave.cli.flag import Flag
 from opweave.cli.load import Client, Load, Summary, summarise
 from opweave.cli.output import out, print_json
-from opweave.cli.progress import ProgressBar
+from opweave.cli.progress import progress_bar
 from opweave.cli.tables import PlainTable
 
 bench = App(name="bench", help="Measure a running server.", help_format="plaintext")
@@ -89,7 +89,7 @@ def serve(
 async def _measure(client: Client, model: str | None, load: Load) -> tuple[str, Summary]:
     async with client:
         name = model or await client.model()
-        with ProgressBar("answers") as progress:
+        with progress_bar("answers") as progress:
             return name, summarise(*await client.run(name, load, progress))
 
 

@@ -18,7 +18,7 @@ from opweave.cli.imports import ImportOption, import_modules
 from opweave.cli.output import out
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
-from opweave.cli.progress import ProgressBar
+from opweave.cli.progress import progress_bar
 from opweave.cli.prompts import check_utf8
 from opweave.cli.selections import selection_table, selections
 from opweave.ir.errors import OpweaveError
@@ -92,17 +92,17 @@ def _eager(model: Path, prompt: str, dtype: str, json: str | None, *, profiles: 
     from opweave.cli.profile import Timing, as_data, profiled, timing_table
     from opweave.engine import LLM, SamplingParams
 
-    with ProgressBar("loading") as loading:
+    with progress_bar("loading") as loading:
         llm = LLM(model, dtype=dtype, progress=loading)
     # The first token is computed from the whole prompt, the second from one more token.
     sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    with ir.record() as record, ProgressBar("running") as running:
+    with ir.record() as record, progress_bar("running") as running:
         llm.generate(prompt, sampling, progress=running)
     timings: list[Timing] = []
     if profiles:
-        with profiled() as profile, ProgressBar("running") as running:
+        with profiled() as profile, progress_bar("running") as running:
             llm.generate(prompt, sampling, progress=running)
-        with ProgressBar("timing") as timing:
+        with progress_bar("timing") as timing:
             timings = list(profile.timings(timing))
     if json != STDOUT:
         out.print(selection_table(record))
@@ -123,7 +123,7 @@ def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str 
 
     loaded, tokens = _load(model, prompt, dtype)
     start = time.perf_counter()
-    with ProgressBar("compiling", counts=False):
+    with progress_bar("compiling", counts=False):
         reports, inside = _compile(loaded, tokens)
     seconds = time.perf_counter() - start
     if STDOUT not in (html, json):
@@ -148,7 +148,7 @@ def _load(path: Path, prompt: str, dtype: str) -> tuple[CausalLM, list[int]]:
     from opweave.engine.tokenization.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(Checkpoint(path))
-    with ProgressBar("loading") as loading:
+    with progress_bar("loading") as loading:
         model = as_language_model(load_model(path, dtype=dtype, progress=loading))
     longest = model.max_positions or sys.maxsize
     reader = PromptReader(tokenizer, model.vocab_size, longest)

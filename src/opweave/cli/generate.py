@@ -18,7 +18,7 @@ from opweave.cli.model_options import ModelOptions, SamplingOptions
 from opweave.cli.output import out, print_json, print_text
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
-from opweave.cli.progress import ProgressBar, loading_bar
+from opweave.cli.progress import loading_bar, progress_bar
 from opweave.cli.prompts import check_utf8
 from opweave.cli.selections import selection_table, selections
 
@@ -82,7 +82,7 @@ def generate(
     with loading_bar(config) as loading:
         llm = LLM(model, config=config, progress=loading)
     recording = ir.record() if explain or json else nullcontext(ir.Record())
-    with recording as record, ProgressBar("writing") as writing:
+    with recording as record, progress_bar("writing") as writing:
         outputs = llm.generate(
             prompts, params, progress=writing, add_special_tokens=add_special_tokens
         )

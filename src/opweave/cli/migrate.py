@@ -10,7 +10,7 @@ from opweave.cli.flag import Flag
 from opweave.cli.output import out, print_json, print_text
 
 if TYPE_CHECKING:
-    from opweave.cli.migration.plan import Plan
+    from opweave.cli.migration.plan import LayerPlan
 
 
 def migrate(file: Path, /, *, json: Flag = False) -> None:
@@ -70,7 +70,7 @@ def migrate(file: Path, /, *, json: Flag = False) -> None:
     print_text(text)
 
 
-def _describe(plan: Plan) -> dict[str, Any]:
+def _describe(plan: LayerPlan) -> dict[str, Any]:
     layer, op = plan.layer, plan.op
     becomes = []
     if op is not None:

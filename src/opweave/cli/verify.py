@@ -18,7 +18,7 @@ from opweave.cli.flag import Flag
 from opweave.cli.imports import ImportOption, import_modules
 from opweave.cli.output import out, print_json
 from opweave.cli.plugin_options import PluginOption, apply_plugins
-from opweave.cli.progress import ProgressBar
+from opweave.cli.progress import progress_bar
 from opweave.cli.tables import PlainTable
 from opweave.conformance import Result, Subject, certificate, subjects, summary, verify
 from opweave.conformance.checks import select_checks
@@ -116,7 +116,7 @@ def _verify_here(found: list[Subject], task: Task) -> list[Result]:
 
 def _shown(found: list[Subject]) -> Iterator[Subject]:
     """Yield each subject, and show it in the progress bar."""
-    with ProgressBar("verifying") as progress:
+    with progress_bar("verifying") as progress:
         for i, subject in enumerate(found):
             progress(i, len(found), str(subject))
             yield subject

@@ -18,7 +18,7 @@ from opweave.conformance.heap import leave_to_this_process
 from opweave.conformance.modules import import_named
 from opweave.conformance.place import told_to
 from opweave.conformance.subject import Subject
-from opweave.conformance.subprocess_worker import Done, Named, Place, Task
+from opweave.conformance.subprocess_worker import CaseStart, Done, Named, Task
 from opweave.conformance.verify import verify
 
 
@@ -27,10 +27,10 @@ def serve(connection: Connection) -> None:
     task: Task = connection.recv()
     for module in task.modules:
         import_named("--import", module)
-    connection.send(Place("ready"))
+    connection.send(CaseStart("ready"))
     while True:
         named: Named = connection.recv()
-        with told_to(lambda place: connection.send(Place(place))):
+        with told_to(lambda place: connection.send(CaseStart(place))):
             result = verify(_found(named), task.checks, seed=task.seed, report=connection.send)
         connection.send(Done(result.subject.options, result.obstacle))
 

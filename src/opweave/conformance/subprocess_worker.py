@@ -51,7 +51,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Place:
+class CaseStart:
     """What comes next: a check, or a case of it."""
 
     what: str
@@ -112,7 +112,7 @@ class Verifier:
             if isinstance(message, Outcome):
                 outcomes.append(message)
                 check, case = "", ""
-            elif isinstance(message, Place):
+            elif isinstance(message, CaseStart):
                 check, case = (check, message.what) if check else (message.what, "")
             else:
                 subject = replace(subject, options=message.options)

@@ -16,7 +16,7 @@ from opweave.layers.errors import InvalidLayerError
 from opweave.layers.pluggable_layer import PluggableLayer
 
 
-class LatentAttention(Protocol):
+class LatentAttentionFn(Protocol):
     """Attends to the latent rows of the new tokens, and to those that a cache has."""
 
     def __call__(
@@ -124,7 +124,7 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
         cache_config: Any = None,
         quant_config: Any = None,
         prefix: str = "",
-        attention: LatentAttention = one_sequence,
+        attention: LatentAttentionFn = one_sequence,
     ) -> None:
         super().__init__()
         _check_modules(mla_modules, q_lora_rank)

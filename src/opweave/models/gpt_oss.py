@@ -11,7 +11,7 @@ from torch import Tensor
 from opweave.layers import FusedMoE, ReplicatedLinear
 from opweave.models.errors import InvalidConfigError
 from opweave.models.fields import Fields
-from opweave.models.weights import CheckpointModel, Place
+from opweave.models.weights import CheckpointModel, WeightTarget
 
 
 class GptOssMoE(CheckpointModel):
@@ -92,14 +92,16 @@ class GptOssMoE(CheckpointModel):
         mixed: Tensor = self.mixture(hidden, self.router(hidden))
         return mixed
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, WeightTarget]:
         """Return where each tensor of a checkpoint goes, by its name inside the block.
 
         All experts are in one tensor, whose last two dimensions are ``(in, out)``.
         """
-        found = {f"router.{name}": Place(p) for name, p in self.router.named_parameters()}
+        found = {f"router.{name}": WeightTarget(p) for name, p in self.router.named_parameters()}
         for name, part in (("gate_up_proj", "w13"), ("down_proj", "w2")):
             weight = getattr(self.mixture, f"{part}_weight")
-            found[f"experts.{name}"] = Place(weight, (part, None, True))
-            found[f"experts.{name}_bias"] = Place(getattr(self.mixture, f"{part}_bias"), (part,))
+            found[f"experts.{name}"] = WeightTarget(weight, (part, None, True))
+            found[f"experts.{name}_bias"] = WeightTarget(
+                getattr(self.mixture, f"{part}_bias"), (part,)
+            )
         return found

@@ -12,7 +12,7 @@ from opweave.layers import MambaMixer2, RMSNorm, VocabParallelEmbedding, statefu
 from opweave.models.causal_lm import CausalLM, Decoder
 from opweave.models.decoder_layer import add_and_norm
 from opweave.models.mamba2_config import Mamba2Config
-from opweave.models.weights import Place
+from opweave.models.weights import WeightTarget
 
 
 class ResidualNorm(nn.Module):
@@ -109,7 +109,7 @@ class Mamba2ForCausalLM(CausalLM):
             if name.endswith("A_log"):
                 place.fill(place.parameter.data)
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, WeightTarget]:
         return {_name_in_checkpoint(name): place for name, place in super().places().items()}
 
 

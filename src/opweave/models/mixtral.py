@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opweave.models.mixture import MixtureForCausalLM
 from opweave.models.mixture_config import MixtureConfig
-from opweave.models.weights import FusedPlace, Place
+from opweave.models.weights import FusedWeightTarget, WeightTarget
 
 
 class MixtralForCausalLM(MixtureForCausalLM):
@@ -26,12 +26,14 @@ class MixtralForCausalLM(MixtureForCausalLM):
         # transformers 5 names the block "mlp" where it writes all experts into one tensor.
         super().load_weights((_original(name), tensor) for name, tensor in tensors)
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, WeightTarget]:
         return {_original(name): place for name, place in super().places().items()}
 
-    def fused_places(self) -> dict[str, FusedPlace]:
+    def fused_places(self) -> dict[str, FusedWeightTarget]:
         return {
-            _original(name): FusedPlace(fused.place, frozenset(map(_original, fused.replaced)))
+            _original(name): FusedWeightTarget(
+                fused.place, frozenset(map(_original, fused.replaced))
+            )
             for name, fused in super().fused_places().items()
         }
 

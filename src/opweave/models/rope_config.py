@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opweave.layers.errors import LayerArgumentError
-from opweave.layers.rotary.parameters import Context, read_scaling, sections
+from opweave.layers.rotary.parameters import RopeContext, read_scaling, sections
 from opweave.layers.rotary.scaling import LongRopeScaling, Scaling
 from opweave.models.errors import InvalidConfigError, UnsupportedModelError
 from opweave.models.fields import Fields
@@ -144,4 +144,4 @@ def max_positions(rope: Mapping[str, Any], positions: int) -> int:
 def _scaling(rope: Mapping[str, Any], positions: int) -> Scaling:
     # Within the length of training, "longrope" takes its short factors.
     longest = rope[_TRAINED] if rope["rope_type"] == "longrope" else positions
-    return read_scaling(rope, Context(positions, longest))
+    return read_scaling(rope, RopeContext(positions, longest))

@@ -25,7 +25,7 @@ _SHOWN = 10  # names of each kind in an error
 _LONGEST = 100  # characters of a name there that comes from a file
 
 
-class Place(NamedTuple):
+class WeightTarget(NamedTuple):
     """Where a tensor goes: a parameter, and what its loader takes after the tensor."""
 
     parameter: nn.Parameter
@@ -54,10 +54,10 @@ class Place(NamedTuple):
             raise ValueError(f"it is {tuple(tensor.shape)}, not {tuple(self.parameter.shape)}")
 
 
-class FusedPlace(NamedTuple):
+class FusedWeightTarget(NamedTuple):
     """Where a tensor goes that stands for several, which are named."""
 
-    place: Place
+    place: WeightTarget
     replaced: frozenset[str]
 
 
@@ -107,7 +107,7 @@ class CheckpointModel(nn.Module):
             generator.manual_seed(seed + zlib.crc32(name.encode()))
             parameter.data.normal_(0.0, _DEVIATION, generator=generator)
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, WeightTarget]:
         """Return where each tensor of a checkpoint goes, by its name."""
         layers = {n: m for n, m in self.named_modules() if isinstance(m, FusedMoE)}
         found = {}
@@ -117,43 +117,45 @@ class CheckpointModel(nn.Module):
             if module in layers:
                 continue
             for part, *shard in self.merged.get(last, {}).items() or [(last,)]:
-                found[f"{parent}{dot}{part}.{leaf}"] = Place(parameter, tuple(shard))
+                found[f"{parent}{dot}{part}.{leaf}"] = WeightTarget(parameter, tuple(shard))
         for name, layer in layers.items():
             found |= _expert_places(name, layer, self.experts)
         return found
 
-    def fused_places(self) -> dict[str, FusedPlace]:
+    def fused_places(self) -> dict[str, FusedWeightTarget]:
         """Return where tensors go that hold all experts of a layer, by their name."""
         found = {}
         gate, down, up = self.experts
         for name, layer in self.named_modules():
             if isinstance(layer, FusedMoE):
                 for leaf, parts, place in (
-                    ("gate_up_proj", (gate, up), Place(layer.w13_weight, ("w13",))),
-                    ("down_proj", (down,), Place(layer.w2_weight, ("w2",))),
+                    ("gate_up_proj", (gate, up), WeightTarget(layer.w13_weight, ("w13",))),
+                    ("down_proj", (down,), WeightTarget(layer.w2_weight, ("w2",))),
                 ):
                     replaced = (
                         f"{name}.{expert}.{part}.weight"
                         for expert in range(layer.num_experts)
                         for part in parts
                     )
-                    found[f"{name}.{leaf}"] = FusedPlace(place, frozenset(replaced))
+                    found[f"{name}.{leaf}"] = FusedWeightTarget(place, frozenset(replaced))
         return found
 
 
-def _expert_places(name: str, layer: FusedMoE, parts: tuple[str, str, str]) -> dict[str, Place]:
+def _expert_places(
+    name: str, layer: FusedMoE, parts: tuple[str, str, str]
+) -> dict[str, WeightTarget]:
     targets = (("w1", layer.w13_weight), ("w2", layer.w2_weight), ("w3", layer.w13_weight))
     return {
-        f"{name}.{expert}.{part}.weight": Place(parameter, (shard, expert))
+        f"{name}.{expert}.{part}.weight": WeightTarget(parameter, (shard, expert))
         for expert in range(layer.num_experts)
         for part, (shard, parameter) in zip(parts, targets, strict=True)
     }
 
 
 def fill(
-    where: Mapping[str, Place],
+    where: Mapping[str, WeightTarget],
     tensors: Iterable[tuple[str, Tensor]],
-    fused: Mapping[str, FusedPlace] = MappingProxyType({}),
+    fused: Mapping[str, FusedWeightTarget] = MappingProxyType({}),
 ) -> None:
     """Load each of *tensors*, by name, to its place.
 

@@ -18,8 +18,8 @@ from opweave.platforms.errors import PlatformContractError
 from opweave.plugins import (
     BUILTIN_PLATFORMS,
     PLATFORM_API,
-    Candidate,
     Choice,
+    PlatformCandidate,
     PluginWarning,
     choose_platform,
     hook,
@@ -34,8 +34,8 @@ class Found(NamedTuple):
     """A platform that can be used, and what it was chosen from."""
 
     platform: Platform
-    chosen: Candidate
-    candidates: tuple[Candidate, ...]
+    chosen: PlatformCandidate
+    candidates: tuple[PlatformCandidate, ...]
     why: str
 
 
@@ -61,7 +61,7 @@ def imposed(parent: handover.Handover) -> Found:
     parent.check_versions()
     contract.check_api(parent.claim.api, parent.claim.platform, PLATFORM_API)
     set_plugin_options(parent.options)
-    chosen = Candidate(parent.name, parent.claim, parent.owner)
+    chosen = PlatformCandidate(parent.name, parent.claim, parent.owner)
     platform = _made(chosen)
     return Found(platform, chosen, (chosen,), "the parent process runs on it")
 
@@ -85,7 +85,7 @@ def _why(choice: Choice) -> str:
     return choice.chosen.claim.why or "its plugin claims this machine"
 
 
-def _made(chosen: Candidate) -> Platform:
+def _made(chosen: PlatformCandidate) -> Platform:
     _, claim, owner = chosen
     with _way_out(owner), hook(owner, "__init__"):
         platform = _object(claim.platform, owner)

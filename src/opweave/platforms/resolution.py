@@ -14,7 +14,7 @@ from opweave.base.owner import Owner
 from opweave.platforms import choice, handover
 from opweave.platforms.base import Platform
 from opweave.platforms.errors import PlatformMismatchError
-from opweave.plugins import Candidate, Claim
+from opweave.plugins import Claim, PlatformCandidate
 from opweave.plugins.errors import PlatformReentryError
 from opweave.plugins.installed import refuse_reentry
 
@@ -41,7 +41,7 @@ class Resolution:
     owner: Owner | None
     why: str
     trace: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[PlatformCandidate, ...]
 
     def to_json(self) -> str:
         """Return what a process that this one starts needs to be on the same platform.

@@ -4,6 +4,7 @@ A distribution declares entry points; opweave finds, orders, loads and reports t
 package loads none.
 """
 
+from opweave.base.deprecation import renamed_in
 from opweave.plugins.claim import BUILTIN_PLATFORMS, PLATFORM_API, Claim
 from opweave.plugins.errors import PluginError, PluginWarning
 from opweave.plugins.groups import (
@@ -12,7 +13,7 @@ from opweave.plugins.groups import (
     IO_PROCESSOR_PLUGINS,
     PLATFORM_PLUGINS,
     STAT_LOGGER_PLUGINS,
-    Group,
+    PluginGroup,
 )
 from opweave.plugins.installed import (
     choose_platform,
@@ -23,7 +24,7 @@ from opweave.plugins.installed import (
     plugin_report,
     refuse_reentry,
 )
-from opweave.plugins.platform import Candidate, Choice
+from opweave.plugins.platform import Choice, PlatformCandidate
 from opweave.plugins.qualname import resolve_obj_by_qualname
 from opweave.plugins.record import PluginRecord, State
 
@@ -35,10 +36,10 @@ __all__ = [
     "PLATFORM_API",
     "PLATFORM_PLUGINS",
     "STAT_LOGGER_PLUGINS",
-    "Candidate",
+    "PlatformCandidate",
     "Choice",
     "Claim",
-    "Group",
+    "PluginGroup",
     "PluginError",
     "PluginRecord",
     "PluginWarning",
@@ -52,3 +53,5 @@ __all__ = [
     "refuse_reentry",
     "resolve_obj_by_qualname",
 ]
+
+__getattr__ = renamed_in(__name__, {"Candidate": "PlatformCandidate", "Group": "PluginGroup"})

@@ -9,15 +9,15 @@ from itertools import groupby
 
 from opweave.ir.errors import did_you_mean
 from opweave.plugins.claim import BUILTIN_PLATFORMS
-from opweave.plugins.entry import Entry
+from opweave.plugins.entry import PluginEntry
 from opweave.plugins.errors import DuplicatePluginError, PluginError, ReservedPluginNameError
 from opweave.plugins.groups import GROUPS, PLATFORM_PLUGINS, PREFIX
 
 
-def find(points: Iterable[EntryPoint]) -> list[Entry]:
+def find(points: Iterable[EntryPoint]) -> list[PluginEntry]:
     """Return the plugins among *points*, by group and name; what cannot be used has a ``fault``."""
     own = sorted(
-        (Entry.of(point) for point in points if point.group in GROUPS),
+        (PluginEntry.of(point) for point in points if point.group in GROUPS),
         key=lambda entry: (entry.group, entry.name, entry.value, entry.owner.distribution),
     )
     return [
@@ -38,7 +38,7 @@ def misspelt_groups(points: Iterable[EntryPoint]) -> list[str]:
     )
 
 
-def _checked(namesakes: list[Entry]) -> list[Entry]:
+def _checked(namesakes: list[PluginEntry]) -> list[PluginEntry]:
     """Return the plugins of one group and name: one, unless they are different things."""
     first = namesakes[0]
     fault: PluginError | None = None
@@ -51,7 +51,7 @@ def _checked(namesakes: list[Entry]) -> list[Entry]:
     return namesakes if fault is None else [replace(entry, fault=fault) for entry in namesakes]
 
 
-def _duplicate(namesakes: list[Entry]) -> DuplicatePluginError:
+def _duplicate(namesakes: list[PluginEntry]) -> DuplicatePluginError:
     first = namesakes[0]
     places = " and ".join(f"{e.value} of {e.owner.distribution}" for e in namesakes)
     return DuplicatePluginError(
@@ -61,7 +61,7 @@ def _duplicate(namesakes: list[Entry]) -> DuplicatePluginError:
     )
 
 
-def _reserved(entry: Entry) -> ReservedPluginNameError:
+def _reserved(entry: PluginEntry) -> ReservedPluginNameError:
     return ReservedPluginNameError(
         f"{entry} has the name of a platform that comes with opweave "
         f"({', '.join(BUILTIN_PLATFORMS)}), so nothing could tell them apart. Its authors must "

@@ -16,7 +16,7 @@ _RELATIONS = ("requires", "after")
 
 
 @dataclass(frozen=True)
-class Entry:
+class PluginEntry:
     """A plugin that is installed; nothing of it is imported.
 
     Attributes:
@@ -39,7 +39,7 @@ class Entry:
     _point: EntryPoint | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, point: EntryPoint) -> Entry:
+    def of(cls, point: EntryPoint) -> PluginEntry:
         """Read an entry point."""
         distribution = point.dist
         owner = Owner(
@@ -77,7 +77,7 @@ class Entry:
         return self._point.load()
 
 
-def _relations(entry: Entry, value: str) -> dict[str, tuple[str, ...]]:
+def _relations(entry: PluginEntry, value: str) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = dict.fromkeys(_RELATIONS, ())
     brackets = _BRACKETS.search(value)
     for token in filter(None, map(str.strip, brackets[1].split(",") if brackets else ())):

@@ -16,7 +16,7 @@ STAT_LOGGER_PLUGINS = "opweave.stat_logger_plugins"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PluginGroup:
     """What the plugins of a group are.
 
     Attributes:
@@ -35,26 +35,26 @@ class Group:
 GROUPS = {
     group.name: group
     for group in (
-        Group(
+        PluginGroup(
             PLATFORM_PLUGINS,
             "platform plugin",
             "a function without arguments that returns the qualified name of a platform class, a "
             "Claim, or None where its device is absent",
             "in every process, once, when the current platform is first asked for",
         ),
-        Group(
+        PluginGroup(
             GENERAL_PLUGINS,
             "general plugin",
             "a function without arguments that registers things; what it returns is ignored",
             "in every process, once, before the command line is parsed or an op is first used",
         ),
-        Group(
+        PluginGroup(
             IO_PROCESSOR_PLUGINS,
             "I/O processor plugin",
             "a function without arguments that returns the qualified name of an I/O processor",
             "in the process that takes requests, when a model or an option names it",
         ),
-        Group(
+        PluginGroup(
             STAT_LOGGER_PLUGINS,
             "stat logger plugin",
             "a class that logs the statistics of an engine",

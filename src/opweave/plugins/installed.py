@@ -13,8 +13,8 @@ from opweave.ir.errors import OpweaveError
 from opweave.plugins.claim import Claim
 from opweave.plugins.errors import PlatformAbsentError
 from opweave.plugins.loader import Loader
-from opweave.plugins.platform import Candidate, Choice, choose
-from opweave.plugins.policy import PLATFORM, Policy
+from opweave.plugins.platform import Choice, PlatformCandidate, choose
+from opweave.plugins.policy import PLATFORM, PluginPolicy
 from opweave.plugins.record import PluginRecord, State
 
 _lock = threading.Lock()
@@ -32,7 +32,7 @@ def loader() -> Loader:
         if _loader is None:
             points = entry_points()
             every = [point for group in points.groups for point in points.select(group=group)]
-            _loader = Loader(every, Policy.from_environment())
+            _loader = Loader(every, PluginPolicy.from_environment())
         return _loader
 
 
@@ -80,7 +80,7 @@ def choose_platform(builtin: Mapping[str, Callable[[], Claim | None]]) -> Choice
     candidates = loader().platform_claims()
     for name, ask in builtin.items():
         if selected in (None, name) and (claim := ask()) is not None:
-            candidates.append(Candidate(name, claim, None))
+            candidates.append(PlatformCandidate(name, claim, None))
     if not candidates:
         raise PlatformAbsentError(_absent(selected))
     chosen = choose(candidates)

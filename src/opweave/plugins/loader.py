@@ -24,9 +24,9 @@ from opweave.plugins.errors import (
 )
 from opweave.plugins.groups import GENERAL_PLUGINS, GROUPS, PLATFORM_PLUGINS
 from opweave.plugins.order import in_order
-from opweave.plugins.platform import Candidate, claim_of
+from opweave.plugins.platform import PlatformCandidate, claim_of
 from opweave.plugins.plugin import Plugin
-from opweave.plugins.policy import PLATFORM, PLUGINS, Policy
+from opweave.plugins.policy import PLATFORM, PLUGINS, PluginPolicy
 from opweave.plugins.record import State
 
 _loading: ContextVar[bool] = ContextVar("loading", default=False)
@@ -44,7 +44,7 @@ class Loader:
         PluginPolicyError: the policy names plugins that are not installed.
     """
 
-    def __init__(self, points: Iterable[EntryPoint], policy: Policy) -> None:
+    def __init__(self, points: Iterable[EntryPoint], policy: PluginPolicy) -> None:
         points = list(points)
         self.policy = policy
         self.misspelt = misspelt_groups(points)
@@ -131,7 +131,7 @@ class Loader:
             self._settle(errors)
             self._general_done = True
 
-    def platform_claims(self) -> list[Candidate]:
+    def platform_claims(self) -> list[PlatformCandidate]:
         """Ask the platform plugins whether their devices are here; each once.
 
         Where ``OPWEAVE_PLATFORM`` is set, only the plugin of that name is imported and asked.
@@ -142,7 +142,7 @@ class Loader:
         """
         self.refuse_reentry()
         errors: dict[str, PluginError] = {}
-        found: list[Candidate] = []
+        found: list[PlatformCandidate] = []
         with self._platform_lock:
             for plugin in self._platform_plugins():
                 with _collected(plugin, errors):
@@ -259,8 +259,8 @@ def _refuse_fault(plugin: Plugin) -> None:
         raise plugin.error or plugin.fail(plugin.entry.fault)
 
 
-def _candidate(plugin: Plugin) -> Candidate:
-    return Candidate(plugin.entry.name, plugin.returned, plugin.entry.owner)
+def _candidate(plugin: Plugin) -> PlatformCandidate:
+    return PlatformCandidate(plugin.entry.name, plugin.returned, plugin.entry.owner)
 
 
 def _reentered(plugin: Plugin) -> PlatformReentryError:

@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
-from opweave.plugins.entry import Entry
+from opweave.plugins.entry import PluginEntry
 from opweave.plugins.errors import PluginRequirementError
 
 
 class Order(NamedTuple):
     """The plugins in order, and those that have none because they wait for each other."""
 
-    entries: list[Entry]
+    entries: list[PluginEntry]
     errors: dict[str, PluginRequirementError]
 
 
-def in_order(entries: Sequence[Entry]) -> Order:
+def in_order(entries: Sequence[PluginEntry]) -> Order:
     """Sort *entries*: after what they require, then by name.
 
     Names that stand for no entry are passed over here; whether a requirement is met is only known
@@ -34,7 +34,7 @@ def in_order(entries: Sequence[Entry]) -> Order:
                 errors[name] = _in_a_cycle(left.pop(name), cycle)
 
 
-def _sorted(entries: Mapping[str, Entry]) -> list[str]:
+def _sorted(entries: Mapping[str, PluginEntry]) -> list[str]:
     sorter: TopologicalSorter[str] = TopologicalSorter()
     for name, entry in entries.items():
         before = {*entry.requires, *entry.after} & entries.keys()
@@ -42,7 +42,7 @@ def _sorted(entries: Mapping[str, Entry]) -> list[str]:
     return list(sorter.static_order())
 
 
-def _in_a_cycle(entry: Entry, cycle: Sequence[str]) -> PluginRequirementError:
+def _in_a_cycle(entry: PluginEntry, cycle: Sequence[str]) -> PluginRequirementError:
     # graphlib lists what comes before first; read from the last, each waits for the next.
     return PluginRequirementError(
         f"{entry} can never load, because each of these waits for the next: "

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from opweave.base.owner import Owner
 from opweave.plugins.claim import PLATFORM_API, Claim
-from opweave.plugins.entry import Entry
+from opweave.plugins.entry import PluginEntry
 from opweave.plugins.errors import ClaimApiError, PlatformConflictError, PluginTypeError
 from opweave.plugins.groups import GROUPS, PLATFORM_PLUGINS
 from opweave.plugins.policy import PLATFORM
 
 
-class Candidate(NamedTuple):
+class PlatformCandidate(NamedTuple):
     """A platform whose device is here.
 
     Attributes:
@@ -37,12 +37,12 @@ class Choice(NamedTuple):
         selected: the name that ``OPWEAVE_PLATFORM`` says, or None.
     """
 
-    chosen: Candidate
-    candidates: tuple[Candidate, ...]
+    chosen: PlatformCandidate
+    candidates: tuple[PlatformCandidate, ...]
     selected: str | None
 
 
-def claim_of(entry: Entry, returned: object) -> Claim | None:
+def claim_of(entry: PluginEntry, returned: object) -> Claim | None:
     """Return what a platform plugin's function returned, as a claim.
 
     Raises:
@@ -67,7 +67,7 @@ def claim_of(entry: Entry, returned: object) -> Claim | None:
     return returned
 
 
-def _check_fields(entry: Entry, claim: Claim) -> None:
+def _check_fields(entry: PluginEntry, claim: Claim) -> None:
     score: object = claim.score  # a plugin may give anything
     why: object = claim.why
     is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
@@ -83,7 +83,7 @@ def _check_fields(entry: Entry, claim: Claim) -> None:
         )
 
 
-def choose(candidates: Sequence[Candidate]) -> Candidate:
+def choose(candidates: Sequence[PlatformCandidate]) -> PlatformCandidate:
     """Return the candidate whose claim has the highest score; there is at least one.
 
     Raises:
@@ -100,7 +100,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     return best[0]
 
 
-def _describe(candidate: Candidate) -> str:
+def _describe(candidate: PlatformCandidate) -> str:
     who = "opweave" if candidate.owner is None else str(candidate.owner)
     why = f", because {candidate.claim.why}" if candidate.claim.why else ""
     return f"{candidate.name} of {who}{why}"

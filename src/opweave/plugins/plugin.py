@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from opweave.base import transaction
 from opweave.base.owner import note_absence, note_way_out, owned_by
 from opweave.ir.errors import OpweaveError, described
-from opweave.plugins.entry import Entry
+from opweave.plugins.entry import PluginEntry
 from opweave.plugins.errors import (
     PluginError,
     PluginFailedError,
@@ -25,7 +25,7 @@ from opweave.plugins.errors import (
 )
 from opweave.plugins.groups import GENERAL_PLUGINS, GROUPS, PLATFORM_PLUGINS
 from opweave.plugins.limits import Limits, OvertimeError, is_standard, run_within
-from opweave.plugins.policy import PLUGINS, STRICT, TIMEOUT, Policy
+from opweave.plugins.policy import PLUGINS, STRICT, TIMEOUT, PluginPolicy
 from opweave.plugins.record import PluginRecord, State
 
 # What these raise about names that are taken is for the plugin's authors, not for the user.
@@ -50,7 +50,7 @@ class Plugin:
         detail: why it was left out, or why its device is here.
     """
 
-    def __init__(self, entry: Entry, policy: Policy) -> None:
+    def __init__(self, entry: PluginEntry, policy: PluginPolicy) -> None:
         self.entry, self.policy = entry, policy
         self.state, self.detail = State.FOUND, ""
         self.error: PluginError | None = None

@@ -21,7 +21,7 @@ DEFAULT_TIMEOUT = 1.5
 
 
 @dataclass(frozen=True)
-class Policy:
+class PluginPolicy:
     """What the user says about plugins.
 
     Attributes:
@@ -39,7 +39,7 @@ class Policy:
     timeout: float = DEFAULT_TIMEOUT
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Policy:
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> PluginPolicy:
         """Read the policy from environment variables.
 
         Raises:
@@ -81,9 +81,10 @@ class Policy:
             )
 
     def leaving_out(self, name: str) -> str:
-        """Return the setting that leaves out a plugin, whatever else is set.
+        """Return the setting that leaves out a plugin and keeps this policy otherwise.
 
-        >>> Policy().leaving_out("acme"), Policy(only=frozenset({"a", "b"})).leaving_out("a")
+        >>> chosen = PluginPolicy(only=frozenset({"a", "b"}))
+        >>> PluginPolicy().leaving_out("acme"), chosen.leaving_out("a")
         ('OPWEAVE_PLUGINS=-acme', 'OPWEAVE_PLUGINS=b')
         """
         if self.only is not None:

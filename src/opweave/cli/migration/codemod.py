@@ -11,9 +11,9 @@ import libcst as cst
 from opweave import layers as own_layers
 from opweave.cli.migration.functions import documented, functions
 from opweave.cli.migration.imports import imports_of, moved
-from opweave.cli.migration.plan import Plan, own_class
+from opweave.cli.migration.plan import LayerPlan, own_class
 from opweave.cli.migration.registrations import unregister
-from opweave.cli.migration.source import KINDS, Source
+from opweave.cli.migration.source import KINDS, SourceModule
 from opweave.cli.migration.thin_layer import thin_layer
 from opweave.cli.migration.trees import Statement, spaced, statement
 
@@ -21,7 +21,7 @@ _CODING = re.compile(r"#.*?coding[:=]")  # PEP 263
 _IMPORTS = (cst.Import, cst.ImportFrom)
 
 
-def migrated(source: Source, plans: Sequence[Plan]) -> str:
+def migrated(source: SourceModule, plans: Sequence[LayerPlan]) -> str:
     """Return the text of the module with its layers migrated; all else stays as it is."""
     by_name = {plan.layer.name: plan for plan in plans}
     ir = "ir" if source.imports.get("ir", "opweave.ir") == "opweave.ir" else "opweave_ir"
@@ -48,7 +48,7 @@ def migrated(source: Source, plans: Sequence[Plan]) -> str:
 
 
 def _migrated_class(
-    plan: Plan, node: cst.ClassDef, helpers: set[str], ir: str, indent: str
+    plan: LayerPlan, node: cst.ClassDef, helpers: set[str], ir: str, indent: str
 ) -> Iterator[Statement]:
     parts = list(functions(plan, node, helpers, ir, indent))
     if plan.stays:
@@ -97,7 +97,9 @@ def _with_own_imports(body: Sequence[Statement], own: Sequence[str]) -> list[Sta
     return [*body[:start], *future, *imports, *body[end:]]
 
 
-def _own_imports(plans: Sequence[Plan], source: Source, used: Set[str], ir: str) -> list[str]:
+def _own_imports(
+    plans: Sequence[LayerPlan], source: SourceModule, used: Set[str], ir: str
+) -> list[str]:
     imports = ["from __future__ import annotations"]
     if "torch" in used:
         imports.append("import torch")

@@ -9,14 +9,14 @@ import libcst as cst
 from libcst import matchers as m
 
 from opweave.cli.migration.declare import OpPlan
-from opweave.cli.migration.plan import Plan
+from opweave.cli.migration.plan import LayerPlan
 from opweave.cli.migration.trees import methods_of, spaced, statement
 
 _WIDTH = 88  # longer signatures get a line per parameter
 
 
 def functions(
-    plan: Plan, node: cst.ClassDef, helpers: set[str], ir: str, indent: str
+    plan: LayerPlan, node: cst.ClassDef, helpers: set[str], ir: str, indent: str
 ) -> Iterator[cst.FunctionDef]:
     """Yield the functions made from the methods of a class.
 

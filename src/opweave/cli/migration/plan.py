@@ -11,7 +11,7 @@ from opweave.cli.migration.declare import PLATFORM_METHODS, OpPlan, declare, dec
 from opweave.cli.migration.providers import guess_provider
 from opweave.cli.migration.registrations import mentions
 from opweave.cli.migration.rewrite import Rewritten, rewrite
-from opweave.cli.migration.source import NATIVE, LayerClass, Source
+from opweave.cli.migration.source import NATIVE, LayerClass, SourceModule
 from opweave.cli.migration.syntax import Function, is_docstring
 
 
@@ -26,7 +26,7 @@ class ImplPlan:
 
 
 @dataclass
-class Plan:
+class LayerPlan:
     """The plan for one class.
 
     Attributes:
@@ -43,12 +43,12 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def plan(source: Source) -> list[Plan]:
+def plan(source: SourceModule) -> list[LayerPlan]:
     """Return the plan of every layer, in order."""
-    plans: dict[str, Plan] = {}
+    plans: dict[str, LayerPlan] = {}
     used = mentions(source.module, source.registrations)
     for layer in source.layers.values():
-        made = Plan(layer)
+        made = LayerPlan(layer)
         plans[layer.name] = made
         if layer.replaces is not None:
             _replacement(made, plans, source, used)
@@ -57,7 +57,7 @@ def plan(source: Source) -> list[Plan]:
     return list(plans.values())
 
 
-def _custom_op(made: Plan, source: Source) -> None:
+def _custom_op(made: LayerPlan, source: SourceModule) -> None:
     layer = made.layer
     if layer.registered is None:
         made.notes.append(
@@ -83,7 +83,9 @@ def _custom_op(made: Plan, source: Source) -> None:
             made.notes.append(f"Not in the new module: {', '.join(made.kept)}.")
 
 
-def _replacement(made: Plan, plans: dict[str, Plan], source: Source, used: Counter[str]) -> None:
+def _replacement(
+    made: LayerPlan, plans: dict[str, LayerPlan], source: SourceModule, used: Counter[str]
+) -> None:
     layer = made.layer
     replaced = plans.get(layer.base)
     base = layer.base.rpartition(".")[2]
@@ -106,8 +108,8 @@ def _replacement(made: Plan, plans: dict[str, Plan], source: Source, used: Count
     made.stays = bool(others or made.kept or used[layer.name] or not made.impls)
 
 
-def _implementations(made: Plan, source: Source) -> None:
-    """Plan an implementation for each platform method, or note why it cannot be one."""
+def _implementations(made: LayerPlan, source: SourceModule) -> None:
+    """LayerPlan an implementation for each platform method, or note why it cannot be one."""
     layer = made.layer
     defined = [name for name in PLATFORM_METHODS if name in layer.methods or name in layer.aliases]
     bodies: dict[str, Rewritten] = {}
@@ -133,7 +135,7 @@ def _implementations(made: Plan, source: Source) -> None:
 
 
 def _implement(
-    made: Plan, source: Source, method: str, function: Function, body: Rewritten
+    made: LayerPlan, source: SourceModule, method: str, function: Function, body: Rewritten
 ) -> None:
     taken = {impl.provider for impl in made.impls}
     device = PLATFORM_METHODS[method]
@@ -141,7 +143,7 @@ def _implement(
     made.impls.append(ImplPlan(provider, method, device, body))
 
 
-def _body(made: Plan, function: Function) -> Rewritten:
+def _body(made: LayerPlan, function: Function) -> Rewritten:
     """Return the body of an implementation of the op, with its problems."""
     assert made.op is not None
     body = rewrite(function, made.layer, {a.attribute or a.name: a.name for a in made.op.arguments})

@@ -8,7 +8,7 @@ from collections.abc import Set
 from opweave.cli.migration.imports import imports_of
 from opweave.cli.migration.names import provider_name
 from opweave.cli.migration.rewrite import Rewritten
-from opweave.cli.migration.source import Source
+from opweave.cli.migration.source import SourceModule
 from opweave.cli.migration.syntax import Function, attribute_of_self, dotted, names_in
 
 _DEVICES = {"torch_npu": "npu", "torch_xla": "xla", "torch_musa": "musa"}
@@ -21,7 +21,7 @@ def guess_provider(
     method: str,
     function: Function,
     body: Rewritten,
-    source: Source,
+    source: SourceModule,
     device: str,
     taken: Set[str],
 ) -> tuple[str, str]:
@@ -37,7 +37,7 @@ def guess_provider(
     return provider, kind
 
 
-def _packages(function: Function, source: Source) -> list[str]:
+def _packages(function: Function, source: SourceModule) -> list[str]:
     used = set(names_in(function))
     imports = source.imports | imports_of(function)
     found = dict.fromkeys(_provider_of(full) for name, full in imports.items() if name in used)

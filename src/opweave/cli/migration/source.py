@@ -76,7 +76,7 @@ class LayerClass:
 
 
 @dataclass
-class Source:
+class SourceModule:
     """A module and its layers, in order of definition.
 
     Attributes:
@@ -94,7 +94,7 @@ class Source:
     notes: list[str]
 
 
-def read(path: Path) -> Source:
+def read(path: Path) -> SourceModule:
     """Read the module in file *path*.
 
     Raises:
@@ -121,7 +121,7 @@ def read(path: Path) -> Source:
             "PluggableLayer or a layer that opweave has, or is registered."
         )
     notes = [*_strangers(registrations, layers), *_nested(module, reader)]
-    return Source(path, module, tree, layers, imports, registrations, notes)
+    return SourceModule(path, module, tree, layers, imports, registrations, notes)
 
 
 def _parsed(path: Path) -> tuple[ast.Module, cst.Module]:

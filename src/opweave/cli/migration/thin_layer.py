@@ -9,7 +9,7 @@ from typing import Any
 import libcst as cst
 
 from opweave.cli.migration.declare import PLATFORM_METHODS, OpPlan
-from opweave.cli.migration.plan import Plan
+from opweave.cli.migration.plan import LayerPlan
 from opweave.cli.migration.source import NATIVE, LayerClass
 from opweave.cli.migration.syntax import attribute_of_self
 from opweave.cli.migration.trees import Statement, spaced, statement, target_name, without
@@ -18,7 +18,7 @@ from opweave.cli.migration.trees import Statement, spaced, statement, target_nam
 _CALLERS = [name for name in PLATFORM_METHODS if name != "forward_hip"]
 
 
-def thin_layer(plan: Plan, node: cst.ClassDef, ir: str) -> cst.ClassDef:
+def thin_layer(plan: LayerPlan, node: cst.ClassDef, ir: str) -> cst.ClassDef:
     """Return the class *node* with methods that call the op, if it is a new one.
 
     Args:
@@ -48,7 +48,7 @@ def thin_layer(plan: Plan, node: cst.ClassDef, ir: str) -> cst.ClassDef:
     return without(thin, lambda each: _assigns(each, needless))
 
 
-def _methods(plan: Plan, op: OpPlan, native: cst.FunctionDef, ir: str) -> Iterator[Statement]:
+def _methods(plan: LayerPlan, op: OpPlan, native: cst.FunctionDef, ir: str) -> Iterator[Statement]:
     given = ", ".join(f"self.{a.attribute}" if a.attribute else a.name for a in op.arguments)
     native = spaced(native, 1, [])
     yield native.with_changes(body=_block(f"return {ir}.ops.{op.name}.native({given})"))

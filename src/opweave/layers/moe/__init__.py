@@ -1,8 +1,9 @@
 """Mixture of experts: routing, experts, and where the experts are."""
 
+from opweave.base.deprecation import renamed_in
 from opweave.layers.moe.grouped_topk import GroupedTopk
 from opweave.layers.moe.layer import FusedMoE
-from opweave.layers.moe.method import ExpertShapes, FusedMoEMethod, QuantConfig
+from opweave.layers.moe.method import ExpertShapes, FusedMoEMethod, FusedMoEQuantConfig
 from opweave.layers.moe.modular import (
     Experts,
     FusedMoEModularMethod,
@@ -28,8 +29,10 @@ __all__ = [
     "ModularKernel",
     "OpExperts",
     "PrepareAndFinalize",
-    "QuantConfig",
+    "FusedMoEQuantConfig",
     "Router",
     "TransformersFusedMoE",
     "UnquantizedFusedMoEMethod",
 ]
+
+__getattr__ = renamed_in(__name__, {"QuantConfig": "FusedMoEQuantConfig"})

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from opweave.ir.ops.expert_activation import expert_activation
 from opweave.layers.errors import LayerArgumentError, ShardingError, WeightLoadError
 from opweave.layers.moe.grouped_topk import GroupedTopk
-from opweave.layers.moe.method import ExpertShapes, FusedMoEMethod, QuantConfig
+from opweave.layers.moe.method import ExpertShapes, FusedMoEMethod, FusedMoEQuantConfig
 from opweave.layers.moe.placement import ExpertPlacement
 from opweave.layers.moe.router import Router, RoutingFunction
 from opweave.layers.moe.unquantized import UnquantizedFusedMoEMethod
@@ -47,7 +47,7 @@ class FusedMoE(PluggableLayer):
             :meth:`all_reduce`.
         renormalize: divide a token's weights by their sum.
         use_grouped_topk: choose groups of experts first; needs *num_expert_group* and *topk_group*.
-        quant_config: chooses the method; see :class:`QuantConfig`. None: weights as they are.
+        quant_config: chooses the method, see :class:`FusedMoEQuantConfig`; None: unquantized.
         ep_size: into how many parts the ranks fall, each with experts of its own.
         prefix: the layer's name in the model, for *quant_config*.
         custom_routing_function: ``f(hidden_states, logits, top_k, renormalize)`` returns the
@@ -87,7 +87,7 @@ class FusedMoE(PluggableLayer):
         use_grouped_topk: bool = False,
         num_expert_group: int | None = None,
         topk_group: int | None = None,
-        quant_config: QuantConfig | None = None,
+        quant_config: FusedMoEQuantConfig | None = None,
         ep_size: int = 1,
         prefix: str = "",
         custom_routing_function: RoutingFunction | None = None,
@@ -332,7 +332,7 @@ def _grouped_topk(
     )
 
 
-def _method(layer: FusedMoE, quant_config: QuantConfig | None) -> FusedMoEMethod:
+def _method(layer: FusedMoE, quant_config: FusedMoEQuantConfig | None) -> FusedMoEMethod:
     chosen = quant_config.get_quant_method(layer, layer.prefix) if quant_config else None
     if chosen is None:
         return UnquantizedFusedMoEMethod()

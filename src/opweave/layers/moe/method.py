@@ -74,7 +74,7 @@ class FusedMoEMethod(CustomOp):
         return output
 
 
-class QuantConfig(Protocol):
+class FusedMoEQuantConfig(Protocol):
     """Chooses the method of a layer."""
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:

@@ -14,7 +14,7 @@ from opweave.layers.registry import replacement
 from opweave.layers.rotary.apply_rotary_emb import ApplyRotaryEmb
 from opweave.layers.rotary.dual_chunk import DualChunkRotaryEmbedding
 from opweave.layers.rotary.mrope import MRotaryEmbedding
-from opweave.layers.rotary.parameters import Context, flag, number, read_scaling, sections
+from opweave.layers.rotary.parameters import RopeContext, flag, number, read_scaling, sections
 from opweave.layers.rotary.rotary_embedding import RotaryEmbedding
 
 Rope = RotaryEmbedding | DualChunkRotaryEmbedding
@@ -60,7 +60,9 @@ def get_rope(
     if dual_chunk_attention_config is not None:
         cls, options = DualChunkRotaryEmbedding, _dual_chunk(dual_chunk_attention_config)
     else:
-        context = Context(max_position, max_position if max_model_len is None else max_model_len)
+        context = RopeContext(
+            max_position, max_position if max_model_len is None else max_model_len
+        )
         options = {"scaling": read_scaling(parameters, context)}
         section = sections(parameters)
         if section is not None:

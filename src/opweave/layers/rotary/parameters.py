@@ -19,7 +19,7 @@ from opweave.layers.rotary.scaling import (
 
 
 @dataclass(frozen=True)
-class Context:
+class RopeContext:
     """What a scaling depends on beside its own parameters.
 
     Attributes:
@@ -31,7 +31,7 @@ class Context:
     longest: int
 
 
-def read_scaling(parameters: Mapping[str, Any], context: Context) -> Scaling:
+def read_scaling(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
     """Return the scaling that ``rope_parameters`` (formerly ``rope_scaling``) ask for.
 
     Raises:
@@ -101,29 +101,29 @@ def _number_or(parameters: Mapping[str, Any], key: str, default: float) -> float
     return default if absent else number(parameters, key)
 
 
-def _default(parameters: Mapping[str, Any], context: Context) -> Scaling:
+def _default(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
     return Scaling()
 
 
-def _linear(parameters: Mapping[str, Any], context: Context) -> Scaling:
+def _linear(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
     return LinearScaling(number(parameters, "factor"))
 
 
-def _proportional(parameters: Mapping[str, Any], context: Context) -> Scaling:
+def _proportional(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
     return ProportionalScaling(
         _number_or(parameters, "factor", 1.0), number(parameters, "partial_rotary_factor", 1.0)
     )
 
 
-def _dynamic(parameters: Mapping[str, Any], context: Context) -> Scaling:
+def _dynamic(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
     return DynamicNTKScaling(number(parameters, "factor"))
 
 
-def _original(parameters: Mapping[str, Any], context: Context) -> int:
+def _original(parameters: Mapping[str, Any], context: RopeContext) -> int:
     return int(number(parameters, "original_max_position_embeddings", context.max_position))
 
 
-def _llama3(parameters: Mapping[str, Any], context: Context) -> Scaling:
+def _llama3(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
     low, high = number(parameters, "low_freq_factor"), number(parameters, "high_freq_factor")
     if not low < high:
         raise LayerArgumentError(
@@ -134,7 +134,7 @@ def _llama3(parameters: Mapping[str, Any], context: Context) -> Scaling:
     return Llama3Scaling(factor, low, high, _original(parameters, context))
 
 
-def _yarn(parameters: Mapping[str, Any], context: Context) -> Scaling:
+def _yarn(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
     original = int(number(parameters, "original_max_position_embeddings"))
     return YarnScaling(
         number(parameters, "factor", context.max_position / original),
@@ -148,7 +148,7 @@ def _yarn(parameters: Mapping[str, Any], context: Context) -> Scaling:
     )
 
 
-def _longrope(parameters: Mapping[str, Any], context: Context) -> Scaling:
+def _longrope(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
     original = _original(parameters, context)
     length = "long" if context.longest > original else "short"
     factors = parameters.get(f"{length}_factor")
@@ -166,7 +166,7 @@ def _longrope(parameters: Mapping[str, Any], context: Context) -> Scaling:
     )
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any], Context], Scaling]] = {
+_READERS: dict[str, Callable[[Mapping[str, Any], RopeContext], Scaling]] = {
     "default": _default,
     "dynamic": _dynamic,
     "linear": _linear,
