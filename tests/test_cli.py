@@ -348,7 +348,7 @@ def test_unknown_command_and_no_command() -> None:
     for arguments in ((), ("--help",)):
         shown = run_anew(*arguments).stdout
         assert all(f"│ {name} " in shown for name in COMMANDS)
-        assert "Continue one or more prompts" in shown
+        assert "Generate text from one or more prompts" in shown
 
 
 @pytest.mark.parametrize("arguments", [("ops",), ("ops", "--json"), ("--help",)])

@@ -203,14 +203,14 @@ def terminal() -> Iterator[Terminal]:
 def test_in_a_terminal(terminal: Terminal) -> None:
     assert "Ctrl-C stops an answer" in terminal.read_until("> ")
     # Python does not see a signal that comes just before it waits for the keyboard.
-    terminal.read_until("/exit or Ctrl-D leaves", nudge=terminal.interrupt)
+    terminal.read_until("/exit or Ctrl-D quits", nudge=terminal.interrupt)
     terminal.read_until("> ")
     terminal.type("Return the\n")
     terminal.read_until(r"Return the\n\S+ ")
     terminal.interrupt()
     terminal.read_until(r"\n> ")
     terminal.type("x " * 400 + "\n")
-    refused = terminal.read_until(r"/reset forgets the conversation\.")
+    refused = terminal.read_until(r"/reset clears the conversation\.")
     assert "opweave: The prompt has" in refused
     assert "Traceback" not in refused
     terminal.read_until("> ")

@@ -167,7 +167,7 @@ def test_the_model(run: Run, command: str) -> None:
         ("--min-p=2", "min_p=2"),
         ("--stop-token-id=-1", "stop_token_ids=-1"),
         ("--topk=3", "--top-k"),
-        ("--regex=a --choice=b", "--regex and --choice exclude each other"),
+        ("--regex=a --choice=b", "--regex and --choice are mutually exclusive"),
         ("--json-schema=missing.json", "--json-schema 'missing.json' cannot be read: No such file"),
         ("--grammar=missing", "--grammar 'missing' cannot be read"),
         ("--json-schema={", "structured_outputs: json is not valid JSON"),

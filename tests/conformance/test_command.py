@@ -88,7 +88,7 @@ def test_a_wrong_implementation_is_red(run: Run) -> None:
         (("--certificate", "no/such/folder/file.json"), "no directory"),
         (("--json", "--certificate", "-"), "standard output"),
         (("--seed", "many"), "seed"),
-        (("--timeout", "0"), "--timeout 0 should be a number of seconds above 0"),
+        (("--timeout", "0"), "--timeout 0 should be a positive number of seconds"),
         (("--input", "hidden=8"), "an option 'hidden'. Did you mean 'hidden_size'"),
         (("--input", "hidden_size=-8"), "it should be a number of at least 0"),
         (("--input", "hidden_size"), "it should be a number of at least 0"),

@@ -101,8 +101,8 @@ def test_failed_requests_are_counted_by_reason(
     ("arguments", "named"),
     [
         (("nowhere",), "'nowhere' should be a server's URL"),
-        (("http://127.0.0.1:1",), "http://127.0.0.1:1 does not say its models"),
-        (("http://a:b",), "'http://a:b' is no URL"),
+        (("http://127.0.0.1:1",), "http://127.0.0.1:1 does not list its models"),
+        (("http://a:b",), "'http://a:b' is not a URL"),
         (("http://127.0.0.1:99999",), "has the port 99999"),
         (("http://127.0.0.1:1", "--api-key=\u65e5"), "An API key holds characters"),
         (("http://127.0.0.1:1", "--requests=1.5"), "--requests"),
@@ -164,10 +164,10 @@ def odd() -> Iterator[str]:
     ("body", "reason"),
     [
         (b"", "the stream ended before [DONE]"),
-        (b"data: {\n\n", "an event is no completion"),
-        (b'data: {"usage": {"prompt_tokens": 1}}\n\n', "an event is no completion"),
+        (b"data: {\n\n", "an event is not a completion"),
+        (b'data: {"usage": {"prompt_tokens": 1}}\n\n', "an event is not a completion"),
         (b'data: {"error": {"message": "it broke"}}\n\n', "it broke"),
-        (b"data: 7\n\n", "an event is no completion"),
+        (b"data: 7\n\n", "an event is not a completion"),
     ],
 )
 def test_streams_that_are_none(
@@ -186,7 +186,7 @@ def test_streams_that_are_none(
 
 def test_a_server_without_models(odd: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = bench(capsys, odd)
-    assert (code, "is no list of models" in err) == (2, True)
+    assert (code, "is not a list of models" in err) == (2, True)
 
 
 # What is sent

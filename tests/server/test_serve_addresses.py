@@ -126,7 +126,7 @@ def error(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_the_model_is_given_once(error: Any) -> None:
-    assert "Give the directory of a checkpoint" in error()
+    assert "Give a checkpoint directory" in error()
     assert "given twice" in error("one", "--model", "two")
     assert "not both" in error(str(CHECKPOINT), "--uds=x", "--port=1")
     assert "nowhere" in error("--model", "nowhere")

@@ -166,7 +166,7 @@ def test_it_ends_well(tmp_path: Path) -> None:
     log = command.log.read_text()
     assert "option --api-key: *** (command line)" in log
     assert "option --cpu-threads: 2 (command line)" in log
-    assert "threads of kernels on the CPU, in each rank: 2 (--cpu-threads)" in log
+    assert "CPU threads per rank: 2 (--cpu-threads)" in log
     assert "secret" not in log
     assert "prompts ['Return the']" in log
     assert "Traceback" not in log
