@@ -130,13 +130,12 @@ def test_annotations_may_be_left_out(op: ir.IrOp) -> None:
 @pytest.mark.parametrize(
     "predicate",
     [
-        lambda x: True,
-        lambda x, factor: True,
+        lambda x=None: True,
         lambda x, factor=3.0: True,
         lambda x, scale=2.0: True,
-        lambda x, *, factor=2.0: True,
         lambda x, factor=2.0, more=1: True,
         lambda *args: True,
+        lambda x, **rest: True,
         lambda: True,
         True,
         "yes",
@@ -149,8 +148,9 @@ def test_annotations_may_be_left_out(op: ir.IrOp) -> None:
         rules.same_shape("x", "y"),
         rules.cpu("x") & rules.cuda("z"),
         rules.cpu("x") | rules.ndim("z", 1),
-        rules.custom(lambda x: True, "why"),
-        rules.cpu("x") & (rules.cuda("x") | rules.custom(lambda x, factor: True, "why")),
+        rules.custom(lambda y: True, "why"),
+        rules.custom(lambda: True, "why"),
+        rules.cpu("x") & (rules.cuda("x") | rules.custom(lambda x, scale: True, "why")),
     ],
 )
 def test_a_predicate_that_does_not_fit_is_refused(op: ir.IrOp, predicate: Any) -> None:
@@ -158,6 +158,34 @@ def test_a_predicate_that_does_not_fit_is_refused(op: ir.IrOp, predicate: Any) -
     with pytest.raises(PredicateSignatureError):
         op.register_impl("alpha", supports_args=predicate)(scaled)
     assert dict(op.impls) == before
+
+
+@pytest.mark.parametrize("as_rule", [False, True])
+@pytest.mark.parametrize(
+    "predicate",
+    [
+        lambda factor: factor == 3.0,
+        lambda *, factor: factor == 3.0,
+        lambda factor, x: factor == 3.0 and x.ndim == 1,
+        lambda x, factor=2.0: factor == 3.0,
+        lambda x, *, factor=2.0: factor == 3.0,
+    ],
+)
+def test_a_predicate_gets_the_parameters_that_it_names(
+    op: ir.IrOp, predicate: Any, as_rule: bool
+) -> None:
+    given = rules.cpu("x") & rules.custom(predicate, "another factor") if as_rule else predicate
+    op.register_impl("alpha", supports_args=given)(lambda x, factor=2.0: x * factor + 1)
+    op.set_default(["alpha"])
+    x = torch.ones(3)
+    for _ in range(2):  # at first, and by the generated code
+        assert op(x, 3.0).tolist() == [4.0] * 3
+        assert op(x, factor=3.0).tolist() == [4.0] * 3
+        assert op(x).tolist() == [2.0] * 3
+    assert op.dispatch(x, factor=3.0).provider == "alpha"
+    assert op.dispatch(x).provider == "native"
+    reason = ir.explain(op, x).verdicts[0].reason
+    assert reason == "another factor" if as_rule else "returned False" in reason
 
 
 @pytest.mark.parametrize(

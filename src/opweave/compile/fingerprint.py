@@ -17,7 +17,7 @@ from opweave import native
 from opweave.compile.footprint import Footprint
 from opweave.compile.sources import files_of, top_of
 from opweave.ir import IrOp, IrOpImpl
-from opweave.ir.impl import custom_functions
+from opweave.ir.predicate import custom_functions
 from opweave.ir.rule import Rule, TensorRule
 
 _providers: list[Callable[[], str]] = []

@@ -45,7 +45,7 @@ from opweave.base import compat, torch_state
 from opweave.ir.donation import refused
 from opweave.ir.impl import IrOpImpl
 from opweave.ir.memory import clone_in_layout
-from opweave.ir.rule import Rule
+from opweave.ir.rule import Rule, named_call
 from opweave.ir.schema import Param, Schema
 from opweave.ir.scope import current_scope
 from opweave.ir.selection import Candidate
@@ -222,7 +222,7 @@ class Generator:
         if isinstance(predicate, Rule):
             return predicate.expression(self.schema, self.bind)
         accepts = self.bind(predicate, f"_accepts_{impl.provider}")
-        return f"(_answer := {accepts}({self.call})) is True"
+        return f"(_answer := {accepts}({named_call(predicate)})) is True"
 
     def _runner(self, impl: IrOpImpl) -> str:
         direct = self._bind_run(impl, impl.impl_fn, f"_impl_{impl.provider}")

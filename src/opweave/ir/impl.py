@@ -17,20 +17,14 @@ from torch import Tensor
 from opweave.base import compat
 from opweave.base.owner import Owner, current_owner, way_out
 from opweave.base.site import Site
-from opweave.ir.errors import (
-    PredicateFailedError,
-    PredicateSignatureError,
-    SchemaMismatchError,
-    described,
-)
+from opweave.ir.errors import PredicateFailedError, described
+from opweave.ir.predicate import Predicate, binding, check_predicate
 from opweave.ir.priority import NATIVE
-from opweave.ir.rule import Custom, Rule, evaluator
+from opweave.ir.rule import Rule, evaluator
 from opweave.ir.schema import check_same
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
-
-Predicate = Rule | Callable[..., bool]
 
 _editions: Counter[tuple[str, str, str]] = Counter()
 
@@ -75,7 +69,7 @@ class IrOpImpl:
         if self.functional_fn is not None:
             check_same(native, self.functional_fn, f"{what}, functional= ({self.site})")
         if self.supports_args is not None:
-            check_predicate(self.supports_args, self.op, what)
+            check_predicate(self.supports_args, self.op.schema, what)
         name = (self.op.registry.namespace, self.op.name, self.provider)
         object.__setattr__(self, "edition", _editions[name])
         _editions[name] += 1
@@ -117,9 +111,11 @@ class IrOpImpl:
     @cached_property
     def _accepts(self) -> Callable[..., bool]:
         predicate = self.supports_args
+        if predicate is None:
+            return lambda *args, **kwargs: True
         if isinstance(predicate, Rule):
             return evaluator(predicate, self.op.schema)
-        return predicate or (lambda *args, **kwargs: True)
+        return binding(predicate, self.op.schema)
 
     def rejection(self, values: Sequence[Any]) -> str | None:
         """Return why the predicate rejects *values* (one per parameter), or None if it accepts.
@@ -160,43 +156,6 @@ class IrOpImpl:
         for function in functions:
             digest.update(_source(function))
         return digest.hexdigest()
-
-
-def check_predicate(predicate: Predicate, op: IrOp, what: str) -> None:
-    """Raise PredicateSignatureError unless *predicate* takes the op's parameters."""
-    if isinstance(predicate, Rule):
-        predicate.check(op.schema)
-        for function in custom_functions(predicate):
-            check_predicate(function, op, what)
-        return
-    if not callable(predicate):
-        raise PredicateSignatureError(
-            f"{what}: supports_args must be a rule or a function, not {predicate!r}."
-        )
-    try:
-        check_same(_bare(op.native), _bare(predicate), f"{what}: supports_args")
-    except (SchemaMismatchError, TypeError, ValueError) as error:
-        raise PredicateSignatureError(str(error)) from None
-
-
-def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a stand-in with the function's parameters and defaults, and no annotations."""
-    signature = inspect.signature(function)
-    params = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-
-    def stand_in() -> None: ...
-
-    stand_in.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=params, return_annotation=inspect.Signature.empty
-    )
-    return stand_in
-
-
-def custom_functions(rule: Rule) -> list[Callable[..., bool]]:
-    """Return the functions of the user that a rule calls."""
-    if isinstance(rule, Custom):
-        return [rule.function]
-    return [f for part in getattr(rule, "rules", ()) for f in custom_functions(part)]
 
 
 def _name(function: Any) -> str:

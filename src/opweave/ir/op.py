@@ -26,9 +26,10 @@ from opweave.ir.errors import (
     UnknownProviderError,
     did_you_mean,
 )
-from opweave.ir.impl import IrOpImpl, Predicate
+from opweave.ir.impl import IrOpImpl
 from opweave.ir.names import check_is_not_ours, check_op_name, check_provider_name
 from opweave.ir.overloads import CallSite, IrOpInplaceOverload, TracedCallSite
+from opweave.ir.predicate import Predicate
 from opweave.ir.priority import NATIVE, Entries, parse
 from opweave.ir.schema import Schema, check_same
 from opweave.ir.scope import op_priority
@@ -130,7 +131,8 @@ class IrOp(Callee):
             supported: whether it can run here at all (the library is there, the device exists).
             unsupported_reason: what to tell people where it cannot.
             supports_args: which arguments it takes: a rule of :mod:`opweave.ir.rules`, or a
-                function with the op's parameters that returns bool. None: all of them.
+                function that returns bool and names the op's parameters that it looks at. None:
+                all arguments.
             inplace: it may return the op's activations, overwritten; others return new memory.
             functional: the same kernel writing to new memory, for calls that do not donate; without
                 it, those copy the activations and run in place.

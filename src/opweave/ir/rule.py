@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -186,7 +187,7 @@ class ValueRule(Rule):
 
 @dataclass(eq=False, repr=False)
 class Custom(Rule):
-    """A function over all of the op's parameters, with the reason to give where it says no."""
+    """A function over some of the op's parameters, with the reason to give where it says no."""
 
     function: Callable[..., bool]
     why: str
@@ -195,10 +196,18 @@ class Custom(Rule):
         pass  # the signature is checked with the implementation's
 
     def expression(self, schema: Schema, bind: Bind) -> str:
-        return f"{bind(self.function)}({schema.call()})"
+        return f"{bind(self.function)}({named_call(self.function)})"
 
     def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
         return self.why
+
+
+def named_call(function: Callable[..., Any]) -> str:
+    """Source of the arguments that pass on the parameters that *function* names."""
+    parameters = inspect.signature(function).parameters.values()
+    return ", ".join(
+        f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in parameters
+    )
 
 
 def evaluator(rule: Rule, schema: Schema) -> Callable[..., bool]:

@@ -128,7 +128,10 @@ def one_of(name: str, *values: object) -> Rule:
 
 
 def custom(function: Callable[..., bool], why: str) -> Rule:
-    """*function*, called with the op's arguments, returns True; *why* is the reason if not."""
+    """*function* returns True for the arguments that it names; *why* is the reason if not.
+
+    ``rules.custom(lambda group_size: group_size >= 1, "group_size is below 1")``
+    """
     return Custom(function, why)
 
 

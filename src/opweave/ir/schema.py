@@ -81,7 +81,7 @@ class Schema(NamedTuple):
         Raises:
             InvalidOpError: the signature cannot be an op's.
         """
-        _check_function(function, f"op {op_name!r}", InvalidOpError)
+        check_returns(function, f"op {op_name!r}", InvalidOpError)
         hints = _hints(function)
         params = tuple(_params(function, op_name, hints))
         if not any(p.is_tensor or p.is_tensor_list for p in params):
@@ -154,7 +154,7 @@ def check_same(native: Callable[..., Any], other: Callable[..., Any], what: str)
     """
     if other is native:
         return
-    _check_function(other, what, SchemaMismatchError)
+    check_returns(other, what, SchemaMismatchError)
     expected = inspect.signature(native)
     try:
         found = inspect.signature(other)
@@ -168,7 +168,7 @@ def check_same(native: Callable[..., Any], other: Callable[..., Any], what: str)
         )
 
 
-def _check_function(function: object, what: str, error: type[Exception]) -> None:
+def check_returns(function: object, what: str, error: type[Exception]) -> None:
     """Raise *error* if a call would return something to be awaited or iterated."""
     for test in (
         inspect.iscoroutinefunction,

@@ -10,7 +10,7 @@ import torch
 from opweave import native
 from opweave.base import compat
 from opweave.ir import IrOp
-from opweave.ir.impl import Predicate
+from opweave.ir.predicate import Predicate
 from opweave.ir.traits import BATCH_INVARIANT
 
 Function = Callable[..., Any]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir import IrOp
-from opweave.ir.impl import Predicate
+from opweave.ir.predicate import Predicate
 from opweave.ir.traits import BATCH_INVARIANT
 from opweave.kernels.opaque import opaque
 

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from inspect import signature
 from types import MappingProxyType
 from typing import Any, ClassVar, overload
 
@@ -20,6 +21,7 @@ from opweave.integrations.vllm_api.ir.torch_wrap import torch_wrap_enabled
 from opweave.ir import RESERVED_PROVIDERS
 from opweave.ir.codegen import functional
 from opweave.ir.donation import refused
+from opweave.ir.errors import PredicateSignatureError
 from opweave.ir.priority import ALWAYS_LAST, NATIVE, Entry, parse
 from opweave.ir.selection import needs_gradient
 
@@ -138,6 +140,15 @@ class IrOp:
         found = self.wrapped.impls.items()
         return MappingProxyType({provider: self._impl(impl) for provider, impl in found})
 
+    def _check_whole_signature(self, predicate: Callable[..., bool]) -> None:
+        """Raise unless *predicate* has all parameters of the op, as vLLM demands."""
+        found, wanted = signature(predicate), signature(self.wrapped.native)
+        if list(found.parameters) != list(wanted.parameters):
+            raise PredicateSignatureError(
+                f"{self.name}: supports_args takes {list(found.parameters)}, and must take all "
+                f"parameters of the op, {list(wanted.parameters)}."
+            )
+
     def register_impl(
         self,
         provider: str,
@@ -160,6 +171,8 @@ class IrOp:
 
         def register(function: Function) -> IrOpImpl:
             with as_in_vllm():
+                if supports_args is not None:
+                    self._check_whole_signature(supports_args)
                 decorate(function)
             # Not through impls: that loads every kernel, and a plugin registers before that.
             return self._impl(self.wrapped._impls[provider])
