@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from models.tiny_checkpoints import KINDS, hf_model, random_ids
-from opweave.conformance.ranks import RankWorker, on_ranks
+from opweave.conformance.ranks import Rank, on_ranks
 from opweave.engine import CheckpointError, EngineError, InvalidArgumentError, load_model
 from opweave.engine.loading.loader import as_language_model
 from opweave.layers import TensorParallel, tensor_parallel
@@ -100,7 +100,7 @@ def test_dummy_weights_need_no_file_but_the_configuration(tmp_path: Path, copy: 
 def test_ranks_agree_on_dummy_weights_that_each_has_all_of(tmp_path: Path, copy: Copy) -> None:
     shutil.copy(copy("llama") / "config.json", tmp_path)
 
-    def build(rank: RankWorker) -> CheckpointModel:
+    def build(rank: Rank) -> CheckpointModel:
         parallel = TensorParallel(rank.rank, rank.size, rank.all_reduce, rank.all_gather)
         with tensor_parallel(parallel):
             return load_model(tmp_path, load_format="dummy")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from fastapi import APIRouter, FastAPI
 
+from opweave.base import transaction
 from opweave.base.owner import Owner, owned_by
-from opweave.base.transaction import transaction
 from opweave.config import http_routers
 from opweave.config.http_routers import add_router
 from opweave.config.open_registry import DuplicateNameError, OpenRegistry
@@ -102,7 +102,7 @@ def test_names_are_taken_once_and_given_back_when_a_plugin_fails() -> None:
 
 
 def _fail_after_adding(name: str) -> None:
-    with transaction():
+    with transaction.begin():
         add_router(name, router_with("/b"))
         raise RuntimeError
 
