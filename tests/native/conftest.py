@@ -18,7 +18,11 @@ from opweave.native import NativeModule
 
 from . import kit_module
 
-ISAS = native.status().isa_levels or ("missing",)
+ISAS = native.status().isa_levels or ("missing",)  # the best first
+# `make test` runs the first and the last; fuzz tests draw from all of them there, too.
+_EACH_ISA = [
+    pytest.param(isa, marks=[pytest.mark.slow] if isa in ISAS[1:-1] else []) for isa in ISAS
+]
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +34,9 @@ def module() -> ModuleType:
     return found
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=_EACH_ISA)
 def isa(request: pytest.FixtureRequest, module: ModuleType) -> Iterator[str]:
-    """Run the test once per instruction set of this CPU."""
+    """Run the test once per instruction set of this CPU; all but the best and base are slow."""
     before = module._isa()
     module._select_isa(request.param)
     yield request.param
