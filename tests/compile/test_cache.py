@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch import Tensor
 import opweave.compile
 from opweave import ir
 from opweave.compile import Report, fingerprint
+from warm_python import WarmPython
 
 PROGRAM = """
     import json, sys
@@ -100,10 +99,11 @@ LOAD = """
 
 
 class Process:
-    """Runs the program in fresh interpreters that share one cache."""
+    """Runs the program in new processes that share one cache."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: WarmPython) -> None:
         self.folder = folder
+        self._python = python
         self.write("program.py", PROGRAM)
         self.write("kernels.py", KERNELS)
         self.write("helper.py", HELPER)
@@ -112,21 +112,19 @@ class Process:
         (self.folder / name).write_text(textwrap.dedent(text))
 
     def __call__(self, function: str, *, program: str = "program.py", **env: str) -> Any:
-        done = subprocess.run(
-            [sys.executable, program, function],
+        done = self._python.run(
+            f"import runpy; runpy.run_path({program!r}, run_name='__main__')",
+            function,
             cwd=self.folder,
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"), **env},
-            capture_output=True,
-            text=True,
-            check=False,
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Process:
-    return Process(tmp_path)
+def process(tmp_path: Path, warm_python: WarmPython) -> Process:
+    return Process(tmp_path, warm_python)
 
 
 def test_a_hit_runs_no_pass_and_carries_the_report(process: Process) -> None:

@@ -41,7 +41,8 @@ def test_a_saved_graph_runs_in_another_process(
     torch.testing.assert_close(compiled(inputs[0], inputs[1].clone(), inputs[2]), expected)
     compiled.save_compiled_function(code)
     torch.save((inputs, expected), data)
-    fresh_python(f"""
+    fresh_python(
+        f"""
         import torch
 
         inputs, expected = torch.load({data!r})
@@ -55,7 +56,9 @@ def test_a_saved_graph_runs_in_another_process(
         report = opweave.compile.report()
         assert report.from_cache and report.complete
         assert {{n.chosen for n in report.nodes if n.op == "silu_and_mul"}} == {{{provider!r}}}
-    """)
+    """,
+        warm=True,
+    )
 
 
 def test_a_loaded_graph_refuses_a_donated_input_that_overlaps_another(tmp_path: Path) -> None:
