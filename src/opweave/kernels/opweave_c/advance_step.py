@@ -22,7 +22,6 @@ def _separate(
     seq_lens: Tensor,
     slot_mapping: Tensor,
     block_tables: Tensor,
-    block_size: int,
 ) -> bool:
     updated = (input_tokens, input_positions, seq_lens, slot_mapping)
     others = (sampled_token_ids, block_tables)

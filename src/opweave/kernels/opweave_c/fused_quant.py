@@ -42,7 +42,9 @@ _ADD = (
     & rules.same_shape("x", "x_residual")
     & rules.unit_stride("x_residual")
 )
-_ORDER = "x and x_residual are not in one order of memory"
+_IN_ONE_ORDER = rules.contiguous("x", "x_residual") | rules.custom(
+    _in_one_order, "x and x_residual are not in one order of memory"
+)
 _GATED = ROWS & rules.last_dim_multiple_of("x", 2)
 
 
@@ -80,14 +82,7 @@ def rms_norm_dynamic_per_token_quant_int8(
 
 @implements(
     ops.fused_add_rms_norm_static_quant_fp8,
-    _ADD
-    & one_float32("scale")
-    & (
-        rules.contiguous("x", "x_residual")
-        | rules.custom(
-            lambda x, x_residual, weight, epsilon, scale: _in_one_order(x, x_residual), _ORDER
-        )
-    ),
+    _ADD & one_float32("scale") & _IN_ONE_ORDER,
 )
 def fused_add_rms_norm_static_quant_fp8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, scale: Tensor
@@ -101,15 +96,7 @@ def fused_add_rms_norm_static_quant_fp8(
 
 @implements(
     ops.fused_add_rms_norm_dynamic_per_token_quant_fp8,
-    _ADD
-    & one_float32("scale_ub")
-    & (
-        rules.contiguous("x", "x_residual")
-        | rules.custom(
-            lambda x, x_residual, weight, epsilon, scale_ub=None: _in_one_order(x, x_residual),
-            _ORDER,
-        )
-    ),
+    _ADD & one_float32("scale_ub") & _IN_ONE_ORDER,
 )
 def fused_add_rms_norm_dynamic_per_token_quant_fp8(
     x: Tensor,
@@ -128,11 +115,7 @@ def fused_add_rms_norm_dynamic_per_token_quant_fp8(
 
 @implements(
     ops.fused_add_rms_norm_dynamic_per_token_quant_int8,
-    _ADD
-    & (
-        rules.contiguous("x", "x_residual")
-        | rules.custom(lambda x, x_residual, weight, epsilon: _in_one_order(x, x_residual), _ORDER)
-    ),
+    _ADD & _IN_ONE_ORDER,
 )
 def fused_add_rms_norm_dynamic_per_token_quant_int8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
@@ -175,8 +158,7 @@ def silu_and_mul_dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor
 
 @implements(
     ops.silu_and_mul_per_token_group_quant_fp8,
-    _GATED
-    & rules.custom(lambda x, group_size, use_ue8m0=False: group_size >= 1, "group_size is below 1"),
+    _GATED & rules.custom(lambda group_size: group_size >= 1, "group_size is below 1"),
 )
 def silu_and_mul_per_token_group_quant_fp8(
     x: Tensor, group_size: int, use_ue8m0: bool = False

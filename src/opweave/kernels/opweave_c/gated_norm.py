@@ -14,15 +14,7 @@ _empty_like = torch.empty_like
 _rms_norm_gated = native_op("rms_norm_gated")
 
 
-def _groups_fit(
-    x: Tensor,
-    weight: Tensor | None,
-    z: Tensor | None,
-    epsilon: float,
-    group_size: int | None = None,
-    norm_before_gate: bool = False,
-    activation: str = "silu",
-) -> bool:
+def _groups_fit(x: Tensor, group_size: int | None) -> bool:
     width = x.shape[-1]
     return width > 0 if group_size is None else group_size > 0 and width % group_size == 0
 

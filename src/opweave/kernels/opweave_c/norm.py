@@ -18,13 +18,7 @@ _add_rms_norm = native_op("add_rms_norm")
 _fused_add_rms_norm = native_op("fused_add_rms_norm")
 
 
-def _separate(
-    x: Tensor,
-    x_residual: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> bool:
+def _separate(x: Tensor, x_residual: Tensor) -> bool:
     return (
         x is not x_residual
         and (x.is_contiguous() or 0 not in x.stride())

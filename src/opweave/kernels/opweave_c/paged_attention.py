@@ -23,64 +23,27 @@ _attend = native_op("paged_attention")
 _attend_and_quantise = native_op("attention_quant")
 
 
-def _fits(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> bool:
+def _blocks_fit(key_cache: Tensor, value_cache: Tensor) -> bool:
     return (
         key_cache.shape[2] % _BLOCK_STEP == 0
-        and attention_fits(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            seq_lens,
-            cu_seqlens_q,
-            causal,
-            window,
-            soft_cap,
-        )
         and has_whole_heads(key_cache)
         and has_whole_heads(value_cache)
     )
 
 
-_COMMON = (
-    rules.cpu("query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q")
-    & ATTENDS
-)
 _WHY = (
     "shapes do not fit, block_size is not a multiple of 16, positions of a head are not contiguous "
     "in a block, or window or soft_cap is not positive"
 )
+_COMMON = (
+    rules.cpu("query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q")
+    & ATTENDS
+    & rules.custom(attention_fits, _WHY)
+    & rules.custom(_blocks_fit, _WHY)
+)
 
 
-def _quant_fits(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    out_scale: Tensor,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> bool:
-    sequences = (block_tables, seq_lens, cu_seqlens_q)
-    return _fits(query, key_cache, value_cache, *sequences, scale, causal, window, soft_cap)
-
-
-@implements(op, _COMMON & rules.custom(_fits, _WHY))
+@implements(op, _COMMON)
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -111,10 +74,7 @@ def paged_attention(
     return out
 
 
-@implements(
-    attention_quant_op,
-    _COMMON & one_float32("out_scale") & rules.custom(_quant_fits, _WHY),
-)
+@implements(attention_quant_op, _COMMON & one_float32("out_scale"))
 def attention_quant(
     query: Tensor,
     key_cache: Tensor,

@@ -13,9 +13,7 @@ from opweave.kernels.opweave_c.call_paths import implements, native_op
 _empty_like = torch.empty_like
 
 
-def _are_numbers(
-    x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6
-) -> bool:
+def _are_numbers(alpha_p: Tensor, alpha_n: Tensor) -> bool:
     return alpha_p.numel() == alpha_n.numel() == 1 and max(alpha_p.ndim, alpha_n.ndim) <= 8
 
 

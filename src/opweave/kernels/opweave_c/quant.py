@@ -19,9 +19,7 @@ _dynamic_per_token_quant = native_op("dynamic_per_token_quant")
 _dynamic_per_tensor_quant = native_op("dynamic_per_tensor_quant_fp8")
 _per_token_group_quant = native_op("per_token_group_quant_fp8")
 
-_STATIC = (
-    ROWS & SCALE & rules.custom(lambda x, scale: ops.scale_covers(scale, x), "scale does not fit x")
-)
+_STATIC = ROWS & SCALE & rules.custom(ops.scale_covers, "scale does not fit x")
 
 
 @implements(ops.static_quant_fp8, _STATIC)
@@ -69,8 +67,7 @@ def dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @implements(
     ops.per_token_group_quant_fp8,
-    ROWS
-    & rules.custom(lambda x, group_size, use_ue8m0=False: group_size >= 1, "group_size is below 1"),
+    ROWS & rules.custom(lambda group_size: group_size >= 1, "group_size is below 1"),
 )
 def per_token_group_quant_fp8(
     x: Tensor, group_size: int, use_ue8m0: bool = False

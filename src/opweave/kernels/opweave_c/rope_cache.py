@@ -31,7 +31,6 @@ def _fits(
     value_cache: Tensor,
     slot_mapping: Tensor,
     head_size: int,
-    is_neox_style: bool = True,
 ) -> bool:
     _, heads, _, size = key_cache.shape
     tokens = slot_mapping.shape[0]

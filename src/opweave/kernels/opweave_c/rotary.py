@@ -51,32 +51,9 @@ def rotary_fits(
     return True
 
 
-def _fits(
-    x_query: Tensor,
-    x_key: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    head_size: int,
-    is_neox_style: bool = True,
-) -> bool:
-    return rotary_fits(x_query, x_key, positions, cos_sin_cache, head_size)
-
-
-def _norm_rope_fits(
-    x_query: Tensor,
-    x_key: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    query_weight: Tensor | None,
-    key_weight: Tensor | None,
-    epsilon: float,
-    head_size: int,
-    is_neox_style: bool = True,
-) -> bool:
-    return (
-        rotary_fits(x_query, x_key, positions, cos_sin_cache, head_size)
-        and (query_weight is None or query_weight.shape == (head_size,))
-        and (key_weight is None or key_weight.shape == (head_size,))
+def _weights_fit(query_weight: Tensor | None, key_weight: Tensor | None, head_size: int) -> bool:
+    return (query_weight is None or query_weight.shape == (head_size,)) and (
+        key_weight is None or key_weight.shape == (head_size,)
     )
 
 
@@ -114,7 +91,7 @@ def _rotated(
 
 @implements(
     rotary_embedding_op,
-    rules.cpu(*_TENSORS) & _COMMON & rules.custom(_fits, _WHY),
+    rules.cpu(*_TENSORS) & _COMMON & rules.custom(rotary_fits, _WHY),
     inplace=True,
     functional=_rotated,
     traits={ALIAS_SAFE, BATCH_INVARIANT},
@@ -166,7 +143,8 @@ def _normed_and_rotated(
     rules.cpu(*_TENSORS, "query_weight", "key_weight")
     & _COMMON
     & _WEIGHTS
-    & rules.custom(_norm_rope_fits, _WHY),
+    & rules.custom(rotary_fits, _WHY)
+    & rules.custom(_weights_fit, _WHY),
     inplace=True,
     functional=_normed_and_rotated,
     traits={ALIAS_SAFE, BATCH_INVARIANT},

@@ -32,31 +32,15 @@ _MIN_SPLIT = 128
 """Keys that are worth a program of their own."""
 
 
-def _fits(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> bool:
+_WHY = (
+    f"shapes do not fit, heads are larger than {_MAX_HEAD_SIZE} or in groups of more than "
+    f"{_MAX_GROUP}, rows of a cache are not contiguous, or window or soft_cap is not positive"
+)
+
+
+def _heads_fit(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
     return (
-        attention_fits(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            seq_lens,
-            cu_seqlens_q,
-            causal,
-            window,
-            soft_cap,
-        )
-        and has_whole_rows(key_cache)
+        has_whole_rows(key_cache)
         and has_whole_rows(value_cache)
         and query.shape[1] // key_cache.shape[1] <= _MAX_GROUP
         and query.shape[2] <= _MAX_HEAD_SIZE
@@ -68,11 +52,8 @@ def _fits(
     op,
     on_device("query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q")
     & ATTENDS
-    & rules.custom(
-        _fits,
-        f"shapes do not fit, heads are larger than {_MAX_HEAD_SIZE} or in groups of more than "
-        f"{_MAX_GROUP}, rows of a cache are not contiguous, or window or soft_cap is not positive",
-    ),
+    & rules.custom(attention_fits, _WHY)
+    & rules.custom(_heads_fit, _WHY),
     traits=(),  # how the keys of a sequence are shared depends on how many sequences there are
 )
 def paged_attention(

@@ -16,7 +16,7 @@ _kernels = Kernels("quant")
 
 _BLOCK = 1024
 GROUP_SIZE = rules.custom(
-    lambda x, group_size, use_ue8m0=False: 1 <= group_size <= 8192,
+    lambda group_size: 1 <= group_size <= 8192,
     "group_size is not between 1 and 8192",
 )
 

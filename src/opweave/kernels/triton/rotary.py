@@ -27,7 +27,6 @@ def _fits(
     positions: Tensor,
     cos_sin_cache: Tensor,
     head_size: int,
-    is_neox_style: bool = True,
 ) -> bool:
     return (
         1 <= head_size <= _MAX_HEAD_SIZE
