@@ -86,7 +86,7 @@ def test_only_classes(thing: Any) -> None:
 @pytest.mark.parametrize("cls", [int, nn.Linear, Block])
 def test_only_classes_of_the_kind(cls: Any) -> None:
     for decorate in (CustomOp.register("thing"), CustomOp.register_oot("thing")):
-        with pytest.raises(InvalidLayerError, match=f"{cls.__name__} is no CustomOp"):
+        with pytest.raises(InvalidLayerError, match=f"{cls.__name__} is not a CustomOp"):
             decorate(cls)
 
 

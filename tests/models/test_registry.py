@@ -102,7 +102,7 @@ def test_models_of_opweave_cannot_be_registered_again() -> None:
         ("no.such.package:Model", "there is no module 'no'"),
         (f"{__name__}:Missing", "has no 'Missing'"),
         (f"{__name__}:ACME", "must be a class that derives from opweave.models.CheckpointModel"),
-        ("Model", "is no qualified name"),
+        ("Model", "is not a qualified name"),
     ],
 )
 def test_references_that_lead_nowhere(model: str, message: str) -> None:

@@ -162,7 +162,7 @@ def test_a_pass_that_is_none(name: str, named: str, module: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", ["", "acme", "acme seams.x", drop_relu, 3])
 def test_a_name_that_is_none(name: Any, module: ModuleType) -> None:
-    with pytest.raises(ReferenceNameError, match="is no qualified name"):
+    with pytest.raises(ReferenceNameError, match="is not a qualified name"):
         register_pass(name)
 
 

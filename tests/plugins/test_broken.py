@@ -274,7 +274,7 @@ ROWS = {
         files("acme", {GENERAL: {"acme": "acme_module:register:x y !!"}}, ""),
         LOAD,
         "PluginTypeError",
-        ("general plugin 'acme'", "'acme_module:register:x y !!' is no package.module:function"),
+        ("general plugin 'acme'", "'acme_module:register:x y !!' is not a package.module:function"),
     ),
     "a general plugin raises what is no Exception": Row(
         plugin("acme", "class Odd(BaseException): pass\ndef register(): raise Odd('no bus')"),

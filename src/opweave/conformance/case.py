@@ -40,19 +40,19 @@ class Case:
 
     @property
     def refusal(self) -> Exception | None:
-        """What native raised, if it does not take the arguments."""
+        """The exception of the native implementation, if it rejects the arguments."""
         return self._run if isinstance(self._run, Exception) else None
 
     @property
     def native(self) -> Outputs:
-        """What native returns."""
+        """The result of the native implementation."""
         if isinstance(self._run, Exception):
             raise self._run
         return self._run
 
     @cached_property
     def reference(self) -> Outputs:
-        """What native returns where every number is a float64, or else its own result."""
+        """The native result in float64, or the plain native result if float64 fails."""
         outcome = _run_here(self.op, _changed(self.values, _widened))
         if isinstance(outcome, Exception) or [t.shape for t in outcome] != [
             t.shape for t in self.native

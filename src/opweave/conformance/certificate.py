@@ -1,4 +1,4 @@
-"""A certificate: what was verified, of which source, with which versions, and what came of it."""
+"""Certificates: results of verification, with digests of the sources and versions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def certificate(results: Sequence[Result], *, seed: int) -> dict[str, Any]:
 
 
 def summary(results: Sequence[Result]) -> dict[str, int]:
-    """Return how many implementations passed, failed, and could not be verified here."""
+    """Count the implementations that passed, failed and could not be verified."""
     statuses = [result.status for result in results]
     return {status: statuses.count(status) for status in ("passed", "failed", "unverified")}
 
@@ -91,7 +91,7 @@ def _plain(value: Any) -> Any:
 
 
 def _place(site: Site) -> str:
-    """Return the module and the line: folders say something on this machine only."""
+    """Return the module and the line, without folders of this machine."""
     return f"{names_by_file().get(site.file, Path(site.file).name)}:{site.line}"
 
 

@@ -1,4 +1,4 @@
-"""What a check is, and what comes of running one."""
+"""Checks and their outcomes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Findings = Iterator[Finding]
 Examine = Callable[[Subject, Case], Finding]
 
 FAILURES = (Exception, SystemExit)
-"""What code under verification may raise. It must not end the program, least of all with 0."""
+"""Exceptions of the code under verification, which must not end the program."""
 
 _MAX_PROBLEMS = 3  # of one check; more of them say no more
 
@@ -49,7 +49,7 @@ class Check:
 
 @dataclass
 class Outcome:
-    """What came of a check.
+    """The outcome of a check.
 
     Attributes:
         check: its name.

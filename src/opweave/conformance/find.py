@@ -1,4 +1,4 @@
-"""What to verify: implementations by op, provider and platform, those of other packages too."""
+"""Finds implementations to verify by op, provider and platform, including other packages'."""
 
 from __future__ import annotations
 

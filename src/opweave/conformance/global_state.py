@@ -1,4 +1,4 @@
-"""What a process has one of: settings of torch, random numbers, the environment, the folder."""
+"""Global state of a process: torch settings, random numbers, the environment, the directory."""
 
 from __future__ import annotations
 

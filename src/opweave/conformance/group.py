@@ -20,7 +20,7 @@ def needs_group(subject: Subject) -> bool:
 
 @contextmanager
 def group_for(subject: Subject) -> Iterator[None]:
-    """Have a process group inside the block if the op needs one, and there is none."""
+    """Initialize a process group for the block if the op needs one and it is missing."""
     if not needs_group(subject) or not distributed.is_available() or distributed.is_initialized():
         yield
         return

@@ -31,7 +31,7 @@ def leave_to_this_process() -> None:
 
 
 def _library() -> str | None:
-    """Return the path of the library, which lies beside the C library."""
+    """Return the path of the library, which is in the folder of the C library."""
     try:
         mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -34,7 +34,7 @@ def options_of(subject: Subject) -> dict[str, Any]:
 
 
 def arguments(subject: Subject, **options: Any) -> Values:
-    """Return what the op's input generator makes of the options; raises whatever it raises."""
+    """Return the inputs of the op's generator for the options; its exceptions pass through."""
     device = {"device": subject.device} if "device" in options_of(subject) else {}
     args = subject.op.generate_inputs(**{**dict(subject.options), **options}, **device)
     return subject.op.bind(*args)

@@ -68,7 +68,7 @@ def _span(t: Tensor) -> tuple[int, int]:
 
 
 class Snapshot:
-    """What was in the storages of some arguments."""
+    """A snapshot of the storages of arguments."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.tensors = tensors_in(values)

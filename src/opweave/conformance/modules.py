@@ -16,7 +16,7 @@ def import_named(asked: str, name: str) -> None:
     """Import the module *name*, for the option *asked*.
 
     Raises:
-        ModuleImportError: it is no name of a module, does not exist, or raises.
+        ModuleImportError: the name is not valid, or the module is missing or raises.
     """
     if not all(name.split(".")) or "/" in name or "\\" in name:
         raise ModuleImportError(
@@ -50,7 +50,7 @@ def _told(error: BaseException) -> str:
 def _place(error: BaseException) -> str:
     """Return the file and the line, or nothing if the module was not even found.
 
-    Of what the module calls, only what lies beside it counts: the user can mend nothing else.
+    Only frames in the module's own folder count: the user cannot fix others.
     """
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]

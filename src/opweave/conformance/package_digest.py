@@ -16,7 +16,7 @@ _KINDS = (".py", ".so", ".pyd")
 def package_digest(impl: IrOpImpl) -> str | None:
     """Return a digest of the Python and native modules of its package; None: it is opweave's own.
 
-    For a module that is in no package, of those that are imported and lie beside it.
+    For a module outside a package, of the imported modules in its folder.
     """
     file, names = Path(impl.site.file), names_by_file()
     name = names.get(str(file), "")

@@ -1,4 +1,4 @@
-"""Several ranks in one process: a thread for each, and collectives between them."""
+"""Simulated ranks: a thread per rank, and collectives between them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 Returned = TypeVar("Returned")
-_SECONDS = 60  # to wait for a rank that has not come to a collective
+_SECONDS = 60  # timeout in seconds of a collective
 
 
 class _Meeting:
-    """Where the ranks of a group exchange tensors."""
+    """Rendezvous for the tensors of a group's ranks."""
 
     def __init__(self, size: int) -> None:
         self.barrier = Barrier(size, timeout=_SECONDS)
         self.brought: list[Tensor | None] = [None] * size
 
     def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
-        """Return copies of the tensors of all ranks, in their order: owners go on to use theirs."""
+        """Return copies of the tensors of all ranks, in rank order; owners may change theirs."""
         self.brought[rank] = tensor
         self.barrier.wait()
         found = [t.clone() for t in self.brought if t is not None]
-        self.barrier.wait()  # nobody brings the next before all have these
+        self.barrier.wait()  # the next exchange starts when all ranks have these
         return found
 
 
@@ -46,15 +46,15 @@ class Rank:
         return reduce(torch.add, self.meeting.exchange(self.rank, x))
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Return the ranks' tensors side by side."""
+        """Return the ranks' tensors, concatenated."""
         return torch.cat(self.meeting.exchange(self.rank, x), dim)
 
 
 def on_ranks(size: int, run: Callable[[Rank], Returned]) -> list[Returned]:
-    """Call *run* once for each of *size* ranks, all at the same time; return what they return.
+    """Call *run* on *size* ranks concurrently; return their results.
 
-    Gradients and context variables are as in the calling thread. If a rank raises, the others,
-    which wait for it, are released, and its error is raised here.
+    Gradient mode and context variables are those of the calling thread. If a rank raises, waiting
+    ranks are released, and its error is raised here.
     """
     meeting, recorded = _Meeting(size), torch.is_grad_enabled()
 

@@ -1,4 +1,4 @@
-"""Other numbers, switches and words than the usual ones, and optional arguments left out."""
+"""Cases with unusual numbers, flags and strings, and with omitted optional arguments."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from opweave.conformance.case import Case
 from opweave.conformance.subject import Subject
 from opweave.ir.schema import Param
 
-# What a parameter that takes a word may understand; native refuses what it does not.
+# Possible values of string parameters; native rejects unsupported ones.
 _WORDS = ("none", "tanh", "silu", "swish", "sigmoid", "softmax", "relu", "gelu")
 
 
 def options(subject: Subject) -> Iterator[Case]:
-    """Yield cases with one option changed: numbers, switches, words."""
+    """Yield cases with one changed option: a number, flag or string."""
     for base in inputs.usual(subject):
         for i, param in enumerate(subject.op.schema.params):
             if not param.is_tensor and not param.is_tensor_list:
@@ -25,7 +25,7 @@ def options(subject: Subject) -> Iterator[Case]:
 
 
 def without(subject: Subject) -> Iterator[Case]:
-    """Yield cases with optional tensors left out: each alone, then all."""
+    """Yield cases without optional tensors: each alone, then all."""
     for base in inputs.usual(subject):
         optional = [
             i for i, p in enumerate(subject.op.schema.params) if p.is_tensor and p.is_optional
@@ -44,13 +44,13 @@ def replaced(case: Case, index: int, name: str, value: Any) -> Case:
 
 
 def others(param: Param, value: Any) -> list[Any]:
-    """Return values to try instead of the usual one."""
+    """Return alternatives to the usual value."""
     kinds = set(typing.get_args(param.annotation) or (param.annotation,))
     found: list[Any] = [None] if param.is_optional and value is not None else []
     if bool in kinds:
         found += [True, False]
     elif float in kinds:
-        # Large enough to show where an epsilon goes.
+        # Large enough to show where epsilon is added.
         found += [0.5, 0.1, 1.7] if value is None else [0.1 + 4 * value]
     elif str in kinds:
         found += _WORDS

@@ -1,4 +1,4 @@
-"""What is verified: an implementation of an op, on a device."""
+"""The subject of verification: an implementation of an op on a device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Subject:
 
     Attributes:
         op: the op.
-        provider: whose implementation of it.
-        device: the type of the device that its arguments are on.
-        options: of the op's input generator, by name, where they are not its defaults.
+        provider: the provider of the implementation.
+        device: the device type of its arguments.
+        options: options of the op's input generator that differ from its defaults.
     """
 
     op: IrOp
@@ -40,7 +40,7 @@ class Subject:
 
     @property
     def is_native(self) -> bool:
-        """Whether it is the definition itself."""
+        """Whether it is the native implementation."""
         return self.provider == NATIVE
 
     def has(self, trait: str) -> bool:
@@ -52,12 +52,12 @@ class Subject:
         return self.impl.rejection(values) is None
 
     def compiles(self, values: Values) -> bool:
-        """Whether the predicate accepts the arguments in a graph, where they have no numbers."""
+        """Whether the predicate accepts the arguments in a graph, without tensor values."""
         return self.accepts(fake_values(values))
 
     @property
     def call(self) -> Callable[..., Any]:
-        """The op, by this implementation or not at all."""
+        """The op, restricted to this implementation."""
         return self.op.using(f"{self.provider}!")
 
     def run(self, values: Values) -> Any:
@@ -67,7 +67,7 @@ class Subject:
             return self.call(*args, **kwargs)
 
     def run_donating(self, values: Values) -> Any:
-        """Run the op, which may keep its activations."""
+        """Run the op with donated activations."""
         args, kwargs = self.op.schema.split(values)
         with torch.no_grad():
             return self.op.using(f"{self.provider}!").maybe_inplace(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""The program of the process that verifies: ``python -m opweave.conformance.subprocess_main``.
+"""The main program of the verifying process: ``python -m opweave.conformance.subprocess_main``.
 
-Its argument is the number of the socket to the process that started it.
+Its argument is the file descriptor of the socket to the parent process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from opweave.conformance.verify import verify
 
 
 def serve(connection: Connection) -> None:
-    """Verify what comes, until nothing comes any more."""
+    """Verify subjects until the connection is closed."""
     task: Task = connection.recv()
     for module in task.modules:
         import_named("--import", module)
@@ -41,7 +41,7 @@ def _found(named: Named) -> Subject:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the one that started it has gone, whatever a kernel does just then."""
+    """End this process when its parent has ended, even while a kernel runs."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -50,5 +50,5 @@ def _end_with(parent: int) -> None:
 if __name__ == "__main__":
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     leave_to_this_process()
-    with suppress(EOFError, ConnectionError):  # there is nobody to tell any more
+    with suppress(EOFError, ConnectionError):  # the parent has ended
         serve(Connection(int(sys.argv[1])))

@@ -1,8 +1,7 @@
-"""Verifying in another process, which a kernel may crash or stop without ending this one.
+"""Verifies in a subprocess, so that crashing or hanging kernels do not end this process.
 
-What was found until then stays, and the finding says in which check and with which arguments it
-was. The rest of the implementation's checks are left out; the next implementation gets a new
-process.
+Earlier results are kept, and the finding names the check and the arguments. The implementation's
+remaining checks are skipped; the next implementation gets a new process.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from opweave.platforms import resolution
 from opweave.platforms.handover import VARIABLE
 
 _MODULE = "opweave.conformance.subprocess_main"
-_STARTING = 300.0  # seconds to import opweave, its plugins and the modules asked for
+_STARTING = 300.0  # seconds to import opweave, its plugins and the user's modules
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is the same for all implementations.
+    """Settings shared by all implementations.
 
     Attributes:
-        modules: to import, as they register what is verified.
-        checks: the names of those to run; none: all.
-        seed: of the inputs.
+        modules: modules to import, which register implementations.
+        checks: names of the checks to run; empty: all.
+        seed: seed of the inputs.
     """
 
     modules: tuple[str, ...]
@@ -42,7 +41,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Named:
-    """A :class:`Subject` by names, with which another process finds its own."""
+    """The names that identify a :class:`Subject` in another process."""
 
     op: str
     provider: str
@@ -52,25 +51,25 @@ class Named:
 
 @dataclass(frozen=True)
 class CaseStart:
-    """What comes next: a check, or a case of it."""
+    """The next check or case."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class Done:
-    """All checks have run, with these options of the input generator; or why none has."""
+    """All checks have run with these generator options, or the obstacle that prevented them."""
 
     options: tuple[tuple[str, Any], ...]
     obstacle: str
 
 
 class Verifier:
-    """Verifies one implementation after the other in a process of its own.
+    """Verifies implementations sequentially in a subprocess.
 
     Args:
-        task: what to do with each.
-        timeout: seconds that one case may take.
+        task: the shared settings.
+        timeout: time limit of a case in seconds.
     """
 
     def __init__(self, task: Task, timeout: float) -> None:
@@ -89,10 +88,10 @@ class Verifier:
         self._end()
 
     def verify(self, subject: Subject) -> Result:
-        """Run the checks; a crash, or a case without an end, is a problem of the last one.
+        """Run the checks; a crash or a timeout is a problem of the last case.
 
         Raises:
-            VerifierFailedError: the process does not start.
+            VerifierFailedError: the subprocess does not start.
         """
         process = self._running()
         process.connection.send(
@@ -141,7 +140,7 @@ class Verifier:
         return process
 
     def _end(self) -> str:
-        """End the process, and return how it ended, if by itself."""
+        """End the subprocess, and return how it ended, if by itself."""
         process, self._process = self._process, None
         if process is None:
             return ""
@@ -156,7 +155,7 @@ class Verifier:
 
 
 def _receive(process: ChildProcess, timeout: float) -> Any:
-    """Return what comes next (TimeoutError: nothing does; EOFError: the process has ended)."""
+    """Receive the next message; raises TimeoutError, or EOFError if the subprocess has ended."""
     if not process.connection.poll(timeout):
         raise TimeoutError
     try:

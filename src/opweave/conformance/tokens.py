@@ -1,7 +1,7 @@
-"""Which dimension of each tensor counts tokens, and the arguments for some of them.
+"""Finds the token dimension of each tensor, and selects tokens.
 
-Found by asking the input generator for two numbers of tokens. Where tokens see each other a row is
-a sequence, and a function of the table says how to take some of the sequences.
+Compares inputs for two numbers of tokens. If tokens interact, as in attention, a row is a sequence,
+and a function from the table selects sequences.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from opweave.conformance.case import Case, Outputs
 from opweave.conformance.memory import Values
 from opweave.conformance.subject import Subject
 
-_COUNTS = (13, 29)  # no other size is likely to be these
+_COUNTS = (13, 29)  # unlikely to equal another size
 _SEQUENCE_COUNT = 7
 
 Axis = int | None
@@ -26,10 +26,10 @@ Axis = int | None
 
 @dataclass(frozen=True)
 class Tokens:
-    """The dimension that counts tokens, or sequences: of each argument and of each output.
+    """The token or sequence dimension of each argument and output.
 
     Attributes:
-        are_rows: it counts tokens.
+        are_rows: whether the dimension counts tokens.
     """
 
     count: int
@@ -39,12 +39,12 @@ class Tokens:
     are_rows: bool = True
 
     def some(self, which: Sequence[int]) -> Values:
-        """Return the arguments for some of the tokens, in this order."""
+        """Return the arguments for the given tokens, in this order."""
         pairs = zip(self.case.values, self.inputs, strict=True)
         return tuple(taken(value, axis, which) for value, axis in pairs)
 
     def of(self, outputs: Outputs, which: Sequence[int]) -> Outputs:
-        """Return the part of *outputs* that belongs to some of the tokens."""
+        """Return the part of *outputs* for the given tokens."""
         pairs = zip(outputs, self.outputs, strict=True)
         return tuple(taken(t, axis, which) for t, axis in pairs if axis is not None)
 

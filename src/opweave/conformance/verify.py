@@ -1,4 +1,4 @@
-"""Verifying: every check of an implementation, and what came of it."""
+"""Verifies implementations with every check."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from opweave.conformance.subject import Subject
 
 @dataclass(frozen=True)
 class Result:
-    """What came of verifying an implementation.
+    """The result of verifying an implementation.
 
     Attributes:
         subject: the implementation.
-        outcomes: what came of each check that is about it.
-        obstacle: why nothing could be verified, if so.
+        outcomes: the outcome of each applicable check.
+        obstacle: why nothing could be verified, or an empty string.
     """
 
     subject: Subject
@@ -35,19 +35,19 @@ class Result:
 
     @property
     def status(self) -> str:
-        """``passed``, ``failed``, or ``unverified`` where no case was run."""
+        """``passed``, ``failed``, or ``unverified`` without any case."""
         if any(outcome.problems for outcome in self.outcomes):
             return "failed"
         return "passed" if self.passed else "unverified"
 
     @property
     def passed(self) -> int:
-        """How many cases were right."""
+        """Number of passed cases."""
         return sum(outcome.passed for outcome in self.outcomes)
 
     @property
     def seconds(self) -> float:
-        """How long all checks took."""
+        """Duration of all checks."""
         return sum(outcome.seconds for outcome in self.outcomes)
 
     def raise_if_failed(self) -> None:
@@ -66,14 +66,14 @@ def verify(
 ) -> Result:
     """Run every check, or those named, on an implementation.
 
-    The inputs of a check follow from the seed, the implementation and the check alone, so that a
-    finding can be had again by itself.
+    The inputs of a check depend only on the seed, the implementation and the check, so that a
+    finding can be reproduced in isolation.
 
     Args:
         subject: the implementation.
-        checks: the names of the checks; none: all.
+        checks: names of the checks; empty: all.
         seed: of the inputs.
-        report: is told what came of each check as soon as it has run.
+        report: called with the outcome of each check.
 
     Raises:
         UnknownCheckError: a check does not exist.
@@ -96,7 +96,7 @@ def verify(
 
 
 def _prepared(subject: Subject) -> tuple[Subject, str]:
-    """Return *subject* with sizes that it accepts, and why nothing can be verified, if so."""
+    """Return *subject* with sizes that it accepts, and the obstacle if it cannot be verified."""
     impl = subject.impl
     if not impl.supported:
         return subject, impl.unsupported_reason
@@ -121,16 +121,16 @@ def _outcome(check: Check, subject: Subject, seed: int) -> Outcome:
     with _seeded(zlib.crc32(f"{seed} {subject} {check.name}".encode())), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = outcome_of(check.name, lambda: check.run(subject))
-    # Or the next check would begin with the change, and not see it made.
+    # Otherwise the next check would start from the changed state, and not notice the change.
     changed = state.restore()
-    if changed and check.name not in COMPILING:  # compilers set variables of their own
+    if changed and check.name not in COMPILING:  # compilers set environment variables
         outcome.problems.append(f"left changed: {' and '.join(changed)}")
     return outcome
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch inside the block; outside of it nothing has happened."""
+    """Seed torch inside the block, and restore its generators afterwards."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield

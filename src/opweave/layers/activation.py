@@ -154,7 +154,7 @@ class FatreluAndMul(Activation):
     """``(x1 if x1 > threshold else 0) * x2``: ``ir.ops.fatrelu_and_mul``.
 
     Args:
-        threshold: what is not above it becomes zero.
+        threshold: values that are not above it become zero.
     """
 
     op = ir.ops.fatrelu_and_mul

@@ -29,7 +29,7 @@ def compiled_native(op: CustomOp, dims: Dims | None) -> Callable[..., Any]:
     of the object runs with its own parameters.
 
     Raises:
-        InvalidLayerError: *dims* names something that is no argument of ``forward_native``.
+        InvalidLayerError: *dims* names something that is not an argument of ``forward_native``.
     """
     cls = type(op)
     backend = platforms.current_platform.simple_compile_backend

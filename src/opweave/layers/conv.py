@@ -96,7 +96,7 @@ class ConvLayer(CustomOp):
             )
         if self.padding_mode not in _MODES:
             raise LayerArgumentError(
-                f"padding_mode={self.padding_mode!r} is none of {', '.join(_MODES)}."
+                f"padding_mode={self.padding_mode!r} is not one of {', '.join(_MODES)}."
             )
         if self.groups < 1 or self.in_channels % self.groups or self.out_channels % self.groups:
             raise LayerArgumentError(

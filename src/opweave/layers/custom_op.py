@@ -31,7 +31,7 @@ class CustomOp(Replaceable):
     Later changes of the configuration do not affect it.
 
     Args:
-        enforce_enable: run the platform's method whatever the configuration says.
+        enforce_enable: run the platform's method regardless of the configuration.
         compile_native: where the op is disabled, run ``forward_native`` under ``torch.compile``,
             unless the configuration says that nothing is to be compiled.
 
@@ -63,8 +63,8 @@ class CustomOp(Replaceable):
                 default every size may vary.
 
         Raises:
-            LayerNameError: *name* is no identifier, or is ``all`` or ``none``.
-            InvalidLayerError: (a TypeError) what is decorated is not a class of this kind.
+            LayerNameError: *name* is not an identifier, or is ``all`` or ``none``.
+            InvalidLayerError: (a TypeError) the decorated object is not a class of this kind.
             DuplicateLayerError: (a ValueError) the name is taken, by a layer of either kind.
         """
         enter = super().register(name)

@@ -21,7 +21,7 @@ class DuplicateLayerError(LayerError, ValueError):
 
 
 class InvalidLayerError(LayerError, TypeError):
-    """What is to be registered is not a layer."""
+    """A registered object is not a layer."""
 
 
 class ReplacementError(LayerError, TypeError):
@@ -37,7 +37,7 @@ class LayerCallError(LayerError, RuntimeError):
 
 
 class ShardingError(LayerError, ValueError):
-    """A dimension cannot be divided over the ranks, or a rank is none of them."""
+    """A dimension cannot be divided over the ranks, or a rank is out of range."""
 
 
 class WeightLoadError(LayerError, ValueError):

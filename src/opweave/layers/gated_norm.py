@@ -44,7 +44,7 @@ class RMSNormGated(CustomOp):
         super().__init__()
         if activation not in _ACTIVATIONS:
             raise LayerArgumentError(
-                f"activation={activation!r} is none of {', '.join(_ACTIVATIONS)}."
+                f"activation={activation!r} is not one of {', '.join(_ACTIVATIONS)}."
             )
         if group_size is not None and (group_size < 1 or hidden_size % group_size):
             raise LayerArgumentError(

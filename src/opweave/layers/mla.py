@@ -17,7 +17,7 @@ from opweave.layers.pluggable_layer import PluggableLayer
 
 
 class LatentAttentionFn(Protocol):
-    """Attends to the latent rows of the new tokens, and to those that a cache has."""
+    """Attention over the latent rows of new and cached tokens."""
 
     def __call__(
         self, query: Tensor, kv_c: Tensor, k_pe: Tensor, kv_b_weight: Tensor, scale: float
@@ -76,9 +76,9 @@ _WITHOUT_Q_LORA = ("kv_a_proj_with_mqa", "q_proj")
 class MultiHeadLatentAttentionWrapper(PluggableLayer):
     """Latent attention over the modules of :class:`MLAModules`.
 
-    ``ir.ops.mla_attention_prefill`` or ``mla_attention_decode``, whichever *attention* chooses,
-    between linear maps. With tensor parallelism a rank has *num_heads* of the heads; what leads to
-    the latent vectors is the same on every rank.
+    ``ir.ops.mla_attention_prefill`` or ``mla_attention_decode``, as *attention* chooses,
+    between linear layers. With tensor parallelism a rank has *num_heads* of the heads; the layers
+    before the latent vectors are replicated.
 
     Args:
         hidden_size: the size of a token's hidden state.
@@ -98,7 +98,7 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
         InvalidLayerError: a module is missing; the message names it.
     """
 
-    # The modules, which are whatever the model's author made them.
+    # Modules of any type, chosen by the model's author.
     kv_a_layernorm: Any
     kv_b_proj: Any
     rotary_emb: Any

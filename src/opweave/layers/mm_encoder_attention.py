@@ -18,7 +18,7 @@ class MMEncoderAttention(CustomOp):
     """Every token sees every token of its segment.
 
     Made of ``ir.ops.bidirectional_attention``, or with segments ``ir.ops.varlen_attention``. It
-    is enabled whatever the configuration says: encoders run the platform's kernels.
+    is enabled regardless of the configuration: encoders run the platform's kernels.
 
     Args:
         num_heads: the number of query heads of this rank.

@@ -54,7 +54,7 @@ class TensorParallel:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ShardingError(
-                f"rank={self.rank} is none of size={self.size} ranks; ranks count from 0."
+                f"rank={self.rank} is out of range for size={self.size}; ranks count from 0."
             )
         if self.size > 1 and (self.all_reduce is _same or self.all_gather is _alone):
             raise ShardingError(

@@ -1,6 +1,6 @@
 """The registries of layers: which class a name stands for, and which class replaces another.
 
-``CustomOp`` and ``PluggableLayer`` share both, so a name stands for one layer, whatever its kind.
+``CustomOp`` and ``PluggableLayer`` share both, so a name stands for one layer of either kind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def register(kind: type[nn.Module], name: str, layer: type[L]) -> type[L]:
     """Enter *layer* under *name*, and set its ``name``.
 
     Raises:
-        LayerNameError: *name* is no identifier, or reserved.
+        LayerNameError: *name* is not an identifier, or reserved.
         InvalidLayerError: (a TypeError) *layer* is not a class, or not derived from *kind*.
         DuplicateLayerError: (a ValueError) the name is taken.
     """
@@ -170,6 +170,6 @@ def _check_layer(kind: type[nn.Module], layer: object) -> None:
         )
     if not issubclass(layer, kind):
         raise InvalidLayerError(
-            f"{full_name(layer)} is no {kind.__name__}. Derive it from {kind.__name__}, or "
+            f"{full_name(layer)} is not a {kind.__name__}. Derive it from {kind.__name__}, or "
             "register it with the base class that it does derive from."
         )

@@ -1,4 +1,4 @@
-"""What ``CustomOp`` and ``PluggableLayer`` have in common: names, and replacement when built."""
+"""Common base of ``CustomOp`` and ``PluggableLayer``: names, and replacement at construction."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Replaceable(nn.Module):
         return super().__new__(registry.replacement(cls))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and unpickle as the class that it is, whatever has been registered since."""
+        """Copy and unpickle as its own class, regardless of later registrations."""
         _, _, *state = cast(tuple[object, ...], super().__reduce_ex__(2))
         return (_blank, (type(self),), *state)
 
@@ -40,8 +40,8 @@ class Replaceable(nn.Module):
         """Register the decorated class under *name*, and set its ``name``.
 
         Raises:
-            LayerNameError: *name* is no identifier, or is ``all`` or ``none``.
-            InvalidLayerError: (a TypeError) what is decorated is not a class of this kind.
+            LayerNameError: *name* is not an identifier, or is ``all`` or ``none``.
+            InvalidLayerError: (a TypeError) the decorated object is not a class of this kind.
             DuplicateLayerError: (a ValueError) the name is taken, by a layer of either kind.
         """
 
@@ -75,7 +75,7 @@ class Replaceable(nn.Module):
                 this is called on.
 
         Raises:
-            InvalidLayerError: (a TypeError) what is decorated is not a class of this kind.
+            InvalidLayerError: (a TypeError) the decorated object is not a class of this kind.
             DuplicateLayerError: (a ValueError) something else replaces it already.
             ReplacementError: (a TypeError) it is not a subclass of what it is to replace, or
                 nothing says what it is to replace.

@@ -42,8 +42,8 @@ class UnquantizedEmbeddingMethod(UnquantizedLinearMethod):
 class VocabParallelEmbedding(PluggableLayer):
     """A table of vectors by id, padded, of which each rank has some rows.
 
-    Composed of ``ir.ops.embedding`` or ``ir.ops.masked_embedding``, and ``all_reduce``. Whatever
-    the number of ranks, the result is the lookup in the whole table, bit for bit; and ids added to
+    Composed of ``ir.ops.embedding`` or ``ir.ops.masked_embedding``, and ``all_reduce``. The result
+    is the lookup in the whole table, bit for bit, for any number of ranks; and ids added to
     a vocabulary have rows of their own after the padding of the others (see :class:`VocabShard`).
     The parameter is filled by ``weight.weight_loader``. Source: Megatron-LM, arXiv:1909.08053.
 
@@ -127,7 +127,7 @@ class VocabParallelEmbedding(PluggableLayer):
                 this rank's rows.
 
         Raises:
-            WeightLoadError: the shape of *loaded_weight* is none of these.
+            WeightLoadError: *loaded_weight* has another shape.
         """
         dim, what = dim_of(param, "output_dim"), describe(self, self.prefix, param)
         if dim is None:

@@ -13,7 +13,7 @@ _GATED = ("gelu", "gelu_pytorch_tanh", "silu", "swish")
 ACTIVATIONS = (
     *_GATED, "gelu_fast", "gelu_new", "quick_gelu", "relu", "relu2", "sigmoid", "tanh",
 )  # fmt: skip
-# What experts call theirs.
+# Names of the experts' activations.
 _OF_EXPERTS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}
 
 

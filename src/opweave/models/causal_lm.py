@@ -1,4 +1,4 @@
-"""What language models of layers have in common: embedding, blocks, last norm, logits."""
+"""Base of language models: embedding, decoder layers, final norm, logits."""
 
 from __future__ import annotations
 

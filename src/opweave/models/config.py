@@ -18,8 +18,7 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
-# What absent keys mean to transformers, by architecture: the number of positions, the vocabulary
-# and the size of an MLP.
+# Defaults of transformers by architecture: positions, vocabulary and MLP size.
 _ABSENT = dict(
     zip(
         SUPPORTED_ARCHITECTURES,
@@ -39,14 +38,14 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 class LlamaConfig:
     """One model of the Llama family: Llama, Mistral, Qwen2 or Qwen3.
 
-    Sizes have the names that ``config.json`` gives them. What differs between architectures is
-    spelled out.
+    Sizes have the names that ``config.json`` gives them. Differences between architectures are
+    explicit fields.
 
     Attributes:
         architecture: one of ``SUPPORTED_ARCHITECTURES``.
         rope: ``rope_parameters``, ``rope_theta`` included.
         windows: for each layer, how many positions its attention sees; None: all.
-        qkv_bias, o_bias, mlp_bias: which linear maps have a bias.
+        qkv_bias, o_bias, mlp_bias: which linear layers have a bias.
         qk_norm: whether queries and keys are normalised, head by head.
         hidden_act: the activation of the MLPs.
         dtype: the name of the checkpoint's dtype; None if it does not say.

@@ -1,4 +1,4 @@
-"""What a user's model configuration can get wrong."""
+"""Errors of model configurations."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ class DuplicateModelError(ModelError, ValueError):
 
 
 class InvalidModelError(ModelError, TypeError):
-    """What is registered as a model cannot be found, or is not one."""
+    """A registered model cannot be imported, or is not a model."""

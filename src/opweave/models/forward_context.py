@@ -23,7 +23,7 @@ from opweave.layers.mamba.states import (
 
 @dataclass(frozen=True, slots=True)
 class CachedRows:
-    """What a cache keeps of a token for one attention layer, on this rank.
+    """The cache entry of a token for one attention layer on this rank.
 
     Attributes:
         layer: the index of the layer.

@@ -28,7 +28,7 @@ class ResidualNorm(nn.Module):
     def __init__(self, size: int, epsilon: float, dtype: torch.dtype, wide: bool) -> None:
         super().__init__()
         self.rms_norm = RMSNorm(size, epsilon, dtype=dtype)
-        # In float32 the sum is no wider, and one op adds and normalises.
+        # float32 sums need no wider type, and one op adds and normalizes.
         self.wide, self.dtype = wide and dtype.itemsize < 4, dtype
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from opweave.models.self_attention import SelfAttention
 
 
 class MixtureOfExperts(nn.Module):
-    """Experts, and the linear map that routes to them."""
+    """Experts and their router, a linear layer."""
 
     def __init__(self, config: MixtureConfig, dtype: torch.dtype) -> None:
         super().__init__()

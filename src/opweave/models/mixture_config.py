@@ -29,7 +29,7 @@ class MixtureConfig:
         rope: ``rope_parameters``, ``rope_theta`` included.
         hidden_act: the activation of experts and MLPs.
         sliding_window: how many positions attention sees; None: all.
-        attention_bias: whether the linear maps of attention have a bias.
+        attention_bias: whether the linear layers of attention have a bias.
         qk_norm: whether queries and keys are normalised, head by head.
         dtype: the name of the checkpoint's dtype; None if it does not say.
     """

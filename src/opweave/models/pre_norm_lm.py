@@ -13,7 +13,7 @@ from opweave.models.decoder_layer import DecoderLayer
 
 
 class PreNormConfig(Protocol):
-    """What the configuration of such a model says."""
+    """The configuration of a pre-norm language model."""
 
     @property
     def vocab_size(self) -> int: ...

@@ -110,10 +110,10 @@ def model_class(config: Mapping[str, Any]) -> Model:
     """Return the class of the model that the object in a ``config.json`` describes.
 
     Raises:
-        UnsupportedModelError: there is none for its architecture; the message lists all.
-        InvalidConfigError: it names none.
-        InvalidModelError: what is registered cannot be imported, or is no model.
-        PluginError: a plugin, which might bring the model, failed to load.
+        UnsupportedModelError: the architecture is not supported; the message lists all supported
+        ones. InvalidConfigError: the architecture is missing.
+        InvalidModelError: the registered class cannot be imported, or is not a model.
+        PluginError: a plugin that might provide the model failed to load.
     """
     load_general_plugins()
     fields = Fields(config)

@@ -37,7 +37,7 @@ def rope_parameters(fields: Fields, positions: int, theta: float = 10000.0) -> d
         InvalidConfigError: a parameter is missing or wrong.
     """
     rope = _nested(fields)
-    if _TRAINED in fields:  # some checkpoints have it beside the others
+    if _TRAINED in fields:  # some checkpoints have it outside rope_parameters
         rope = Fields({**rope.values, _TRAINED: fields.count(_TRAINED)}, rope.name)
     return read_rope(rope, fields.number("rope_theta", theta), positions, outer=fields)
 

@@ -26,7 +26,7 @@ _LONGEST = 100  # characters of a name there that comes from a file
 
 
 class WeightTarget(NamedTuple):
-    """Where a tensor goes: a parameter, and what its loader takes after the tensor."""
+    """Destination of a checkpoint tensor: a parameter, and further arguments of its loader."""
 
     parameter: nn.Parameter
     shard: tuple[object, ...] = ()
@@ -55,7 +55,7 @@ class WeightTarget(NamedTuple):
 
 
 class FusedWeightTarget(NamedTuple):
-    """Where a tensor goes that stands for several, which are named."""
+    """Destination of a fused checkpoint tensor, with the names of the tensors that it replaces."""
 
     place: WeightTarget
     replaced: frozenset[str]
@@ -201,6 +201,6 @@ def _some(names: list[str]) -> str:
 
 
 def shown_name(name: str) -> str:
-    """Return *name*, which a file gives, for an error: in one line, whatever it holds."""
+    """Return *name* from a file as a single printable line for errors."""
     text = name if name.isprintable() else repr(name)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -1,7 +1,7 @@
 """Plugins: packages that extend opweave by being installed.
 
 A distribution declares entry points; opweave finds, orders, loads and reports them. Importing this
-package loads none.
+package does not load plugins.
 """
 
 from opweave.base.deprecation import renamed_in

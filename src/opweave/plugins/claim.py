@@ -1,14 +1,14 @@
-"""What a platform plugin's function returns where its device is present."""
+"""The return value of a platform plugin whose device is present."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 PLATFORM_API = 1
-"""The version of the platform interface that this opweave has."""
+"""Version of the platform interface of this opweave."""
 
 BUILTIN_PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "xpu")
-"""The names of the platforms that come with opweave, which no plugin can have."""
+"""Names of opweave's own platforms, which are reserved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Claim:
             ``"package.module:Class"``; imported only if the claim is chosen.
         api: the version of the platform interface that the class is written for.
         score: the highest claim is chosen. The CPU claims 0, the other platforms of opweave 50.
-        why: why the device counts as present, for ``opweave doctor``.
+        why: why the device is considered present, for ``opweave doctor``.
     """
 
     platform: str

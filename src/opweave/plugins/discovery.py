@@ -1,4 +1,4 @@
-"""Finds the plugins that are installed, without importing any."""
+"""Finds installed plugins without importing them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opweave.plugins.groups import GROUPS, PLATFORM_PLUGINS, PREFIX
 
 
 def find(points: Iterable[EntryPoint]) -> list[PluginEntry]:
-    """Return the plugins among *points*, by group and name; what cannot be used has a ``fault``."""
+    """Return the plugins among *points*, by group and name; unusable ones have a ``fault``."""
     own = sorted(
         (PluginEntry.of(point) for point in points if point.group in GROUPS),
         key=lambda entry: (entry.group, entry.name, entry.value, entry.owner.distribution),
@@ -28,7 +28,7 @@ def find(points: Iterable[EntryPoint]) -> list[PluginEntry]:
 
 
 def misspelt_groups(points: Iterable[EntryPoint]) -> list[str]:
-    """Return a message for each entry point of a group that only looks like one of opweave's."""
+    """Return a message for each entry point in a misspelt group."""
     return sorted(
         f"{_distribution(point)} declares the entry point {point.name!r} in the group "
         f"{point.group!r}, which opweave does not have: it is never loaded. "
@@ -39,7 +39,7 @@ def misspelt_groups(points: Iterable[EntryPoint]) -> list[str]:
 
 
 def _checked(namesakes: list[PluginEntry]) -> list[PluginEntry]:
-    """Return the plugins of one group and name: one, unless they are different things."""
+    """Return the plugins of one group and name: one, unless they are different objects."""
     first = namesakes[0]
     fault: PluginError | None = None
     if len({entry.value for entry in namesakes}) > 1:
@@ -47,7 +47,7 @@ def _checked(namesakes: list[PluginEntry]) -> list[PluginEntry]:
     elif first.group == PLATFORM_PLUGINS and first.name in BUILTIN_PLATFORMS:
         namesakes, fault = [first], _reserved(first)
     else:
-        namesakes = [first]  # the same thing, declared twice
+        namesakes = [first]  # the same object, declared twice
     return namesakes if fault is None else [replace(entry, fault=fault) for entry in namesakes]
 
 

@@ -1,4 +1,4 @@
-"""One plugin as its distribution declares it."""
+"""A plugin as declared by its distribution."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _RELATIONS = ("requires", "after")
 
 @dataclass(frozen=True)
 class PluginEntry:
-    """A plugin that is installed; nothing of it is imported.
+    """An installed plugin, which is not imported.
 
     Attributes:
-        name: what settings call it.
+        name: its name in settings.
         group: its group, one of :data:`opweave.plugins.GROUPS`.
-        value: what is to be imported, ``"package.module:function"``.
+        value: the object to import, ``"package.module:function"``.
         owner: plugin, distribution and version.
-        requires: plugins of the group that must have loaded before.
-        after: plugins of the group that load before if they are there.
-        fault: why it cannot be used, whatever it does.
+        requires: plugins of the group that must be loaded before.
+        after: plugins of the group that are loaded before if they are installed.
+        fault: why it cannot be used, or an empty string.
     """
 
     name: str
@@ -40,7 +40,7 @@ class PluginEntry:
 
     @classmethod
     def of(cls, point: EntryPoint) -> PluginEntry:
-        """Read an entry point."""
+        """Parse an entry point."""
         distribution = point.dist
         owner = Owner(
             point.name,
@@ -51,7 +51,7 @@ class PluginEntry:
         entry = cls(point.name, point.group, value, owner, _point=point)
         if point.pattern.match(point.value) is None:
             message = (
-                f"{entry} names nothing to import: {point.value!r} is no package.module:function"
+                f"{entry} cannot be imported: {point.value!r} is not a package.module:function"
             )
             return replace(entry, fault=PluginTypeError(message))
         try:
@@ -68,11 +68,11 @@ class PluginEntry:
 
     @property
     def package(self) -> str:
-        """The top-level package of what is to be imported."""
+        """The top-level package to import."""
         return self.value.partition(":")[0].partition(".")[0].strip()
 
     def load(self) -> Any:
-        """Import what the entry point names."""
+        """Import the object of the entry point."""
         assert self._point is not None, self
         return self._point.load()
 

@@ -1,6 +1,6 @@
-"""Every error about plugins, one class per condition.
+"""Errors of plugins, one class per condition.
 
-Each message names the entry point, its group and its distribution, the cause, and the way out.
+Messages name the entry point, its group, its distribution, the cause and a workaround.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from opweave.ir.errors import OpweaveError
 
 
 class PluginError(OpweaveError, RuntimeError):
-    """Base class of everything that :mod:`opweave.plugins` raises on purpose."""
+    """Base class of the errors of :mod:`opweave.plugins`."""
 
 
 class PluginPolicyError(PluginError, ValueError):
-    """``OPWEAVE_PLUGINS``, ``OPWEAVE_PLATFORM`` or another setting names no plugin, or nonsense."""
+    """``OPWEAVE_PLUGINS``, ``OPWEAVE_PLATFORM`` or another setting is not valid."""
 
 
 class UnknownGroupError(PluginError, LookupError):
-    """No group of plugins is called that."""
+    """The plugin group does not exist."""
 
 
 class UnknownPluginError(PluginError, LookupError):
-    """The group has no plugin of that name."""
+    """The group does not have a plugin of that name."""
 
 
 class DuplicatePluginError(PluginError, ValueError):
-    """Two distributions bring a plugin of the same group and name."""
+    """Two distributions declare a plugin of the same group and name."""
 
 
 class ReservedPluginNameError(PluginError, ValueError):
-    """A platform plugin has the name of a platform that comes with opweave."""
+    """A platform plugin has the name of one of opweave's platforms."""
 
 
 class PluginImportError(PluginError):
@@ -41,7 +41,7 @@ class PluginFailedError(PluginError):
 
 
 class PluginTimeoutError(PluginError, TimeoutError):
-    """A plugin takes too long, in import or in its function."""
+    """A plugin's import or function exceeded its time limit."""
 
 
 class PluginHookError(PluginError):
@@ -60,11 +60,11 @@ class PluginsFailedError(PluginError):
 
 
 class PluginRequirementError(PluginError):
-    """A plugin requires one that is not installed, is left out, or failed; or they form a cycle."""
+    """A plugin's requirement is not installed, disabled, failed, or part of a cycle."""
 
 
 class PluginTypeError(PluginError, TypeError):
-    """An entry point is not what its group asks for, or returned something else."""
+    """An entry point or its return value has the wrong type for its group."""
 
 
 class ClaimApiError(PluginError):
@@ -76,20 +76,20 @@ class PlatformConflictError(PluginError):
 
 
 class PlatformAbsentError(PluginError):
-    """The platform that ``OPWEAVE_PLATFORM`` selects says that its device is not here."""
+    """The device of the platform selected by ``OPWEAVE_PLATFORM`` is not present."""
 
 
 class PlatformReentryError(PluginError):
-    """A platform plugin's function asks for the current platform, which it is to help to find."""
+    """A platform plugin's function accessed the current platform during its resolution."""
 
 
 class ReferenceNameError(PluginError, ImportError):
-    """A qualified name, such as ``package.module.Class``, stands for nothing."""
+    """A qualified name, such as ``package.module.Class``, cannot be resolved."""
 
 
 class PluginScaffoldError(PluginError, ValueError):
-    """A new plugin package cannot be written: its name is no good, or it exists already."""
+    """A new plugin package cannot be created: its name is not valid, or it exists."""
 
 
 class PluginWarning(UserWarning):
-    """A plugin failed, or is set up in a way that does nothing, and opweave goes on without it."""
+    """A plugin failed or its declaration has no effect; opweave continues without it."""

@@ -1,4 +1,4 @@
-"""The groups of entry points, and the contract of each."""
+"""The entry point groups and their contracts."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 
 PREFIX = "opweave."
 PLATFORM_PLUGINS = "opweave.platform_plugins"
-"""The group of those that bring a platform."""
+"""Plugins that provide a platform."""
 GENERAL_PLUGINS = "opweave.general_plugins"
-"""The group of those that register ops, kernels, layers, models and options."""
+"""Plugins that register ops, kernels, layers, models and options."""
 IO_PROCESSOR_PLUGINS = "opweave.io_processor_plugins"
-"""The group of those that answer requests of a form of their own."""
+"""Plugins that process requests with their own input and output formats."""
 STAT_LOGGER_PLUGINS = "opweave.stat_logger_plugins"
-"""The group of those that log the statistics of an engine."""
+"""Plugins that log engine statistics."""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginGroup:
-    """What the plugins of a group are.
+    """The contract of a plugin group.
 
     Attributes:
         name: the name of the group in a distribution's entry points.
-        kind: what messages call a plugin of the group.
-        entry_point: what the entry point must be, and what it returns if it is called.
+        kind: the name for a plugin of the group in messages.
+        entry_point: the required type of the entry point, and its return value if it is called.
         when: when opweave imports and calls it, and in which process.
     """
 

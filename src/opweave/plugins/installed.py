@@ -1,4 +1,4 @@
-"""The plugins that are installed where this process runs; each is loaded once in it."""
+"""The installed plugins; each is loaded once per process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _loader: Loader | None = None
 
 
 def loader() -> Loader:
-    """Return the plugins of this process; the environment is read and searched at the first call.
+    """Return the plugins of this process; the first call searches the environment.
 
     Raises:
         PluginPolicyError: a setting names a plugin that is not installed.
@@ -40,7 +40,7 @@ def load_general_plugins() -> None:
     """Load every general plugin that is installed, once in this process.
 
     opweave does so itself before it parses its command line, before an op is first used, and in
-    every process of an engine. What a plugin registers that fails is taken back.
+    every process of an engine. Registrations of a plugin that fails are rolled back.
 
     Raises:
         PluginError: a plugin failed; all were tried. ``OPWEAVE_PLUGINS_STRICT=0`` makes it a
@@ -50,9 +50,9 @@ def load_general_plugins() -> None:
 
 
 def load_plugins_by_group(group: str) -> dict[str, Callable[..., Any]]:
-    """Import the plugins of a group, and return what their entry points name, by plugin.
+    """Import the plugins of a group, and return the objects of their entry points by name.
 
-    Nothing is called. Plugins that the environment leaves out are not imported.
+    Nothing is called. Plugins that the environment disables are not imported.
 
     Raises:
         UnknownGroupError: (a LookupError) there is no such group.
@@ -62,19 +62,17 @@ def load_plugins_by_group(group: str) -> dict[str, Callable[..., Any]]:
 
 
 def choose_platform(builtin: Mapping[str, Callable[[], Claim | None]]) -> Choice:
-    """Find the platform of this machine: the highest claim of *builtin* platforms and plugins.
+    """Choose the platform with the highest claim among *builtin* platforms and plugins.
 
-    Where ``OPWEAVE_PLATFORM`` is set, only the platform of that name is asked.
+    If ``OPWEAVE_PLATFORM`` is set, only the platform of that name is asked.
 
     Args:
         builtin: by name, what returns the claim of each platform that comes with opweave.
 
     Raises:
         PlatformConflictError: two claim it with the same score.
-        PlatformAbsentError: the platform that is selected, or every one, says its device is not
-            here.
-        PlatformReentryError: it is a platform plugin that asks.
-        PluginError: a plugin failed.
+        PlatformAbsentError: the selected platform, or every one, does not find its device.
+        PlatformReentryError: called by a platform plugin. PluginError: a plugin failed.
     """
     selected = loader().policy.platform
     candidates = loader().platform_claims()
@@ -90,25 +88,25 @@ def choose_platform(builtin: Mapping[str, Callable[[], Claim | None]]) -> Choice
 
 
 def refuse_reentry() -> None:
-    """Refuse to find the platform for a platform plugin that is being asked for its claim.
+    """Raise an error if a platform plugin asks for the platform while it is being resolved.
 
-    It need not wait for a lock. A plugin that catches the error has failed all the same.
+    Does not wait for a lock. A plugin that catches the error still counts as failed.
 
     Raises:
-        PlatformReentryError: that is the case.
+        PlatformReentryError: called by such a plugin.
     """
     loader().refuse_reentry()
 
 
 @contextmanager
 def hook(owner: Owner | None, name: str) -> Iterator[None]:
-    """Run a hook of the platform of *owner* in the block, such as ``"import_kernels"``.
+    """Run a hook of the platform of *owner*, such as ``"import_kernels"``, in the block.
 
-    What the block registers is the owner's; if it raises, none of it stays. For None, which is
-    opweave's own, nothing is special.
+    Registrations in the block belong to the owner and are rolled back if it raises. None is opweave
+    itself.
 
     Raises:
-        PluginHookError: the block raised; the message names the plugin and the way out. An
+        PluginHookError: the block raised; the message names the plugin and a workaround. An
             :class:`opweave.ir.errors.OpweaveError`, which is for the user, passes as it is.
     """
     plugin = None if owner is None else loader().platform_of(owner)
@@ -117,7 +115,7 @@ def hook(owner: Owner | None, name: str) -> Iterator[None]:
 
 
 def plugin_report() -> list[PluginRecord]:
-    """Return what became of every plugin that is installed; loads none.
+    """Return the state of every installed plugin, without loading any.
 
     Raises:
         PluginPolicyError: a setting names a plugin that is not installed.
@@ -126,7 +124,7 @@ def plugin_report() -> list[PluginRecord]:
 
 
 def plugin_problems() -> list[str]:
-    """Return what is wrong with plugins, one message each: failures, misspelt groups, settings."""
+    """Return a message for each problem of plugins: failures, misspelt groups, settings."""
     try:
         found = loader()
     except OpweaveError as error:

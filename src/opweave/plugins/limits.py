@@ -1,13 +1,12 @@
-"""Runs a plugin's function for a limited time, and says where it hangs.
+"""Runs a plugin's function with a time limit, and reports where it hangs.
 
-Time in which the function imports something is counted apart, with a limit of its own: a package
-may take seconds to import, on a cold disk; what a plugin does itself takes milliseconds.
+Import time has a separate limit: importing a package from a cold disk may take seconds, while a
+plugin's own code takes milliseconds.
 
-In the main thread the function runs there, as it would without a limit, and a signal ends it; so
-waiting for a lock, a socket or a child process ends as well. One that does not end then is spoken
-of while it goes on: it is in a call into C that heeds no signal, or catches whatever would end it.
-Signals reach no other thread: called in one, the function runs in a helper, which is left behind if
-it does not end.
+In the main thread, a signal ends the function, even if it waits for a lock, a socket or a child
+process. A function that ignores the signal, in C code or by catching every exception, is reported
+while it runs. Other threads do not receive signals: there the function runs in a helper thread,
+which is abandoned if it does not end.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_TICK = 0.02  # seconds between two looks at the function
-_MOST_PER_LOOK = 0.1  # seconds: the time in which the whole process was stopped does not count
+_TICK = 0.02  # seconds between two samples of the function
+_MOST_PER_LOOK = 0.1  # seconds; longer gaps mean that the process was suspended
 _MANY_ALARMS = 50  # of which one comes with each tick
 _IMPORTER = "<frozen importlib._bootstrap>"
 _ALARM = getattr(signal, "SIGALRM", None)
@@ -36,7 +35,7 @@ _ALARM = getattr(signal, "SIGALRM", None)
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a function may take, in seconds: by itself, and importing."""
+    """Time limits of a function in seconds: its own code, and imports."""
 
     running: float
     importing: float
@@ -48,7 +47,7 @@ class OvertimeError(Exception):
     Attributes:
         seconds: the limit.
         doing: ``"import"`` or ``"run"``.
-        where: where it was then, as ``file:line, in function: source``.
+        where: its position, as ``file:line, in function: source``.
     """
 
     def __init__(self, seconds: float, doing: str, where: str) -> None:
@@ -57,7 +56,7 @@ class OvertimeError(Exception):
 
 
 class _Stop(BaseException):
-    """Raised inside the function to end it; no ``except Exception`` of a plugin stops it."""
+    """Raised inside the function to end it; not an Exception, so that plugins do not catch it."""
 
     def __init__(self, watch: _Watch | None = None) -> None:
         super().__init__()
@@ -71,10 +70,10 @@ def run_within(
 ) -> T:
     """Return ``function()``.
 
-    What it prints goes to standard error: standard output is for the results of a command.
+    Its output goes to standard error: standard output is for the results of a command.
 
     Args:
-        when_stuck: told, in a thread of its own, of a function that cannot be ended.
+        when_stuck: called in a separate thread if the function cannot be ended.
 
     Raises:
         OvertimeError: it takes longer than *limits*.
@@ -87,7 +86,7 @@ def run_within(
 
 
 class _Watch:
-    """Looks at a thread from time to time, and adds up what it does."""
+    """Samples a thread, and accumulates the time of its activities."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -98,7 +97,7 @@ class _Watch:
         self._last = time.monotonic()
 
     def look(self) -> bool:
-        """Add the time since the last look; return whether it is too much."""
+        """Add the time since the last sample; return whether a limit is exceeded."""
         now = time.monotonic()
         frame = sys._current_frames().get(self.ident)
         doing, where = _activity(frame)
@@ -137,7 +136,7 @@ def _run_in_helper(limits: Limits, function: Callable[[], T]) -> T:
         watch.ident = threading.get_ident()
         try:
             results.append(_call(function))
-        except BaseException as error:  # raised again in the thread that waits
+        except BaseException as error:  # raised again in the waiting thread
             errors.append(error)
         finally:
             watch.ended.set()
@@ -154,12 +153,12 @@ def _run_in_helper(limits: Limits, function: Callable[[], T]) -> T:
 
 
 def _call(function: Callable[[], T]) -> T:
-    """Call *function*; frames above this one's are its own."""
+    """Call *function*; later frames belong to it."""
     return function()
 
 
 def _activity(frame: FrameType | None) -> tuple[str, str]:
-    """Return what the function is doing, and where; nowhere, if it does not run."""
+    """Return the activity and the position of the function, or None if it does not run."""
     innermost, doing = frame, "run"
     while frame is not None:
         if frame.f_code is _call.__code__:
@@ -171,7 +170,7 @@ def _activity(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _place(frame: FrameType | None, bottom: FrameType) -> str:
-    """Return the innermost place that is the plugin's, not the standard library's."""
+    """Return the innermost frame outside the standard library."""
     found = frame
     while frame is not None and frame is not bottom:
         if not is_standard(frame.f_code.co_filename):
@@ -188,13 +187,13 @@ def _place(frame: FrameType | None, bottom: FrameType) -> str:
 def _source(filename: str, line: int) -> str:
     try:
         source = linecache.getline(filename, line).strip()
-    except Exception:  # code may call its file anything, and the watch must go on
+    except Exception:  # file names of code are arbitrary, and must not stop the watch
         return ""
     return f": {source}" if source else ""
 
 
 def is_standard(filename: str) -> bool:
-    """Return whether a source file is one of Python's own."""
+    """Return whether a source file belongs to the standard library."""
     if "-packages" in filename:  # which may lie below the standard library
         return False
     return filename.startswith(("<frozen", _STANDARD))
@@ -212,7 +211,7 @@ def _takes_alarms() -> bool:
 def _alarms_stop(watch: _Watch, caller: FrameType) -> Iterator[None]:
     """Let an alarm end the function that *caller* runs, if *watch* says so.
 
-    An alarm of somebody else's goes where it went before.
+    Other alarms go to the previous handler.
     """
     assert _ALARM is not None
     previous = signal.getsignal(_ALARM)
@@ -243,7 +242,7 @@ def _alarm_when_late(watch: _Watch, when_stuck: Callable[[OvertimeError], None])
     assert _ALARM is not None
     alarms = 0
     while not watch.ended.wait(_TICK):
-        if watch.look():  # again and again: the function may catch the first
+        if watch.look():  # repeatedly: the function may catch the first
             signal.pthread_kill(watch.ident, _ALARM)
             alarms += 1
             if alarms == _MANY_ALARMS:

@@ -1,4 +1,4 @@
-"""The plugins of a process: all that are installed, each loaded once, under one policy."""
+"""The installed plugins of a process; each is loaded once, under one policy."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Loader:
 
     Args:
         points: the entry points of everything that is installed.
-        policy: what the user says about plugins.
+        policy: the user's settings about plugins.
 
     Raises:
-        PluginPolicyError: the policy names plugins that are not installed.
+        PluginPolicyError: the policy names a plugin that is not installed.
     """
 
     def __init__(self, points: Iterable[EntryPoint], policy: PluginPolicy) -> None:
@@ -53,7 +53,7 @@ class Loader:
             plugin.detail = f"{PLATFORM}={policy.platform} selects another"
             plugin.note_absence(f"{PLATFORM}={policy.platform} leaves out")
         policy.check(plugin.entry.name for plugin in self.plugins)
-        # Two locks: a general plugin may ask for the current platform, whoever resolves it.
+        # Two locks: a general plugin may access the current platform while it loads.
         self._general_lock, self._platform_lock = threading.RLock(), threading.RLock()
         self._general_done = False
         for message in self.misspelt:
@@ -67,16 +67,16 @@ class Loader:
         """
         if group not in GROUPS:
             raise UnknownGroupError(
-                f"no group of plugins is called {group!r}. {did_you_mean(group, GROUPS)}"
+                f"unknown plugin group {group!r}. {did_you_mean(group, GROUPS)}"
             )
         found = [plugin for plugin in self.plugins if plugin.entry.group == group]
         return [plugin for plugin in found if plugin.state is not State.EXCLUDED]
 
     def find(self, group: str, name: str) -> Plugin:
-        """Return a plugin that can be used.
+        """Return a usable plugin.
 
         Raises:
-            UnknownPluginError: there is none of that name, or the policy leaves it out.
+            UnknownPluginError: no plugin has that name, or the policy disables it.
             PluginError: it cannot be used; the message says why.
         """
         for plugin in self.of_group(group):
@@ -96,7 +96,7 @@ class Loader:
         return next((p for p in self._platform_plugins() if p.entry.owner == owner), None)
 
     def load_group(self, group: str) -> dict[str, Any]:
-        """Import every plugin of a group; return what the entry points name. Nothing is called.
+        """Import every plugin of a group; return the objects of the entry points, uncalled.
 
         Raises:
             UnknownGroupError: there is no such group.
@@ -110,9 +110,9 @@ class Loader:
         return {p.entry.name: p.loaded for p in self.of_group(group) if p.loaded is not None}
 
     def load_general(self) -> None:
-        """Load every general plugin that has not loaded, those that others build on first.
+        """Load every general plugin that is not loaded yet, requirements first.
 
-        Does nothing where it is called by a plugin that is loading.
+        No-op if called by a plugin that is loading.
 
         Raises:
             PluginError: a plugin failed, in strict mode; all were tried, and the next call tries
@@ -132,13 +132,13 @@ class Loader:
             self._general_done = True
 
     def platform_claims(self) -> list[PlatformCandidate]:
-        """Ask the platform plugins whether their devices are here; each once.
+        """Ask each platform plugin once whether its device is present.
 
-        Where ``OPWEAVE_PLATFORM`` is set, only the plugin of that name is imported and asked.
+        If ``OPWEAVE_PLATFORM`` is set, only the plugin of that name is imported and asked.
 
         Raises:
-            PlatformReentryError: it is a platform plugin that asks.
-            PluginError: a plugin failed, in strict mode; all were tried.
+            PlatformReentryError: called by a platform plugin. PluginError: a plugin failed, in
+            strict mode; all were tried.
         """
         self.refuse_reentry()
         errors: dict[str, PluginError] = {}
@@ -153,10 +153,10 @@ class Loader:
         return found
 
     def refuse_reentry(self) -> None:
-        """Refuse to resolve the platform for a platform plugin that is being asked.
+        """Raise an error if a platform plugin asks for the platform during its resolution.
 
         Raises:
-            PlatformReentryError: that is the case.
+            PlatformReentryError: called by such a plugin.
         """
         asked = _asked.get()
         if asked is not None:
@@ -192,7 +192,7 @@ class Loader:
                 raise
         finally:
             _asked.reset(token)
-        if reentered:  # also if the plugin caught the error, and went on without
+        if reentered:  # even if the plugin caught the error
             raise plugin.reject(_reentered(plugin))
         try:
             claim = claim_of(plugin.entry, returned)
@@ -235,7 +235,7 @@ class Loader:
             )
 
     def _settle(self, errors: dict[str, PluginError]) -> None:
-        """Raise what went wrong, or warn of it."""
+        """Raise the errors, or warn about them."""
         found = list(errors.values())
         if not found:
             return
@@ -247,7 +247,7 @@ class Loader:
 
 @contextmanager
 def _collected(plugin: Plugin, errors: dict[str, PluginError]) -> Iterator[None]:
-    """Go on with the next plugin after an error of this one."""
+    """Collect an error, and continue with the next plugin."""
     try:
         yield
     except PluginError as error:

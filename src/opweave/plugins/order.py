@@ -1,4 +1,4 @@
-"""The order in which plugins load: those that a plugin builds on come first."""
+"""The load order of plugins: requirements come first."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from opweave.plugins.errors import PluginRequirementError
 
 
 class Order(NamedTuple):
-    """The plugins in order, and those that have none because they wait for each other."""
+    """The plugins in load order, and those in a cycle."""
 
     entries: list[PluginEntry]
     errors: dict[str, PluginRequirementError]
 
 
 def in_order(entries: Sequence[PluginEntry]) -> Order:
-    """Sort *entries*: after what they require, then by name.
+    """Sort *entries* topologically by requirements, then by name.
 
-    Names that stand for no entry are passed over here; whether a requirement is met is only known
-    when it has been tried.
+    Unknown names are ignored here: whether a requirement is met is known only after loading it.
     """
     left = {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
     errors: dict[str, PluginRequirementError] = {}
@@ -43,7 +42,7 @@ def _sorted(entries: Mapping[str, PluginEntry]) -> list[str]:
 
 
 def _in_a_cycle(entry: PluginEntry, cycle: Sequence[str]) -> PluginRequirementError:
-    # graphlib lists what comes before first; read from the last, each waits for the next.
+    # graphlib lists predecessors first; reversed, each entry waits for the next.
     return PluginRequirementError(
         f"{entry} can never load, because each of these waits for the next: "
         f"{' → '.join(cycle)}. Their entry points must not require each other"

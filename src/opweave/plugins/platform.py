@@ -1,4 +1,4 @@
-"""The claims of platform plugins, and the choice between all claims."""
+"""Claims of platform plugins, and the choice of a platform."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from opweave.plugins.policy import PLATFORM
 
 
 class PlatformCandidate(NamedTuple):
-    """A platform whose device is here.
+    """A platform whose device is present.
 
     Attributes:
         name: its name.
         claim: its claim.
-        owner: the plugin that brings it, or None for a platform that comes with opweave.
+        owner: the plugin that provides it, or None for opweave's own.
     """
 
     name: str
@@ -33,8 +33,8 @@ class Choice(NamedTuple):
 
     Attributes:
         chosen: that platform.
-        candidates: all that claim the machine, the chosen one included.
-        selected: the name that ``OPWEAVE_PLATFORM`` says, or None.
+        candidates: all platforms that claim the machine, including the chosen one.
+        selected: the value of ``OPWEAVE_PLATFORM``, or None.
     """
 
     chosen: PlatformCandidate
@@ -43,17 +43,17 @@ class Choice(NamedTuple):
 
 
 def claim_of(entry: PluginEntry, returned: object) -> Claim | None:
-    """Return what a platform plugin's function returned, as a claim.
+    """Convert the return value of a platform plugin to a claim.
 
     Raises:
-        PluginTypeError: it is neither a claim, a qualified name nor None; or its score is no finite
-            number, or its ``why`` no string.
-        ClaimApiError: it is for another version of the platform interface.
+        PluginTypeError: it is not a claim, a qualified name or None, or its score or ``why`` has
+        the wrong type.
+        ClaimApiError: the claim is for another version of the platform interface.
     """
     if returned is None:
         return None
     if isinstance(returned, str):
-        returned = Claim(returned, PLATFORM_API)  # the class itself says what it is made for
+        returned = Claim(returned, PLATFORM_API)  # the class declares its version itself
     if not isinstance(returned, Claim) or not _is_qualified(returned.platform):
         raise PluginTypeError(
             f"{entry} returned {returned!r}; it should be {GROUPS[PLATFORM_PLUGINS].entry_point}"
@@ -68,7 +68,7 @@ def claim_of(entry: PluginEntry, returned: object) -> Claim | None:
 
 
 def _check_fields(entry: PluginEntry, claim: Claim) -> None:
-    score: object = claim.score  # a plugin may give anything
+    score: object = claim.score  # plugins may return any type
     why: object = claim.why
     is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
     if not (is_number and math.isfinite(claim.score)):
@@ -84,10 +84,10 @@ def _check_fields(entry: PluginEntry, claim: Claim) -> None:
 
 
 def choose(candidates: Sequence[PlatformCandidate]) -> PlatformCandidate:
-    """Return the candidate whose claim has the highest score; there is at least one.
+    """Return the candidate with the highest score; *candidates* are not empty.
 
     Raises:
-        PlatformConflictError: two have it.
+        PlatformConflictError: two have the highest score.
     """
     highest = max(each.claim.score for each in candidates)
     best = [each for each in candidates if each.claim.score == highest]

@@ -1,4 +1,4 @@
-"""One plugin in this process: imports it, calls it once, and keeps what became of it."""
+"""A plugin in this process: it is imported and called once, and its state is kept."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from opweave.plugins.limits import Limits, OvertimeError, is_standard, run_withi
 from opweave.plugins.policy import PLUGINS, STRICT, TIMEOUT, PluginPolicy
 from opweave.plugins.record import PluginRecord, State
 
-# What these raise about names that are taken is for the plugin's authors, not for the user.
+# Errors about taken names in these hooks are bugs of the plugin, not of the user.
 _REGISTERING_HOOKS = frozenset({"import_kernels", "extend_cli"})
 
 _log = logging.getLogger(__name__)
 
 _LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
-IMPORT_SECONDS = 30.0  # a package on a cold disk may well take ten
+IMPORT_SECONDS = 30.0  # importing a package from a cold disk may take ten
 
 
 class Plugin:
-    """A plugin and its state. One that failed can be tried again.
+    """A plugin and its state. A failed plugin can be retried.
 
     Attributes:
-        entry: what its distribution declares.
-        state: what became of it.
-        error: what it failed with, the way out included.
-        loaded: what its entry point names, once it is imported.
-        returned: what its function returned, once it was called.
-        detail: why it was left out, or why its device is here.
+        entry: the declaration of its distribution.
+        state: its state.
+        error: the error it failed with, including a workaround.
+        loaded: the object of its entry point, once imported.
+        returned: the return value of its function, once called.
+        detail: why it was disabled, or why its device is present.
     """
 
     def __init__(self, entry: PluginEntry, policy: PluginPolicy) -> None:
@@ -71,7 +71,7 @@ class Plugin:
 
     @property
     def record(self) -> PluginRecord:
-        """What became of it, as plain data."""
+        """Its state as plain data."""
         entry = self.entry
         return PluginRecord(
             entry.name,
@@ -87,10 +87,10 @@ class Plugin:
         )
 
     def load(self) -> Any:
-        """Import what the entry point names, once, and return it; registers nothing if it fails.
+        """Import the object of the entry point once, and return it; a failure registers nothing.
 
         Raises:
-            PluginError: it cannot be imported, or takes too long.
+            PluginError: the import failed or exceeded its time limit.
         """
         if self.loaded is None:
             with self._attempt():
@@ -100,13 +100,13 @@ class Plugin:
         return self.loaded
 
     def call(self) -> Any:
-        """Import the entry point's function and call it, once; return what it returned.
+        """Import and call the entry point's function once; return its result.
 
-        Everything that it registers is its own; if it fails, nothing of it stays, nor of what
-        importing it registered.
+        Its registrations belong to the plugin, and are rolled back if the import or the call fails.
 
         Raises:
-            PluginError: it cannot be imported, is no function, raises, or takes too long.
+            PluginError: it cannot be imported, is not a function, raises, or exceeds its time
+            limit.
         """
         if not self._called:
             self.load()
@@ -119,11 +119,11 @@ class Plugin:
 
     @contextmanager
     def hook(self, name: str) -> Iterator[None]:
-        """Run a hook of the plugin's in the block: what it registers is the plugin's.
+        """Run a hook of the plugin in the block; registrations belong to the plugin.
 
         Raises:
-            PluginHookError: the block raised; nothing stays of what it registered.
-            OpweaveError: the block raised it for the user, to refuse a configuration for example.
+            PluginHookError: the block raised; its registrations were rolled back.
+            OpweaveError: the block raised it for the user, for example to reject a configuration.
         """
         before = frozenset(sys.modules)
         try:
@@ -141,7 +141,7 @@ class Plugin:
         self.error = None
 
     def fail(self, error: PluginError) -> PluginError:
-        """Note that the plugin cannot be used; return the error, with the way out."""
+        """Mark the plugin as failed; return the error, with a workaround."""
         self.state, self.error = State.FAILED, self._with_remedy(error)
         cause = error.__cause__
         short = f"{error}".rstrip(".").removeprefix(f"{self.entry} ")
@@ -149,7 +149,7 @@ class Plugin:
         return self.error
 
     def reject(self, error: PluginError) -> PluginError:
-        """Take back what the plugin registered, and :meth:`fail`."""
+        """Roll back the plugin's registrations, and :meth:`fail`."""
         self._undo(self._modules)
         return self.fail(error)
 
@@ -165,7 +165,7 @@ class Plugin:
         return full.with_traceback(error.__traceback__)
 
     def note_absence(self, why: str | None) -> None:
-        """Remember why the plugin registers nothing, for those who miss it; None: it does."""
+        """Record why the plugin registers nothing, for error messages; None: it does."""
         note_absence(f"{GROUPS[self.entry.group].kind} {self.entry.owner}", why)
 
     def _check_function(self) -> None:
@@ -181,7 +181,7 @@ class Plugin:
         except TypeError:
             raise PluginTypeError(wanted) from None
         except ValueError:
-            return  # made in C, and says nothing of its parameters
+            return  # a C function without a signature
 
     @property
     def _contract(self) -> str:
@@ -214,7 +214,7 @@ class Plugin:
             yield
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # what a plugin raises must not end the program
+        except BaseException as error:  # errors of plugins must not end the program
             how = "failed" if kind is PluginFailedError else f"could not be {verb}"
             how = f"failed in {verb}" if kind is PluginHookError else how
             raise kind(f"{self.entry} {how}: {described(error)}{_place(error)}") from error
@@ -238,7 +238,7 @@ class Plugin:
 
     @contextmanager
     def _registering(self) -> Iterator[None]:
-        # Detached: a plugin keeps what it registers, even if another one caused it to load.
+        # Detached: a plugin keeps its registrations, even if another plugin triggered its load.
         with owned_by(self.entry.owner), transaction.detached(), transaction.begin() as entered:
             yield
         self._transactions.append(entered)
@@ -248,14 +248,14 @@ class Plugin:
         self.note_absence(None)
 
     def _undo(self, modules: Collection[str]) -> None:
-        """Take everything back, so that the next attempt begins anew."""
+        """Roll back everything, so that the next attempt starts from scratch."""
         while self._transactions:
             self._transactions.pop().roll_back()
         self.loaded, self._modules, self._called = None, frozenset(), False
         self._forget_modules(modules)
 
     def _forget_modules(self, before: Collection[str]) -> None:
-        """Let the next attempt run the plugin's modules again, and what they register."""
+        """Let the next attempt import the plugin's modules again."""
         package = self.entry.package
         for name in sys.modules.keys() - before:
             if name == package or name.startswith(f"{package}."):
@@ -267,7 +267,7 @@ def _is_for_the_user(error: BaseException | None) -> TypeGuard[OpweaveError]:
 
 
 def _place(error: BaseException) -> str:
-    """Return where in the plugin's code *error* was raised, if it was raised there."""
+    """Return the position in the plugin's code where *error* was raised, if any."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""Which plugins are used: what the environment says."""
+"""Plugin settings from the environment."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ PLATFORM = "OPWEAVE_PLATFORM"
 STRICT = "OPWEAVE_PLUGINS_STRICT"
 TIMEOUT = "OPWEAVE_PLUGIN_TIMEOUT"
 
-# A hang ends in well under two seconds; to register things takes milliseconds.
+# Ends a hang within two seconds; registrations take milliseconds.
 DEFAULT_TIMEOUT = 1.5
 
 
 @dataclass(frozen=True)
 class PluginPolicy:
-    """What the user says about plugins.
+    """The user's settings about plugins.
 
     Attributes:
         only: the plugins to use; None: all.
-        without: the plugins to leave out.
-        platform: the platform to use, whatever claims the device.
-        strict: whether a plugin that fails is an error.
-        timeout: how long a plugin's function may take, in seconds, without what it imports.
+        without: disabled plugins.
+        platform: the platform to use, regardless of claims.
+        strict: whether a failed plugin is an error.
+        timeout: time limit of a plugin's function in seconds, without imports.
     """
 
     only: frozenset[str] | None = None
@@ -43,8 +43,8 @@ class PluginPolicy:
         """Read the policy from environment variables.
 
         Raises:
-            PluginPolicyError: (a ValueError) a plugin is both asked for and left out, or the
-                time-out is no positive number.
+            PluginPolicyError: (a ValueError) a plugin is both enabled and disabled, or the timeout
+            is not a positive number.
             SettingError: ``OPWEAVE_PLUGINS_STRICT`` is neither true nor false.
         """
         only, without = _names(environ.get(PLUGINS))
@@ -64,7 +64,8 @@ class PluginPolicy:
         """Check that the plugins named are among those *installed*.
 
         Raises:
-            PluginPolicyError: (a ValueError) one is not, and is no platform of opweave's either.
+            PluginPolicyError: (a ValueError) a plugin is not installed, and is not one of opweave's
+            platforms.
         """
         names = {*installed}
         for name in sorted({*(self.only or ()), *self.without} - names):

@@ -1,4 +1,4 @@
-"""Objects by qualified name, resolved where they are used."""
+"""Resolves qualified names to objects."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from opweave.plugins.errors import ReferenceNameError
 
 
 def resolve_obj_by_qualname(name: str) -> Any:
-    """Return the object that ``"package.module.Class"`` or ``"package.module:Class"`` names.
+    """Return the object named ``"package.module.Class"`` or ``"package.module:Class"``.
 
     Raises:
         ReferenceNameError: (an ImportError) the name is malformed, or there is no such module or
-            no such object in it. What importing the module raises is not caught.
+            no such object in it. Errors of the import are not caught.
     """
     module_name, attributes = split_qualname(name)
     found: Any = _import(module_name, name)
@@ -31,7 +31,7 @@ def resolve_obj_by_qualname(name: str) -> Any:
 
 
 def split_qualname(name: str) -> tuple[str, list[str]]:
-    """Return the module and the attributes of a qualified name; imports nothing.
+    """Split a qualified name into module and attributes, without importing.
 
     Raises:
         ReferenceNameError: (an ImportError) the name is malformed.
@@ -41,7 +41,7 @@ def split_qualname(name: str) -> tuple[str, list[str]]:
     parts = [*module.split("."), *attributes.split(".")]
     if not all(part.isidentifier() for part in parts):
         raise ReferenceNameError(
-            f"{name!r} is no qualified name; expected 'package.module.Class' or "
+            f"{name!r} is not a qualified name; expected 'package.module.Class' or "
             "'package.module:Class'."
         )
     return module, attributes.split(".")
@@ -52,7 +52,7 @@ def _import(module: str, name: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # something that the module imports is missing
+            raise  # a dependency of the module is missing
         raise ReferenceNameError(
             f"{name!r} names nothing: there is no module {error.name!r}. Install the package that "
             "has it, or mend the name."

@@ -1,4 +1,4 @@
-"""What became of each plugin in this process."""
+"""The state of each plugin in this process."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """What became of a plugin."""
+    """The state of a plugin."""
 
     FOUND = "found"
-    """Installed; nothing has asked for it yet."""
+    """Installed, not used yet."""
     EXCLUDED = "excluded"
-    """Left out by the environment."""
+    """Disabled by the environment."""
     LOADED = "loaded"
-    """Imported, and called if its group asks for that."""
+    """Imported, and called if its group requires it."""
     DECLINED = "declined"
-    """A platform whose device is not here."""
+    """A platform whose device is not present."""
     CLAIMED = "claimed"
-    """A platform whose device is here."""
+    """A platform whose device is present."""
     ACTIVE = "active"
-    """The platform that is used."""
+    """The current platform."""
     FAILED = "failed"
     """It ended with an error."""
 
@@ -30,16 +30,16 @@ class PluginRecord:
     """A plugin, as :func:`opweave.plugins.plugin_report` shows it.
 
     Attributes:
-        name: what settings call it.
+        name: its name in settings.
         group: the group of its entry point.
-        value: what is imported, ``"package.module:function"``.
-        distribution: the distribution that brings it.
-        version: of the distribution.
-        state: what became of it.
-        seconds: how long importing and calling it took.
-        error: the message of the error that it ended with, or None.
-        detail: why it was left out, or why its device is here.
-        registered: what it registered, such as ``"op acme_scale"``.
+        value: the imported object, ``"package.module:function"``.
+        distribution: its distribution.
+        version: version of the distribution.
+        state: its state.
+        seconds: duration of import and call.
+        error: the message of its error, or None.
+        detail: why it was disabled, or why its device is present.
+        registered: its registrations, such as ``"op acme_scale"``.
     """
 
     name: str

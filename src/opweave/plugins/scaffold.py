@@ -1,4 +1,4 @@
-"""Writes a plugin package that passes conformance, to start from."""
+"""Creates a plugin package that passes conformance."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _TAKEN = frozenset({*BUILTIN_PLATFORMS, *_PROVIDERS, "opweave", "tests"})
 
 
 def new(name: str, parent: Path, *, platform: bool = False) -> list[Path]:
-    """Write the plugin package *name* into a folder of that name in *parent*; return its files.
+    """Create the plugin package *name* in a new folder in *parent*; return its files.
 
-    It has a kernel and a layer replacement, and tests that use the conformance kit.
+    It has a kernel, a replacement layer, and tests with the conformance kit.
 
     Args:
-        platform: whether it also brings a platform.
+        platform: whether to add a platform.
 
     Raises:
-        PluginScaffoldError: the name is no good, or the folder exists or cannot be written.
+        PluginScaffoldError: the name is not valid, or the folder exists or cannot be written.
     """
     _check_name(name)
     folders = [_TEMPLATES / "general", *([_TEMPLATES / "platform"] if platform else [])]
@@ -53,10 +53,10 @@ def _check_name(name: str) -> None:
 
 
 def check_free(name: str) -> None:
-    """Check that *name* means nothing in opweave and Python yet.
+    """Check that *name* is not taken in opweave or Python.
 
     Raises:
-        PluginScaffoldError: it is that of a platform, a provider, or a module of Python.
+        PluginScaffoldError: it is the name of a platform, a provider or a Python module.
     """
     if name in _TAKEN or name in sys.stdlib_module_names:
         raise PluginScaffoldError(f"The name {name!r} is taken; choose another one.")

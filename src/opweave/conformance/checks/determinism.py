@@ -1,4 +1,4 @@
-"""Determinism: the same call gives the same bits, whatever was in the memory of its results.
+"""Determinism: the same call gives the same bits, regardless of stale output memory.
 
 And they stay: a later call does not write into the results of an earlier one.
 """

@@ -151,8 +151,8 @@ def _shaken(value: Any) -> Any:
 
 
 def _of_floats(case: Case, found: Tensor, native: Tensor, reference: Tensor) -> Finding:
-    # What overflows on the way is up to the implementation: only where both definitions agree
-    # that there is a number, there must be one. So is what comes of infinity times zero.
+    # Intermediate overflow and infinity times zero are up to the implementation: a result must be a
+    # number only if both definitions return one.
     lost = native.isnan() & reference.isnan() & ~found.isnan()
     is_infinite = case.label.endswith(_INFINITE)
     if lost.any() and not is_infinite:

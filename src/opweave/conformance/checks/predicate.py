@@ -75,7 +75,7 @@ def _answer_problem(subject: Subject, case: Case) -> Finding:
 
 
 def _runs(subject: Subject, case: Case) -> Finding:
-    """What is accepted runs."""
+    """Accepted arguments run."""
     try:
         if case.refusal or not subject.accepts(case.values):
             return None

@@ -48,7 +48,7 @@ def _error(found: Tensor, reference: Tensor) -> float:
 
 CHECK = Check(
     "rounding",
-    "outputs are no farther from the exact ones than native's, for those that claim rounds_less",
+    "outputs are at least as close to the exact ones as native's, for those that claim rounds_less",
     each(_cases, _is_closer),
     _claims,
 )

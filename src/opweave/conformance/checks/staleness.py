@@ -46,7 +46,7 @@ def _follows(subject: Subject, case: Case, other: Case) -> Finding:
 def _other_values(case: Case, other: Case, place: int) -> list[Tensor]:
     """Return other values of an argument: numbers reversed, positions as in *other*, if they fit.
 
-    An empty list: there are none.
+    An empty list if no argument can be changed.
     """
     tensors, others = (tensors_in(c.values[place : place + 1]) for c in (case, other))
     if any(map(_has_rows_of_numbers, tensors)):
@@ -58,7 +58,7 @@ def _other_values(case: Case, other: Case, place: int) -> list[Tensor]:
 
 
 def _has_rows_of_numbers(tensor: Tensor) -> bool:
-    """Whether there is something to reverse, and it is no positions, which must fit the rest."""
+    """Return whether a tensor can be reversed; positions cannot, since they must fit the rest."""
     is_of_numbers = tensor.is_floating_point() or tensor.dtype is torch.int8
     return is_of_numbers and tensor.ndim > 0 and tensor.shape[-1] > 1
 

@@ -1,4 +1,4 @@
-"""What a check of a platform is, and running one."""
+"""Checks of platforms."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ def find_platform(name: str | None = None) -> PlatformSubject:
     """Return the platform of that name, or of this process.
 
     A platform that this process does not run on gets its kernels imported, so that they can be
-    verified beside those of the current one.
+    verified in addition to those of the current one.
 
     Args:
         name: what ``OPWEAVE_PLATFORM`` would say: a platform of opweave or the entry point of a
             plugin; or the qualified name of a class.
 
     Raises:
-        UnknownPlatformError: there is none, or its device is not here.
+        UnknownPlatformError: the platform is unknown, or its device is not present.
         ReferenceNameError: the class does not exist.
         PlatformContractError: it does not keep the contract of ``Platform``.
     """
@@ -71,7 +71,7 @@ def _claimed(name: str, reference: str) -> object:
 
 def _subject(cls: object, claim: str | None, claimant: str | None) -> PlatformSubject:
     if not isinstance(cls, type) or not issubclass(cls, Platform):
-        raise UnknownPlatformError(f"{cls!r} is no class derived from opweave.platforms.Platform.")
+        raise UnknownPlatformError(f"{cls!r} is not a subclass of opweave.platforms.Platform.")
     if cls is type(resolution().platform):
         return PlatformSubject(resolution().platform, claim, claimant, current=True)
     platform = cls()

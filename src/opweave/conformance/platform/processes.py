@@ -22,7 +22,7 @@ def ask(code: str, *environments: Mapping[str, str]) -> list[Any]:
 
     Args:
         code: Python that prints one JSON document last.
-        environments: what each process has set beside what this one has.
+        environments: variables that each process has in addition to this one's.
 
     Raises:
         ProcessFailedError: one of them did not print it.

@@ -1,4 +1,4 @@
-"""What is verified: a platform, and how a process finds it."""
+"""The subject of verification: a platform, and how a process finds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verifying a platform: every check, and what came of it."""
+"""Verifies a platform with every check."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from opweave.ir.errors import did_you_mean
 
 @dataclass(frozen=True)
 class PlatformResult:
-    """What came of verifying a platform."""
+    """The result of verifying a platform."""
 
     subject: PlatformSubject
     outcomes: tuple[Outcome, ...]
 
     @property
     def status(self) -> str:
-        """``passed``, ``failed``, or ``none`` where there was nothing to check."""
+        """``passed``, ``failed``, or ``none`` without anything to check."""
         if any(outcome.problems for outcome in self.outcomes):
             return "failed"
         return "passed" if any(outcome.passed for outcome in self.outcomes) else "none"

@@ -1,4 +1,4 @@
-"""What all linear layers have in common."""
+"""Base class of linear layers."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from opweave.layers.weight_loading import dim_of, fill
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank has of one of the outputs that a layer merges.
+    """A rank's shard of one of the outputs that a layer merges.
 
     Attributes:
         size: the number of features.
@@ -117,7 +117,7 @@ class ColumnParallelLinear(LinearBase):
         if shard_id not in self.parts:
             known = ", ".join(map(repr, self.parts))
             raise LayerArgumentError(
-                f"{self._describe(param)}: loaded_shard_id={shard_id!r} is none of {known}."
+                f"{self._describe(param)}: loaded_shard_id={shard_id!r} is not one of {known}."
             )
         part, dim = self.parts[shard_id], dim_of(param, "output_dim")
         what = f"{self._describe(param)}, part {shard_id!r},"

@@ -27,7 +27,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
     Raises:
         ShardingError: the number of ranks does not divide one of *output_sizes*.
-        LayerArgumentError: there are none.
+        LayerArgumentError: *output_sizes* is empty.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ class MambaMixer(StatefulLayer):
     """Mixes tokens of a sequence by a selective state space, each channel by itself.
 
     ``ir.ops.causal_conv1d`` and ``ir.ops.selective_scan`` (and their steps, where a sequence is
-    decoded) between linear maps. Inside :func:`sequence_states` tokens follow the states of their
-    sequences; without, they are one sequence from its beginning. Channels are divided over ranks.
+    decoded) between linear layers. Inside :func:`sequence_states` tokens continue the states of
+    their sequences; otherwise they are one new sequence. Channels are divided over ranks.
 
     Args:
         hidden_size: of a token.
@@ -43,8 +43,8 @@ class MambaMixer(StatefulLayer):
         activation: of the convolution: ``"silu"``.
         model_config, cache_config: kept as attributes, for replacements of this layer.
         is_lora_enabled: give the map to time steps a contiguous input, which adapters need.
-        quant_config: how the linear maps keep their weights.
-        prefix: the name of this layer in its model, by which its states are known.
+        quant_config: quantization of the linear layers.
+        prefix: the name of this layer in its model, which identifies its states.
         params_dtype: of the weights; by default torch's default dtype.
 
     Attributes:

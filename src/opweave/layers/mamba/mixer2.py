@@ -24,8 +24,8 @@ class MambaMixer2(StatefulLayer):
     """Mixes tokens of a sequence by a state space whose heads each have one rate of decay.
 
     ``ir.ops.causal_conv1d`` and ``ir.ops.ssd_chunk_scan`` (and their steps, where a sequence is
-    decoded), then ``mixer2_gated_rms_norm``, between linear maps. Inside :func:`sequence_states`
-    tokens follow the states of their sequences; without, they are one sequence from its beginning.
+    decoded), then ``mixer2_gated_rms_norm``, between linear layers. Inside :func:`sequence_states`
+    tokens continue the states of their sequences; otherwise they are one new sequence.
     Heads are divided over ranks; so are groups, but for a single one, which every rank has.
 
     Args:
@@ -33,15 +33,15 @@ class MambaMixer2(StatefulLayer):
         ssm_state_size: ``N``, the states of each channel.
         conv_kernel_size: how many inputs the convolution sees.
         intermediate_size: the channels, ``num_heads * head_dim``.
-        use_conv_bias, use_bias: whether the convolution, and the two linear maps, have a bias.
+        use_conv_bias, use_bias: whether the convolution and the two linear layers have a bias.
         n_groups: heads of a group, which are neighbours, have the same ``B`` and ``C``.
         num_heads, head_dim: the heads, and the channels of each.
         rms_norm_eps: of the gated norm.
         activation: of the convolution: ``"silu"``.
         use_rms_norm: False: gate without a norm.
         model_config, cache_config: kept as attributes, for replacements of this layer.
-        quant_config: how the linear maps keep their weights.
-        prefix: the name of this layer in its model, by which its states are known.
+        quant_config: quantization of the linear layers.
+        prefix: the name of this layer in its model, which identifies its states.
         chunk_size: of the scan.
         dt_min, dt_max: limits of the time step; None: none.
         params_dtype: of the weights; by default torch's default dtype.
@@ -135,7 +135,7 @@ class MambaMixer2(StatefulLayer):
 
         Args:
             hidden_states: ``(T, hidden_size)``.
-            mup_vector: a factor on what the first linear map computes, this rank's part of it.
+            mup_vector: factors of this rank's outputs of the first linear layer.
         """
         projected = tensor_of(self.in_proj(hidden_states))
         if mup_vector is not None:

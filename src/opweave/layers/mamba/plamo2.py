@@ -24,7 +24,7 @@ from opweave.layers.weight_loading import WeightLoader, set_weight_attrs
 
 
 class Plamo2Config(Protocol):
-    """What a model's configuration says of its mixers."""
+    """The mixer part of a model configuration."""
 
     hidden_size: int
     mamba_d_state: int
@@ -40,22 +40,22 @@ class Plamo2MambaMixer(StatefulLayer):
     """Mamba-2's scan with Mamba's projections: a time step for each head, normalised like ``B, C``.
 
     ``ir.ops.causal_conv1d`` and ``ir.ops.ssd_chunk_scan`` (and their steps, where a sequence is
-    decoded) between linear maps; the scan applies the gate. Inside :func:`sequence_states` tokens
-    follow the states of their sequences; without, they are one sequence from its beginning. Heads
+    decoded) between linear layers; the scan applies the gate. Inside :func:`sequence_states` tokens
+    continue the states of their sequences; otherwise they are one new sequence. Heads
     are divided over ranks.
 
     Args:
         config: sizes; see :class:`Plamo2Config`.
         model_config, cache_config: kept as attributes, for replacements of this layer.
-        quant_config: how the linear maps keep their weights.
-        prefix: the name of this layer in its model, by which its states are known.
+        quant_config: quantization of the linear layers.
+        prefix: the name of this layer in its model, which identifies its states.
         params_dtype: of the weights; by default torch's default dtype.
 
     Attributes:
         A: ``-exp(A_log)`` in float32; its ``weight_loader`` takes ``A_log``.
 
     Checkpoints have the rows of ``in_proj`` head by head, first the gate's, then the channels'; the
-    loader takes them apart. What the model adds to the weights of the three norms, it adds itself.
+    loader takes them apart. Offsets of the three norms' weights are added by the model.
 
     Raises:
         ShardingError: heads cannot be divided over the ranks.

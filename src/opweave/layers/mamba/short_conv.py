@@ -15,7 +15,7 @@ from opweave.layers.pluggable_layer import PluggableLayer
 
 
 class ShortConvConfig(Protocol):
-    """What a model's configuration says of its short convolutions."""
+    """The short convolution part of a model configuration."""
 
     conv_L_cache: int  # noqa: N815 - the name in config.json
     conv_bias: bool
@@ -25,18 +25,18 @@ class ShortConvConfig(Protocol):
 class ShortConv(StatefulLayer):
     """``out_proj(C * conv(B * x))``, where ``B``, ``C`` and ``x`` are projected from the tokens.
 
-    ``ir.ops.causal_conv1d``, without activation, between linear maps. Inside
-    :func:`sequence_states` tokens follow the states of their sequences; without, they are one
-    sequence from its beginning. Channels are divided over ranks.
+    ``ir.ops.causal_conv1d``, without activation, between linear layers. Inside
+    :func:`sequence_states` tokens continue the states of their sequences; otherwise they are one
+    new sequence. Channels are divided over ranks.
 
     Args:
         config: ``conv_L_cache`` is how many inputs the convolution sees; ``conv_bias`` says whether
-            it and the linear maps have a bias.
+            it and the linear layers have a bias.
         dim: of a token, and the number of channels.
         layer_idx: the index of this layer, kept as an attribute.
         model_config, cache_config: kept as attributes, for replacements of this layer.
-        quant_config: how the linear maps keep their weights.
-        prefix: the name of this layer in its model, by which its states are known.
+        quant_config: quantization of the linear layers.
+        prefix: the name of this layer in its model, which identifies its states.
         params_dtype: of the weights; by default torch's default dtype.
 
     Raises:

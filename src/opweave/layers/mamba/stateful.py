@@ -62,7 +62,7 @@ def stateful_layers() -> Iterator[dict[str, StatefulLayer]]:
 def state_dtype(dtype: torch.dtype, kind: str) -> torch.dtype:
     """Return the dtype in which states of one *kind* are kept where activations have *dtype*.
 
-    Inputs of a convolution are kept as they are. What a scan accumulates over a whole sequence is
-    kept in float32 at least.
+    Convolution inputs keep their dtype. Scan states, which accumulate over a whole sequence, have
+    at least float32.
     """
     return dtype if kind == "conv" else torch.promote_types(dtype, torch.float32)

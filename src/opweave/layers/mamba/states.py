@@ -1,4 +1,4 @@
-"""What state-space layers know of the earlier tokens of each sequence, while a model runs."""
+"""States of state-space layers for the earlier tokens of each sequence."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class FusedMoE(PluggableLayer):
         renormalize: divide a token's weights by their sum.
         use_grouped_topk: choose groups of experts first; needs *num_expert_group* and *topk_group*.
         quant_config: chooses the method, see :class:`FusedMoEQuantConfig`; None: unquantized.
-        ep_size: into how many parts the ranks fall, each with experts of its own.
+        ep_size: number of expert-parallel groups of ranks, each with its own experts.
         prefix: the layer's name in the model, for *quant_config*.
         custom_routing_function: ``f(hidden_states, logits, top_k, renormalize)`` returns the
             weights and the experts.
@@ -204,7 +204,8 @@ class FusedMoE(PluggableLayer):
 
         Raises:
             WeightLoadError: the shape does not fit.
-            LayerArgumentError: the parameter, the shard or the expert is none of this layer's.
+            LayerArgumentError: the parameter, the shard or the expert does not belong to this
+            layer.
         """
         target = self._target(param, shard_id)
         dims = param.ndim - (expert_id is not None)
@@ -305,11 +306,11 @@ class FusedMoE(PluggableLayer):
             shards = SHARDS.get(name.partition("_")[0], ())
             if shard_id not in shards:
                 raise LayerArgumentError(
-                    f"shard_id={shard_id!r} of {name} is none of {', '.join(shards)}."
+                    f"shard_id={shard_id!r} of {name} is not one of {', '.join(shards)}."
                 )
             return name
         raise LayerArgumentError(
-            f"a parameter of shape {tuple(param.shape)} is none of this layer's: "
+            f"a parameter of shape {tuple(param.shape)} is not a parameter of this layer: "
             f"{', '.join(dict(self.named_parameters(recurse=False)))}."
         )
 

@@ -1,4 +1,4 @@
-"""What a :class:`FusedMoE` leaves to a strategy: the form of its weights, and the computation."""
+"""The strategy of a :class:`FusedMoE`: weight format and computation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FusedMoEMethod(CustomOp):
 
     @property
     def method_name(self) -> str:
-        """What reports call the method."""
+        """The name of the method in reports."""
         return type(self).__name__
 
     @property

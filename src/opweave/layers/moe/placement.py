@@ -43,7 +43,7 @@ class ExpertPlacement:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise LayerArgumentError(
-                f"expert_placement_strategy={self.strategy!r} is none of {', '.join(STRATEGIES)}."
+                f"expert_placement_strategy={self.strategy!r}: not one of {', '.join(STRATEGIES)}."
             )
 
     @classmethod

@@ -47,7 +47,7 @@ class Router:
     def __post_init__(self) -> None:
         if self.scoring_func not in SCORING:
             raise LayerArgumentError(
-                f"scoring_func={self.scoring_func!r} is none of {', '.join(SCORING)}."
+                f"scoring_func={self.scoring_func!r} is not one of {', '.join(SCORING)}."
             )
 
     def __call__(self, hidden_states: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ class TransformersFusedMoE(FusedMoE):
             hidden_states: ``(T, hidden_size)``, the dtype of the weights.
             topk_ids: ``(T, K)``, integer: experts, counted over all ranks.
             topk_weights: ``(T, K)``, any floating dtype.
-            kwargs: whatever else transformers passes; not looked at.
+            kwargs: other arguments from transformers, which are ignored.
         """
         ids, weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
         routed = self.quant_method(self, hidden_states, weights, ids)

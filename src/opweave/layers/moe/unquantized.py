@@ -20,7 +20,7 @@ class UnquantizedFusedMoEMethod(FusedMoEMethod):
     """``ir.ops.fused_experts`` of the layer's weights.
 
     ``forward_native`` calls the op as well: what its native implementation computes, every expert
-    for every token, defines the result and is no way to run a model.
+    for every token, defines the result but is too slow to run a model.
     """
 
     def create_weights(self, layer: FusedMoE, shapes: ExpertShapes) -> None:

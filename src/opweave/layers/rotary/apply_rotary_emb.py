@@ -13,7 +13,7 @@ class ApplyRotaryEmb(CustomOp):
     """Rotates pairs of dimensions by given angles: ``ir.ops.apply_rotary_emb``.
 
     Args:
-        enforce_enable: run the platform's method whatever the configuration says.
+        enforce_enable: run the platform's method regardless of the configuration.
         is_neox_style: pair dimension ``i`` with ``i + r / 2``; otherwise ``2 * i`` with
             ``2 * i + 1``.
         enable_fp32_compute: compute in float32; otherwise in the dtype of what is rotated.

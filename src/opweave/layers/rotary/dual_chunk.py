@@ -18,8 +18,8 @@ class DualChunkRotaryEmbedding(CustomOp):
 
     Args:
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in
-            :class:`RotaryEmbedding`. The table has ``2 * chunk_size - local_size`` rows, whatever
-            the number of positions.
+            :class:`RotaryEmbedding`. The table has ``2 * chunk_size - local_size`` rows,
+            independent of the number of positions.
         chunk_size: how many positions a query tells apart.
         local_size: by how much neighbouring chunks overlap; from 0, less than *chunk_size*.
 

@@ -72,7 +72,7 @@ def get_rope(
     base = number(parameters, "rope_theta", 10000.0)
     size = _rotary_dim(head_size, parameters)
     sizes = (head_size, size, max_position, base, is_neox_style, dtype)
-    # What would be built also depends on where, on replacements, and on what is enabled.
+    # The layer also depends on the device, on replacements and on enabled layers.
     classes = tuple((replacement(c), c.enabled()) for c in (cls, ApplyRotaryEmb))
     key = (cls, sizes, tuple(options.items()), torch.get_default_device(), classes)
     rope, tables = _made.get(key, (None, []))

@@ -20,7 +20,7 @@ from opweave.layers.rotary.scaling import (
 
 @dataclass(frozen=True)
 class RopeContext:
-    """What a scaling depends on beside its own parameters.
+    """Inputs of a scaling other than its own parameters.
 
     Attributes:
         max_position: the positions that the configuration names.
@@ -40,7 +40,7 @@ def read_scaling(parameters: Mapping[str, Any], context: RopeContext) -> Scaling
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in _READERS:
         raise LayerArgumentError(
-            f"rope_parameters: rope_type={kind!r} is none of {', '.join(_READERS)}."
+            f"rope_parameters: rope_type={kind!r} is not one of {', '.join(_READERS)}."
         )
     return _READERS[kind](parameters, context)
 
@@ -78,7 +78,7 @@ def sections(parameters: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Return ``mrope_section``, the number of pairs of each axis; None: it is absent or null.
 
     Raises:
-        LayerArgumentError: it is no list of integers.
+        LayerArgumentError: it is not a list of integers.
     """
     found = parameters.get("mrope_section")
     if found is None:
@@ -177,4 +177,4 @@ _READERS: dict[str, Callable[[Mapping[str, Any], RopeContext], Scaling]] = {
     "yarn": _yarn,
 }
 ROPE_TYPES = tuple(_READERS)
-"""What ``rope_type`` may be."""
+"""Supported values of ``rope_type``."""

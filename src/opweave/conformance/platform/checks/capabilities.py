@@ -1,4 +1,4 @@
-"""What the platform says its device can do, it does."""
+"""The device has the capabilities that the platform declares."""
 
 from __future__ import annotations
 

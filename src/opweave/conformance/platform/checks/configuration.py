@@ -1,4 +1,4 @@
-"""What the platform changes in a configuration is possible, and final."""
+"""The platform's changes to a configuration are valid and final."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def _run(subject: PlatformSubject) -> Findings:
     if configured(config, subject.platform) == config:
         yield None
     else:
-        yield "it wants other values when it is given a configuration that it has fitted itself"
+        yield "it changes a configuration again that it has already adapted"
 
 
 CHECK = PlatformCheck(
     "configuration",
-    "what it changes in a configuration exists, has a reason and a legal value, and is final",
+    "changes to a configuration have an existing key, a reason and a valid value, and are final",
     _run,
 )

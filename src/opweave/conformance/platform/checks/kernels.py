@@ -1,4 +1,4 @@
-"""What the platform selects computes what the op says, on the platform's device."""
+"""Selected implementations compute the op's definition on the platform's device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _run(subject: PlatformSubject) -> Findings:
     ops = current_registry().ops
     for name, providers in subject.platform.get_default_ir_op_priority().items():
         for entry in parse(providers, "platform default"):
-            # (what is not registered is for another check to say)
+            # (another check reports missing registrations)
             if name in ops and entry.provider in {*ops[name].impls} - {NATIVE}:
                 yield from _verified(
                     Subject(ops[name], entry.provider, subject.platform.device_type)
@@ -34,5 +34,7 @@ def _verified(implementation: Subject) -> Findings:
 
 
 CHECK = PlatformCheck(
-    "kernels", "each implementation that it selects returns what the op says, on its device", _run
+    "kernels",
+    "each implementation that it selects matches the op's definition, on its device",
+    _run,
 )

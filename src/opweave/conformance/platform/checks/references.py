@@ -51,12 +51,12 @@ def _said(member: str, problems: Iterator[str]) -> str | None:
 
 
 def _class_problem(name: str, default: str) -> Iterator[str]:
-    """Say in what *name* is no class that can stand where opweave's own, *default*, does."""
+    """Return why *name* is not a class that can replace opweave's *default*."""
     if name == default:
         return
     found = resolve_obj_by_qualname(name)
     if not isinstance(found, type):
-        yield f"{name!r} is {found!r}, and no class"
+        yield f"{name!r} is {found!r}, not a class"
     elif not issubclass(found, model := resolve_obj_by_qualname(default)):
         missing = [each for each in _methods(model) if not callable(getattr(found, each, None))]
         if missing:
@@ -86,6 +86,6 @@ def _pass_problem(name: str) -> Iterator[str]:
 
 CHECK = PlatformCheck(
     "references",
-    "every class of its own that it names exists, and can stand where opweave's does",
+    "every class that it names exists, and can replace opweave's",
     _run,
 )

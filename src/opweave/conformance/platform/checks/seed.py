@@ -1,4 +1,4 @@
-"""A seed brings random numbers back, on the device and on the host."""
+"""A seed makes random numbers reproducible, on the device and the host."""
 
 from __future__ import annotations
 
@@ -24,4 +24,6 @@ def _drawn(platform: Platform, seed: int, device: str) -> list[float]:
     return numbers
 
 
-CHECK = PlatformCheck("seed", "seed_all brings random numbers back, on the device and host", _run)
+CHECK = PlatformCheck(
+    "seed", "seed_all makes random numbers reproducible, on the device and host", _run
+)
