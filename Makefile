@@ -11,8 +11,11 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # What test-abi installs: the versions whose packages are small on a registry that has CPU builds.
 ABI_TORCH := 2.13.0
 CHECKPOINT := examples/models/tiny-pydoc
-# The editable install is redone when one of these changes.
-BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -type f)
+# Without build isolation, CMake's build folder is kept: an isolated environment is a new one for each
+# build, and scikit-build-core would compile everything again for it.
+INSTALL := $(PIP) install --no-build-isolation --constraint constraints.txt --editable
+BUILD_TOOLS := "scikit-build-core>=0.10" "cmake>=3.25" ninja
+NATIVE_INPUTS := CMakeLists.txt $(shell find csrc -type f)
 # For make gpu: a Python whose torch finds a GPU, else the environment's, which prints the queue.
 FINDS_GPU := import sys, torch; sys.exit(not torch.cuda.is_available())
 GPU_PYTHON = $(shell for python in $(BIN)/python $(PYTHON); do \
@@ -24,27 +27,30 @@ IS_DRY_RUN = $(findstring n,$(firstword -$(MAKEFLAGS)))
 export OMP_NUM_THREADS ?= 1
 export NO_MKDOCS_2_WARNING := 1
 
+# The environment of every target but run, and the native module as its sources are now.
+DEV := $(VENV)/dev.stamp $(VENV)/native.stamp
+
 .DEFAULT_GOAL := help
 .PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-sanitizers test-mindspore test-triton check fix bench bench-all bench-engine docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-run: $(VENV)/run.stamp ## install, then write a paragraph with the small checkpoint
+run: $(VENV)/run.stamp $(VENV)/native.stamp ## install, then write a paragraph with the small checkpoint
 	$(BIN)/opweave generate $(CHECKPOINT) --prompt "Return a list of" --max-tokens 96 \
 	  --temperature 0.7 --seed 1 --explain
 
-test: $(VENV)/dev.stamp $(WEIGHTS)/installed.stamp ## run the tests
-	$(BIN)/python -m pytest -m "not slow and not timed" --numprocesses 2 --dist loadfile
-	$(BIN)/python -m pytest -m timed
+test: $(DEV) $(WEIGHTS)/installed.stamp ## run the tests, native kernels for base and the best instruction set
+	$(BIN)/python -m pytest -m "not slow and not timed" --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest -m timed $$(grep -rl "mark.timed" tests --include="test_*.py")
 
-test-all: $(VENV)/dev.stamp $(WEIGHTS)/installed.stamp ## run the tests, slow sweeps included
+test-all: $(DEV) $(WEIGHTS)/installed.stamp ## run the tests, slow sweeps and every instruction set included
 	$(BIN)/python -m pytest
 
-verify: $(VENV)/dev.stamp ## verify every implementation, and write docs/reference/certificate.json.xz
+verify: $(DEV) ## verify every implementation, and write docs/reference/certificate.json.xz
 	$(BIN)/opweave verify --certificate docs/reference/certificate.json.xz
 
-check: $(VENV)/dev.stamp ## lint, types, spelling, prose, docs
+check: $(DEV) ## lint, types, spelling, prose, docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -52,24 +58,24 @@ check: $(VENV)/dev.stamp ## lint, types, spelling, prose, docs
 	$(BIN)/python tests/runs/writing.py
 	$(BIN)/mkdocs build --strict --site-dir build/site
 
-fix: $(VENV)/dev.stamp ## format, and mend what can be mended
+fix: $(DEV) ## format, and mend what can be mended
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/dev.stamp ## measure what a call costs, and a few kernels
+bench: $(DEV) ## measure what a call costs, and a few kernels
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/kernels.py --quick
 
-bench-all: $(VENV)/dev.stamp ## measure every kernel, and write benchmarks/results/kernels.*
+bench-all: $(DEV) ## measure every kernel, and write benchmarks/results/kernels.*
 	$(BIN)/python benchmarks/kernels.py --save
 
-bench-engine: $(VENV)/dev.stamp ## measure the engine against transformers and the memory (10 GB, 10 minutes)
+bench-engine: $(DEV) ## measure the engine against transformers and the memory (10 GB, 10 minutes)
 	$(BIN)/python benchmarks/engine.py
 
 gpu: ## check and measure on a GPU for 10 minutes (GPU_OPTIONS=--help; --dry-run: the queue)
 	+$(GPU_PYTHON) tests/runs/gpu.py $(if $(IS_DRY_RUN),--dry-run) $(GPU_OPTIONS)
 
-docs: $(VENV)/dev.stamp ## serve the documentation
+docs: $(DEV) ## serve the documentation
 	$(BIN)/mkdocs serve
 
 test-abi: ## one wheel, built without torch, tested on ABI_TORCH
@@ -78,13 +84,13 @@ test-abi: ## one wheel, built without torch, tested on ABI_TORCH
 test-abi-nightly: ABI_TORCH := 2.11.0 2.13.0 2.15.0
 test-abi-nightly: test-abi ## the same on every torch supported (10 GB of CUDA packages)
 
-test-sanitizers: $(VENV)/dev.stamp ## run the tests of the kernels under ASan and UBSan
+test-sanitizers: $(DEV) ## run the tests of the kernels under ASan and UBSan
 	$(BIN)/python tests/runs/sanitizers.py
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) $(MINDSPORE) build dist site
 
-test-triton: $(VENV)/dev.stamp $(TRITON)/installed.stamp ## run the Triton kernels in its interpreter
+test-triton: $(DEV) $(TRITON)/installed.stamp ## run the Triton kernels in its interpreter
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 \
 	  $(BIN)/python -m pytest tests/triton_kernels --numprocesses 2
 
@@ -106,9 +112,11 @@ $(MINDSPORE)/env.stamp: csrc/mindspore/requirements.txt
 	$(MINDSPORE)/bin/pip --disable-pip-version-check --quiet install --requirement $<
 	touch $@
 
-$(MINDSPORE)/built.stamp: $(MINDSPORE)/env.stamp CMakeLists.txt $(shell find csrc -type f)
+# With the kernels of the torch module, which do not depend on Python or torch.
+$(MINDSPORE)/built.stamp: $(MINDSPORE)/env.stamp $(VENV)/native.stamp
 	export PATH="$(CURDIR)/$(MINDSPORE)/bin:$$PATH"; \
 	cmake -S . -B build/mindspore -G Ninja -DOPWEAVE_MINDSPORE=ON \
+	  -DOPWEAVE_KERNELS_OF="$$(echo "$(CURDIR)"/build/cp310-*)" \
 	  -DPython_EXECUTABLE="$(CURDIR)/$(MINDSPORE)/bin/python" && \
 	cmake --build build/mindspore
 	touch $@
@@ -116,10 +124,16 @@ $(MINDSPORE)/built.stamp: $(MINDSPORE)/env.stamp CMakeLists.txt $(shell find csr
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/run.stamp: $(VENV)/bin/python $(BUILD_INPUTS)
-	$(PIP) install --constraint constraints.txt --editable ".[serve]"
+# Compiles what has changed, and installs the package without its dependencies.
+$(VENV)/native.stamp: $(VENV)/bin/python $(NATIVE_INPUTS)
+	$(PIP) install $(BUILD_TOOLS)
+	$(INSTALL) . --no-deps
 	touch $@
 
-$(VENV)/dev.stamp: $(VENV)/bin/python $(BUILD_INPUTS)
-	$(PIP) install --constraint constraints.txt --editable ".[dev]"
+$(VENV)/run.stamp: pyproject.toml constraints.txt | $(VENV)/native.stamp
+	$(INSTALL) ".[serve]"
+	touch $@
+
+$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(VENV)/native.stamp
+	$(INSTALL) ".[dev]"
 	touch $(VENV)/run.stamp $@
