@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 from opweave.ir.errors import InvalidOpError, did_you_mean
 from opweave.ir.schema import Schema
-
-if TYPE_CHECKING:
-    from opweave.ir.op import IrOp
 
 
 def activations_of(schema: Schema, op_name: str, names: Sequence[str] | None) -> tuple[str, ...]:
@@ -30,15 +26,22 @@ def activations_of(schema: Schema, op_name: str, names: Sequence[str] | None) ->
     return tuple(name for name in tensors if name in names)
 
 
-def check_inplace(op: IrOp) -> None:
+def check_inplace(
+    schema: Schema,
+    op_name: str,
+    activations: Sequence[str],
+    *,
+    allow_inplace: bool,
+    keeps_strides: Collection[str],
+) -> None:
     """Raise InvalidOpError if outputs cannot take the place of activations as declared."""
-    if op.allow_inplace and len(op.activations) != op.schema.num_outputs:
+    if allow_inplace and len(activations) != schema.num_outputs:
         raise InvalidOpError(
-            f"op {op.name!r}: allow_inplace=True needs as many activations as outputs; found "
-            f"activations {list(op.activations)} and {op.schema.num_outputs} output(s)."
+            f"op {op_name!r}: allow_inplace=True needs as many activations as outputs; found "
+            f"activations {list(activations)} and {schema.num_outputs} output(s)."
         )
-    for name in sorted(op.keeps_strides.difference(op.activations)):
+    for name in sorted(set(keeps_strides).difference(activations)):
         raise InvalidOpError(
-            f"op {op.name!r}: keeps_strides names {name!r}, which is not an activation. "
-            f"{did_you_mean(name, op.activations)}"
+            f"op {op_name!r}: keeps_strides names {name!r}, which is not an activation. "
+            f"{did_you_mean(name, activations)}"
         )

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opweave.base import compat, transaction
-from opweave.base.owner import current_owner
 from opweave.base.site import caller_site
 from opweave.ir import settings, tolerance
-from opweave.ir.activations import activations_of, check_inplace
 from opweave.ir.codegen import Function, Kind
 from opweave.ir.dispatch import Callee, Path
 from opweave.ir.errors import (
@@ -27,16 +25,17 @@ from opweave.ir.errors import (
     did_you_mean,
 )
 from opweave.ir.impl import IrOpImpl
-from opweave.ir.names import check_is_not_ours, check_op_name, check_provider_name
+from opweave.ir.names import check_is_not_ours, check_provider_name
 from opweave.ir.overloads import CallSite, IrOpInplaceOverload, TracedCallSite
 from opweave.ir.predicate import Predicate
 from opweave.ir.priority import NATIVE, Entries, parse
-from opweave.ir.schema import Schema, check_same
+from opweave.ir.schema import check_same
 from opweave.ir.scope import op_priority
 from opweave.ir.selection import needs_gradient, policy_for, select_here
+from opweave.ir.spec import OpSpec
 from opweave.ir.tolerance import Tolerance
 from opweave.ir.torch_ops import TorchOps
-from opweave.ir.traits import DIFFERENTIABLE, check_traits
+from opweave.ir.traits import check_traits
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -49,36 +48,31 @@ class IrOp(Callee):
 
     Made by :func:`opweave.ir.register_op`. Call it like the function it was declared with; the
     implementation that :func:`opweave.ir.explain` names runs.
+
+    Attributes:
+        spec: the declaration, which never changes; its fields are attributes of the op, too.
+        registry: the registry of the op, with its settings.
     """
 
     maybe_inplace: IrOpInplaceOverload  # where allow_inplace=True
 
-    def __init__(
-        self,
-        native: Function,
-        registry: Registry,
-        *,
-        name: str | None = None,
-        activations: Sequence[str] | None = None,
-        allow_inplace: bool = False,
-        composite: bool = False,
-        native_traits: Iterable[str] = (),
-        keeps_strides: Sequence[str] = (),
-    ) -> None:
-        if not inspect.isfunction(native):
-            raise InvalidOpError(
-                f"an op is declared with a plain Python function (def), not with {native!r}."
-            )
-        self.name = check_op_name(native.__name__ if name is None else name)
-        self.native, self.registry = native, registry
-        self.schema = Schema.of(native, self.name)
-        self.activations = activations_of(self.schema, self.name, activations)
-        self.allow_inplace, self.composite = allow_inplace, composite
-        self.keeps_strides = frozenset(keeps_strides)
-        self.site, self.owner = caller_site(), current_owner()
+    def __init__(self, native: Function, registry: Registry, **options: Any) -> None:
+        """Declare an op that is not registered yet.
+
+        Args:
+            native: the function that defines it.
+            registry: the registry that it will belong to.
+            options: of :meth:`OpSpec.of`.
+        """
+        self.spec = spec = OpSpec.of(native, **options)
+        self.registry = registry
+        # Plain attributes, which generated code and Dynamo read without running a property.
+        self.name, self.native, self.schema = spec.name, spec.native, spec.schema
+        self.activations, self.keeps_strides = spec.activations, spec.keeps_strides
+        self.allow_inplace, self.composite = spec.allow_inplace, spec.composite
+        self.site, self.owner = spec.site, spec.owner
         self.fake: Function = native
-        check_inplace(self)
-        traits = check_traits({DIFFERENTIABLE, *native_traits})
+        traits = spec.native_traits
         self._impls = {NATIVE: IrOpImpl(self, NATIVE, native, traits=traits, site=self.site)}
         self._tolerances = dict(tolerance.DEFAULT_TOLERANCES)
         self._input_generator: Callable[..., tuple[Any, ...]] | None = None
