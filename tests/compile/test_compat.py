@@ -128,9 +128,9 @@ def test_compiles_ahead_of_time() -> None:
 def test_keep_mutation_order() -> None:
     from torch._inductor.scheduler import SchedulerNode
 
-    compat.keep_mutation_order()
+    compat.correct_mutations()
     corrected = SchedulerNode._compute_attrs
-    compat.keep_mutation_order()
+    compat.correct_mutations()
     assert SchedulerNode._compute_attrs is corrected, "corrected once"
     for name in ("mutation_renames", "set_read_writes"):
         assert name in inspect.getsource(SchedulerNode.__mro__[1]), name

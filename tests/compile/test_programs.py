@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from opweave import ir
-from runs.programs.examine import examine
+from runs.programs.examine import differences, examine
 from runs.programs.kernels import Library, open_library
+from runs.programs.program import Program, Settings
 
 
 @pytest.fixture(scope="module")
@@ -33,3 +34,49 @@ def test_a_few_programs(library: Library) -> None:
 @pytest.mark.parametrize("codegen", [False, True])
 def test_many_programs(library: Library, codegen: bool) -> None:
     check(library, range(1000, 1025), codegen)
+
+
+KNOWN = {
+    "a_kernel_copies_its_input": (("x0 = ops.halves(b, shift=0.25)",), "x0", "functional"),
+    "a_fused_loop_writes_in_place": (
+        (
+            "x2 = ops.norm(a, None, 1e-5)",
+            "x3, y3 = ops.add_norm(x2, a.expand_as(x2), None, 1e-5)",
+            "x4 = x3[:1].expand(4, -1)",
+            "b.zero_()",
+        ),
+        "x4",
+        "crossed",
+    ),
+    "a_half_of_a_result_is_written": (
+        (
+            "x0, y0 = ops.add_norm.maybe_inplace(b * 2, b + 1, None, 1e-5)",
+            "x2, y2 = x0.chunk(2, -1)",
+            "y2.t().mul_(2)",
+        ),
+        "y2",
+        "inplace",
+    ),
+    "kernels_in_place_follow_each_other": (
+        (
+            "x0 = a.tanh() * a.mean(-1, keepdim=True)",
+            "x1 = (a * 2).view(torch.int16).view(a.dtype)",
+            "x4, y4 = ops.add_norm(x1, x0, None, 1e-5)",
+            "x6, y6 = ops.add_norm(x4, b, None, 1e-5)",
+        ),
+        "x6",
+        "both_forms",
+    ),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_programs(library: Library, name: str, dynamic: bool) -> None:
+    steps, result, provider = KNOWN[name]
+    settings = Settings(
+        provider, "no_grad", dynamic=dynamic, codegen=True, inplace=True, fusion=True
+    )
+    program = Program(steps, (result,), "apart", "float32", seed=1)
+    assert differences([program], settings, library, "opweave") == ""
