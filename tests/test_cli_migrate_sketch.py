@@ -173,7 +173,7 @@ def test_a_replacement_keeps_what_needs_a_hand(migrate: Migrate) -> None:
         'CustomOp.register_oot(_decorated_op_cls=Mine, name="SiluAndMul")\n'
     )
     assert becomes(found, "Mine") == [("register_impl", "my_ops"), ("replacement", "SiluAndMul")]
-    assert "forward_cuda needs manual work: extra is no argument" in notes(found, "Mine")
+    assert "forward_cuda needs manual work: extra is not an argument" in notes(found, "Mine")
     assert "return x * extra" in found["sketch"]
 
 

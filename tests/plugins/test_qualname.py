@@ -30,9 +30,9 @@ def test_both_forms(name: str, found: object) -> None:
         ("os.path.jion", "os.path has no 'jion'. Did you mean 'join'"),
         ("nowhere.Thing", "no module 'nowhere'"),
         ("os.nowhere.Thing", "no module 'os.nowhere'"),
-        ("Thing", "no qualified name"),
-        ("", "no qualified name"),
-        ("a b.c", "no qualified name"),
+        ("Thing", "not a qualified name"),
+        ("", "not a qualified name"),
+        ("a b.c", "not a qualified name"),
     ],
 )
 def test_names_of_nothing(name: str, message: str) -> None:
