@@ -28,8 +28,8 @@ from opweave.engine.request.request import Request
 from opweave.engine.runner.compilation import check_backend
 from opweave.engine.runner.step import SequenceStep
 from opweave.engine.sampling.logprobs import named
-from opweave.engine.sampling.sampler import Sampled
 from opweave.engine.sampling.sampling_params import SamplingParams
+from opweave.engine.sampling.sampling_request import Sampled
 from opweave.engine.scheduler import Scheduled, Scheduler
 from opweave.engine.structured.grammars import Grammars
 from opweave.engine.tokenization.tokenizer import tokenizer_of

@@ -10,8 +10,8 @@ from opweave.engine.request.outputs import CompletionOutput, FinishReason, Logpr
 from opweave.engine.request.request import Request
 from opweave.engine.sampling.bad_words import BadWords
 from opweave.engine.sampling.history import History
-from opweave.engine.sampling.sampler import SamplingRequest
 from opweave.engine.sampling.sampling_params import SamplingParams
+from opweave.engine.sampling.sampling_request import SamplingRequest
 from opweave.engine.sampling.token_mask import intersection
 from opweave.engine.structured.state import GrammarState
 from opweave.engine.tokenization.detokenizer import Detokenizer

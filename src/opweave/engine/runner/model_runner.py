@@ -19,7 +19,8 @@ from opweave.engine.cache.plan import CachePlan
 from opweave.engine.runner.compilation import compiled_forward, graph_sizes
 from opweave.engine.runner.step import SequenceStep
 from opweave.engine.sampling.logprobs import TokenLogprob, token_logprobs
-from opweave.engine.sampling.sampler import Sampled, Sampler, non_finite
+from opweave.engine.sampling.sampler import Sampler, non_finite
+from opweave.engine.sampling.sampling_request import Sampled
 from opweave.layers import SequenceStates
 from opweave.models import CausalLM, ForwardContext, forward_context
 from opweave.platforms import Platform

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opweave.engine.sampling.sampler import SamplingRequest
+from opweave.engine.sampling.sampling_request import SamplingRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from opweave.engine.cache.plan import CachePlan
 from opweave.engine.loading.loader import Progress, as_language_model, load_model
 from opweave.engine.runner.model_runner import ModelRunner
 from opweave.engine.runner.step import SequenceStep
-from opweave.engine.sampling.sampler import Sampled
+from opweave.engine.sampling.sampling_request import Sampled
 from opweave.layers.unused import warn_of_unused_ops, warn_of_unused_replacements
 from opweave.platforms import Platform
 from opweave.platforms.errors import UnsupportedByPlatformError

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from opweave.engine.sampling.sampler import SamplingRequest
+from opweave.engine.sampling.sampling_request import SamplingRequest
 
 _LARGEST = torch.finfo(torch.float32).max
 

@@ -4,53 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from opweave.engine.errors import NonFiniteLogitsError, NoTokenLeftError
-from opweave.engine.sampling.history import History
 from opweave.engine.sampling.logits_processors import adjusted
-from opweave.engine.sampling.logprobs import TokenLogprob, token_logprobs
+from opweave.engine.sampling.logprobs import token_logprobs
 from opweave.engine.sampling.randomness import uniform
-from opweave.engine.sampling.sampling_params import SamplingParams
+from opweave.engine.sampling.sampling_request import Sampled, SamplingRequest
 from opweave.engine.sampling.truncation import cut_distributions, plain_weights
 
-
-class SamplingRequest(NamedTuple):
-    """How to choose one token: plain data, which any process can read.
-
-    Attributes:
-        params: of the request.
-        seed: of the answer.
-        place: how many tokens the answer has; seed and place decide what is drawn.
-        forbidden: tokens that may not come here.
-        history: the tokens so far; None where no penalty asks for them.
-        allowed: the tokens that may come here, one bit per token, the lowest bit of a byte first;
-            None: all of them.
-    """
-
-    params: SamplingParams
-    seed: int
-    place: int = 0
-    forbidden: tuple[int, ...] = ()
-    history: History | None = None
-    allowed: bytes | None = None
-
-
-class Sampled(NamedTuple):
-    """What was chosen for one row.
-
-    Attributes:
-        token_id: the token.
-        logprobs: its log-probability and those of the most likely tokens, if they were asked for.
-        prompt_logprobs: the same for tokens of the prompt that the step computed.
-    """
-
-    token_id: int
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+__all__ = ["Sampled", "Sampler", "SamplingRequest", "non_finite", "sample"]
 
 
 class Sampler:

@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 
 from opweave import platforms
 from opweave.config import EngineConfig
+from opweave.engine.client.engine_class import engine_class
 from opweave.engine.client.engine_client import EngineClient
 from opweave.engine.embedding.pooling_params import PoolingParams
 from opweave.engine.errors import EngineDeadError, EngineError
@@ -195,15 +196,14 @@ def load_engine(order: LoadOrder, progress: Progress) -> EngineClient:
     Raises:
         RankFailedError, PlatformMismatchError: this process would choose another platform, other
             plugins or other kernels.
-        OpweaveError: as :func:`~opweave.engine.client.open_engine`.
+        OpweaveError: as :func:`~opweave.engine.open_engine`.
     """
-    from opweave.engine.client.open_engine import open_engine  # which imports this package
-
     agreement = Agreement.from_json(order.agreement)
     agreement.impose()
     agreement.settle()
     config = alone(order.config, order.neighbours)
-    return open_engine(order.model, config=config, model_name=order.model_name, progress=progress)
+    make = engine_class(order.model)
+    return make(order.model, config=config, model_name=order.model_name, progress=progress)
 
 
 def alone(config: EngineConfig, neighbours: int) -> EngineConfig:

@@ -11,7 +11,7 @@ from opweave.engine.cache.plan import CachePlan
 from opweave.engine.loading.loader import Progress
 from opweave.engine.runner.step import SequenceStep
 from opweave.engine.runner.worker import ModelFacts
-from opweave.engine.sampling.sampler import Sampled
+from opweave.engine.sampling.sampling_request import Sampled
 from opweave.platforms import Platform
 
 

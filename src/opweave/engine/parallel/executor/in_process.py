@@ -14,7 +14,7 @@ from opweave.engine.parallel.executor.base import Executor
 from opweave.engine.runner.cpu_threads import cpu_threads
 from opweave.engine.runner.step import SequenceStep
 from opweave.engine.runner.worker import Worker
-from opweave.engine.sampling.sampler import Sampled
+from opweave.engine.sampling.sampling_request import Sampled
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
 

@@ -15,7 +15,7 @@ from opweave.engine.parallel.communicators import Communicator, RankGroup
 from opweave.engine.parallel.executor.messages import Start
 from opweave.engine.runner.step import SequenceStep
 from opweave.engine.runner.worker import ModelFacts, Worker
-from opweave.engine.sampling.sampler import Sampled
+from opweave.engine.sampling.sampling_request import Sampled
 from opweave.layers import tensor_parallel
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname

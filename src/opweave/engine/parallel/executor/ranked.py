@@ -36,7 +36,7 @@ from opweave.engine.parallel.executor.processes import HOST, Process
 from opweave.engine.parallel.executor.rank import RankWorker
 from opweave.engine.runner.step import SequenceStep
 from opweave.engine.runner.worker import ModelFacts
-from opweave.engine.sampling.sampler import Sampled
+from opweave.engine.sampling.sampling_request import Sampled
 from opweave.ir.errors import OpweaveError, described
 from opweave.platforms import Platform
 
