@@ -24,26 +24,22 @@ from opweave.config import CacheConfig, EngineConfig, KernelConfig, ParallelConf
 from opweave.engine import (
     LLM,
     AsyncEngine,
-    CompletionOutput,
     DataParallelEngine,
     Embedder,
     EngineClient,
     EngineDeadError,
     EngineError,
     InvalidArgumentError,
-    Logprob,
     MissingDependencyError,
     NonFiniteLogitsError,
     PromptError,
     ReplicaFailedError,
     RequestOutput,
-    RequestTimings,
     SamplingParams,
     open_engine,
 )
 from opweave.engine.metrics.selection_report import KernelUse
 from opweave.engine.metrics.stats import SECONDS, Histogram
-from opweave.engine.parallel.data_parallel.deltas import joined, since
 from opweave.engine.parallel.data_parallel.group import Method
 from opweave.engine.parallel.data_parallel.merged_stats import NOTHING, after_death, merged
 from opweave.engine.parallel.data_parallel.placement import replica_resources, resource_name
@@ -60,7 +56,6 @@ from server.fake_engine import CHECKPOINT, FakeEngine
 
 SEEDED = SamplingParams(seed=1, max_tokens=6)
 ENDLESS = replace(SEEDED, max_tokens=200)
-TIMINGS = RequestTimings(0.0, 0.0, 0.0)
 
 
 def parallel(size: int = 2, **changes: Any) -> EngineConfig:
@@ -156,53 +151,6 @@ def test_a_prefix_is_not_looked_for_where_none_is_kept() -> None:
 # What replicas send
 
 
-LOGPROBS = st.one_of(st.none(), st.lists(st.just({5: Logprob(-1.0, 1, "x")}), max_size=8))
-
-
-@st.composite
-def growing(draw: st.DrawFn) -> list[RequestOutput]:
-    """Draw the outputs of a request, each of which holds all before it."""
-    count, wholes = draw(st.integers(1, 3)), []
-    for index in range(draw(st.just(count))):
-        text, ids = draw(st.text(max_size=20)), draw(st.lists(st.integers(0, 99), max_size=20))
-        wholes.append(CompletionOutput(index, text, ids, None, draw(LOGPROBS)))
-    prompt_logprobs = draw(LOGPROBS)
-    outputs = []
-    for share in sorted(draw(st.lists(st.floats(0, 1), min_size=1, max_size=5))):
-        parts = [
-            replace(
-                whole,
-                text=whole.text[: int(share * len(whole.text))],
-                token_ids=whole.token_ids[: int(share * len(whole.token_ids))],
-                logprobs=whole.logprobs and whole.logprobs[: int(share * len(whole.logprobs))],
-            )
-            for whole in wholes
-        ]
-        known = prompt_logprobs and prompt_logprobs[: int(share * len(prompt_logprobs))]
-        outputs.append(
-            RequestOutput("r", "p", [1, 2], parts, False, TIMINGS, prompt_logprobs=known)
-        )
-    last = [replace(part, finish_reason="stop", stop_reason=7) for part in outputs[-1].outputs]
-    return [*outputs, replace(outputs[-1], outputs=last, finished=True)]
-
-
-@given(growing())
-def test_pieces_joined_are_the_outputs(outputs: list[RequestOutput]) -> None:
-    before, received = None, None
-    for output in outputs:
-        received = joined(received, since(before, output))
-        before = output
-        assert received == output
-
-
-def test_a_piece_holds_what_is_new() -> None:
-    old = RequestOutput("r", "p", [1], [CompletionOutput(0, "ab", [5, 6], None)], False, TIMINGS)
-    new = replace(old, outputs=[CompletionOutput(0, "abc", [5, 6, 7], "stop")], finished=True)
-    piece = since(old, new)
-    assert (piece.prompt, piece.prompt_token_ids) == (None, [])
-    assert piece.outputs == [CompletionOutput(0, "c", [7], "stop")]
-
-
 class OddError(Exception):
     """An exception that cannot be rebuilt from its message."""
 
@@ -236,7 +184,7 @@ def test_answers_are_those_of_one_engine() -> None:
         assert call.priority == -2
         assert [len(each.logprobs or ()) for each in several.outputs] == [6] * 3
         assert engine._router.loads == (0, 0)
-        left = [engine._owed, engine._so_far, engine._streams, engine._unfinished]
+        left = [engine._owed, engine._streams, engine._unfinished]
         assert not any(left)
 
     loaded: list[tuple[int, int]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -96,3 +97,64 @@ def test_what_was_held_back_comes_at_the_end() -> None:
     assert completion.text == "x"
     completion.finish()
     assert (completion.text, completion.is_stopped) == ("xaa", False)
+
+
+class Texts(IncrementalDecoder):
+    """Stands for a decoder: every token is *piece*."""
+
+    def __init__(self, piece: str = "") -> None:
+        self.piece = piece
+
+    def push(self, token_id: int) -> str:
+        return self.piece
+
+    def finish(self) -> str:
+        return ""
+
+
+@given(st.text("abc", max_size=40), STOPS, st.lists(st.integers(1, 6)))
+def test_deltas_add_up_to_the_text_before_the_stop(
+    text: str, stops: list[str], steps: list[int]
+) -> None:
+    ends = [text.find(stop) for stop in stops if stop in text]
+    final = text[: min(ends)] if ends else text
+    decoder = Texts()
+    detokenizer, sent, length = Detokenizer(decoder, stops), "", 0
+    for step in [*steps, len(text)]:
+        decoder.piece = text[length : length + step]
+        length += step
+        detokenizer.push(0)
+        sent += detokenizer.take()
+        assert final.startswith(sent)
+        if detokenizer.is_stopped:
+            break
+        # Only the beginning of a stop string is held back.
+        held = text[:length][len(sent) :]
+        assert not held or any(stop.startswith(held) for stop in stops)
+    detokenizer.finish()
+    assert sent + detokenizer.take() == detokenizer.text == final
+    assert detokenizer.take() == ""
+
+
+def test_long_stop_strings_cost_no_more_than_the_text() -> None:
+    size = 200_000
+    decoder = Texts("a" * 1000)
+    completion = Detokenizer(decoder, ["a" * size + "b", ("ab" * size)[:size]])
+    started = time.process_time()
+    for _ in range(1000, size + 1000, 1000):
+        completion.push(0)
+        assert not completion.text
+    decoder.piece = "c"
+    completion.push(0)
+    assert completion.text == "a" * size + "c"
+    assert time.process_time() - started < 5  # a quadratic search takes minutes
+
+
+def test_a_stop_string_that_does_not_stop_is_sent() -> None:
+    decoder, sent = Texts(), ""
+    detokenizer = Detokenizer(decoder, ["aba"], min_tokens=5)
+    for piece in ("a", "b", "a", "b", "x"):
+        decoder.piece = piece
+        detokenizer.push(0)
+        sent += detokenizer.take()
+    assert sent == "ababx"

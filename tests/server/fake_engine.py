@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class FakeEngine:
         *,
         request_id: str,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.calls.append(Call(ids, params, request_id, priority))
         if not ids or not all(0 <= i < VOCABULARY for i in ids):
@@ -105,6 +106,21 @@ class FakeEngine:
             self.finished[reason] += 1
             if reason == "abort":
                 self.aborted.append(request_id)
+
+    async def generate_deltas(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        outputs = self.generate(prompt, params, request_id=request_id, priority=priority)
+        before = None
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield delta(before, output)
+                before = output
 
     async def _steps(
         self, ids: list[int], params: SamplingParams, request_id: str
@@ -258,6 +274,31 @@ class Answer:
             known,
             self.stop_reason,
         )
+
+
+def delta(before: RequestOutput | None, output: RequestOutput) -> RequestOutput:
+    """Return what *output* adds to *before*, an earlier output of the same request."""
+    if before is None:
+        return output
+    pairs = list(zip(before.outputs, output.outputs, strict=True))
+    return replace(
+        output,
+        prompt=None,
+        prompt_token_ids=[],
+        prompt_logprobs=None,
+        outputs=[
+            CompletionOutput(
+                new.index,
+                new.text[len(old.text) :],
+                new.token_ids[len(old.token_ids) :],
+                new.finish_reason if old.finish_reason is None else None,
+                new.logprobs and new.logprobs[len(old.logprobs or ()) :],
+                new.stop_reason if old.finish_reason is None else None,
+            )
+            for old, new in pairs
+            if new != old
+        ],
+    )
 
 
 def tokens(prompt: Sequence[int], seed: int | None, index: int) -> Iterator[int]:

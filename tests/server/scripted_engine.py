@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from opweave.engine import CompletionOutput, RequestOutput, RequestTimings, SamplingParams
@@ -29,10 +29,10 @@ class ScriptedEngine(FakeEngine):
         params: SamplingParams,
         *,
         request_id: str,
-        **options: Any,
-    ) -> AsyncIterator[RequestOutput]:
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self.calls.append(Call(ids, params, request_id, 0))
+        self.calls.append(Call(ids, params, request_id, priority))
         tokens = [self.tokenizer.encode(text, add_special_tokens=False) for text in self.texts]
         texts = [Detokenizer.of(self.tokenizer, ids, params) for _ in tokens]
         for count in range(1, max(map(len, tokens)) + 1):

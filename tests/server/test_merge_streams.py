@@ -41,20 +41,26 @@ def test_a_fast_reader_gets_everything() -> None:
     assert sorted(closed) == [0, 1, 2]
 
 
-def test_a_slow_reader_gets_the_newest() -> None:
-    async def read() -> list[tuple[int, int]]:
-        items = []
-        async for item in merge_streams([counting(0, 50), counting(1, 50)]):
-            items.append(item)
-            await asyncio.sleep(0.02)
-        return items
+def test_a_slow_reader_gets_everything_and_the_streams_wait() -> None:
+    async def read() -> tuple[list[tuple[int, int]], int]:
+        made: list[int] = []
 
-    items = asyncio.run(read())
-    assert len(items) < 50
+        async def noting(count: int) -> AsyncGenerator[int, None]:
+            async for item in counting(0, count, delay=0.0):
+                made.append(item)
+                yield item
+
+        items, most = [], 0
+        async for item in merge_streams([noting(20), counting(1, 20)]):
+            items.append(item)
+            await asyncio.sleep(0.005)
+            most = max(most, len(made) - sum(number == 0 for number, _ in items))
+        return items, most
+
+    items, most_ahead = asyncio.run(read())
     for number in range(2):
-        found = [item for n, item in items if n == number]
-        assert found == sorted(set(found))
-        assert found[-1] == 49
+        assert [item for n, item in items if n == number] == list(range(20))
+    assert most_ahead <= 2
 
 
 def test_an_error_ends_all() -> None:

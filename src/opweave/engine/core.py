@@ -1,4 +1,4 @@
-"""The engine itself: requests in, tokens out, step by step."""
+"""The engine core: schedules requests, runs the model, and collects tokens, step by step."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ _log = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """A model, its cache, and the requests that share them.
+    """A model, its KV cache, and the requests that share them.
 
-    One thread at a time calls :meth:`add_request`, :meth:`abort` and :meth:`step`. :meth:`prepare`
-    and :meth:`stats` may be called from another one.
+    Only one thread at a time may call :meth:`add_request`, :meth:`abort` and :meth:`step`.
+    :meth:`prepare` and :meth:`stats` may be called from another thread. Installed stat loggers get
+    the statistics after each step.
 
     Args:
         model: the directory of a checkpoint.
-        config: how to run it; the platform fits it to itself.
-        platform: where; by default on the current one. It names the executor, the worker, the
-            runner, the scheduler, the sampler and the attention backends. Stat loggers that are
-            installed are told what each step has done.
+        config: how to run it; the platform may change it.
+        platform: names the executor, worker, runner, scheduler, sampler and attention backends;
+            None: the current platform.
         progress: called while loading, with the number of tensors loaded so far and in total.
 
     Attributes:
-        config: as the platform runs it.
-        executor: of the workers.
-        grammars: that answers follow; one that is compiled before makes :meth:`prepare` quick.
-        scheduler: chooses what each step computes.
+        config: the configuration after the platform's changes.
+        executor: runs the workers.
+        grammars: for structured outputs; :meth:`prepare` is fast if the grammar is compiled before.
+        scheduler: chooses the tokens that each step computes.
         tokenizer: of the checkpoint.
-        sampling_defaults: sampling parameters that the checkpoint sets, by name.
-        max_model_len: the most tokens of a prompt and its answer together.
+        sampling_defaults: sampling parameters from the checkpoint, by name.
+        max_model_len: the most tokens of a prompt and its output together.
 
     Raises:
         EngineError, ModelError: the checkpoint is missing, damaged or not supported, or the cache
@@ -79,7 +79,7 @@ class EngineCore:
         self.config = config = platforms.configured(config, self.platform)
         check_backend(config.compilation)
         checkpoint = Checkpoint(model)
-        checkpoint.config()  # what a directory that is no checkpoint lacks first
+        checkpoint.config()  # first: its error says that the directory is not a checkpoint
         self.tokenizer = tokenizer_of(checkpoint, config)
         self.sampling_defaults = sampling_defaults(checkpoint, config.generation_config)
         log_defaults(checkpoint, config.generation_config, self.sampling_defaults)
@@ -87,7 +87,7 @@ class EngineCore:
         self.executor = executor(model, config, self.platform, progress)
         try:
             self._start()
-        except BaseException:  # nobody else can: there is no engine
+        except BaseException:  # there is no engine yet that could shut it down
             self.executor.shutdown()
             raise
 
@@ -120,17 +120,17 @@ class EngineCore:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """The size of the vocabulary: token ids are below it."""
         return self._factory.prompts.vocab_size
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether any request is unfinished."""
         return self.scheduler.has_unfinished
 
     @property
     def unfinished(self) -> list[str]:
-        """The names of all requests that are not finished."""
+        """The ids of all unfinished requests."""
         return list(self._requests)
 
     def tokens(
@@ -140,10 +140,10 @@ class EngineCore:
         *,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return the tokens of one prompt, cut as *params* say.
+        """Return the tokens of one prompt, truncated as *params* ask.
 
         Raises:
-            PromptError: it is empty, too long, or not made of the model's tokens.
+            PromptError: the prompt is empty, too long, or has token ids outside the vocabulary.
         """
         return self._factory.tokens(prompt, params, add_special_tokens=add_special_tokens)
 
@@ -155,24 +155,27 @@ class EngineCore:
         *,
         priority: int = 0,
         streams: bool = True,
+        deltas: bool = False,
         add_special_tokens: bool = True,
     ) -> ActiveRequest:
-        """Return a request that can be added.
+        """Return a request for :meth:`add_request`.
 
         Args:
-            request_id: its name.
+            request_id: a name that no other unfinished request has.
             prompt: a text, or token ids.
-            params: how to choose tokens.
-            priority: an integer; a lower one goes first, where the scheduler's policy asks for it.
+            params: the sampling parameters.
+            priority: the scheduling priority, an integer; with the priority policy, lower ones are
+                scheduled first.
             streams: return an output after every token, and not only at the end.
-            add_special_tokens: begin a text with the special tokens that the tokenizer adds.
+            deltas: each output holds only what is new, and the prompt comes with the first one.
+            add_special_tokens: add the tokenizer's special tokens to a text.
 
         Raises:
-            PromptError: the prompt is empty, too long, or not made of the model's tokens.
-            SamplingParamsError: *params* are none, name tokens that the model does not have, or
-                hold a grammar that cannot be compiled.
-            InvalidArgumentError: *priority* is no integer.
-            OpweaveError: the platform does not serve such a request.
+            PromptError: the prompt is empty, too long, or has token ids outside the vocabulary.
+            SamplingParamsError: *params* are not SamplingParams, name token ids outside the
+                vocabulary, or contain a grammar that cannot be compiled.
+            InvalidArgumentError: *priority* is not an integer.
+            OpweaveError: the platform rejects the request.
         """
         return self._factory.make(
             request_id,
@@ -180,45 +183,46 @@ class EngineCore:
             params,
             priority=priority,
             streams=streams,
+            deltas=deltas,
             add_special_tokens=add_special_tokens,
         )
 
-    def add_request(self, generation: ActiveRequest) -> None:
-        """Let a request wait for its turn.
+    def add_request(self, request: ActiveRequest) -> None:
+        """Queue a request.
 
         Raises:
-            InvalidArgumentError: an unfinished one has its name.
+            InvalidArgumentError: an unfinished request has the same name.
         """
-        if generation.request_id in self._requests:
+        if request.request_id in self._requests:
             raise InvalidArgumentError(
-                f"request_id={generation.request_id!r} is in use by a request that is not finished."
+                f"request_id={request.request_id!r} is in use by a request that is not finished."
             )
-        self.scheduler.add(generation.answers[0].request)  # a request that it refuses is not kept
-        self._requests[generation.request_id] = generation
-        for answer in generation.answers:
-            self._outputs[answer.request.request_id] = generation, answer
+        self.scheduler.add(request.outputs[0].request)  # first: it may reject the request
+        self._requests[request.request_id] = request
+        for output in request.outputs:
+            self._outputs[output.request.request_id] = request, output
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Give up requests; return the last output of each that was there."""
+        """Abort requests; return the last output of each one that was unfinished."""
         found = [self._requests[name] for name in request_ids if name in self._requests]
-        for generation in found:
-            generation.abort()
-            self._forget_all(generation)
-        return [generation.output() for generation in found]
+        for request in found:
+            request.abort()
+            self._forget_all(request)
+        return [request.next_output() for request in found]
 
     def step(self) -> list[RequestOutput]:
-        """Compute the next tokens of as many requests as there is room for.
+        """Compute the next tokens of as many requests as fit.
 
-        Requests for which the model's scores are not numbers fail; the others are computed again,
-        as all are after any other error.
+        Requests whose logits are not finite fail, and the others are computed again. After any
+        other error, all are computed again.
 
         Returns:
-            What each request has so far that got a token, if it streams or is finished now.
+            The next output of each request that got a token, if it streams or has finished.
         """
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return []
-        # Sequences with one new token first, those with cached tokens before new ones.
+        # Sequences with one new token come first, and those with cached tokens before new ones.
         scheduled.sort(key=lambda s: (s.num_tokens > 1, s.request.num_computed_tokens == 0))
         steps = [self._step_of(item) for item in scheduled]
         asking = [item for item, step in zip(scheduled, steps, strict=True) if step.sampling]
@@ -232,32 +236,32 @@ class EngineCore:
             self.scheduler.undo(scheduled)
             if isinstance(error, NonFiniteLogitsError) and error.rows:
                 return self._fail([asking[row].request for row in error.rows], error)
-            raise  # also if nobody knows whose scores they are
+            raise  # also if the rows are unknown
         self.scheduler.update(scheduled)
-        answers = [self._outputs[item.request.request_id][1] for item in asking]
+        outputs = [self._outputs[item.request.request_id][1] for item in asking]
         self.grammars.advance(
-            (answer.grammar, found.token_id)
-            for answer, is_complete, found in zip(answers, complete, sampled, strict=True)
-            if is_complete and not answer.ends_at(found.token_id)
+            (output.grammar, found.token_id)
+            for output, is_complete, found in zip(outputs, complete, sampled, strict=True)
+            if is_complete and not output.ends_at(found.token_id)
         )
         changed: dict[str, ActiveRequest] = {}
         for item, start, is_complete, found in zip(asking, starts, complete, sampled, strict=True):
-            generation, answer = self._outputs[item.request.request_id]
+            request, output = self._outputs[item.request.request_id]
             scores = [named(each, self.tokenizer) for each in found.prompt_logprobs]
-            generation.score_prompt(start, scores)
+            request.score_prompt(start, scores)
             if is_complete:
-                self._append(generation, answer, found)
-                changed[generation.request_id] = generation
-        for generation in changed.values():
-            if (failure := generation.grammar_failure) is not None:
-                self._lose(generation, failure)
+                self._append(request, output, found)
+                changed[request.request_id] = request
+        for request in changed.values():
+            if (failure := request.grammar_failure) is not None:
+                self._lose(request, failure)
         self._counter.step(time.perf_counter() - began, sum(s.num_tokens for s in scheduled))
         for logger in self._loggers:
             logger.record(self.stats())
-        return [g.output() for g in changed.values() if g.streams or g.is_finished]
+        return [r.next_output() for r in changed.values() if r.streams or r.is_finished]
 
     def stats(self) -> EngineStats:
-        """Return what the engine does and has done."""
+        """Return the statistics since the engine started."""
         scheduler, counter = self.scheduler, self._counter
         return EngineStats(
             running=scheduler.num_running,
@@ -284,12 +288,12 @@ class EngineCore:
         self.scheduler.cache.check_empty()
 
     def fail(self, error: EngineError) -> None:
-        """End what is unfinished without an answer: the engine has died, of *error*."""
-        for generation in list(self._requests.values()):
-            self._lose(generation, error)
+        """End all unfinished requests with *error*, because the engine has died."""
+        for request in list(self._requests.values()):
+            self._lose(request, error)
 
     def shutdown(self) -> None:
-        """Abort what is unfinished, and free the model and its cache."""
+        """Abort all unfinished requests, and free the model and its cache."""
         self.abort(self.unfinished)
         self.executor.shutdown()
         for logger in self._loggers:
@@ -315,58 +319,56 @@ class EngineCore:
         return usage
 
     def _step_of(self, item: Scheduled) -> SequenceStep:
-        request = item.request
-        generation, answer = self._outputs[request.request_id]
-        answer.schedule()
-        start = request.num_computed_tokens
-        targets = generation.prompt_targets(answer, start, item.num_tokens)
+        sequence = item.request
+        request, output = self._outputs[sequence.request_id]
+        output.schedule()
+        start = sequence.num_computed_tokens
+        targets = request.prompt_targets(output, start, item.num_tokens)
         return SequenceStep(
-            request.request_id,
-            request.token_ids[start : start + item.num_tokens],
+            sequence.request_id,
+            sequence.token_ids[start : start + item.num_tokens],
             start,
             item.tables,
-            answer.sampling if item.is_complete or targets else None,
+            output.sampling if item.is_complete or targets else None,
             targets,
         )
 
-    def _append(
-        self, generation: ActiveRequest, answer: DetokenizedOutput, sampled: Sampled
-    ) -> None:
-        answer.append(sampled.token_id, named(sampled.logprobs, self.tokenizer))
-        is_first = answer.num_tokens == 1
-        computes_prompt = answer is generation.answers[0]
+    def _append(self, request: ActiveRequest, output: DetokenizedOutput, sampled: Sampled) -> None:
+        output.append(sampled.token_id, named(sampled.logprobs, self.tokenizer))
+        is_first = output.num_tokens == 1
+        computes_prompt = output is request.outputs[0]
         self._counter.token(
-            answer.since_last,
+            output.since_last,
             is_first=is_first,
-            num_prompt_tokens=answer.request.num_prompt_tokens if computes_prompt else 0,
+            num_prompt_tokens=output.request.num_prompt_tokens if computes_prompt else 0,
         )
         if is_first and computes_prompt:
-            for other in generation.answers[1:]:
+            for other in request.outputs[1:]:
                 self.scheduler.add(other.request)
-        if answer.is_finished:
-            self._forget(answer)
-        if generation.is_finished:
-            del self._requests[generation.request_id]
+        if output.is_finished:
+            self._forget(output)
+        if request.is_finished:
+            del self._requests[request.request_id]
 
-    def _fail(self, requests: Sequence[Request], error: EngineError) -> list[RequestOutput]:
-        found = {id(g): g for g, _ in (self._outputs[each.request_id] for each in requests)}
-        for request in requests:  # its scores were not looked at before: any block may be wrong
-            self.scheduler.cache.forget(request)
-        for generation in found.values():
-            self._lose(generation, error)
-        return [generation.output() for generation in found.values()]
+    def _fail(self, sequences: Sequence[Request], error: EngineError) -> list[RequestOutput]:
+        found = {id(r): r for r, _ in (self._outputs[each.request_id] for each in sequences)}
+        for sequence in sequences:  # its logits were not checked before: any block may be wrong
+            self.scheduler.cache.forget(sequence)
+        for request in found.values():
+            self._lose(request, error)
+        return [request.next_output() for request in found.values()]
 
-    def _lose(self, generation: ActiveRequest, error: EngineError) -> None:
-        generation.fail(error)
-        self._forget_all(generation)
+    def _lose(self, request: ActiveRequest, error: EngineError) -> None:
+        request.fail(error)
+        self._forget_all(request)
 
-    def _forget_all(self, generation: ActiveRequest) -> None:
-        del self._requests[generation.request_id]
-        for answer in generation.answers:
-            if answer.request.request_id in self._outputs:
-                self._forget(answer)
+    def _forget_all(self, request: ActiveRequest) -> None:
+        del self._requests[request.request_id]
+        for output in request.outputs:
+            if output.request.request_id in self._outputs:
+                self._forget(output)
 
-    def _forget(self, answer: DetokenizedOutput) -> None:
-        del self._outputs[answer.request.request_id]
-        self.scheduler.remove(answer.request.request_id)
-        self._counter.finish(answer.finish_reason or "error", answer.timings())
+    def _forget(self, output: DetokenizedOutput) -> None:
+        del self._outputs[output.request.request_id]
+        self.scheduler.remove(output.request.request_id)
+        self._counter.finish(output.finish_reason or "error", output.timings())

@@ -1,17 +1,16 @@
-"""Answers to the prompts of one request, as they grow."""
+"""Generates the outputs of one HTTP request."""
 
 from __future__ import annotations
 
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from opweave.engine import (
     CompletionOutput,
-    EngineError,
     MissingDependencyError,
     NonFiniteLogitsError,
     PromptError,
@@ -20,6 +19,7 @@ from opweave.engine import (
     SamplingParams,
     SamplingParamsError,
 )
+from opweave.engine.request.accumulator import OutputAccumulator
 from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError
 from opweave.server.merge_streams import close, merge_streams
@@ -29,25 +29,25 @@ from opweave.server.state import ServerState
 
 _log = logging.getLogger(__name__)
 
-Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # of which prompt
+Deltas = AsyncGenerator[tuple[int, RequestOutput], None]  # each with the number of its prompt
 
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What one request wants to have generated.
+    """The prompts and parameters of one HTTP request.
 
     Attributes:
-        server: where.
-        kind: what its id begins with.
+        server: runs the request.
+        kind: the prefix of its id.
         prompts: at least one.
-        params: how to choose tokens.
-        deadline: when it must have been answered.
-        priority: a lower number goes first.
-        param: the field of the request that the prompts come from.
-        form_field: the field that says what form the answers must have.
-        request_id: what its id in responses ends with; None: a new one.
-        id: its id in responses.
-        created: in seconds since 1970.
+        params: the sampling parameters.
+        deadline: when the response must be complete.
+        priority: the scheduling priority; lower numbers go first.
+        param: the request field that the prompts come from.
+        form_field: the request field that constrains the form of the output.
+        request_id: the suffix of its id; None: a random one.
+        id: the id in responses.
+        created: seconds since 1970.
     """
 
     server: ServerState
@@ -61,7 +61,7 @@ class GenerationJob:
     request_id: str | None = None
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
-    _name: str = field(default_factory=lambda: uuid.uuid4().hex)  # in the engine, a unique one
+    _name: str = field(default_factory=lambda: uuid.uuid4().hex)  # unique in the engine
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", f"{self.kind}-{self.request_id or self._name}")
@@ -71,22 +71,22 @@ class GenerationJob:
         """The name of the model in responses."""
         return self.server.model_names[0]
 
-    async def outputs(self) -> Outputs:
-        """Yield what is answered so far, with the number of the prompt; closing it aborts.
+    async def deltas(self) -> Deltas:
+        """Yield what is new for each prompt, with the number of the prompt. Closing it aborts.
 
         Raises:
-            ApiError: too many requests are running, it takes too long, or the server stops.
-            EngineError: what the engine raises.
+            ApiError: too many requests are running, the deadline passes, or the server stops.
+            EngineError: the engine fails.
         """
         if self.server.config.log_prompts:
             _log.info("%s prompts %r", self.id, [p.text or p.ids for p in self.prompts])
         several = self.param if self.params.n == 1 else "n"
         with self.server.admission.places(len(self.prompts) * self.params.n, param=several):
-            async with aclosing(self._merged()) as outputs:
+            async with aclosing(self._merged()) as deltas:
                 while True:
                     try:
                         async with self.deadline.limit():
-                            index, output = await anext(outputs)
+                            index, delta = await anext(deltas)
                     except StopAsyncIteration:
                         return
                     except PromptError as error:
@@ -95,63 +95,69 @@ class GenerationJob:
                         if self.params.structured_outputs is None:
                             raise
                         raise form_error(error, self.form_field) from error
-                    self._check_not_aborted(output)
-                    yield index, output
+                    self._check_not_aborted(delta)
+                    yield index, delta
 
-    async def answers(self, *, partial: bool = False) -> list[RequestOutput]:
-        """Return the complete answers, in the order of the prompts; raises as :meth:`outputs`.
+    async def outputs(self, *, partial: bool = False) -> list[RequestOutput]:
+        """Return the complete outputs, in the order of the prompts; raises as :meth:`deltas`.
 
-        With *partial*, a prompt that failed alone has an output with its error, unless all did.
+        With *partial*, a prompt that failed has an output with its error, unless all failed.
         """
-        newest: dict[int, RequestOutput] = {}
-        async with aclosing(self.outputs()) as outputs:
-            async for index, output in outputs:
-                newest[index] = output
-        complete = [newest[index] for index in range(len(self.prompts))]
+        totals = [OutputAccumulator() for _ in self.prompts]
+        async with aclosing(self.deltas()) as deltas:
+            async for index, delta in deltas:
+                totals[index].add(delta)
+        complete = [total.output() for total in totals]
         errors = [output.error for output in complete if output.error is not None]
         if errors and (not partial or len(errors) == len(complete)):
             raise errors[0]
         return complete
 
-    def _merged(self) -> Outputs:
-        return merge_streams([self._answer(index) for index in range(len(self.prompts))])
+    def _merged(self) -> Deltas:
+        if len(self.prompts) == 1:
+            return self._single()
+        return merge_streams([self._isolated(index) for index in range(len(self.prompts))])
 
-    async def _answer(self, index: int) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the answers to one prompt; logits that are NaN end it, and not the others."""
-        prompt, output = self.prompts[index].ids, None
-        stream = self.server.engine.generate(
-            prompt,
+    async def _single(self) -> Deltas:
+        stream = self._generate(0)
+        try:
+            async for delta in stream:
+                yield 0, delta
+        finally:
+            await close(stream)
+
+    async def _isolated(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the deltas of one prompt. If its logits are NaN, the other prompts go on."""
+        stream, is_first = self._generate(index), True
+        unfinished = set(range(self.params.n))
+        try:
+            async for delta in stream:
+                is_first = False
+                unfinished -= {each.index for each in delta.outputs if each.finish_reason}
+                yield delta
+        except NonFiniteLogitsError as error:
+            ends: list[CompletionOutput] = [
+                CompletionOutput(each, "", [], "error") for each in sorted(unfinished)
+            ]
+            prompt = self.prompts[index].ids if is_first else []
+            timings = RequestTimings(0.0, 0.0, 0.0)
+            yield RequestOutput(self.id, None, prompt, ends, True, timings, error=error)
+        finally:
+            await close(stream)
+
+    def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
+        return self.server.engine.generate_deltas(
+            self.prompts[index].ids,
             self.params,
             request_id=f"{self.kind}-{self._name}-{index}",
             priority=self.priority,
         )
-        try:
-            async for output in stream:
-                yield output
-        except NonFiniteLogitsError as error:
-            if len(self.prompts) == 1:
-                raise
-            yield _failed(output or self._empty(prompt), error)
-        finally:
-            await close(stream)
 
-    def _empty(self, prompt: list[int]) -> RequestOutput:
-        answers = [CompletionOutput(index, "", [], None) for index in range(self.params.n)]
-        return RequestOutput(self.id, None, prompt, answers, False, RequestTimings(0.0, 0.0, 0.0))
-
-    def _check_not_aborted(self, output: RequestOutput) -> None:
-        aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
+    def _check_not_aborted(self, delta: RequestOutput) -> None:
+        aborted = any(output.finish_reason == "abort" for output in delta.outputs)
         if aborted and self.server.admission.is_closed:
             raise ApiError(
                 "The server shuts down, and the request took too long to wait for.",
                 status=503,
                 code="shutting_down",
             )
-
-
-def _failed(output: RequestOutput, error: EngineError) -> RequestOutput:
-    """Return *output* with all unfinished answers ended by *error*."""
-    answers = [
-        replace(answer, finish_reason=answer.finish_reason or "error") for answer in output.outputs
-    ]
-    return replace(output, outputs=answers, finished=True, error=error)

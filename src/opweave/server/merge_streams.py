@@ -1,4 +1,4 @@
-"""Several streams as one."""
+"""Merges several streams into one."""
 
 from __future__ import annotations
 
@@ -10,31 +10,36 @@ T = TypeVar("T")
 
 
 async def merge_streams(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield what the streams yield, with the number of the stream.
+    """Yield all items of all streams as they arrive, each with the number of its stream.
 
-    For streams whose items hold everything so far: a reader that is slow gets the newest item of
-    each and misses older ones. Ends when all have ended; closes all of them, whatever happens.
+    At most one item of each stream is buffered. Ends when all streams have ended. Closes all of
+    them at the end, on an error, and when it is closed.
     """
-    newest: dict[int, T] = {}
-    news = asyncio.Event()
+    ready: dict[int, T] = {}
+    changed = asyncio.Event()
+    is_free = [asyncio.Event() for _ in streams]
 
     async def read(index: int) -> None:
         try:
             async for item in streams[index]:
-                newest[index] = item
-                news.set()
+                is_free[index].clear()
+                ready[index] = item
+                changed.set()
+                await is_free[index].wait()
         finally:
             await close(streams[index])
-            news.set()
+            changed.set()
 
     tasks = [asyncio.create_task(read(index)) for index in range(len(streams))]
     try:
-        while not all(task.done() for task in tasks) or newest:
-            await news.wait()
-            news.clear()
-            while newest:
-                index = next(iter(newest))
-                yield index, newest.pop(index)
+        while not all(task.done() for task in tasks) or ready:
+            await changed.wait()
+            changed.clear()
+            while ready:
+                index = next(iter(ready))
+                item = ready.pop(index)
+                is_free[index].set()
+                yield index, item
             for task in tasks:
                 if task.done():
                     task.result()
@@ -50,7 +55,7 @@ async def cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 async def close(stream: object) -> None:
-    """Close *stream* if it is one that has to be closed."""
+    """Close *stream* if it has an ``aclose`` method."""
     aclose = getattr(stream, "aclose", None)
     if aclose is not None:
         await aclose()

@@ -1,4 +1,4 @@
-"""One growing answer, parsed."""
+"""Parses one output while it grows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from opweave.server.output import (
     Event,
     ReasoningDelta,
 )
-from opweave.server.pieces import Growth, Piece
 
 
 @dataclass
 class ParsedCall:
-    """A call of a function so far."""
+    """A function call so far."""
 
     id: str
     name: str
@@ -27,30 +26,29 @@ class ParsedCall:
 
 
 class ParsedAnswer:
-    """Parses an answer piece by piece, and keeps what is known of it.
+    """Parses the deltas of one output, and accumulates its parts.
 
     Args:
-        plan: how to read it.
+        plan: the formats of the output.
 
     Attributes:
         content: the text for the user.
-        reasoning: the text that the model thinks before.
-        calls: of functions, in their order.
+        reasoning: the reasoning before the content.
+        calls: function calls, in order.
     """
 
     def __init__(self, plan: AnswerPlan) -> None:
         self.content, self.reasoning, self.calls = "", "", list[ParsedCall]()
-        self._plan, self._parser, self._growth = plan, plan.parser(), Growth()
+        self._plan, self._parser = plan, plan.parser()
 
-    def add(self, answer: CompletionOutput) -> tuple[Piece, Sequence[Event]]:
-        """Return what is new in *answer*, as a piece and as events."""
-        piece = self._growth.piece(answer)
-        events = self._parser.push(piece.text)
-        if piece.finish_reason is not None:
+    def add(self, delta: CompletionOutput) -> Sequence[Event]:
+        """Parse a delta, and return its events."""
+        events = self._parser.push(delta.text)
+        if delta.finish_reason is not None:
             events += self._parser.finish()
         for event in events:
             self._note(event)
-        return piece, events
+        return events
 
     def _note(self, event: Event) -> None:
         match event:

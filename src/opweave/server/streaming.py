@@ -1,4 +1,4 @@
-"""Answers as server-sent events."""
+"""Streams responses as server-sent events."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from starlette.responses import Response
 from opweave.engine import RequestOutput
 from opweave.server.disconnect import EventStream, unless_gone
 from opweave.server.errors import api_error
-from opweave.server.generation import GenerationJob, Outputs
+from opweave.server.generation import Deltas, GenerationJob
 
-_LAST_WORDS = 5.0  # seconds in which a client is to read what comes at the deadline
-Writer = Callable[[Outputs], AsyncGenerator[str, None]]
+_GRACE = 5.0  # seconds after the deadline in which a client can read the last events
+Writer = Callable[[Deltas], AsyncGenerator[str, None]]
 
 
 async def stream(generation: GenerationJob, write: Writer, request: Request) -> Response:
-    """Return the answers as events, once there is a first token.
+    """Return a response that streams events, as soon as the first token is generated.
 
-    Until then, errors are responses with a status of their own; after it, they are events.
+    Until then, errors are responses with their own status; afterwards, they are events.
 
     Args:
-        generation: what to generate.
-        write: makes events of what is answered.
-        request: whose client the events are for.
+        generation: the request to run.
+        write: turns deltas into events.
+        request: the HTTP request.
 
     Raises:
-        ApiError, EngineError: nothing can be generated.
-        ClientGoneError: the client did not wait for the first token.
+        ApiError, EngineError: the request fails before its first token.
+        ClientGoneError: the client disconnects before the first token.
     """
-    outputs = generation.outputs()
+    deltas = generation.deltas()
 
     async def first() -> tuple[int, RequestOutput]:
-        return await anext(outputs)
+        return await anext(deltas)
 
     try:
         begun = await unless_gone(request, first())
     except BaseException:
-        await outputs.aclose()
+        await deltas.aclose()
         raise
-    events = _guarded(write(_resumed(begun, outputs)), request)
-    return EventStream(events, outputs, deadline=generation.deadline.at + _LAST_WORDS)
+    events = _guarded(write(_resumed(begun, deltas)), request)
+    return EventStream(events, deltas, deadline=generation.deadline.at + _GRACE)
 
 
-async def _resumed(first: tuple[int, RequestOutput], rest: Outputs) -> Outputs:
+async def _resumed(first: tuple[int, RequestOutput], rest: Deltas) -> Deltas:
     yield first
     async for item in rest:
         yield item
@@ -53,9 +53,10 @@ async def _resumed(first: tuple[int, RequestOutput], rest: Outputs) -> Outputs:
 async def _guarded(
     events: AsyncGenerator[str, None], request: Request
 ) -> AsyncGenerator[str, None]:
+    """Yield *events*, an event for an error, and the final ``[DONE]``."""
     try:
         async for event in events:
             yield event
-    except Exception as error:  # whatever it is, the client must learn that this is not the end
+    except Exception as error:  # the status is sent: an event must report the error
         yield f"data: {api_error(error, request).json()}\n\n"
     yield "data: [DONE]\n\n"

@@ -1,4 +1,4 @@
-"""An encoder for asyncio: prompts that arrive together share a forward."""
+"""An encoder for asyncio: prompts that arrive together share a forward pass."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ class AsyncEmbedder(AsyncClient):
         raise InvalidArgumentError(
             f"The model {self.model_name!r} makes embeddings; it generates no text."
         )
-        yield  # what makes this an asynchronous generator
+        yield  # makes this an asynchronous generator
+
+    generate_deltas = generate
 
     async def embed(
         self,
@@ -152,7 +154,7 @@ class AsyncEmbedder(AsyncClient):
         self._thread.shutdown(cancel_futures=True)
 
     async def _compute(self) -> None:
-        """Compute until nobody waits: all that wait at a time, together."""
+        """Compute all waiting prompts together, until none is left."""
         loop = asyncio.get_running_loop()
         try:
             while self._waiting:
@@ -163,7 +165,7 @@ class AsyncEmbedder(AsyncClient):
                     self._thread, self._embedder.vectors, texts, params
                 )
                 self._finish(vectors, began)
-        except BaseException as error:  # whatever it is, all who wait must hear of it
+        except BaseException as error:  # all waiting requests must be released
             self._dead_with = error
             for waiting in (*self._running.values(), *self._waiting.values()):
                 if not waiting.vector.done():

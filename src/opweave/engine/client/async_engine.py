@@ -1,10 +1,10 @@
-"""An engine that answers many requests at once, for asyncio: it works in a thread of its own."""
+"""An engine for asyncio, which runs in a thread of its own."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,15 +28,15 @@ from opweave.engine.tokenization.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-_ENDING = 5.0  # seconds in which a step comes to its end when the engine shuts down
+_ENDING = 5.0  # seconds to wait for the current step when the engine shuts down
 
 
 class AsyncEngine(StreamingClient):
     """Implements :class:`~opweave.engine.EngineClient` with an engine in this process.
 
-    Requests go to its thread, outputs come back to the event loop that asked. A reader that is slow
-    skips outputs; none is lost, since each holds all before it. One event loop asks at a time;
-    threads that have none can share an :class:`~opweave.engine.LLM`.
+    Requests go to its thread, and outputs come back to the caller's event loop. A slow reader skips
+    outputs of :meth:`generate`; each holds everything so far. Only one event loop may use the
+    engine at a time. Threads without a loop can share an :class:`~opweave.engine.LLM`.
 
     Args:
         model: the directory of a checkpoint.
@@ -71,7 +71,7 @@ class AsyncEngine(StreamingClient):
             progress=progress,
         )
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # A worker in another process may die while there is nothing to compute.
+        # A worker in another process may die while the engine is idle.
         self._core.executor.watch(partial(self._commands.put, self._core.executor.check))
         self._thread = threading.Thread(target=self._run, name="opweave-engine", daemon=True)
         self._thread.start()
@@ -92,17 +92,17 @@ class AsyncEngine(StreamingClient):
     def max_model_len(self) -> int:
         return self._core.max_model_len
 
-    def generate(
+    def generate_deltas(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams,
         *,
         request_id: str,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         def prepare() -> Callable[[], None]:
-            generation = self._core.prepare(request_id, prompt, params, priority=priority)
-            return partial(self._commands.put, partial(self._add, generation))
+            request = self._core.prepare(request_id, prompt, params, priority=priority, deltas=True)
+            return partial(self._commands.put, partial(self._add, request))
 
         ready = partial(self._core.grammars.compile, params)
         return self._outputs(request_id, prepare, ready if _is_structured(params) else None)
@@ -140,7 +140,7 @@ class AsyncEngine(StreamingClient):
         try:
             with private_context(self._priorities) as context:
                 context.run(self._work)
-        except BaseException as error:  # whatever it is, all who wait must hear of it
+        except BaseException as error:  # all readers must be released, regardless of the error
             self._dead_with = error
             _log.critical("the engine died", exc_info=error)
         finally:
@@ -159,11 +159,11 @@ class AsyncEngine(StreamingClient):
                 command()
             self._tell(partial(self._receive, self._core.step()))
 
-    def _add(self, generation: ActiveRequest) -> None:
+    def _add(self, request: ActiveRequest) -> None:
         try:
-            self._core.add_request(generation)
-        except Exception as error:  # it is this request's alone
-            self._tell(partial(self._fail, [generation.request_id], error))
+            self._core.add_request(request)
+        except Exception as error:  # it concerns this request alone
+            self._tell(partial(self._fail, [request.request_id], error))
 
     def _abort(self, *request_ids: str) -> None:
         self._tell(partial(self._receive, self._core.abort(request_ids)))

@@ -1,4 +1,4 @@
-"""What a server knows of an engine: nothing but this."""
+"""The interface between a server and an engine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from opweave.engine.tokenization.tokenizer import Tokenizer
 
 
 class EngineClient(Protocol):
-    """An engine that answers many requests at once, wherever it runs.
+    """An engine for asyncio that runs many requests at once, in this process or in others.
 
-    All methods are called from one asyncio event loop. A request is known by *request_id*, which no
-    other that is unfinished may have.
+    All methods are called from one event loop. The *request_id* identifies a request; no other
+    unfinished request may have the same.
     """
 
     @property
@@ -25,27 +25,27 @@ class EngineClient(Protocol):
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
-        """Sampling parameters that the checkpoint sets for requests that do not, by name."""
+        """Default sampling parameters from the checkpoint, by name."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids of the model are below it; the tokenizer may have fewer."""
+        """The size of the model's vocabulary; the tokenizer's may be smaller."""
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of a prompt and its answer together."""
+        """The most tokens of a prompt and its output together."""
 
     @property
     def model_name(self) -> str:
-        """The name of the model: its directory's, unless it was given another."""
+        """The name of the model; by default, the name of its directory."""
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine takes requests: it is started, not shut down, and not dead."""
+        """Whether the engine takes requests: it has started, and has not shut down or died."""
 
     @property
     def dead_with(self) -> BaseException | None:
-        """What the engine died of, or None."""
+        """The error that the engine died of, or None."""
 
     def generate(
         self,
@@ -55,21 +55,36 @@ class EngineClient(Protocol):
         request_id: str,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the answer as it grows: each output holds everything so far.
+        """Yield the request's outputs while it runs: each holds everything so far.
 
         Closing the iterator, or cancelling the task that reads it, aborts the request.
 
         Args:
             prompt: a text, or token ids.
-            params: how to choose tokens.
-            request_id: its name.
-            priority: a lower number goes first.
+            params: the sampling parameters.
+            request_id: a name for the request.
+            priority: the scheduling priority; lower numbers go first.
 
         Raises:
-            PromptError: the prompt is empty, too long, or not made of the model's tokens.
-            InvalidArgumentError: *request_id* is in use, or another event loop asks.
-            NonFiniteLogitsError: the model's scores are not numbers; other requests go on.
-            EngineDeadError: the engine does not run, or dies before the answer is complete.
+            PromptError: the prompt is empty, too long, or has token ids outside the vocabulary.
+            InvalidArgumentError: *request_id* is in use, or another event loop uses the engine.
+            NonFiniteLogitsError: the model's logits are not finite; other requests go on.
+            EngineDeadError: the engine does not run, or dies before the request finishes.
+        """
+
+    def generate_deltas(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the same as :meth:`generate`, as deltas: each output holds only what is new.
+
+        The first delta holds the prompt and all outputs. Later ones hold the outputs that changed,
+        with an empty ``prompt_token_ids``. Each finish reason is reported once. A slow reader gets
+        several deltas merged into one.
         """
 
     async def embed(
@@ -79,29 +94,30 @@ class EngineClient(Protocol):
         *,
         request_id: str,
     ) -> EmbeddingOutput:
-        """Return the vector of a prompt.
+        """Return the embedding of a prompt.
 
         Raises:
-            SamplingParamsError: *params* ask for a length that vectors cannot have.
+            SamplingParamsError: *params* ask for dimensions that the model does not support.
             PromptError: as for :meth:`generate`.
-            InvalidArgumentError: the model makes no embeddings, or another event loop asks.
+            InvalidArgumentError: the model is not an encoder, or another event loop uses the
+                engine.
             EngineDeadError: the engine does not run.
         """
 
     async def abort(self, request_id: str) -> None:
-        """Give up a request: its last output has the finish reason ``"abort"``.
+        """Abort a request: its last output has the finish reason ``"abort"``.
 
-        One that is unknown, or finished already, is left alone.
+        No-op if the request is unknown or has finished.
         """
 
     def stats(self) -> EngineStats:
-        """Return what the engine does and has done."""
+        """Return the statistics since the engine started."""
 
     async def drain(self, timeout: float) -> None:
-        """Take no more requests, and wait until those there are have finished.
+        """Take no more requests, and wait until all unfinished ones have finished.
 
-        After *timeout* seconds, the rest is aborted.
+        After *timeout* seconds, abort the rest.
         """
 
     def shutdown(self) -> None:
-        """Stop the engine, and free what it holds; what is unfinished is aborted."""
+        """Abort all unfinished requests, stop the engine, and free its memory."""

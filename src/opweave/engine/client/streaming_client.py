@@ -1,32 +1,34 @@
-"""What the clients for asyncio have in common whose answers come from a thread."""
+"""Base class for asyncio clients backed by a worker thread."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from opweave.engine.client.async_client import AsyncClient
 from opweave.engine.errors import InvalidArgumentError
+from opweave.engine.request.accumulator import OutputAccumulator, merge_deltas
 from opweave.engine.request.outputs import RequestOutput
+from opweave.engine.sampling.sampling_params import SamplingParams
 
-_ABORTED_WITHIN = 2.0  # seconds; the step that is computed comes to its end first
+_ABORTED_WITHIN = 2.0  # seconds; the current step finishes first
 
 
 class _Stream:
-    """What a reader has not read yet: the latest output, which holds all before it."""
+    """The deltas of a request that its reader has not read yet."""
 
     def __init__(self) -> None:
-        self._output: RequestOutput | None = None
+        self._deltas: list[RequestOutput] = []
         self._error: Exception | None = None
         self._changed = asyncio.Event()
 
-    def put(self, output: RequestOutput) -> None:
-        self._output = output
+    def put(self, delta: RequestOutput) -> None:
+        self._deltas.append(delta)
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
@@ -34,22 +36,23 @@ class _Stream:
         self._changed.set()
 
     async def get(self) -> RequestOutput:
+        """Return all unread deltas as one; after them, raise the error."""
         await self._changed.wait()
         self._changed.clear()
-        if self._output is None:
-            assert self._error is not None  # one of the two has changed
+        if not self._deltas:
+            assert self._error is not None, "put() or fail() was called"
             raise self._error
-        output, self._output = self._output, None
+        deltas, self._deltas = self._deltas, []
         if self._error is not None:
-            self._changed.set()  # after what there is
-        return output
+            self._changed.set()
+        return merge_deltas(deltas)
 
 
 class StreamingClient(AsyncClient, ABC):
-    """Part of an :class:`~opweave.engine.EngineClient` that hears from a thread.
+    """Base class of :class:`~opweave.engine.EngineClient` implementations with a worker thread.
 
-    Outputs come back to the event loop that asked. A reader that is slow skips outputs; none is
-    lost, since each holds all before it. The thread is the subclass's to make and to start.
+    The thread sends deltas to the event loop of the caller. A slow reader gets several merged into
+    one. Subclasses create and start the thread.
 
     Args:
         model: the directory of a checkpoint.
@@ -69,6 +72,32 @@ class StreamingClient(AsyncClient, ABC):
     def is_running(self) -> bool:
         return self._thread.is_alive() and super().is_running
 
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        total = OutputAccumulator()
+        deltas = self.generate_deltas(prompt, params, request_id=request_id, priority=priority)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                total.add(delta)
+                yield total.output()
+
+    @abstractmethod
+    def generate_deltas(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the request's outputs; see :meth:`EngineClient.generate_deltas`."""
+
     async def abort(self, request_id: str) -> None:
         self._give_up(request_id)
 
@@ -84,11 +113,11 @@ class StreamingClient(AsyncClient, ABC):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ABORTED_WITHIN):
                     await self._wait_until_idle()
-            self._fail(self._unfinished, self._why_not())  # it hangs, and readers wait all the same
+            self._fail(self._unfinished, self._why_not())  # the thread hangs; release the readers
 
     @abstractmethod
     def _give_up(self, request_id: str) -> None:
-        """Let the request end, if there is such a one."""
+        """Abort the request, if it is known."""
 
     # In the event loop
 
@@ -97,21 +126,24 @@ class StreamingClient(AsyncClient, ABC):
         request_id: str,
         prepare: Callable[[], Callable[[], None]],
         before: Callable[[], None] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of a request; what *prepare* returns hands it over.
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the deltas of a request.
 
-        *before* is called first, in a thread of its own, since it may take long.
+        Args:
+            request_id: its name.
+            prepare: checks the request, and returns a function that submits it.
+            before: called first, in another thread, because it may take long.
         """
         if before is not None:
             await asyncio.to_thread(before)
         self._enter_loop()
         self._check_unused(request_id)
-        hand_over = prepare()
+        submit = prepare()
         self._open(request_id)
         stream, is_finished = _Stream(), False
         self._streams[request_id] = stream
         try:
-            hand_over()
+            submit()
             while not is_finished:
                 output = await stream.get()
                 is_finished = output.finished
@@ -119,28 +151,28 @@ class StreamingClient(AsyncClient, ABC):
                     raise output.error
                 yield output
         finally:
-            if self._streams.get(request_id) is stream:  # it is not of a loop that was closed
+            if self._streams.get(request_id) is stream:  # else it belongs to a loop that was closed
                 del self._streams[request_id]
                 if not is_finished:
                     self._give_up(request_id)
 
     def _enter_loop(self) -> asyncio.AbstractEventLoop | None:
-        """Hear in the running loop from now on.
+        """Use the running event loop from now on.
 
-        What was asked in one that is closed now has no reader any more, and is given up.
+        Requests of a loop that was closed have no reader any more, and are aborted.
         """
         before = super()._enter_loop()
         if before is None or not before.is_closed():
             return before
         self._forget_readers()
-        self._idle = asyncio.Event()  # which belongs to the loop where somebody waits for it
+        self._idle = asyncio.Event()  # an event belongs to the loop in which it is awaited
         self._hear()
         for request_id in list(self._unfinished):
             self._give_up(request_id)
         return before
 
     def _forget_readers(self) -> None:
-        """Tell those who wait nothing more: their loop is closed."""
+        """Drop all readers, because their loop is closed."""
         self._streams.clear()
 
     def _check_unused(self, request_id: str) -> None:
@@ -152,7 +184,7 @@ class StreamingClient(AsyncClient, ABC):
     def _open(self, request_id: str) -> None:
         self._unfinished.add(request_id)
         self._idle.clear()
-        # Looked at after the request is known: who dies later tells all of them.
+        # Checked after the request is registered: a thread that dies later fails all of those.
         if not self.is_running:
             self._close(request_id)
             raise self._why_not()
@@ -180,7 +212,7 @@ class StreamingClient(AsyncClient, ABC):
             await self._idle.wait()
 
     def _hear(self) -> None:
-        """Do what the thread has said since the last time."""
+        """Run the calls that the thread has queued."""
         with suppress(Empty):
             while True:
                 self._calls.get_nowait()()
@@ -188,8 +220,8 @@ class StreamingClient(AsyncClient, ABC):
     # In the thread
 
     def _tell(self, call: Callable[[], None]) -> None:
-        """Let the event loop call; where it is closed, or closes meanwhile, the next one does."""
-        if self._loop is not None:  # somebody has asked
+        """Run *call* in the event loop, or in the next one if this one is closed."""
+        if self._loop is not None:  # set by the first request
             self._calls.put(call)
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._hear)

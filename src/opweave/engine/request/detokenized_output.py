@@ -1,4 +1,4 @@
-"""One answer to a prompt while it grows: its tokens, its text, and what ends it."""
+"""One output of a request while it grows: its tokens, its text, and why it ends."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from opweave.engine.tokenization.detokenizer import Detokenizer
 
 
 class DetokenizedOutput:
-    """A sequence of tokens that is generated.
+    """A sequence that is being generated.
 
     Args:
-        index: its place among the answers to the prompt.
+        index: its index among the outputs of the request.
         request: its tokens, for the scheduler.
-        params: how to choose tokens.
-        seed: of this answer.
-        completion: collects the text.
-        max_tokens: generate at most this many.
-        eos_token_ids: the end-of-text tokens that end it.
-        grammar: its position in the grammar that it follows; None: it is free text.
-        allowed: the mask of the tokens that may be chosen; None: all.
-        bad_words: the words that it may not have.
+        params: the sampling parameters.
+        seed: of this output.
+        detokenizer: collects the text.
+        max_tokens: the most tokens to generate.
+        eos_token_ids: end-of-text tokens that end it.
+        grammar: its state in the grammar that it follows; None: it is unconstrained.
+        allowed: bit mask of the token ids that may be sampled; None: all.
+        bad_words: words that must not be generated.
 
     Attributes:
-        finish_reason: None while it goes on, and if it failed.
-        since_last: seconds between the last token and the one before, or the beginning.
+        finish_reason: None until it ends, and if it failed.
+        since_last: seconds between the last two tokens; for the first token, since the request
+            arrived.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class DetokenizedOutput:
         request: Request,
         params: SamplingParams,
         seed: int,
-        completion: Detokenizer,
+        detokenizer: Detokenizer,
         *,
         max_tokens: int,
         eos_token_ids: frozenset[int],
@@ -51,18 +52,19 @@ class DetokenizedOutput:
         allowed: bytes | None = None,
         bad_words: BadWords | None = None,
     ) -> None:
-        self.index, self.request, self.completion = index, request, completion
+        self.index, self.request, self._detokenizer = index, request, detokenizer
         self.grammar = grammar
         self._allowed, self._bad_words = allowed, bad_words
         self.params, self.seed, self.max_tokens = params, seed, max_tokens
         self.finish_reason: FinishReason | None = None
+        self._num_sent, self._has_sent_end = 0, False
         self.since_last = 0.0
         self._eos_token_ids, self._stops = eos_token_ids, frozenset(params.stop_token_ids)
         self._forbidden = tuple(sorted(eos_token_ids | self._stops))
         self._history = History.of(request.token_ids, params)
         self._logprobs: list[Mapping[int, Logprob]] | None = None if params.logprobs is None else []
         self._stop_token: int | None = None
-        # What workers need only the masks of stays here: it may be long.
+        # Workers need only the masks made of these, which may be long.
         self._sampling = replace(
             params, structured_outputs=None, allowed_token_ids=None, bad_words=()
         )
@@ -71,12 +73,12 @@ class DetokenizedOutput:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens were generated."""
+        """The number of generated tokens."""
         return self.request.num_tokens - self.request.num_prompt_tokens
 
     @property
     def sampling(self) -> SamplingRequest:
-        """How to choose its next token."""
+        """How to sample the next token."""
         place = self.num_tokens
         forbidden = self._forbidden if place < self.params.min_tokens else ()
         allowed = self._allowed
@@ -90,15 +92,15 @@ class DetokenizedOutput:
         return SamplingRequest(self._sampling, self.seed, place, forbidden, self._history, allowed)
 
     def ends_at(self, token_id: int) -> bool:
-        """Whether this token ends it."""
+        """Whether this token ends the output."""
         return token_id in self._eos_token_ids or token_id in self._stops
 
     def schedule(self) -> None:
-        """Take note that it waits no longer, if it did until now."""
+        """Record the time at which it was first scheduled."""
         self._scheduled = self._scheduled or self._elapsed()
 
     def append(self, token_id: int, logprobs: Mapping[int, Logprob]) -> None:
-        """Add a generated token, and finish if it is the last."""
+        """Add a generated token, and finish if it is the last one."""
         self.request.token_ids.append(token_id)
         if self._history is not None:
             self._history.counts[token_id] += 1
@@ -107,50 +109,73 @@ class DetokenizedOutput:
         now = self._elapsed()
         self.since_last, self._last_token = now - self._last_token, now
         self._first_token = self._first_token or now
-        self._end_or_go_on(token_id)
+        self._finish_if_last(token_id)
 
-    def _end_or_go_on(self, token_id: int) -> None:
+    def _finish_if_last(self, token_id: int) -> None:
         if self.ends_at(token_id):
             if token_id not in self._eos_token_ids:
                 self._stop_token = token_id
             if self.params.include_stop_str_in_output:
-                self.completion.push(token_id)
+                self._detokenizer.push(token_id)
             self.finish("stop")
             return
-        self.completion.push(token_id)
-        if self.completion.is_stopped or (self.grammar is not None and self.grammar.is_complete):
+        self._detokenizer.push(token_id)
+        if self._detokenizer.is_stopped or (self.grammar is not None and self.grammar.is_complete):
             self.finish("stop")
         elif self.num_tokens >= self.max_tokens:
             self.finish("length")
 
     def finish(self, reason: FinishReason | None) -> None:
-        """End it, unless it has ended; None: it failed."""
+        """End the output, unless it has ended. None: it failed."""
         if self._finished:
             return
-        self.completion.finish()
-        # The rest of the text may hold a stop string of its own.
-        self.finish_reason = "stop" if reason and self.completion.is_stopped else reason
+        self._detokenizer.finish()
+        # The text that was held back may contain a stop string.
+        self.finish_reason = "stop" if reason and self._detokenizer.is_stopped else reason
         self._finished = self._elapsed()
 
     def output(self) -> CompletionOutput:
-        """Return what there is so far."""
-        stopped_by = self.completion.stopped_by
+        """Return everything so far."""
         return CompletionOutput(
             self.index,
-            self.completion.text,
+            self._detokenizer.text,
             self.request.output_token_ids,
             self.finish_reason,
             None if self._logprobs is None else list(self._logprobs),
-            self._stop_token if stopped_by is None else stopped_by,
+            self._stop_reason,
         )
 
     @property
+    def has_changed(self) -> bool:
+        """Whether the next delta holds anything."""
+        is_new_end = self.is_finished and not self._has_sent_end
+        return self._num_sent < self.num_tokens or is_new_end
+
+    def delta(self) -> CompletionOutput:
+        """Return what is new since the last call; the finish reason is reported once."""
+        start, self._num_sent = self._num_sent, self.num_tokens
+        ends, self._has_sent_end = self.is_finished and not self._has_sent_end, self.is_finished
+        return CompletionOutput(
+            self.index,
+            self._detokenizer.take(),
+            self.request.token_ids[self.request.num_prompt_tokens + start :],
+            self.finish_reason if ends else None,
+            None if self._logprobs is None else self._logprobs[start:],
+            self._stop_reason if ends else None,
+        )
+
+    @property
+    def _stop_reason(self) -> str | int | None:
+        stopped_by = self._detokenizer.stopped_by
+        return self._stop_token if stopped_by is None else stopped_by
+
+    @property
     def is_finished(self) -> bool:
-        """Whether it ended, well or not."""
+        """Whether it has ended, for any reason."""
         return self._finished > 0
 
     def timings(self) -> RequestTimings:
-        """Return when what happened."""
+        """Return when it was scheduled, got its first token, and ended."""
         return RequestTimings(self._scheduled, self._first_token, self._finished)
 
     def _elapsed(self) -> float:

@@ -65,6 +65,7 @@ class RequestFactory:
         *,
         priority: int = 0,
         streams: bool = True,
+        deltas: bool = False,
         add_special_tokens: bool = True,
     ) -> ActiveRequest:
         """Return a new request; see :meth:`EngineCore.prepare`."""
@@ -97,7 +98,7 @@ class RequestFactory:
         # The prefix cache stores no logits, so prompt logprobs need the whole prompt computed.
         outputs[0].request.uses_prefix = params.prompt_logprobs is None
         text = prompt if isinstance(prompt, str) else None
-        return ActiveRequest(request_id, text, outputs, streams=streams)
+        return ActiveRequest(request_id, text, outputs, streams=streams, deltas=deltas)
 
     def _sequence_id(self, request_id: str) -> str:
         """Return a unique name for a sequence, even if request ids contain ``#``."""

@@ -1,4 +1,4 @@
-"""The text of an answer while it grows, and the texts that end it."""
+"""Incremental detokenization of one output, with stop strings."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from opweave.engine.tokenization.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """The text that tokens add up to, cut before or after the first stop string.
+    """Turns the tokens of one output into text, up to the first stop string.
+
+    Text that may be the beginning of a stop string is held back until it is decided, so that text
+    that was returned once is never taken back.
 
     Args:
         decoder: turns the tokens into text.
-        stop: texts that end the answer.
-        min_tokens: a stop string that is complete before this many tokens does not end it.
-        include_stop: the text ends with the stop string.
+        stop: stop strings.
+        min_tokens: stop strings that end before this many tokens are ignored.
+        include_stop: keep the stop string at the end of the text.
 
     Attributes:
-        stopped_by: the stop string that ended the answer, or None. Of several that begin at the
-            same place, the longest.
+        stopped_by: the stop string that ended the output, or None. If several begin at the same
+            place, the longest.
     """
 
     def __init__(
@@ -35,13 +38,15 @@ class Detokenizer:
         self.stopped_by: str | None = None
         self._decoder, self._min_tokens, self._includes_stop = decoder, min_tokens, include_stop
         self._stop = sorted(stop, key=len, reverse=True)
-        self._beginnings = [StopMatcher(text) for text in stop]
-        self._text, self._decided, self._tokens = "", 0, 0
+        self._matchers = [StopMatcher(text) for text in stop]
+        self._pieces: list[str] = []
+        self._held = ""
+        self._num_taken = self._tokens = 0
         self._is_finished = False
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> Detokenizer:
-        """Return the empty text behind the tokens of a prompt."""
+        """Return the detokenizer of an output that continues *prompt*."""
         decoder = IncrementalDecoder(
             tokenizer,
             prompt,
@@ -58,16 +63,19 @@ class Detokenizer:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string ended the answer."""
+        """Whether a stop string ended the output."""
         return self.stopped_by is not None
 
     @property
     def text(self) -> str:
-        """The text so far, without an end that may be the beginning of a stop string.
+        """All text so far, without the text that is held back."""
+        return "".join(self._pieces)
 
-        It only ever grows: what was in it once stays.
-        """
-        return self._text[: self._decided]
+    def take(self) -> str:
+        """Return the text since the last call, without the text that is held back."""
+        new = self._pieces[self._num_taken :]
+        self._num_taken = len(self._pieces)
+        return "".join(new)
 
     def push(self, token_id: int) -> None:
         """Add a token's text."""
@@ -75,29 +83,29 @@ class Detokenizer:
         self._add(self._decoder.push(token_id))
 
     def finish(self) -> None:
-        """Add the text of an incomplete character at the end, and all that was held back."""
+        """Release the text that was held back, and U+FFFD for an incomplete character."""
         if not self.is_stopped:
             self._is_finished = True
             self._add(self._decoder.finish())
 
     def _add(self, piece: str) -> None:
-        known = len(self._text)
-        self._text += piece
-        # The longest end of the text with which a stop string begins.
-        undecided = max((beginning.read(piece) for beginning in self._beginnings), default=0)
+        text = self._held + piece
+        undecided = max((matcher.read(piece) for matcher in self._matchers), default=0)
         if self._tokens >= self._min_tokens:
-            self._look_for_stop(known)
-        # Once it is decided, it is whole: nothing comes after a stop string or the end.
-        is_whole = self._is_finished or self.is_stopped
-        self._decided = len(self._text) - (0 if is_whole else undecided)
+            text = self._cut(text, len(self._held))
+        # After a stop string or the end, nothing can complete the text that is held back.
+        is_last = self._is_finished or self.is_stopped
+        decided = len(text) - (0 if is_last else undecided)
+        self._held = text[decided:]
+        if decided:
+            self._pieces.append(text[:decided])
 
-    def _look_for_stop(self, known: int) -> None:
-        # A stop string may begin in the text before and end in this piece.
-        places = (
-            (self._text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stop
-        )
+    def _cut(self, text: str, known: int) -> str:
+        """Return *text* up to the first stop string that ends after *known* characters."""
+        # It may begin in the text that was held back, but no earlier: that is why it was held back.
+        places = ((text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stop)
         found = min((each for each in places if each[0] >= 0), key=lambda e: e[0], default=None)
-        if found is not None:
-            place, self.stopped_by = found
-            kept = len(self.stopped_by) if self._includes_stop else 0
-            self._text = self._text[: place + kept]
+        if found is None:
+            return text
+        place, self.stopped_by = found
+        return text[: place + (len(self.stopped_by) if self._includes_stop else 0)]

@@ -12,7 +12,7 @@ from opweave.engine import CompletionOutput, FinishReason, RequestOutput
 from opweave.server.answer_plan import AnswerPlan
 from opweave.server.chat_generation import chat_generation
 from opweave.server.disconnect import unless_gone
-from opweave.server.generation import GenerationJob, Outputs
+from opweave.server.generation import Deltas, GenerationJob
 from opweave.server.logprobs import chat_logprobs, prompt_logprobs
 from opweave.server.output import (
     ArgumentsDelta,
@@ -22,7 +22,6 @@ from opweave.server.output import (
     ReasoningDelta,
 )
 from opweave.server.parsed_answer import ParsedAnswer
-from opweave.server.pieces import Piece
 from opweave.server.protocol.chat import (
     AnswerMessage,
     CalledFunction,
@@ -35,7 +34,7 @@ from opweave.server.protocol.chat import (
     ChatResponse,
     ToolCall,
 )
-from opweave.server.protocol.usage import Usage
+from opweave.server.protocol.usage import Usage, UsageCounter
 from opweave.server.routes.responses import ERRORS, STREAM, json_response
 from opweave.server.state import Server
 from opweave.server.streaming import stream
@@ -51,50 +50,51 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
     writer = _ChatWriter(generation, body, plan)
     if body.stream:
         return await stream(generation, writer.events, request)
-    (output,) = await unless_gone(request, generation.answers())
+    (output,) = await unless_gone(request, generation.outputs())
     return json_response(writer.response(output))
 
 
 @dataclass(frozen=True)
 class _ChatWriter:
-    """Writes the answers of one request."""
+    """Writes the response to one request."""
 
     generation: GenerationJob
     body: ChatRequest
     plan: AnswerPlan
 
     def response(self, output: RequestOutput) -> ChatResponse:
-        generation, ids = self.generation, output.prompt_token_ids
+        generation, ids, counter = self.generation, output.prompt_token_ids, UsageCounter()
+        counter.add(output)
         return ChatResponse(
             id=generation.id,
             created=generation.created,
             model=generation.model,
             choices=[self._choice(answer) for answer in output.outputs],
-            usage=Usage.of([output]),
+            usage=counter.usage(),
             prompt_token_ids=ids if self.body.return_token_ids else None,
             prompt_logprobs=prompt_logprobs(
                 output.prompt_logprobs, ids, self.body.prompt_logprobs or 0
             ),
         )
 
-    async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
-        growing: dict[int, ParsedAnswer] = {}
-        newest: list[RequestOutput] = []
-        async for _, output in outputs:
-            newest = [output]
-            usage = Usage.of(newest) if self.body.repeats_usage else None
-            for answer in output.outputs:
-                if answer.index not in growing:
-                    is_first, growing[answer.index] = not growing, ParsedAnswer(self.plan)
+    async def events(self, deltas: Deltas) -> AsyncGenerator[str, None]:
+        parsed: dict[int, ParsedAnswer] = {}
+        counter = UsageCounter()
+        async for _, delta in deltas:
+            counter.add(delta)
+            usage = counter.usage() if self.body.repeats_usage else None
+            for output in delta.outputs:
+                if output.index not in parsed:
+                    is_first, parsed[output.index] = not parsed, ParsedAnswer(self.plan)
                     begin = {"role": "assistant", "content": ""}
-                    chunk = self._chunk([ChatChunkChoice(index=answer.index, delta=begin)], usage)
+                    chunk = self._chunk([ChatChunkChoice(index=output.index, delta=begin)], usage)
                     if is_first and self.body.return_token_ids:
-                        chunk.prompt_token_ids = output.prompt_token_ids
+                        chunk.prompt_token_ids = delta.prompt_token_ids
                     yield chunk.event()
-                for choice in self._pieces(growing[answer.index], answer):
+                for choice in self._choices(parsed[output.index], output):
                     yield self._chunk([choice], usage).event()
         if self.body.includes_usage:
-            yield self._chunk([], Usage.of(newest)).event()
+            yield self._chunk([], counter.usage()).event()
 
     def _choice(self, answer: CompletionOutput) -> ChatChoice:
         parsed = ParsedAnswer(self.plan)
@@ -123,26 +123,25 @@ class _ChatWriter:
             token_ids=answer.token_ids if self.body.return_token_ids else None,
         )
 
-    def _pieces(self, parsed: ParsedAnswer, answer: CompletionOutput) -> Iterator[ChatChunkChoice]:
+    def _choices(self, parsed: ParsedAnswer, output: CompletionOutput) -> Iterator[ChatChunkChoice]:
         calls = len(parsed.calls)
-        piece, events = parsed.add(answer)
         deltas = []
-        for event in events:
+        for event in parsed.add(output):
             calls += isinstance(event, CallStart)
             deltas += self._delta(event, parsed, calls - 1)
-        ids = piece.token_ids if self.body.return_token_ids else None
-        if (piece.logprobs or ids) and not deltas:
+        ids = output.token_ids if self.body.return_token_ids else None
+        if (output.logprobs or ids) and not deltas:
             deltas = [{"content": ""}]  # tokens whose text is held back, or is part of a format
-        logprobs = self._logprobs(piece)
+        logprobs = self._logprobs(output)
         for delta in deltas:
-            yield ChatChunkChoice(index=answer.index, delta=delta, logprobs=logprobs, token_ids=ids)
+            yield ChatChunkChoice(index=output.index, delta=delta, logprobs=logprobs, token_ids=ids)
             logprobs = ids = None
-        if piece.finish_reason is not None:
+        if output.finish_reason is not None:
             yield ChatChunkChoice(
-                index=answer.index,
+                index=output.index,
                 delta={},
-                finish_reason=_finish_reason(piece.finish_reason, parsed),
-                stop_reason=piece.stop_reason,
+                finish_reason=_finish_reason(output.finish_reason, parsed),
+                stop_reason=output.stop_reason,
             )
 
     def _delta(self, event: Event, parsed: ParsedAnswer, index: int) -> list[dict[str, Any]]:
@@ -163,11 +162,11 @@ class _ChatWriter:
     def _shows_reasoning(self) -> bool:
         return self.body.include_reasoning is not False
 
-    def _logprobs(self, answer: CompletionOutput | Piece) -> ChatLogprobs | None:
+    def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
         count, tokenizer = self.body.top_logprobs or 0, self.generation.server.engine.tokenizer
         return chat_logprobs(
-            answer.token_ids,
-            answer.logprobs,
+            output.token_ids,
+            output.logprobs,
             count,
             tokenizer,
             as_ids=bool(self.body.return_tokens_as_token_ids),

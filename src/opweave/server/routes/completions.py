@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter, Request, Response
@@ -10,10 +10,9 @@ from fastapi import APIRouter, Request, Response
 from opweave.engine import CompletionOutput, RequestOutput
 from opweave.server.disconnect import unless_gone
 from opweave.server.errors import engine_error
-from opweave.server.generation import GenerationJob, Outputs
+from opweave.server.generation import Deltas, GenerationJob
 from opweave.server.logprobs import completion_logprobs, joined, prompt_logprobs
 from opweave.server.offsets import Offsets, prompt_offsets
-from opweave.server.pieces import Growth, Piece
 from opweave.server.prompts import Reading, check_context, read_prompts
 from opweave.server.protocol.answers import ErrorDetail
 from opweave.server.protocol.completions import (
@@ -22,7 +21,7 @@ from opweave.server.protocol.completions import (
     CompletionRequest,
     CompletionResponse,
 )
-from opweave.server.protocol.usage import Usage
+from opweave.server.protocol.usage import Usage, UsageCounter
 from opweave.server.routes.responses import ERRORS, STREAM, json_response
 from opweave.server.state import Server
 from opweave.server.streaming import stream
@@ -53,115 +52,113 @@ async def completions(body: CompletionRequest, request: Request, server: Server)
     writer = _CompletionsWriter(generation, body)
     if body.stream:
         return await stream(generation, writer.events, request)
-    outputs = await unless_gone(request, generation.answers(partial=True))
+    outputs = await unless_gone(request, generation.outputs(partial=True))
     return json_response(writer.response(outputs))
 
 
-class _Growing:
-    """One answer while it is written: what is new in it, and where its tokens begin.
+class _Choice:
+    """The state of one output while it is written.
 
     Args:
-        prompt: the text that it echoes.
-        offsets: finds the places of its tokens.
+        first: the first delta of its prompt.
+        echo: the prompt's text, if the response repeats it.
+        offsets: finds the text offsets of its tokens.
     """
 
-    def __init__(self, prompt: str, offsets: Offsets) -> None:
-        self.prompt, self.offsets = prompt, offsets
-        self.growth, self.is_new = Growth(), True
+    def __init__(self, first: RequestOutput, echo: str, offsets: Offsets) -> None:
+        self.first, self.echo, self.offsets = first, echo, offsets
+        self.is_new = True
 
 
 @dataclass(frozen=True)
 class _CompletionsWriter:
-    """Writes the answers of one request."""
+    """Writes the response to one request."""
 
     generation: GenerationJob
     body: CompletionRequest
-    growing: dict[int, _Growing] = field(default_factory=dict)  # by its place
+    choices: dict[int, _Choice] = field(default_factory=dict)  # by the index of the choice
 
     def response(self, outputs: list[RequestOutput]) -> CompletionResponse:
-        choices = [
-            choice
-            for number, output in enumerate(outputs)
-            for answer in output.outputs
-            if (choice := self._choice(number, output, answer)) is not None
-        ]
-        return self._body(choices, self._usage(outputs))
+        counter, choices = self._counter(), []
+        for number, output in enumerate(outputs):
+            counter.add(output, number)
+            found = (self._choice(number, output, each) for each in output.outputs)
+            choices += [choice for choice in found if choice is not None]
+        return self._body(choices, counter.usage())
 
-    async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
-        newest: dict[int, RequestOutput] = {}
-        async for number, output in outputs:
-            newest[number] = output
-            usage = self._usage(newest.values()) if self.body.repeats_usage else None
-            for answer in output.outputs:
-                if (choice := self._choice(number, output, answer)) is not None:
+    async def events(self, deltas: Deltas) -> AsyncGenerator[str, None]:
+        counter = self._counter()
+        async for number, delta in deltas:
+            counter.add(delta, number)
+            usage = counter.usage() if self.body.repeats_usage else None
+            for output in delta.outputs:
+                if (choice := self._choice(number, delta, output)) is not None:
                     yield self._body([choice], usage).event()
         if self.body.includes_usage:
-            yield self._body([], self._usage(newest.values())).event()
+            yield self._body([], counter.usage()).event()
 
     def _choice(
-        self, number: int, output: RequestOutput, answer: CompletionOutput
+        self, number: int, delta: RequestOutput, output: CompletionOutput
     ) -> CompletionChoice | None:
-        """Return what is new in an answer, or None if nothing is."""
-        place = self._place(number, answer)
-        if place not in self.growing:
-            prompt = self._prompt_text(number) if self.body.echo else ""
-            self.growing[place] = _Growing(prompt, self._offsets(output, len(prompt)))
-        growing = self.growing[place]
-        piece = growing.growth.piece(answer)
-        ids = piece.token_ids if self.body.return_token_ids else None
-        if not (piece or ids or (growing.is_new and self.body.echo)):
+        """Return the choice for a delta of an output, or None if there is nothing to send."""
+        index = number * self.generation.params.n + output.index
+        if index not in self.choices:
+            echo = self._prompt_text(number) if self.body.echo else ""
+            self.choices[index] = _Choice(delta, echo, self._offsets(delta, len(echo)))
+        state = self.choices[index]
+        ids = output.token_ids if self.body.return_token_ids else None
+        has_news = output.text or output.finish_reason or output.logprobs or ids
+        if not (has_news or (state.is_new and self.body.echo)):
             return None
-        reason, stop_reason, text = piece.finish_reason, piece.stop_reason, piece.text
-        if self.body.writes_nothing:  # whatever the token is that the engine had to write
+        reason, stop_reason, text = output.finish_reason, output.stop_reason, output.text
+        if self.body.writes_nothing:  # the engine had to generate a token, which is dropped
             reason, stop_reason, text = "length" if reason == "stop" else reason, None, ""
-        logprobs = self._logprobs(output, piece, growing)
+        logprobs = self._logprobs(output, state)
         choice = CompletionChoice(
-            index=place,
+            index=index,
             text=text,
             logprobs=logprobs,
             finish_reason=reason,
             stop_reason=stop_reason,
             token_ids=[] if ids and self.body.writes_nothing else ids,
-            error=_error(output) if reason == "error" else None,
+            error=_error(delta) if reason == "error" else None,
         )
-        if growing.is_new:
-            self._begin(choice, output, growing)
+        if state.is_new:
+            self._begin(choice, state)
         return choice
 
-    def _begin(self, choice: CompletionChoice, output: RequestOutput, growing: _Growing) -> None:
-        """Add what only the first piece of an answer has."""
-        growing.is_new, choice.text = False, growing.prompt + choice.text
-        prompt = output.prompt_token_ids
+    def _begin(self, choice: CompletionChoice, state: _Choice) -> None:
+        """Add the fields that only the first chunk of an output has."""
+        state.is_new, choice.text = False, state.echo + choice.text
+        prompt = state.first.prompt_token_ids
         if self.body.return_token_ids:
             choice.prompt_token_ids = prompt
         if (count := self.body.prompt_logprobs) is not None:
-            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, prompt, count)
+            choice.prompt_logprobs = prompt_logprobs(state.first.prompt_logprobs, prompt, count)
 
-    def _logprobs(
-        self, output: RequestOutput, piece: Piece, growing: _Growing
-    ) -> CompletionLogprobs | None:
+    def _logprobs(self, output: CompletionOutput, state: _Choice) -> CompletionLogprobs | None:
         if (count := self.body.logprobs) is None:
             return None
-        known = None if self.body.writes_nothing else piece.logprobs
-        places = growing.offsets.add(piece.token_ids)
-        tokenizer, ids = self.generation.server.engine.tokenizer, output.prompt_token_ids
+        known = None if self.body.writes_nothing else output.logprobs
+        offsets = state.offsets.add(output.token_ids)
+        tokenizer, ids = self.generation.server.engine.tokenizer, state.first.prompt_token_ids
         as_ids = bool(self.body.return_tokens_as_token_ids)
-        answer = completion_logprobs(
-            piece.token_ids, known, count, places, tokenizer, as_ids=as_ids
+        generated = completion_logprobs(
+            output.token_ids, known, count, offsets, tokenizer, as_ids=as_ids
         )
-        if not (self.body.echo and growing.is_new):
-            return answer
-        places = prompt_offsets(tokenizer, ids, growing.prompt)
+        if not (self.body.echo and state.is_new):
+            return generated
+        offsets = prompt_offsets(tokenizer, ids, state.echo)
         first = tokenizer.decode(ids[:1])
         prompt = completion_logprobs(
-            ids, output.prompt_logprobs, count, places, tokenizer, first=first, as_ids=as_ids
+            ids, state.first.prompt_logprobs, count, offsets, tokenizer, first=first, as_ids=as_ids
         )
-        return joined(prompt, answer)
+        return joined(prompt, generated)
 
-    def _offsets(self, output: RequestOutput, start: int) -> Offsets:
+    def _offsets(self, first: RequestOutput, start: int) -> Offsets:
         return Offsets(
             self.generation.server.engine.tokenizer,
-            output.prompt_token_ids,
+            first.prompt_token_ids,
             start=start,
             skip_special_tokens=self.generation.params.skip_special_tokens,
             spaces_between_special_tokens=self.generation.params.spaces_between_special_tokens,
@@ -173,11 +170,8 @@ class _CompletionsWriter:
             return prompt.text
         return self.generation.server.engine.tokenizer.decode(prompt.ids)
 
-    def _place(self, number: int, answer: CompletionOutput) -> int:
-        return number * self.generation.params.n + answer.index
-
-    def _usage(self, outputs: Iterable[RequestOutput]) -> Usage:
-        return Usage.of(outputs, counts_answers=not self.body.writes_nothing)
+    def _counter(self) -> UsageCounter:
+        return UsageCounter(counts_completion=not self.body.writes_nothing)
 
     def _body(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionResponse:
         generation = self.generation
@@ -191,6 +185,6 @@ class _CompletionsWriter:
 
 
 def _error(output: RequestOutput) -> ErrorDetail | None:
-    """Return why a prompt has no answer while others have one."""
+    """Return why a prompt failed while others did not."""
     found = None if output.error is None else engine_error(output.error)
     return None if found is None else ErrorDetail.model_validate(found.body["error"])

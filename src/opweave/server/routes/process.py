@@ -85,7 +85,7 @@ async def _answered(
     generation = GenerationJob(
         server, "proc", prompts, params, deadline, body.priority or 0, param="data"
     )
-    return await generation.answers()
+    return await generation.outputs()
 
 
 def _response(result: Any, processor: IOProcessor, server: ServerState) -> Response:

@@ -12,17 +12,17 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from opweave.engine import CompletionOutput, EngineError, RequestOutput
+from opweave.engine import EngineError, FinishReason, RequestOutput
 from opweave.server.answer_plan import AnswerPlan
 from opweave.server.chat_generation import chat_generation
 from opweave.server.disconnect import unless_gone
 from opweave.server.errors import ApiError, api_error
-from opweave.server.generation import GenerationJob, Outputs
+from opweave.server.generation import Deltas, GenerationJob
 from opweave.server.output import CallStart
 from opweave.server.parsed_answer import ParsedAnswer
 from opweave.server.protocol.chat import ChatRequest
 from opweave.server.protocol.responses import ResponsesRequest
-from opweave.server.protocol.usage import Usage
+from opweave.server.protocol.usage import UsageCounter
 from opweave.server.response_items import Item, ResponseItems
 from opweave.server.routes.responses import ERRORS, STREAM
 from opweave.server.state import Server
@@ -49,7 +49,7 @@ async def responses(body: ResponsesRequest, request: Request, server: Server) ->
         writer = _ResponsesWriter(generation, body, plan)
         if body.stream:
             return await stream(generation, writer.events, request)
-        (output,) = await unless_gone(request, generation.answers())
+        (output,) = await unless_gone(request, generation.outputs())
     except (ApiError, EngineError) as error:
         raise _renamed(api_error(error, request)) from error
     return JSONResponse(writer.response(output))
@@ -79,7 +79,7 @@ def _renamed(error: ApiError) -> ApiError:
 
 @dataclass
 class _ResponsesWriter:
-    """Writes the one answer to a request."""
+    """Writes the response to one request."""
 
     generation: GenerationJob
     body: ResponsesRequest
@@ -88,38 +88,42 @@ class _ResponsesWriter:
     numbers: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
-        self._parsed = ParsedAnswer(self.plan)
+        self._parsed, self._counter = ParsedAnswer(self.plan), UsageCounter()
+        self._reason: FinishReason | None = None
 
     def response(self, output: RequestOutput) -> Item:
-        for _ in self._new(output.outputs[0]):
-            pass  # the items keep what the events say
-        return self._response(output)
+        for _ in self._new(output):
+            pass  # the items are kept
+        return self._response(has_started=True)
 
-    async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
-        output = None
+    async def events(self, deltas: Deltas) -> AsyncGenerator[str, None]:
         for kind in ("created", "in_progress"):
-            yield self._event({"type": f"response.{kind}", "response": self._response(None)})
-        async for _, output in outputs:
-            for item in self._new(output.outputs[0]):
+            response = self._response(has_started=False)
+            yield self._event({"type": f"response.{kind}", "response": response})
+        has_started = False
+        async for _, delta in deltas:
+            has_started = True
+            for item in self._new(delta):
                 yield self._event(item)
-        done = self._response(output)
+        done = self._response(has_started=has_started)
         yield self._event({"type": f"response.{done['status']}", "response": done})
 
-    def _new(self, answer: CompletionOutput) -> Iterator[Item]:
-        index = len(self._parsed.calls)
-        piece, events = self._parsed.add(answer)
-        for event in events:
-            call_id = self._parsed.calls[index].id if isinstance(event, CallStart) else None
-            index += isinstance(event, CallStart)
-            yield from self.items.add(event, call_id)
-        if piece.finish_reason is not None:
-            is_complete = piece.finish_reason == "stop"
-            yield from self.items.finish("completed" if is_complete else "incomplete")
+    def _new(self, delta: RequestOutput) -> Iterator[Item]:
+        self._counter.add(delta)
+        for output in delta.outputs:
+            index = len(self._parsed.calls)
+            for event in self._parsed.add(output):
+                call_id = self._parsed.calls[index].id if isinstance(event, CallStart) else None
+                index += isinstance(event, CallStart)
+                yield from self.items.add(event, call_id)
+            if output.finish_reason is not None:
+                self._reason = output.finish_reason
+                is_complete = output.finish_reason == "stop"
+                yield from self.items.finish("completed" if is_complete else "incomplete")
 
-    def _response(self, output: RequestOutput | None) -> Item:
+    def _response(self, *, has_started: bool) -> Item:
         generation, body = self.generation, self.body
-        reason = None if output is None else output.outputs[0].finish_reason
-        status = {None: "in_progress", "stop": "completed"}.get(reason, "incomplete")
+        status = {None: "in_progress", "stop": "completed"}.get(self._reason, "incomplete")
         is_incomplete = status == "incomplete"
         form = None if body.text is None else body.text.format
         return {
@@ -141,14 +145,14 @@ class _ResponsesWriter:
             "store": False,
             "truncation": "disabled",
             "metadata": body.metadata or {},
-            "usage": None if output is None else self._usage(output),
+            "usage": self._usage() if has_started else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "text": {"format": form or {"type": "text"}},
         }
 
-    def _usage(self, output: RequestOutput) -> Item:
-        usage, encode = Usage.of([output]), self.generation.server.engine.tokenizer.encode
+    def _usage(self) -> Item:
+        usage, encode = self._counter.usage(), self.generation.server.engine.tokenizer.encode
         reasoning = self._parsed.reasoning
         thoughts = len(encode(reasoning, add_special_tokens=False)) if reasoning else 0
         cached = usage.prompt_tokens_details.cached_tokens

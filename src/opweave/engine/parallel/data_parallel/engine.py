@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from opweave.engine.loading.checkpoint import Checkpoint
 from opweave.engine.loading.generation_config import sampling_defaults
 from opweave.engine.loading.loader import Progress, check_ranks
 from opweave.engine.metrics.stats import EngineStats
-from opweave.engine.parallel.data_parallel.deltas import joined
 from opweave.engine.parallel.data_parallel.group import ReplicaGroup
 from opweave.engine.parallel.data_parallel.merged_stats import merged
 from opweave.engine.parallel.data_parallel.messages import (
@@ -100,7 +99,6 @@ class DataParallelEngine(StreamingClient):
         size = config.parallel.data_parallel_size
         self._router = ReplicaRouter(size, finds_prefixes=fitted.cache.enable_prefix_caching)
         self._owed: dict[str, tuple[ReplicaHandle, int]] = {}
-        self._so_far: dict[str, RequestOutput] = {}
         self._vectors: dict[str, asyncio.Future[EmbeddingOutput]] = {}
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="opweave-replicas", daemon=True)
@@ -142,14 +140,14 @@ class DataParallelEngine(StreamingClient):
     def dead_with(self) -> BaseException | None:
         return self._dead_with or (None if self._replicas.able else self._replicas.last_failure)
 
-    def generate(
+    def generate_deltas(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams,
         *,
         request_id: str,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         def prepare() -> Callable[[], None]:
             check_params(params)
             seeded = replace(params, seed=self._seeds.of(params))
@@ -217,9 +215,7 @@ class DataParallelEngine(StreamingClient):
                     vector.set_result(answer)
                 self._close(answer.request_id)
             elif answer.request_id in self._owed:
-                so_far = joined(self._so_far.get(answer.request_id), answer)
-                self._so_far[answer.request_id] = so_far
-                self._receive([so_far])
+                self._receive([answer])
                 if answer.request_id not in self._streams:
                     # Nobody reads it: calls may overtake each other, an abort its own request.
                     self._give_up(answer.request_id)
@@ -244,7 +240,6 @@ class DataParallelEngine(StreamingClient):
 
     def _close(self, request_id: str) -> None:
         super()._close(request_id)
-        self._so_far.pop(request_id, None)
         if (owed := self._owed.pop(request_id, None)) is not None:
             member, answers = owed
             self._router.release(member.number, answers)

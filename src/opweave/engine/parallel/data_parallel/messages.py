@@ -83,7 +83,7 @@ class ReplicaReport:
     """What is new with a replica since its last report.
 
     Attributes:
-        answers: what requests have got: outputs as :func:`~.pieces.since` cuts them, vectors, and
+        answers: what requests have got: outputs as deltas, vectors, and
             refusals.
         stats: of its engine, once that is loaded.
         max_model_len: of its engine, once that is loaded.

@@ -20,7 +20,6 @@ from opweave.engine.client.engine_client import EngineClient
 from opweave.engine.embedding.pooling_params import PoolingParams
 from opweave.engine.errors import EngineDeadError, EngineError
 from opweave.engine.loading.loader import Progress
-from opweave.engine.parallel.data_parallel.deltas import since
 from opweave.engine.parallel.data_parallel.messages import (
     LoadOrder,
     ReplicaReport,
@@ -28,6 +27,7 @@ from opweave.engine.parallel.data_parallel.messages import (
     Submission,
 )
 from opweave.engine.parallel.executor.agreement import Agreement
+from opweave.engine.request.accumulator import merge_deltas
 from opweave.engine.request.outputs import EmbeddingOutput, RequestOutput
 from opweave.engine.runner.worker import share_of_host
 from opweave.engine.sampling.sampling_params import SamplingParams
@@ -56,8 +56,7 @@ class Replica:
         self._news = asyncio.Event()
         self._records: SimpleQueue[LogRecord] = SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._newest: dict[str, RequestOutput] = {}
-        self._sent: dict[str, RequestOutput] = {}
+        self._deltas: dict[str, list[RequestOutput]] = {}  # since the last report
         self._others: list[EmbeddingOutput | RequestFailure] = []
         self._progress: tuple[int, int] | None = None
         self._failure: BaseException | None = None
@@ -96,7 +95,7 @@ class Replica:
             self._failure = engine.dead_with
         self._progress, self._others = None, []
         return ReplicaReport(
-            answers=[*self._pieces(), *others],
+            answers=[*self._take_deltas(), *others],
             stats=None if engine is None else engine.stats(),
             max_model_len=None if engine is None else engine.max_model_len,
             vocab_size=0 if engine is None else engine.vocab_size,
@@ -141,11 +140,11 @@ class Replica:
     async def _answer(self, ask: Submission, params: SamplingParams) -> None:
         assert self._engine is not None, "it is loaded"
         try:
-            outputs = self._engine.generate(
+            outputs = self._engine.generate_deltas(
                 ask.prompt, params, request_id=ask.request_id, priority=ask.priority
             )
             async for output in outputs:
-                self._newest[ask.request_id] = output
+                self._deltas.setdefault(ask.request_id, []).append(output)
                 self._news.set()
         except Exception as error:  # whatever it is, who asked must hear of it
             self._refuse(ask.request_id, error)
@@ -168,19 +167,13 @@ class Replica:
     def _refuse(self, request_id: str, error: Exception) -> None:
         if not isinstance(error, OpweaveError):
             _log.error("request %s failed", request_id, exc_info=error)
-        self._newest.pop(request_id, None)
-        self._sent.pop(request_id, None)
+        self._deltas.pop(request_id, None)
         self._others.append(RequestFailure(request_id, portable(error)))
         self._news.set()
 
-    def _pieces(self) -> list[RequestOutput]:
-        pieces = []
-        for name, output in self._newest.items():
-            pieces.append(since(self._sent.pop(name, None), output))
-            if not output.finished:
-                self._sent[name] = output
-        self._newest.clear()
-        return pieces
+    def _take_deltas(self) -> list[RequestOutput]:
+        deltas, self._deltas = self._deltas, {}
+        return [merge_deltas(each) for each in deltas.values()]
 
     def _logged(self) -> list[LogRecord]:
         records = []
