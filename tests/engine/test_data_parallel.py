@@ -587,8 +587,8 @@ def test_replicas_on_one_machine_share_its_memory() -> None:
 
 @pytest.mark.parametrize("make", [LLM, AsyncEngine, Embedder])
 def test_one_engine_is_not_several(make: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"data_parallel_size=2: this is one engine.*"
-                       "opweave serve"):  # fmt: skip
+    message = r"data_parallel_size=2: this class runs a single engine.*opweave serve"
+    with pytest.raises(InvalidArgumentError, match=message):
         make(CHECKPOINT, config=parallel())
 
 

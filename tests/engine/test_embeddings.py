@@ -114,7 +114,7 @@ def test_wrong_prompts_and_checkpoints(checkpoint: Checkpoints, tmp_path: Path) 
     path, _ = checkpoint("bert")
     with pytest.raises(PromptError, match=r"has 97 tokens, .* is 96 tokens. Shorten it by 1"):
         Embedder(path).embed([5] * 97)
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM makes no embeddings"):
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM is not an encoder"):
         Embedder(checkpoint("llama")[0])
     copy = pooled(path, tmp_path, {"pooling_mode": "median"}, "Dense")
     with pytest.raises(CheckpointError, match=r"pooling by \['median'\]. Supported: cls, max"):

@@ -115,7 +115,7 @@ def broken(engine: EngineClient) -> APIRouter:
     ("factory", "named"),
     [
         (broken, "RuntimeError: no such device"),
-        (lambda engine: "router", "no fastapi.APIRouter"),
+        (lambda engine: "router", "must be a fastapi.APIRouter"),
         ("no.such.module:router", "no.such.module"),
         (f"{__name__}:nothing", "nothing"),
     ],

@@ -147,7 +147,7 @@ def test_what_a_processor_does_wrong_is_logged_and_not_told(
 ) -> None:
     server = start(io_processor=processor("outlines"))
     error_of(server.post(PATH, {"data": {**NAMES, "breaks": True}}), 500)
-    assert "Outlines returned what is no JSON" in caplog.text
+    assert "Outlines returned a value that is not JSON" in caplog.text
     caplog.clear()
     error_of(server.post(PATH, {"data": {"names": 5}}), 500)
     assert "'int' object is not iterable" in caplog.text

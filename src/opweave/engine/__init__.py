@@ -1,4 +1,4 @@
-"""The engine: loads a checkpoint and answers prompts."""
+"""The inference engine: loads a checkpoint, and generates text or embeddings."""
 
 from opweave.engine.chat import ChatTemplate
 from opweave.engine.client.async_embedder import AsyncEmbedder

@@ -9,7 +9,7 @@ from opweave.engine.errors import MissingDependencyError
 
 
 def require(name: str, extra: str = "serve") -> Any:
-    """Import and return module *name*, which the *extra* of opweave installs.
+    """Import and return module *name*, a dependency in opweave's extra *extra*.
 
     Raises:
         MissingDependencyError: it is not installed.

@@ -1,4 +1,4 @@
-"""What a user of the engine can get wrong: one class for each condition."""
+"""Errors of the engine, one class for each condition."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class MissingDependencyError(EngineError, ImportError):
 
 
 class RequestError(EngineError, ValueError):
-    """Base class of errors in what a caller asked for.
+    """Base class of errors in a request's arguments.
 
     Attributes:
-        parameter: the name of the parameter that is wrong, or None.
+        parameter: the name of the invalid parameter, or None.
     """
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
@@ -36,7 +36,7 @@ class RequestError(EngineError, ValueError):
 
 
 class InvalidArgumentError(RequestError):
-    """An argument of the engine has a value that it cannot have."""
+    """An argument of the engine has an invalid value."""
 
 
 class UnexpectedKeywordError(InvalidArgumentError, TypeError):
@@ -48,18 +48,18 @@ class SamplingParamsError(RequestError):
 
 
 class PromptError(RequestError):
-    """A prompt is empty, too long, or not made of this model's tokens."""
+    """A prompt is empty, too long, or has token ids outside the vocabulary."""
 
 
 class ChatTemplateError(RequestError):
-    """A chat template is missing, is not valid Jinja, or refuses the messages."""
+    """A chat template is missing, is not valid Jinja, or rejects the messages."""
 
 
 class NonFiniteLogitsError(EngineError):
     """The model produced logits that are NaN or infinite.
 
     Attributes:
-        rows: of the scores, those that are not.
+        rows: the rows with such logits.
     """
 
     def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
@@ -68,11 +68,11 @@ class NonFiniteLogitsError(EngineError):
 
 
 class NoTokenLeftError(NonFiniteLogitsError, ValueError):
-    """The parameters of a request leave no token to choose."""
+    """The parameters of a request exclude every token."""
 
 
 class EngineDeadError(EngineError):
-    """The engine stopped, of an error or because it was shut down, and takes no requests."""
+    """The engine died or was shut down, and takes no requests."""
 
 
 class RankFailedError(EngineDeadError):
@@ -84,12 +84,12 @@ class ReplicaFailedError(EngineDeadError):
 
 
 class CommunicatorError(EngineError):
-    """A collective failed: a rank did not come, cannot be reached, or brought something else."""
+    """A collective failed: a rank is missing, unreachable, or called another collective."""
 
 
 class CacheSizeError(EngineError, ValueError):
-    """The cache of keys and values cannot hold what it must."""
+    """The KV cache is too small."""
 
 
 class UnsupportedCacheError(EngineError):
-    """No attention backend, or not this one, can keep the cache that a layer needs."""
+    """The attention backends do not support the cache that a layer needs."""

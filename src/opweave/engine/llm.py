@@ -1,4 +1,4 @@
-"""Offline generation: prompts in, answers out."""
+"""Offline generation."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from opweave.engine.sampling.sampling_params import SamplingParams
 
 
 class LLM:
-    """A language model that answers prompts. Encoders: see :class:`Embedder`.
+    """A language model for offline generation. For encoders, see :class:`Embedder`.
 
-    Several threads may ask it at once: they take turns, step by step, and each step computes what
-    all of them have asked.
+    Several threads may use it at once. They take turns, step by step, and each step computes the
+    requests of all threads.
 
     Args:
         model: the directory of a checkpoint.
         dtype: ``"auto"`` for the checkpoint's, or ``"float32"``, ``"bfloat16"`` or ``"float16"``,
             or the ``torch.dtype`` of that name.
-        seed: seeds the sampling of requests that bring no seed of their own.
-        ir_op_priority: which kernels to prefer, by op; holds for this object's forwards only.
-        config: the same settings, and more, in one object; how to compile is one of them.
+        seed: seeds the sampling of requests without a seed.
+        ir_op_priority: providers to prefer, by op; only for this object's forward passes.
+        config: the same settings and more in one object, such as how to compile.
         progress: called while loading, with the number of tensors loaded so far and in total; True:
             a bar on standard error, if that is a terminal.
 
     Raises:
         EngineError, ModelError: the checkpoint is missing, damaged or not supported.
-        InvalidArgumentError: (a ValueError) an argument is wrong, or given differently in *config*.
+        InvalidArgumentError: (a ValueError) an argument is wrong, or conflicts with *config*.
         IrError: an op or provider is unknown.
 
     Example::
@@ -94,7 +94,7 @@ class LLM:
         *,
         add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
-        """Answer *prompts*, several at a time; the results are in their order.
+        """Generate outputs for *prompts*, batched; the results are in the same order.
 
         Args:
             prompts: one text or several; or token ids, of one prompt or of several.
@@ -107,34 +107,34 @@ class LLM:
                 for texts that hold them already.
 
         Raises:
-            PromptError: a prompt is empty, too long or not made of the model's tokens.
-            NonFiniteLogitsError: the model's scores are not numbers.
+            PromptError: a prompt is empty, too long, or has token ids outside the vocabulary.
+            NonFiniteLogitsError: the model's logits are not finite.
         """
         texts = as_list(prompts)
         params = params_for(len(texts), sampling_params, self.default_sampling_params())
         # All prompts are checked before the first one runs.
-        generations = [
+        requests = [
             self._core.prepare(
                 str(next(self._names)), *item, streams=False, add_special_tokens=add_special_tokens
             )
             for item in zip(texts, params, strict=True)
         ]
-        most = sum(generation.max_tokens for generation in generations)
+        most = sum(request.max_tokens for request in requests)
         try:
-            self._add(generations)
+            self._add(requests)
             with (
                 private_context(self._priorities) as context,
                 reporting(progress, "writing") as report,
             ):
-                is_finished = not generations
+                is_finished = not requests
                 while not is_finished:
                     with self._turns.take():
-                        is_finished = self._step(generations, context)
+                        is_finished = self._step(requests, context)
                     if report is not None:
-                        report(sum(g.num_done for g in generations), most)
+                        report(sum(g.num_done for g in requests), most)
         finally:
-            self._give_up(generations)
-        return [generation.output() for generation in generations]
+            self._give_up(requests)
+        return [request.output() for request in requests]
 
     def chat(
         self,
@@ -152,10 +152,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several of them; the results are in their order.
+        """Generate the next message of one conversation or several.
 
-        Messages are written as the template reads them, as the server does: content may be null, a
-        string or text parts, and the arguments of tool calls objects or JSON text.
+        As in the server, messages are converted to the form that the template reads: content may be
+        null, a string or text parts, and arguments of tool calls may be objects or JSON text.
 
         Args:
             messages: dicts with ``role`` and ``content``, as in OpenAI's API: a list of them for
@@ -182,7 +182,7 @@ class LLM:
             UnexpectedKeywordError: (a TypeError) neither this method nor the template has a
                 variable of that name.
             InvalidArgumentError: the last message is to be continued, and another one begun.
-            NonFiniteLogitsError: the model's scores are not numbers.
+            NonFiniteLogitsError: the model's logits are not finite.
 
         Example::
 
@@ -211,13 +211,13 @@ class LLM:
         return template_for(self._checkpoint, None)
 
     def process(self, request: Any, *, io_processor: str | None = None) -> Any:
-        """Answer a request that is in a form of a plugin's own.
+        """Process a request in the format of an I/O processor plugin.
 
         The plugin's :class:`~opweave.engine.request.io_processor.IOProcessor` turns it into
         prompts, and their outputs into the result.
 
         Args:
-            request: whatever the processor takes.
+            request: a request in the processor's format.
             io_processor: the plugin's name; None: the one that the checkpoint names.
 
         Raises:
@@ -236,38 +236,38 @@ class LLM:
         *,
         add_special_tokens: bool = True,
     ) -> Iterator[RequestOutput]:
-        """Yield the answer to one prompt as it grows: each output holds everything so far.
+        """Yield the outputs of one prompt while they grow: each holds everything so far.
 
-        Text that may become a stop string is held back, so that text never shrinks. Closing the
-        iterator gives the request up.
+        Text that may become a stop string is held back, so text never shrinks. Closing the iterator
+        aborts the request.
 
         Raises:
-            PromptError: the prompt is too long or not made of the model's tokens.
-            NonFiniteLogitsError: the model's scores are not numbers.
+            PromptError: the prompt is too long, or has token ids outside the vocabulary.
+            NonFiniteLogitsError: the model's logits are not finite.
         """
         params = self.default_sampling_params() if sampling_params is None else sampling_params
-        generation = self._core.prepare(
+        request = self._core.prepare(
             str(next(self._names)), prompt, params, add_special_tokens=add_special_tokens
         )
         try:
-            self._add([generation])
+            self._add([request])
             with private_context(self._priorities) as context:
-                yield from self._outputs(generation, context)
+                yield from self._outputs(request, context)
         finally:
-            self._give_up([generation])
+            self._give_up([request])
 
-    def _outputs(self, generation: ActiveRequest, context: Context) -> Iterator[RequestOutput]:
+    def _outputs(self, request: ActiveRequest, context: Context) -> Iterator[RequestOutput]:
         known, is_finished = 0, False
         while not is_finished:
             with self._turns.take():
-                is_finished = self._step([generation], context)
-                is_new = is_finished or generation.num_done > known
-                known, output = generation.num_done, generation.output()
+                is_finished = self._step([request], context)
+                is_new = is_finished or request.num_done > known
+                known, output = request.num_done, request.output()
             if is_new:
                 yield output
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """Return the sampling parameters of prompts that come without.
+        """Return the default sampling parameters.
 
         The checkpoint's ``generation_config.json`` sets them, unless the configuration has
         ``generation_config="none"``. Parameters that are given to :meth:`generate` are used as they
@@ -283,36 +283,36 @@ class LLM:
         return SamplingParams(**{**self._core.sampling_defaults, **changes})
 
     def stats(self) -> EngineStats:
-        """Return what the engine has done so far."""
+        """Return the statistics since the engine started."""
         return self._core.stats()
 
     def shutdown(self) -> None:
-        """Free the model, and end the processes of its other ranks; the end of the program does so.
+        """Free the model, and stop the processes of other ranks, as the end of the program does.
 
-        What other threads wait for is aborted, and prompts are errors afterwards. A second call
-        does nothing.
+        Requests of other threads are aborted, and later prompts raise an error. A second call is a
+        no-op.
         """
         with self._turns.take():
             self._core.shutdown()
 
-    def _add(self, generations: Sequence[ActiveRequest]) -> None:
+    def _add(self, requests: Sequence[ActiveRequest]) -> None:
         with self._turns.take():
-            for generation in generations:
-                self._core.add_request(generation)
+            for request in requests:
+                self._core.add_request(request)
 
-    def _step(self, generations: Sequence[ActiveRequest], context: Context) -> bool:
-        """Compute a step, unless other calls have done the rest; return whether that is done."""
-        if not _are_finished(generations):
+    def _step(self, requests: Sequence[ActiveRequest], context: Context) -> bool:
+        """Compute a step unless *requests* have finished; return whether they have."""
+        if not _are_finished(requests):
             context.run(self._core.step)
-        for generation in generations:
-            if generation.error is not None:
-                raise generation.error
-        return _are_finished(generations)
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        return _are_finished(requests)
 
-    def _give_up(self, generations: Sequence[ActiveRequest]) -> None:
-        names = [generation.request_id for generation in generations]
+    def _give_up(self, requests: Sequence[ActiveRequest]) -> None:
+        names = [request.request_id for request in requests]
         self._turns.soon(partial(self._core.abort, names))
 
 
-def _are_finished(generations: Sequence[ActiveRequest]) -> bool:
-    return all(generation.is_finished for generation in generations)
+def _are_finished(requests: Sequence[ActiveRequest]) -> bool:
+    return all(request.is_finished for request in requests)

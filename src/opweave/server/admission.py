@@ -1,4 +1,4 @@
-"""How many requests there are, and whether more may come."""
+"""Admission control: limits the number of unfinished outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opweave.server.errors import HANG_UP, RETRY, ApiError
 
 
 class Admission:
-    """Counts the answers that are worked on or wait, up to *limit*."""
+    """Counts running and queued outputs, up to *limit*."""
 
     def __init__(self, limit: int) -> None:
         self.active = 0
@@ -21,10 +21,10 @@ class Admission:
 
     @contextmanager
     def places(self, count: int, *, param: str) -> Iterator[None]:
-        """Hold places for *count* answers, as many as the field *param* of the request asks for.
+        """Reserve *count* outputs, the number that the request's field *param* asks for.
 
         Raises:
-            ApiError: there are not that many; or the server is about to stop.
+            ApiError: the limit would be exceeded, or the server is shutting down.
         """
         self.check(count, param=param)
         self.active += count
@@ -37,15 +37,15 @@ class Admission:
                 self._idle.set()
 
     def close(self) -> None:
-        """Admit nothing more."""
+        """Reject all further requests."""
         self.is_closed = True
 
     async def wait_idle(self) -> None:
-        """Wait until no place is held."""
+        """Wait until no output is reserved."""
         await self._idle.wait()
 
     def check(self, count: int, *, param: str) -> None:
-        """Raise ApiError if :meth:`places` would now."""
+        """Raise the ApiError that :meth:`places` would raise now."""
         if self.is_closed:
             raise ApiError(
                 "The server is shutting down and takes no more requests.",

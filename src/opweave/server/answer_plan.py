@@ -1,4 +1,4 @@
-"""What the answer to a conversation may hold besides text, and how it is constrained."""
+"""How to constrain and parse the output of a conversation."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from opweave.server.protocol.tools import ToolUse
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """How to constrain an answer, and how to read it.
+    """How to constrain an output, and how to parse it.
 
     Attributes:
         style: the formats that the model writes.
-        use: what the request says about calls.
+        use: the tool use of the request.
         prompt: the text that the model continues.
-        form_field: the field of the request that says what form the answer must have.
+        form_field: the request field that constrains the form of the output.
     """
 
     style: OutputStyle
@@ -48,7 +48,7 @@ class AnswerPlan:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether the answer may begin with reasoning, which the prompt has not ended."""
+        """Whether the output may begin with reasoning, which the prompt has not ended."""
         return self.style.has_reasoning and not self.prompt.rstrip().endswith(END)
 
     @property
@@ -57,7 +57,7 @@ class AnswerPlan:
         return self.form_field if self.use.required is None else "tools"
 
     def parser(self) -> AnswerParser:
-        """Return a parser for one answer."""
+        """Return a parser for one output."""
         return AnswerParser(
             self.calls,
             names=self.use.names,
@@ -70,7 +70,7 @@ class AnswerPlan:
         """Return *params* with the constraint, and with the special tokens that formats need.
 
         Raises:
-            ApiError: the constraint is not valid, or cannot be made.
+            ApiError: the constraint is invalid or cannot be compiled.
         """
         special = self._special_tokens(tokenizer)
         params = replace(params, kept_special_tokens=sorted(special.values()))

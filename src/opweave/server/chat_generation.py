@@ -1,4 +1,4 @@
-"""From a conversation to a generation."""
+"""Turns a conversation into a generation job."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from opweave.server.state import ServerState
 async def chat_generation(
     body: ChatRequest, request: Request, server: ServerState, *, kind: str
 ) -> tuple[GenerationJob, AnswerPlan]:
-    """Return what a conversation wants to have generated, and how to read the answers.
+    """Return the job for a conversation, and how to parse its outputs.
 
     Args:
         body: the conversation.
-        request: that brings it.
-        server: whose model answers.
-        kind: what the id of the response begins with.
+        request: the HTTP request.
+        server: runs the job.
+        kind: the prefix of the response's id.
 
     Raises:
-        ApiError, EngineError: the request cannot be answered.
-        ClientGoneError: the client did not wait.
+        ApiError, EngineError: the request is invalid.
+        ClientGoneError: the client disconnected.
     """
     params, deadline = body.params(server.engine.sampling_defaults), server.deadline()
     use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)

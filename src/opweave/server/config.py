@@ -1,4 +1,4 @@
-"""What a server is told."""
+"""Configuration of the server."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ class ServerConfig:
     """How a server behaves towards its clients.
 
     Attributes:
-        api_keys: one of them must come with a request; none: everybody is served.
-        served_model_names: the names by which clients ask for the model, the first of which is in
-            every answer; none: the engine's.
-        root_path: the path under which a proxy shows the server.
-        cors_origins: the web pages that may call the server; ``*`` is all.
-        max_requests: answers that are worked on or wait at one time, one for each prompt and each
-            of its *n*; a request for more gets 429.
-        max_body_bytes: the size of the largest request.
-        body_timeout: seconds within which the head of a request must have arrived, and then its
-            body.
-        request_timeout: seconds within which it must have been answered.
-        drain_timeout: seconds that running requests get when the server is told to stop.
+        api_keys: accepted API keys; if empty, none is required.
+        served_model_names: the names of the model in requests; responses use the first one. If
+            empty, the engine's name.
+        root_path: the path under which a reverse proxy serves the server.
+        cors_origins: origins of web pages that may call the server; ``*`` allows all.
+        max_requests: the most running and queued outputs, counting each prompt ``n`` times. More
+            requests get status 429.
+        max_body_bytes: the largest request body.
+        body_timeout: seconds to receive the head of a request, and then its body.
+        request_timeout: seconds to complete the response.
+        drain_timeout: seconds that running requests get on shutdown.
         log_prompts: whether prompts are logged.
-        ssl_keyfile: the private key of the certificate; None: *ssl_certfile* holds it.
+        ssl_keyfile: the certificate's private key; None: it is in *ssl_certfile*.
         ssl_certfile: serve HTTPS with the certificate in this file; None: serve HTTP.
-        trust_request_chat_template: whether a request may bring a chat template of its own. A
-            template is a program, which may use a processor for as long as it likes.
-        tool_call_parser: the format in which the model writes tool calls.
-        reasoning_parser: the format in which it writes its reasoning.
+        trust_request_chat_template: whether requests may contain a chat template. A template is a
+            program, which can use a CPU for any length of time.
+        tool_call_parser: the model's format of tool calls.
+        reasoning_parser: the model's format of reasoning.
 
     Raises:
         ServerConfigError: a value is out of range.

@@ -1,4 +1,4 @@
-"""A client's connection: how long a request may take to begin, and what is none."""
+"""Header-read timeout, and malformed requests."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _log = logging.getLogger(__name__)
 
 
 class Connection(H11Protocol):
-    """A connection on which the head of each request must arrive in time.
+    """A connection with a timeout for the head of each request.
 
-    uvicorn itself limits only how long nothing comes after a response. Bodies are the business of
-    :class:`~opweave.server.middleware.WholeBody`.
+    uvicorn itself has only a keep-alive timeout. :class:`~opweave.server.middleware.WholeBody`
+    has the timeout for bodies.
 
     Args:
-        timeout: seconds from the first byte of a request, or from the beginning of the connection,
-            to the end of its head.
-        room: where connections without a request wait.
+        timeout: seconds from the first byte of a request, or from the start of the connection, to
+            the end of the head.
+        room: the connections without a request.
     """
 
     def __init__(
@@ -40,43 +40,43 @@ class Connection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first request."""
+        """Start the timeout of the first request."""
         super().connection_made(transport)
         self._start_timer()
         self._room.enter(self)
         self._room.make_room(len(self.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
+        """Stop the timeout."""
         self._stop_waiting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take what the client sends."""
+        """Receive data."""
         super().data_received(data)
         if not self._has_request and self._timer is None:
             self._start_timer()
 
     def handle_events(self) -> None:
-        """Handle what has come of requests."""
+        """Handle received events; stop the timeout when a request has begun."""
         super().handle_events()
         if self._has_request:
             self._stop_waiting()
             self.scope["state"][HANG_UP_KEY] = self.hang_up
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next request; it may have come already."""
+        """Wait for the next request, which may have arrived already."""
         self._room.enter(self)  # even if it is being closed: the client may never read the response
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP."""
+        """Reject malformed HTTP with a 400."""
         self._refuse(
-            ApiError("The request is no valid HTTP.", code="invalid_http", headers=HANG_UP)
+            ApiError("The request is not valid HTTP.", code="invalid_http", headers=HANG_UP)
         )
 
     def hang_up(self) -> None:
-        """Close the connection, whatever has not been sent yet."""
+        """Close the connection at once; drop unsent data."""
         self.connections.discard(self)  # so that it does not count until the loop has closed it
         self.transport.abort()
 
@@ -96,11 +96,11 @@ class Connection(H11Protocol):
     def _give_up(self) -> None:
         if self.conn.trailing_data[0]:
             self._refuse(not_arrived(self._timeout))
-        else:  # nothing was asked, so that there is nothing to answer
+        else:  # no request was sent, so no response is due
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what no application sees, unless an answer has begun, and hang up."""
+        """Send an error response, unless a response has begun, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             request_id = uuid.uuid4().hex
             _log.info("request %s from %s: %s", request_id, self.client, error.message)
@@ -110,11 +110,11 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _should_upgrade(self) -> bool:
-        return False  # requests for another protocol are answered in this one, which is no news
+        return False  # ignore upgrade requests without a log message
 
 
 def _as_http(answer: Response) -> bytes:
-    """Return a response as it is sent; h11 makes none of what follows no request."""
+    """Return a response as bytes; h11 cannot write one without a valid request."""
     status = HTTPStatus(answer.status_code)
     first = f"HTTP/1.1 {status} {status.phrase}".encode("ascii")
     headers = [b"%s: %s" % header for header in answer.raw_headers]

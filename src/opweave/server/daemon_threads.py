@@ -1,4 +1,4 @@
-"""Threads that may be left alone."""
+"""A thread pool that does not keep the process alive."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 
 class DaemonThreads(Executor):
-    """Works in threads that the process, unlike Python's own pools, does not wait for at its end.
+    """A pool of daemon threads. Unlike with Python's own pools, the process does not wait for them.
 
     A thread ends when there is no more work.
 
     Args:
-        most: how many threads there may be.
-        name: of the threads.
+        most: the maximum number of threads.
+        name: the name of the threads.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -27,7 +27,7 @@ class DaemonThreads(Executor):
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Have *fn* called in a thread."""
+        """Call *fn* in a thread."""
         future: Future[Any] = Future()
         with self._lock:
             self._waiting.append((future, partial(fn, *args, **kwargs)))
@@ -43,7 +43,7 @@ class DaemonThreads(Executor):
                 continue
             try:
                 future.set_result(work())
-            except BaseException as error:  # whatever it is, who waits must learn of it
+            except BaseException as error:  # the future must get any error
                 future.set_exception(error)
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:

@@ -1,4 +1,4 @@
-"""When a request must have been answered."""
+"""Deadline of a request."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from opweave.server.errors import ApiError
 
 
 class Deadline:
-    """The end of the time that a request has, which begins now.
+    """A deadline *seconds* from now.
 
     Attributes:
-        at: the loop's time then.
+        at: the deadline in the event loop's time.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -22,10 +22,10 @@ class Deadline:
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Cancel what is done within if it takes longer.
+        """Cancel the block at the deadline.
 
         Raises:
-            ApiError: it has.
+            ApiError: the deadline passed.
         """
         try:
             async with asyncio.timeout_at(self.at):

@@ -1,4 +1,4 @@
-"""Work that ends when the client hangs up."""
+"""Cancels work when the client disconnects."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ HANG_UP_KEY = "hang_up"  # in the state of a request: closes its connection at o
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the response any more."""
+    """The client has disconnected."""
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what *work* returns; cancel it as soon as the client hangs up.
+    """Return the result of *work*; cancel it as soon as the client disconnects.
 
     Raises:
-        ClientGoneError: the client has hung up.
+        ClientGoneError: the client has disconnected.
     """
     working = asyncio.create_task(work)
     hanging_up = asyncio.create_task(_disconnected(request.receive))
@@ -40,13 +40,13 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events, until the client hangs up; then their source is closed at once.
+    """A response of server-sent events. Closes their source as soon as the client disconnects.
 
     Args:
-        events: yields the events as they are sent, and raises nothing.
-        source: what *events* reads, which is to be closed even if *events* never started.
-        deadline: the loop's time when the last event must have been sent, whether or not the
-            client reads them.
+        events: yields the encoded events, and never raises.
+        source: the source of *events*; closed even if *events* never started.
+        deadline: the event loop's time at which the response is cut off, even if the client does
+            not read.
     """
 
     media_type = "text/event-stream"

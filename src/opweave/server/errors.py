@@ -1,4 +1,4 @@
-"""Errors, as objects of OpenAI's API and as exceptions."""
+"""Errors: exceptions, and error objects of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from opweave.ir.errors import OpweaveError
 
 _log = logging.getLogger(__name__)
 
-RETRY = {"Retry-After": "1"}  # the header of a response after which the request can be sent again
-HANG_UP = {"Connection": "close"}  # the header of a response after which no request is read
+RETRY = {"Retry-After": "1"}  # the client may retry
+HANG_UP = {"Connection": "close"}  # the connection is closed
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -37,18 +37,18 @@ class ServerError(OpweaveError):
 
 
 class ServerConfigError(ServerError, ValueError):
-    """A server was told something that it cannot do."""
+    """A configuration value of the server is invalid."""
 
 
 class ApiError(ServerError):
-    """A request cannot be answered; the client learns why.
+    """An error response.
 
     Args:
-        message: for whoever wrote the client.
-        status: of HTTP.
-        param: the field of the request that is wrong.
-        code: what happened, for programs.
-        headers: of the response.
+        message: the reason, for people.
+        status: the HTTP status.
+        param: the invalid request field.
+        code: the reason, for programs.
+        headers: additional headers of the response.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class ApiError(ServerError):
         }
 
     def json(self) -> str:
-        """Return the error object as ASCII, whatever the message quotes."""
+        """Return the error object as ASCII JSON."""
         return json.dumps(self.body)
 
 
 def unsupported(path: str, given: str, note: str) -> ApiError:
-    """Return the error for a field that is known, and refused.
+    """Return the error for an unsupported field.
 
     Args:
-        path: the field, behind those that contain it.
+        path: the path of the field.
         given: the field and its value, as the message shows them.
-        note: why, or what to use instead.
+        note: the reason or the alternative.
     """
     return ApiError(
         f"{given} is not supported. {note}", param=path.partition(".")[0], code="unsupported"
@@ -98,7 +98,7 @@ def unsupported(path: str, given: str, note: str) -> ApiError:
 
 
 def too_large(limit: int) -> ApiError:
-    """Return the error of a request with a body of more than *limit* bytes."""
+    """Return the error for a body of more than *limit* bytes."""
     return ApiError(
         f"The request is larger than {limit} bytes, which is the most that the server takes.",
         status=413,
@@ -108,7 +108,7 @@ def too_large(limit: int) -> ApiError:
 
 
 def no_tokenizer() -> ApiError:
-    """Return the error of a request with a text where there is no tokenizer."""
+    """Return the error for a text prompt if the model has no tokenizer."""
     return ApiError(
         "The server has no tokenizer, since the model's directory has none: send token ids "
         "instead of text.",
@@ -117,7 +117,7 @@ def no_tokenizer() -> ApiError:
 
 
 def not_arrived(seconds: float) -> ApiError:
-    """Return the error of a request that did not arrive within *seconds*."""
+    """Return the error for a request that did not arrive within *seconds*."""
     return ApiError(
         f"The request did not arrive within {seconds:g} s.",
         status=408,
@@ -127,7 +127,7 @@ def not_arrived(seconds: float) -> ApiError:
 
 
 def api_error(error: Exception, request: Request) -> ApiError:
-    """Return what a client learns of *error*; if it is not about the request, only the log does."""
+    """Return the error response for *error*. Errors in the server itself are only logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):
@@ -144,7 +144,7 @@ def api_error(error: Exception, request: Request) -> ApiError:
 
 
 def engine_error(error: Exception) -> ApiError | None:
-    """Return what a client learns of an error of the engine that is about its request."""
+    """Return the error response for an engine error about this request, or None."""
     if isinstance(error, EngineError) and isinstance(error, ValueError):
         return ApiError(str(error), param=getattr(error, "parameter", None))
     if isinstance(error, TokenizerError):
@@ -155,7 +155,7 @@ def engine_error(error: Exception) -> ApiError | None:
 
 
 def _dead(*, is_running: bool) -> ApiError:
-    if is_running:  # what is left of it answers the next one
+    if is_running:  # other replicas can answer the next request
         return ApiError(
             "The replica that answered this request has died. Send it again.",
             status=503,
@@ -166,7 +166,7 @@ def _dead(*, is_running: bool) -> ApiError:
 
 
 def http_error(status: int, detail: str, headers: Mapping[str, str] | None) -> ApiError:
-    """Return the error object for what the framework refuses."""
+    """Return the error response for an error of the web framework."""
     phrase = HTTPStatus(status).phrase
     message = phrase if detail in ("", phrase) else detail
     return ApiError(

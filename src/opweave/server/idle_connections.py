@@ -1,4 +1,4 @@
-"""The connections that wait for a request, and how many connections there may be."""
+"""Idle connections, and the limit of connections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 _log = logging.getLogger(__name__)
 
-_RESERVE = 64  # files that are opened later: what is being accepted, and what the engine opens
+_RESERVE = 64  # files opened later, by the engine and for connections being accepted
 
 
 class Closable(Protocol):
@@ -21,26 +21,26 @@ class Closable(Protocol):
 
 
 class IdleConnections:
-    """Keeps connections that nobody uses from taking the room of those that are used.
+    """The connections without a request. If there are too many, the oldest is closed.
 
     Args:
-        limit: how many connections there may be, used or not.
+        limit: the most connections, with or without a request.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit, self._was_full = limit, False
-        self._waiting: dict[Closable, None] = {}  # in the order in which they came
+        self._waiting: dict[Closable, None] = {}  # oldest first
 
     def enter(self, connection: Closable) -> None:
-        """Note that *connection* waits for a request from now on."""
+        """Add a connection that waits for a request."""
         self._waiting[connection] = None
 
     def leave(self, connection: Closable) -> None:
-        """Note that it does not."""
+        """Remove a connection, because it got a request or was closed."""
         self._waiting.pop(connection, None)
 
     def make_room(self, count: int) -> None:
-        """Of *count* connections, close the one that has waited longest if they are too many."""
+        """Close the oldest idle connection if *count* exceeds the limit."""
         if count <= self._limit or not self._waiting:
             return
         if not self._was_full:
@@ -56,7 +56,7 @@ class IdleConnections:
 
 
 def most_connections() -> int:
-    """Return how many connections this process may have, as many files as it has open now."""
+    """Return the number of connections that the limit of open files allows."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize

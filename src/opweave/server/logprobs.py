@@ -138,7 +138,7 @@ def _by_id(token: int) -> str:
 
 
 def _unique(text: str, tokenizer: Tokenizer, token: int) -> str:
-    """Return the text of *token*, or its bytes, as OpenAI writes them, if they are no character.
+    """Return the text of *token*, or its bytes, as OpenAI writes them, if they are incomplete.
 
     All parts of characters have the same text, U+FFFD.
     """

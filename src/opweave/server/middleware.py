@@ -1,4 +1,4 @@
-"""What happens to every request before an endpoint sees it, and after."""
+"""Middleware: request ids, authentication, body limits and error responses."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _made(factory: RouterFactory | str, engine: EngineClient, who: str) -> APIRo
             "OPWEAVE_PLUGINS=-name."
         ) from error
     if not isinstance(router, APIRouter):
-        raise PluginRouteError(f"{who} is {router!r}, which is no fastapi.APIRouter.")
+        raise PluginRouteError(f"{who} is {router!r}; it must be a fastapi.APIRouter.")
     return router
 
 

@@ -93,7 +93,7 @@ async def read_prompts(
         reading: how texts become tokens.
 
     Raises:
-        ApiError: there is none, one is too long to be worth reading, or there are too many.
+        ApiError: the list is empty or too long, or a prompt is much too long.
     """
     several = _as_list(given)
     if not several:

@@ -208,7 +208,7 @@ class _Server(uvicorn.Server):
 
 
 class _SignalHandlers:
-    """What signals do: the first one lets everything finish, the second one does not."""
+    """Signal handlers: the first signal drains the server, the second one stops it at once."""
 
     def __init__(self, server: ServerState, http: uvicorn.Server) -> None:
         self._server, self._http = server, http

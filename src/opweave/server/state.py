@@ -1,4 +1,4 @@
-"""What all requests to one server share."""
+"""State shared by all requests to a server."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class ServerState:
         return Deadline(self.config.request_timeout)
 
     async def as_guest(self, work: Callable[[], T], deadline: Deadline) -> T:
-        """Return what *work* returns, the code of others, which may take any time or never end.
+        """Return the result of *work*, which runs third-party code and may block.
 
         Raises:
-            ApiError: it takes too long.
+            ApiError: the deadline passes.
         """
         async with deadline.limit():
             return await asyncio.get_running_loop().run_in_executor(self.guests, work)

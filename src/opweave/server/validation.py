@@ -1,4 +1,4 @@
-"""What a request that does not fit the schema is told."""
+"""Error responses for requests that do not fit the schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def validation_error(error: RequestValidationError, content_type: str) -> ApiErr
     for each in error.errors():
         path, message = _path(each["loc"]), str(each["msg"]).removeprefix("Value error, ")
         if each["type"] == "json_invalid":
-            return ApiError(f"The body is no JSON: {each['ctx']['error']}.", code="invalid_json")
+            return ApiError(
+                f"The body is not valid JSON: {each['ctx']['error']}.", code="invalid_json"
+            )
         if message not in problems.setdefault(path, []):
             problems[path].append(message)
     if all(each["loc"] == ("body",) and each["type"] == "missing" for each in error.errors()):
@@ -54,7 +56,7 @@ def body_error(error: BaseException | None) -> ApiError | None:
         why = str(error).partition(";")[0]
     else:
         return None
-    return ApiError(f"The body is no JSON that can be read: {why}.", code="invalid_json")
+    return ApiError(f"The body is not valid JSON: {why}.", code="invalid_json")
 
 
 def _path(location: Sequence[str | int]) -> str:

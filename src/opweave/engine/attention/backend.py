@@ -1,4 +1,4 @@
-"""What an attention backend does: keeps a layer's cache, writes to it, attends to it."""
+"""The interface of attention backends: allocate a layer's cache, write to it, attend to it."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class AttentionBackend(ABC):
     def allocate(
         self, spec: CacheSpec, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
-        """Make the cache; arguments are those of the class.
+        """Allocate the cache; the arguments are those of the class.
 
-        The null block holds zeros. What is in the others is not used before it is written, so that
-        it need not be set, and the system may give the memory when it is needed.
+        The null block must hold zeros. Other blocks are written before they are read, so they need
+        not be initialized, and the operating system can provide their memory lazily.
         """
 
     @abstractmethod

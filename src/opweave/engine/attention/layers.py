@@ -65,7 +65,7 @@ class LayerCaches:
 
     Attributes:
         backends: of each attention layer, by its index.
-        states: of the layers that keep some; None: there are none.
+        states: of layers with recurrent state; None if the model has no such layer.
         state_group: the index of their group.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What each layer keeps of the tokens that were computed."""
+"""Cache specifications: the state that each layer keeps of computed tokens."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class StateSpaceSpec:
 
     @property
     def retention(self) -> Retention:
-        """What is needed of a sequence: one slot."""
+        """One slot per sequence."""
         return SequenceState()
 
     def block_bytes(self, block_size: int) -> int:

@@ -1,4 +1,4 @@
-"""The paged cache's bookkeeping: which block belongs to whom. No tensors are here."""
+"""Bookkeeping of the paged KV cache: which request holds which block. Holds no tensors."""
 
 from opweave.engine.cache.block_pool import NULL_BLOCK, BlockPool
 from opweave.engine.cache.errors import CacheIntegrityError

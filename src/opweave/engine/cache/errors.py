@@ -1,4 +1,4 @@
-"""What is wrong with a cache's bookkeeping: a defect of the engine, not of its user."""
+"""Errors in the cache's bookkeeping, which are defects of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gives blocks to requests, and finds those that are computed already."""
+"""Allocates cache blocks to requests, and finds cached prefixes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from opweave.engine.request.request import Request
 
 
 class CacheGroup(NamedTuple):
-    """Layers that keep the same of each sequence, and share a table of blocks.
+    """Layers with the same retention, which share a block table.
 
     Attributes:
-        retention: what they keep.
-        num_blocks: how many blocks they have.
+        retention: which blocks of a sequence they need.
+        num_blocks: the number of blocks they have.
     """
 
     retention: Retention
@@ -27,12 +27,12 @@ class CacheGroup(NamedTuple):
 
 @dataclass(slots=True)
 class _Holding:
-    """What one request holds, by group.
+    """The blocks of one request, by group.
 
     Attributes:
         tables: blocks, in the order of the tokens.
-        named: how many of them, from the first, have a name.
-        dropped: how many of them, from the first, are not needed any more.
+        named: the number of leading blocks with a hash.
+        dropped: the number of leading blocks that were released.
     """
 
     tables: list[list[int]]
@@ -41,15 +41,14 @@ class _Holding:
 
 
 class KVCacheManager:
-    """Which blocks of each group belong to which request.
+    """Assigns the blocks of each group to requests.
 
-    Tokens are known by ``request.token_ids``; of those, ``request.num_computed_tokens`` are in the
-    cache.
+    The first ``request.num_computed_tokens`` of ``request.token_ids`` are in the cache.
 
     Args:
         groups: of layers.
-        block_size: tokens in a block.
-        enable_prefix_caching: find what earlier requests computed. It needs groups that all can.
+        block_size: tokens per block.
+        enable_prefix_caching: reuse prefixes of earlier requests; needs support by all groups.
     """
 
     def __init__(
@@ -65,14 +64,14 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """The share of blocks that requests hold, in the group where it is largest."""
+        """The largest share of blocks in use, over all groups."""
         shares = (1 - pool.num_free / pool.num_blocks for pool in self._pools)
         return max(shares, default=0.0)
 
     def find_prefix(self, request: Request) -> int:
-        """Return how many tokens of a waiting request are in the cache already.
+        """Return the number of leading tokens of a waiting request that are cached.
 
-        They are full blocks, and not all its tokens: the last one must be computed to go on.
+        These are full blocks. The last token is never counted: its logits must be computed.
         """
         if not self.shares_prefixes:
             return 0
@@ -95,15 +94,15 @@ class KVCacheManager:
         *,
         without: Sequence[Request] = (),
     ) -> bool:
-        """Whether there are blocks for a waiting request's next tokens.
+        """Whether there are enough free blocks to start a waiting request.
 
-        Groups that keep every token must have blocks for all it has, so that it is not begun in
-        vain.
+        Groups that keep every token must have blocks for all of its tokens, so that the request
+        is not preempted at once.
 
         Args:
-            request: it holds nothing yet.
-            num_new_tokens: what is computed of it first.
-            prefix: what :meth:`find_prefix` found.
+            request: a request that holds no blocks yet.
+            num_new_tokens: the number of tokens in its first step.
+            prefix: the result of :meth:`find_prefix`.
             without: requests whose blocks count as free.
         """
         for group, (retention, pool) in enumerate(zip(self._retentions, self._pools, strict=True)):
@@ -119,15 +118,15 @@ class KVCacheManager:
         return True
 
     def allocate(self, request: Request, num_new_tokens: int, prefix: int = 0) -> bool:
-        """Give *request* the blocks for its next tokens, or none at all if they are too few.
+        """Allocate blocks for the next tokens of *request*: all of them, or none.
 
         Args:
-            request: one that holds blocks, or a waiting one.
-            num_new_tokens: how many tokens after those that are computed.
-            prefix: for a waiting one, what :meth:`find_prefix` found.
+            request: a running or a waiting request.
+            num_new_tokens: the number of tokens after the computed ones.
+            prefix: for a waiting request, the result of :meth:`find_prefix`.
 
         Returns:
-            Whether there were enough.
+            Whether there were enough free blocks.
         """
         holding = self._holdings.get(request.request_id)
         if holding is None:
@@ -147,7 +146,7 @@ class KVCacheManager:
         return True
 
     def commit(self, request: Request) -> None:
-        """Let others find the full blocks of the tokens that are computed."""
+        """Make the request's full computed blocks available to other requests."""
         holding = self._holdings[request.request_id]
         if not self.shares_prefixes:
             return
@@ -159,17 +158,17 @@ class KVCacheManager:
             holding.named[group] = full
 
     def forget(self, request: Request) -> None:
-        """Let nobody find the blocks of a request's tokens any more, whoever computed them.
+        """Remove the blocks of a request's tokens from the prefix cache.
 
-        Those that it found in the cache are among them: what it has read may be as wrong as what
-        it has written. Who holds such a block keeps it.
+        Blocks that the request found in the cache are included, since they may be the wrong ones.
+        Requests that hold such a block keep it.
         """
         for pool in self._pools:
             for block_hash in request.block_hashes:
                 pool.forget(block_hash)
 
     def free(self, request: Request) -> None:
-        """Take back all blocks of a request, which may hold none."""
+        """Free all blocks of a request, if it holds any."""
         holding = self._holdings.pop(request.request_id, None)
         if holding is not None:
             for pool, table in zip(self._pools, holding.tables, strict=True):
@@ -177,11 +176,11 @@ class KVCacheManager:
                 pool.release(reversed(table))
 
     def tables(self, request: Request) -> tuple[tuple[int, ...], ...]:
-        """Return the blocks of each group, in the order of the tokens they keep."""
+        """Return the block table of each group, in the order of the tokens."""
         return tuple(tuple(table) for table in self._holdings[request.request_id].tables)
 
     def check_integrity(self) -> None:
-        """Count all blocks.
+        """Check the block counts.
 
         Raises:
             CacheIntegrityError: a block is lost, owned twice, or counted wrongly.
@@ -190,7 +189,7 @@ class KVCacheManager:
             pool.check(holding.tables[group] for holding in self._holdings.values())
 
     def check_empty(self) -> None:
-        """Check the integrity, and that nobody holds anything.
+        """Check the block counts, and that no request holds a block.
 
         Raises:
             CacheIntegrityError: otherwise.
@@ -211,7 +210,7 @@ class KVCacheManager:
     def _shared(
         self, request: Request, prefix: int, retention: Retention, pool: BlockPool
     ) -> list[int]:
-        """Return the blocks of a group that hold what is needed of the prefix."""
+        """Return the cached blocks of a group that hold the needed part of the prefix."""
         first = retention.first_block(prefix, self.block_size)
         found = [
             pool.find(block_hash)

@@ -1,4 +1,4 @@
-"""How many blocks there are, and how long a sequence may be."""
+"""Sizes the KV cache: the number of blocks, and the maximum sequence length."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class _Sizing:
             return self._slots
         if not isinstance(group.retention, Window):
             return total
-        # What each sequence keeps, and what one step adds to it; two more where blocks are cut.
+        # The blocks that each sequence keeps and that one step adds; two more for partial blocks.
         kept = self._blocks(group.retention.size) + 2
         step = self._blocks(self._limits.max_num_batched_tokens)
         return min(total, self._limits.max_num_seqs * kept + step)

@@ -1,4 +1,4 @@
-"""Which blocks of a sequence a group of layers still needs."""
+"""Retention policies: which blocks of a sequence a group of layers still needs."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Protocol
 
 
 class Retention(Protocol):
-    """What a group of layers keeps of each sequence.
+    """The blocks of a sequence that a group of layers keeps.
 
     Attributes:
-        shares_prefixes: whether what is kept of a prefix serves another sequence, too.
+        shares_prefixes: whether other sequences can reuse the blocks of a prefix.
     """
 
     @property
     def shares_prefixes(self) -> bool: ...
 
     def first_block(self, num_computed: int, block_size: int) -> int:
-        """Return the first block that tokens after the *num_computed* first ones read."""
+        """Return the first block that tokens after the first *num_computed* ones read."""
 
     def end_block(self, num_tokens: int, block_size: int) -> int:
-        """Return the end of the blocks that *num_tokens* tokens are kept in."""
+        """Return the number of blocks that *num_tokens* tokens need, counted from the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class EveryToken:
-    """Every token is kept: full attention."""
+    """Keeps every token: full attention."""
 
     shares_prefixes: bool = True
 
@@ -38,7 +38,7 @@ class EveryToken:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The last *size* tokens are kept, the one that reads them included: a sliding window."""
+    """Keeps the last *size* tokens, including the current one: a sliding window."""
 
     size: int
     shares_prefixes: bool = True
@@ -52,9 +52,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """One state is kept, of whatever length the sequence is: a state-space layer.
+    """One state per sequence, regardless of its length: a state-space layer.
 
-    The state after a prefix is overwritten by the next token, so that nobody else can use it.
+    The next token overwrites the state, so other sequences cannot reuse it.
     """
 
     shares_prefixes: bool = False

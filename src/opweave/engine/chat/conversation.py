@@ -1,4 +1,4 @@
-"""Conversations as users give them."""
+"""Validates conversations, and renders them as prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def template_for(checkpoint: Checkpoint, given: str | None) -> ChatTemplate:
     """Return the chat template to use: the checkpoint's, or the one that *given* names or is.
 
     Raises:
-        ChatTemplateError: there is none, or it is not valid Jinja.
+        ChatTemplateError: the template is missing, or is not valid Jinja.
     """
     if given is not None:
         return ChatTemplate.given(given, checkpoint)
@@ -124,7 +124,7 @@ def as_conversations(messages: object) -> list[list[Message]]:
     Messages are dicts, or objects of the OpenAI client's types.
 
     Raises:
-        PromptError: something is no message; or a conversation is empty.
+        PromptError: an item is not a message, or a conversation is empty.
     """
     if isinstance(messages, list | tuple) and messages:
         messages = [messages] if isinstance(as_mapping(messages[0]), Mapping) else messages

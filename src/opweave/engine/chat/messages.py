@@ -24,9 +24,9 @@ _UNSUPPORTED = {
 def for_template(messages: Sequence[Message], traits: Traits) -> list[dict[str, Any]]:
     """Return the messages as the template with these traits takes them.
 
-    A field that is None counts as not given. Content is a string or a list of parts, the arguments
-    of calls are objects or JSON text, as the template reads them; an empty list of calls is no
-    call, and reasoning has all names that templates know it by.
+    Fields that are None are dropped, and so are empty lists of calls. Content becomes a string or
+    a list of parts, and arguments of calls become objects or JSON text, as the template reads them.
+    Reasoning gets all names that templates use for it.
 
     Raises:
         PromptError: a message is malformed, or of a role that the template does not know.

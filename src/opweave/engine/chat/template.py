@@ -108,7 +108,7 @@ class ChatTemplate:
 
         Args:
             messages: the conversation.
-            tools: the functions that the model may call; an empty list is none.
+            tools: the functions that the model may call; an empty list means None.
             documents: the documents that the model may cite.
             add_generation_prompt: end with the header of an answer; None: unless the last message
                 is continued.

@@ -1,4 +1,4 @@
-"""What a chat template does with messages, read from its syntax tree."""
+"""How a chat template reads messages, found in its syntax tree."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Traits:
             return takes_parts and self._mentions("text", node)
         if not isinstance(node, nodes.Getattr | nodes.Getitem):
             return False
-        # What the first part holds: content[0].text, content[0]['text'], (content | first).text
+        # The text of the first part: content[0].text, content[0]['text'], (content | first).text
         name = node.attr if isinstance(node, nodes.Getattr) else getattr(node.arg, "value", None)
         item = node.node
         if isinstance(item, nodes.Filter):

@@ -1,4 +1,4 @@
-"""Arguments of an engine, given directly or in its configuration."""
+"""Merges an engine's direct arguments with its configuration."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def make_core(
     config: EngineConfig | None,
     progress: Progress | None,
 ) -> tuple[EngineCore, IrOpPriorityConfig]:
-    """Build an engine, and return the priorities that its forwards must run under, too.
+    """Build an engine core, and return it with the priorities that its forwards run under.
 
     Raises:
-        InvalidArgumentError: an argument is wrong, or given differently in *config*, or that asks
-            for several engines.
+        InvalidArgumentError: an argument is wrong or conflicts with *config*, or *config* asks for
+            several replicas.
         IrError: an op or provider is unknown.
         EngineError, ModelError: the checkpoint is missing, damaged or not supported.
     """
     given = EngineConfig() if config is None else config
     if not isinstance(given, EngineConfig):
-        raise InvalidArgumentError(f"config={config!r} is no EngineConfig.")
+        raise InvalidArgumentError(f"config={config!r} is not an EngineConfig.")
     check_alone(given)
     dtype = check_dtype(_once("dtype", check_dtype(dtype), given.dtype, default="auto"))
     seed = _check_seed(_once("seed", seed, given.seed, default=0))
@@ -52,9 +52,8 @@ def check_alone(config: EngineConfig) -> None:
     size = config.parallel.data_parallel_size
     if size > 1:
         raise InvalidArgumentError(
-            f"data_parallel_size={size}: this is one engine, and replicas of one share the "
-            "requests of a server. Use opweave serve, or opweave.engine.open_engine in a program "
-            "with asyncio."
+            f"data_parallel_size={size}: this class runs a single engine without replicas. For "
+            "several replicas, use opweave serve, or opweave.engine.open_engine with asyncio."
         )
 
 

@@ -1,4 +1,4 @@
-"""What the clients for asyncio have in common: a name, and how they end."""
+"""Base class for asyncio clients: their name, event loop and end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opweave.engine.loading.checkpoint import checkpoint_path
 
 
 class AsyncClient:
-    """Part of an :class:`~opweave.engine.EngineClient` that computes in this process.
+    """Base class of :class:`~opweave.engine.EngineClient` implementations.
 
     Args:
         model: the directory of a checkpoint.
@@ -38,25 +38,24 @@ class AsyncClient:
         return self._dead_with
 
     def _enter_loop(self) -> asyncio.AbstractEventLoop | None:
-        """Belong to the running loop from now on; return the one before.
+        """Use the running event loop from now on, and return the previous one.
 
         Raises:
-            InvalidArgumentError: that one runs, too, in another thread.
+            InvalidArgumentError: the previous loop still runs, in another thread.
         """
         running = asyncio.get_running_loop()
         with self._enters:
             before = self._loop
             if before is not None and before is not running and before.is_running():
                 raise InvalidArgumentError(
-                    "The engine is asked from an event loop already, which runs in another thread. "
-                    "Ask from that one (asyncio.run_coroutine_threadsafe); threads without a loop "
-                    "can share an LLM."
+                    "The engine is in use by an event loop in another thread. Use it from that "
+                    "loop (asyncio.run_coroutine_threadsafe), or share an LLM between threads."
                 )
             self._loop = running
         return before
 
     def _why_not(self) -> EngineDeadError:
-        """Return why no request is taken."""
+        """Return the error for a request while the engine does not run."""
         if (reason := self.dead_with) is None:
             return EngineDeadError("The engine is shut down, and takes no requests.")
         error = EngineDeadError(f"The engine died: {reason!r}.")

@@ -138,7 +138,7 @@ class AsyncEmbedder(AsyncClient):
             finished=dict(counter.finished),
             histograms=counter.histograms(),
             replicas=int(self._dead_with is None),
-            kernels=self._embedder.usage.kernels,
+            kernels=self._embedder.selection_report.kernels,
         )
 
     async def drain(self, timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""How threads share what only one of them at a time may use."""
+"""A fair (FIFO) lock."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from threading import Lock
 
 
 class FairLock:
-    """Gives one thread at a time its turn; who waits comes before who has just had one.
+    """A lock that a waiting thread gets before the thread that has just released it.
 
-    A lock alone would go to the thread that runs, which is the one that has just released it.
+    A plain lock usually goes to the running thread, which is the one that released it.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class FairLock:
 
     @contextmanager
     def take(self) -> Iterator[None]:
-        """Wait for a turn, and have it inside the block."""
+        """Hold the lock in the block."""
         with self._next:
             self._now.acquire()
         try:
@@ -30,16 +30,15 @@ class FairLock:
             self._do_calls()
 
     def soon(self, call: Callable[[], object]) -> None:
-        """Let *call* run in a turn: now, or when the present one ends.
+        """Run *call* under the lock: now, or when the current holder releases it.
 
-        It never waits: iterators are closed by the collection of garbage, too, which may come in
-        the middle of this thread's own turn.
+        Never blocks: garbage collection may close an iterator while this thread holds the lock.
         """
         self._calls.put(call)
         self._do_calls()
 
     def _do_calls(self) -> None:
-        # Who cannot have a turn leaves the rest to the one who has it, and looks here afterwards.
+        # A thread that cannot get the lock leaves the calls to the holder, which comes here next.
         while not self._calls.empty() and self._now.acquire(blocking=False):
             try:
                 with suppress(Empty):

@@ -1,7 +1,8 @@
-"""Texts in, vectors out: encoder models."""
+"""Embeddings from encoder models."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import accumulate, count
 from pathlib import Path
@@ -30,13 +31,13 @@ from opweave.models import BertModel, UnsupportedModelError
 
 
 class Embedder:
-    """An encoder that turns prompts into vectors.
+    """An encoder that turns prompts into embeddings.
 
     Args:
         model: the directory of a checkpoint. If it is one of sentence-transformers, its files say
             how vectors are pooled and normalised; otherwise a text's vector is the mean.
         dtype: as for :class:`~opweave.engine.LLM`.
-        ir_op_priority: which kernels to prefer, by op; holds for this object's forwards only.
+        ir_op_priority: providers to prefer, by op; only for this object's forward passes.
         config: the same settings, and more; ``scheduler.max_num_batched_tokens`` limits a forward.
         progress: called while loading, with the number of tensors loaded so far and in total.
 
@@ -44,7 +45,7 @@ class Embedder:
         tokenizer: of the checkpoint.
         max_model_len: the most tokens of a prompt.
         config: as the platform runs it.
-        usage: which kernels its forwards run.
+        selection_report: the kernels that its forward passes run.
 
     Raises:
         EngineError, ModelError: the checkpoint is missing, damaged or not supported.
@@ -92,11 +93,12 @@ class Embedder:
             )
         if not isinstance(loaded, BertModel):
             raise UnsupportedModelError(
-                f"{type(loaded).__name__} makes no embeddings: it is no encoder. "
+                f"{type(loaded).__name__} is not an encoder, so it cannot make embeddings. "
                 "opweave.engine.LLM runs language models."
             )
         platform.post_load_model(loaded.to(self._device))
-        self._model, self._names, self.usage = loaded, count(), SelectionReport()
+        self._model, self._names = loaded, count()
+        self.selection_report = SelectionReport()
         longest = loaded.config.max_position_embeddings
         self.max_model_len = min(longest, sentences.max_seq_length or longest)
         self._prompts = PromptReader(
@@ -104,8 +106,15 @@ class Embedder:
         )
 
     @property
+    def usage(self) -> SelectionReport:
+        """Deprecated: the old name of :attr:`selection_report`."""
+        message = "Embedder.usage is deprecated; use Embedder.selection_report"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.selection_report
+
+    @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """The size of the vocabulary: token ids are below it."""
         return self._prompts.vocab_size
 
     def tokens(
@@ -135,7 +144,7 @@ class Embedder:
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingOutput]:
-        """Return the vector of each prompt, in their order.
+        """Return the embedding of each prompt, in order.
 
         Args:
             prompts: one text or several; or token ids, of one prompt or of several.
@@ -195,7 +204,7 @@ class Embedder:
     def vectors(
         self, texts: Sequence[Sequence[int]], params: Sequence[PoolingParams]
     ) -> list[list[float]]:
-        """Return the vector of each text, which is given as tokens; many in one forward."""
+        """Return the embeddings of tokenized texts, several per forward pass."""
         found: list[list[float]] = []
         limit = self.config.scheduler.max_num_batched_tokens
         with private_context(self._priorities) as context, cpu_threads(self.config.cpu_threads):
@@ -216,7 +225,7 @@ class Embedder:
         ids = [token for text in texts for token in text]
         positions = [place for length in lengths for place in range(length)]
         starts = [0, *accumulate(lengths)]
-        with platforms.current_platform.inference_mode(), self.usage.watch(len(ids)):
+        with platforms.current_platform.inference_mode(), self.selection_report.watch(len(ids)):
             hidden = self._model(
                 torch.tensor(ids, device=self._device),
                 torch.tensor(positions, device=self._device),

@@ -1,4 +1,4 @@
-"""How the vectors of a text's tokens become one, as sentence-transformers checkpoints say it."""
+"""Pooling of token vectors, as configured in sentence-transformers checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opweave.engine.loading.checkpoint import Checkpoint
 
 _DEFAULTS = PoolingParams()
 _PREFIX, _NORMALIZE = "pooling_mode_", "Normalize"
-# What they are called -> the flags of older checkpoints; in the order in which they are joined.
+# Pooling mode -> its flag in older checkpoints; in the order of concatenation.
 _MODES = {
     "cls": "cls_token",
     "max": "max_tokens",
@@ -27,7 +27,7 @@ _MODES = {
 
 @dataclass(frozen=True)
 class Pooling:
-    """What is done with the hidden states of a text.
+    """Pools the hidden states of a text into one vector.
 
     Attributes:
         modes: of ``cls`` (the first token's), ``max``, ``mean``, ``mean_sqrt_len_tokens`` (the sum
@@ -41,10 +41,10 @@ class Pooling:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Pooling:
-        """Read ``modules.json`` and what it names; without it, the mean is taken.
+        """Read ``modules.json`` and the files it names; without it, use the mean.
 
         Raises:
-            CheckpointError: a file is damaged, or names what is not supported.
+            CheckpointError: a file is damaged, or asks for unsupported pooling.
         """
         modules = checkpoint.json_list("modules.json")
         if modules is None:

@@ -1,4 +1,4 @@
-"""How to make the vector of one prompt."""
+"""Pooling parameters of one prompt."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def checkpoint_path(path: object) -> Path:
     """Return *path*.
 
     Raises:
-        CheckpointError: it is no name of a directory.
+        CheckpointError: *path* is not a path.
     """
     if not isinstance(path, str | PathLike):
         raise CheckpointError(
@@ -99,7 +99,7 @@ class Checkpoint:
         """Return the safetensors files: the single one, or those that the index names.
 
         Raises:
-            CheckpointError: there are none, or the index is damaged or names one that is missing.
+            CheckpointError: no file exists, or the index is damaged or names a missing file.
         """
         if self._has(_SINGLE):
             return [self.path / _SINGLE]
@@ -157,7 +157,7 @@ class Checkpoint:
             return False
 
     def _has(self, name: str) -> bool:
-        """Return whether there is a file *name*; what has its name but is no file is an error."""
+        """Return whether *name* exists; if it exists and is not a regular file, raise an error."""
         file = self.path / name
         if file.is_file():
             return True

@@ -28,7 +28,7 @@ from opweave.models.fields import Fields
 from opweave.models.weights import shown_name
 
 _MOST_LAYERS = 4096  # of a model that is built before tensors say how many there are
-# What torch says, which has no classes for it, and what it means.
+# Parts of torch's error messages, which have no classes of their own -> their meaning.
 _TOO_LARGE = {
     "verflow": "names sizes that no tensor has",
     "DefaultCPUAllocator": "asks for more memory than there is",
@@ -74,7 +74,7 @@ def load_model(
     check_load_format(load_format)
     checkpoint = Checkpoint(path)
     config = checkpoint.config()
-    # What is wrong with the configuration is said before any other file is looked for.
+    # First: errors in the configuration are reported before missing files.
     model_class(config)
     named = _named_dtype(dtype, config)
     if load_format == "dummy":
@@ -125,8 +125,8 @@ def as_language_model(model: CheckpointModel) -> CausalLM:
     """
     if not isinstance(model, CausalLM):
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not generate text: it is no language model that predicts "
-            "the next token. opweave.engine.Embedder makes vectors with encoders of texts; "
+            f"{type(model).__name__} does not generate text: it is not a causal language "
+            "model. opweave.engine.Embedder makes vectors with encoders of texts; "
             "opweave.engine.load_model loads any model, to be called as a module."
         )
     return model

@@ -1,4 +1,4 @@
-"""Which kernels the forwards of a model run."""
+"""Selection report: the kernels that the forward passes of a model run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from opweave import ir
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """A kernel that runs in a model's forwards.
+    """A kernel that runs in a model's forward passes.
 
     Attributes:
         op: the op.
-        provider: the kernel's.
-        tokens: of the forwards: at least as many, and fewer than twice as many; None: of any
-            number, since the calls are in a graph that was compiled.
-        calls: in one forward.
+        provider: the kernel's provider.
+        tokens: the size class of the forward passes, which have at least this many tokens and fewer
+            than twice as many; None: any size, for calls in a compiled graph.
+        calls: the number of calls in one forward pass.
     """
 
     op: str
@@ -29,14 +29,14 @@ class KernelUse:
 
 
 class SelectionReport:
-    """What one engine's forwards run: looked at once for each size of a forward.
+    """Records the kernels of an engine's forward passes, once for each size class.
 
-    A forward that is looked at is slower, since each of its calls goes through the full selection;
-    sizes are powers of two, so that there are few. May be read while another thread writes.
+    Recording makes a forward pass slower, because each call goes through the full selection. Size
+    classes are powers of two, so there are few of them. May be read while another thread records.
 
     Attributes:
-        kernels: what was found, in the order of ops, sizes and providers.
-        compile_seconds: that compiling took; 0.0 if nothing was compiled.
+        kernels: sorted by op, size and provider.
+        compile_seconds: compile time; 0.0 if nothing was compiled.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class SelectionReport:
 
     @contextmanager
     def watch(self, num_tokens: int) -> Iterator[None]:
-        """Look at the forward in the block, unless one of that size is known."""
+        """Record the forward pass in the block, unless its size class is known."""
         size = 1 << (num_tokens.bit_length() - 1)
         if size in self._seen:
             yield
@@ -57,7 +57,7 @@ class SelectionReport:
         self._add(record.selected_impls, size)
 
     def add_graph(self) -> None:
-        """Look at the graph that opweave's passes have compiled last."""
+        """Record the calls of the graph that was compiled last."""
         from opweave.compile import report
 
         found: dict[str, Counter[str]] = {}

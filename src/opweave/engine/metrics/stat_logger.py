@@ -1,4 +1,4 @@
-"""Stat loggers: plugins that are told what an engine has done."""
+"""Stat loggers: plugins that receive an engine's statistics."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from opweave.plugins.errors import PluginTypeError
 
 
 class StatLogger(ABC):
-    """Is told an engine's statistics; a plugin's entry point is a class derived from this one.
+    """Base class of stat loggers. A plugin's entry point is a class derived from this one.
 
     Args:
-        config: of the engine.
+        config: the engine's configuration.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -22,20 +22,20 @@ class StatLogger(ABC):
 
     @abstractmethod
     def record(self, stats: EngineStats) -> None:
-        """Take the state of the engine, and all that it has done so far; called between steps.
+        """Receive the statistics since the engine started; called after each step.
 
-        It runs in the engine's own loop, so that it must return at once.
+        Runs in the engine's loop, so it must not block.
         """
 
     def shutdown(self) -> None:  # noqa: B027 - most have nothing left
-        """Write what is left; the engine has ended."""
+        """Flush the log, because the engine has shut down."""
 
 
 def stat_loggers(config: EngineConfig) -> list[StatLogger]:
-    """Return an object of every stat logger that is installed, by the names of the plugins.
+    """Return an instance of each installed stat logger, sorted by the name of its plugin.
 
     Raises:
-        PluginTypeError: (a TypeError) an entry point is no class derived from :class:`StatLogger`.
+        PluginTypeError: (a TypeError) an entry point is not a subclass of :class:`StatLogger`.
         PluginError: a plugin failed.
     """
     found = load_plugins_by_group(STAT_LOGGER_PLUGINS)

@@ -1,4 +1,4 @@
-"""What an engine has done so far, in numbers."""
+"""Statistics of an engine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TOKENS = tuple(float(2**power) for power in range(15))
 
 @dataclass(frozen=True, slots=True)
 class HistogramCounts:
-    """How often values fell where.
+    """The counts of a histogram.
 
     Attributes:
-        bounds: the upper bounds, inclusive and rising; what is above the last is in one more.
-        counts: how many values each of them, and that one more, got; not cumulative.
+        bounds: the upper bounds of the buckets, inclusive and ascending.
+        counts: the number of values in each bucket, and above the last bound; not cumulative.
         total: the sum of all values.
     """
 
@@ -33,7 +33,7 @@ class HistogramCounts:
 
 
 class Histogram:
-    """Counts values by upper bounds."""
+    """Counts values in buckets with the given upper bounds."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
@@ -45,35 +45,35 @@ class Histogram:
         self._total += value
 
     def counts(self) -> HistogramCounts:
-        """Return what was counted so far."""
+        """Return the counts so far."""
         return HistogramCounts(self._bounds, tuple(self._counts), self._total)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The state of an engine, and what it has done since it was made.
+    """The state of an engine, and its counters since it started.
 
-    A request with several answers counts as often as it has answers.
+    A request with ``n`` outputs counts ``n`` times.
 
     Attributes:
-        running: answers that have memory in the cache.
-        waiting: answers that do not.
-        kv_usage: the share of the cache that requests hold, from 0 to 1.
-        prefix_queries: tokens of requests that were looked up in the prefix cache.
-        prefix_hits: those of them that were found.
-        preemptions: how often an answer lost its memory, to be computed again later.
-        prompt_tokens: tokens of prompts that were computed, or found in the prefix cache.
-        generation_tokens: tokens that were generated.
-        steps: forwards.
-        finished: answers that ended, by their reason; ``"error"`` for those that failed.
+        running: outputs that hold KV cache blocks.
+        waiting: outputs that hold no KV cache blocks.
+        kv_usage: the share of the KV cache in use, from 0 to 1.
+        prefix_queries: tokens that were looked up in the prefix cache.
+        prefix_hits: tokens that were found in the prefix cache.
+        preemptions: outputs that lost their blocks, and were computed again later.
+        prompt_tokens: prompt tokens that were computed or found in the prefix cache.
+        generation_tokens: generated tokens.
+        steps: forward passes.
+        finished: outputs that ended, by finish reason; ``"error"`` if they failed.
         histograms: distributions, by name: in seconds ``time_to_first_token``,
             ``inter_token_latency``, ``queue_time``, ``prefill_time``, ``decode_time``,
-            ``inference_time``, ``e2e_latency`` (of finished answers) and ``step_time``; in tokens
+            ``inference_time``, ``e2e_latency`` (of finished outputs) and ``step_time``; in tokens
             ``iteration_tokens``, of one step.
-        replicas: engines whose numbers these are, without those that have died.
-        kernels: what forwards of several sizes were seen to run.
-        compile_seconds: that compiling took when the engine started, with the forwards that made
-            it compile; 0.0 if nothing was compiled.
+        replicas: the number of live engines that these numbers add up.
+        kernels: the kernels that forward passes of several sizes ran.
+        compile_seconds: compile time at startup, including the forward passes that trigger it; 0.0
+            if nothing was compiled.
     """
 
     running: int
@@ -93,7 +93,7 @@ class EngineStats:
 
 
 class StatCounter:
-    """Counts what an engine does."""
+    """The counters of an engine."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.generation_tokens = self.steps = 0
@@ -103,20 +103,20 @@ class StatCounter:
         }
 
     def step(self, seconds: float, num_tokens: int) -> None:
-        """Count a forward."""
+        """Count a forward pass."""
         self.steps += 1
         self._histograms["step_time"].add(seconds)
         self._histograms["iteration_tokens"].add(num_tokens)
 
     def token(self, seconds: float, *, is_first: bool, num_prompt_tokens: int) -> None:
-        """Count a generated token, *seconds* after the one before or the request's arrival."""
+        """Count a generated token, *seconds* after the previous one or the request's arrival."""
         self.generation_tokens += 1
         self.prompt_tokens += num_prompt_tokens if is_first else 0
         name = "time_to_first_token" if is_first else "inter_token_latency"
         self._histograms[name].add(seconds)
 
     def finish(self, reason: str, timings: RequestTimings) -> None:
-        """Count an answer that ended; of one that never had a token, nothing but that."""
+        """Count an output that ended; add its timings if it has any token."""
         self.finished[reason] += 1
         if not timings.first_token:
             return

@@ -1,4 +1,4 @@
-"""I/O processors: plugins that turn requests of their own form into prompts, and answers back."""
+"""I/O processors: plugins that turn custom requests into prompts, and outputs into results."""
 
 from __future__ import annotations
 
@@ -73,26 +73,28 @@ class IOProcessors:
         self._made: dict[str, IOProcessor] = {}
 
     def find(self, name: str | None = None) -> IOProcessor | None:
-        """Return the processor that the plugin *name* brings; None: the checkpoint's, if any.
+        """Return the processor of plugin *name*; None: the checkpoint's, if it names one.
 
         Raises:
             UnknownPluginError, PluginTypeError, PluginError: as :func:`io_processor` raises them.
-            CheckpointError: what the checkpoint says is no name.
+            CheckpointError: the checkpoint's value is not a string.
         """
         name = self._checkpoint.config().get(_FIELD) if name is None else name
         if name is None:
             return None
         if not isinstance(name, str):
-            raise CheckpointError(f"config.json says {_FIELD}={name!r}, which is no plugin's name.")
+            raise CheckpointError(
+                f"config.json says {_FIELD}={name!r}; it must be the name of a plugin."
+            )
         if name not in self._made:
             self._made[name] = io_processor(name, self._config)
         return self._made[name]
 
     def get(self, name: str | None, *, embeds: bool) -> IOProcessor:
-        """Return what :meth:`find` does, for a model that embeds or one that does not.
+        """Return the result of :meth:`find`, checked for an encoder or a text model.
 
         Raises:
-            InvalidArgumentError: there is none, or it is for models of the other kind.
+            InvalidArgumentError: no processor is named, or it is for the other kind of model.
         """
         if (found := self.find(name)) is None:
             raise InvalidArgumentError(
@@ -110,11 +112,11 @@ class IOProcessors:
 
 
 def io_processor(name: str, config: EngineConfig) -> IOProcessor:
-    """Return an object of the I/O processor that the plugin *name* brings.
+    """Return an instance of the I/O processor of plugin *name*.
 
     Raises:
-        UnknownPluginError: (a LookupError) there is none; the message lists those that are.
-        PluginTypeError: (a TypeError) what the plugin names is no :class:`IOProcessor`.
+        UnknownPluginError: (a LookupError) there is no such plugin; the message lists all.
+        PluginTypeError: (a TypeError) the plugin does not name an :class:`IOProcessor`.
         PluginError: the plugin failed.
     """
     plugin = loader().find(IO_PROCESSOR_PLUGINS, name)

@@ -1,4 +1,4 @@
-"""What a request returns."""
+"""The outputs of requests."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The probability of one token at one place.
+    """The log-probability of a token at one position.
 
     Attributes:
-        logprob: its natural logarithm.
+        logprob: the natural logarithm of the probability.
         rank: 1 for the most likely token.
         decoded_token: the token's text.
     """
@@ -28,18 +28,19 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer to a prompt.
+    """One generated output of a prompt.
 
     Attributes:
-        index: its place among the answers to the prompt.
-        text: the text, without special tokens and the stop string unless the request wants them.
-        token_ids: every token that was generated, an end-of-text token included.
-        finish_reason: ``"stop"`` at an end-of-text token or a stop string; ``"length"`` at
-            ``max_tokens`` or the end of the context; ``"abort"``: it was given up; ``"error"``, in
-            responses of the server: it failed; None: it goes on, or the whole request failed.
-        logprobs: for each token, the most likely ones at its place and itself, by id; None: they
-            were not asked for.
-        stop_reason: the stop string or the stop token that ended it; None: something else did.
+        index: its index among the outputs of the prompt.
+        text: the generated text; special tokens and the stop string are left out by default.
+        token_ids: all generated tokens, including an end-of-text token.
+        finish_reason: ``"stop"``: an end-of-text token, stop token or stop string; ``"length"``:
+            ``max_tokens`` or the end of the context; ``"abort"``: the request was aborted;
+            ``"error"``, in responses of the server: it failed; None: it is not finished, or the
+            whole request failed.
+        logprobs: for each token, the log-probabilities of the most likely tokens and of the token
+            itself, by id; None: not requested.
+        stop_reason: the stop string or stop token that ended it; None: another reason.
     """
 
     index: int
@@ -52,12 +53,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestTimings:
-    """When things happened to a request, in seconds since it was handed to the engine.
+    """Timestamps of a request, in seconds since it was added to the engine.
 
     Attributes:
-        scheduled: its first token was computed from here on; before, it waited.
-        first_token: its first token was there.
-        finished: its last token was there; 0 while it goes on.
+        scheduled: when it was first scheduled.
+        first_token: when its first token was generated.
+        finished: when its last token was generated; 0 until then.
     """
 
     scheduled: float
@@ -67,19 +68,19 @@ class RequestTimings:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its answers so far.
+    """A prompt and its outputs so far, or a delta of them.
 
     Attributes:
-        request_id: the name that its sender gave it.
+        request_id: the name that the client gave the request.
         prompt: the prompt's text, or None if it was given as token ids.
         prompt_token_ids: the prompt's tokens.
-        outputs: its answers.
-        finished: whether every answer is complete.
-        timings: when what happened.
-        num_cached_tokens: tokens of the prompt whose keys and values were there already.
-        prompt_logprobs: for each token of the prompt, as ``logprobs`` of an answer, and None for
-            the first; None: they were not asked for.
-        error: why it failed, and no answer is complete; None: it did not.
+        outputs: the outputs.
+        finished: whether all outputs are finished.
+        timings: timestamps of the request.
+        num_cached_tokens: prompt tokens that were found in the prefix cache.
+        prompt_logprobs: for each prompt token, as ``logprobs`` of an output, and None for the
+            first; None: not requested.
+        error: why the request failed; None: it did not fail.
     """
 
     request_id: str
@@ -95,12 +96,12 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """The vector of one prompt.
+    """The embedding of one prompt.
 
     Attributes:
-        request_id: the name that its sender gave it.
+        request_id: the name that the client gave the request.
         prompt_token_ids: the prompt's tokens.
-        embedding: the vector, as the checkpoint says it is pooled and normalised.
+        embedding: the vector, pooled and normalized as the checkpoint says.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""What the scheduler and the cache know of a request."""
+"""One sequence, as seen by the scheduler and the cache."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def check_priority(priority: object) -> None:
 
 
 class Request:
-    """The tokens of one answer, prompt included, and how many of them are computed.
+    """The tokens of one output, including the prompt, and how many of them are computed.
 
     Args:
-        request_id: its name; no other unfinished one has it.
+        request_id: a unique name.
         prompt_token_ids: at least one token.
-        priority: a lower number goes first, where the policy asks for it.
+        priority: the scheduling priority; with the priority policy, lower numbers go first.
 
     Attributes:
-        token_ids: the prompt's, and those generated so far.
-        num_computed_tokens: how many of them are in the cache.
-        num_cached_tokens: how many of the prompt were in the cache when it was first scheduled;
-            None before that.
-        num_preemptions: how often it lost its blocks.
-        uses_prefix: whether it may begin with what is in the cache.
-        arrival: rises from request to request.
-        block_hashes: of its first tokens, block by block, as the cache needs them.
+        token_ids: the prompt's tokens, followed by the generated ones.
+        num_computed_tokens: the number of leading tokens in the KV cache.
+        num_cached_tokens: the number of prompt tokens found in the prefix cache when it was first
+            scheduled; None before that.
+        num_preemptions: how often it was preempted.
+        uses_prefix: whether it may start from a cached prefix.
+        arrival: a number that increases from request to request.
+        block_hashes: hashes of its leading full blocks, for the prefix cache.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens so far."""
+        """The number of tokens so far, including the prompt."""
         return len(self.token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """How many of them are not in the cache; there is always one."""
+        """The number of tokens that are not in the KV cache; at least one."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens generated so far."""
+        """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]

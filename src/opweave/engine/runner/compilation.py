@@ -38,7 +38,7 @@ def check_backend(config: CompilationConfig) -> None:
     is_default = config.backend == CompilationConfig.backend
     if not is_default and config.backend not in torch.compiler.list_backends(exclude_tags=()):
         raise InvalidArgumentError(
-            f"compilation_config: backend {config.backend!r} is none of torch.compile's. "
+            f"compilation_config: backend {config.backend!r} is not a backend of torch.compile. "
             f"{did_you_mean(config.backend, torch.compiler.list_backends())}"
         )
     if config.compiles and config.backend_options:

@@ -1,4 +1,4 @@
-"""How many threads torch's kernels use on the CPU."""
+"""The number of CPU threads that torch's kernels use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns what is scheduled into a model's inputs, runs it, and chooses tokens."""
+"""Builds a model's inputs from the scheduled steps, runs it, and samples tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker is told to compute: plain data, which any process can read."""
+"""The input of a worker for one step: plain data that any process can read."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from opweave.engine.sampling.sampling_request import SamplingRequest
 
 @dataclass(frozen=True, slots=True)
 class SequenceStep:
-    """What one forward computes of one sequence.
+    """The part of one sequence that a forward pass computes.
 
     Attributes:
-        request_id: whose it is.
+        request_id: the sequence.
         token_ids: the new tokens; at least one.
-        start: how many tokens before them are in the cache.
-        tables: its blocks, by group of layers.
-        sampling: how to choose the token after them; None: it is known.
-        targets: the tokens after the first ones of *token_ids*, if their log-probabilities are
-            wanted; not longer than *token_ids*, and only with *sampling*.
+        start: the number of tokens before them, which are in the KV cache.
+        tables: the block table of each group of layers.
+        sampling: how to sample the next token; None: it is known.
+        targets: the tokens that follow each of the first ones of *token_ids*, if their
+            log-probabilities are requested; only with *sampling*.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""Owns a device: its memory, and the model on it."""
+"""Worker: owns a device, its memory, and the model on it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from opweave.platforms import Platform
 from opweave.platforms.errors import UnsupportedByPlatformError
 from opweave.plugins import resolve_obj_by_qualname
 
-_HOST_MEMORY = 4 << 30  # bytes that the cache takes of the host's memory at most, unless it is told
+_HOST_MEMORY = 4 << 30  # largest default cache size in the host's memory, in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the engine must know of a loaded model.
+    """Facts about a loaded model that the engine needs.
 
     Attributes:
-        config: the model's own; None: it has none.
-        vocab_size: token ids are below it.
-        context: the most tokens it takes; None: any number.
-        groups: its layers that keep something, by what they keep.
-        memory: bytes that the cache may take.
-        free: bytes that are free on its device; more than there can be where that is not known.
+        config: the model's configuration, or None.
+        vocab_size: the size of the vocabulary.
+        context: the maximum context length; None: unlimited.
+        groups: the layers with a cache, grouped by retention.
+        memory: the cache size in bytes.
+        free: free memory on the device in bytes; ``sys.maxsize`` if unknown.
     """
 
     config: Any
@@ -47,7 +47,7 @@ class ModelFacts:
 
 
 def share_of_host(free: int) -> int:
-    """Return how much of the host's *free* memory a cache takes that is not told, in bytes."""
+    """Return the default cache size in bytes, given the host's *free* memory."""
     return min(free // 4, _HOST_MEMORY)
 
 
@@ -71,9 +71,9 @@ class Worker:
         self.path, self.config, self.platform, self.rank = Path(model), config, platform, rank
 
     def init_device(self) -> None:
-        """Make the device this process's own."""
+        """Initialize the device."""
         self.platform.set_device(self.rank)
-        # Not before: a platform may give torch the type of its devices only then.
+        # Not earlier: a platform may register its device type with torch in set_device().
         kind = self.platform.device_type
         self.device = torch.device(kind) if kind == "cpu" else torch.device(kind, self.rank)
         self.platform.seed_all(self.config.seed)
@@ -105,7 +105,7 @@ class Worker:
         self.runner = runner(model, self.config, self.platform, self.device)
 
     def facts(self) -> ModelFacts:
-        """Return what the engine must know of the model."""
+        """Return the facts about the model that the engine needs."""
         model = self.runner.model
         return ModelFacts(
             getattr(model, "config", None),
@@ -117,7 +117,7 @@ class Worker:
         )
 
     def allocate(self, plan: CachePlan) -> None:
-        """Make the cache.
+        """Allocate the cache.
 
         Raises:
             UnsupportedCacheError: an attention backend cannot keep what a layer needs.
@@ -125,7 +125,7 @@ class Worker:
         self.runner.allocate(plan)
 
     def warm_up(self) -> None:
-        """Compile, and select every op."""
+        """Compile the model, and select the implementation of every op."""
         self.runner.warm_up()
         self.platform.synchronize()
 

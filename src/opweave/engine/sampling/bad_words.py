@@ -1,4 +1,4 @@
-"""Words that an answer may not have."""
+"""Bad words: words that must not be generated."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from opweave.engine.tokenization.tokenizer import Tokenizer
 
-# What stands before a word decides how it is split: nothing, a space, or something else.
+# The text before a word affects how it is tokenized: nothing, a space, or other text.
 _BEFORE = ("", " ", "\n")
 
 
 class BadWords:
-    """The sequences of tokens that an answer may not have.
+    """The token sequences that must not be generated.
 
     Args:
         words: the texts.

@@ -1,4 +1,4 @@
-"""The tokens that penalties look at."""
+"""The tokens that penalties apply to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from opweave.engine.sampling.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class History:
-    """Which tokens a prompt has, and how often its answer has each.
+    """The tokens of a prompt, and the token counts of its output.
 
     Attributes:
-        prompt: every token of the prompt.
-        counts: of the tokens of the answer.
+        prompt: all tokens of the prompt.
+        counts: how often the output has each token.
     """
 
     prompt: frozenset[int]
@@ -23,10 +23,10 @@ class History:
 
     @classmethod
     def of(cls, prompt: Sequence[int], params: SamplingParams) -> History | None:
-        """Return that of an answer which begins, or None if *params* penalise nothing."""
+        """Return the history of a new output, or None if *params* set no penalty."""
         return cls(frozenset(prompt)) if params.penalises else None
 
     @property
     def tokens(self) -> frozenset[int]:
-        """Every token of prompt and answer."""
+        """All tokens of the prompt and the output."""
         return self.prompt | self.counts.keys()

@@ -1,4 +1,4 @@
-"""Scores that a request wants changed: penalties, bias, and tokens that may not come yet."""
+"""Logits processors: penalties, bias, and tokens that must not be sampled."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from opweave.engine.sampling.sampling_request import SamplingRequest
 
 _LARGEST = torch.finfo(torch.float32).max
 
-TokenValue = tuple[int, int, float]  # a row, a token, and a number that belongs to them
+TokenValue = tuple[int, int, float]  # a row, a token, and a value for it
 
 
 def adjusted(logits: Tensor, requests: Sequence[SamplingRequest]) -> Tensor:
-    """Return the scores after all that changes single tokens, in this order.
+    """Return the logits after all logits processors, in this order.
 
-    1. The repetition penalty divides positive scores of tokens that prompt or answer have, and
+    1. The repetition penalty divides positive logits of tokens in the prompt or the output, and
        multiplies negative ones (Keskar et al. 2019, arXiv:1909.05858, eq. 4).
     2. Presence and frequency penalties are subtracted, as OpenAI's API defines them.
     3. The bias is added.
-    4. Tokens that are forbidden at this place, or that ``allowed_token_ids`` or a grammar do not
-       allow, become impossible.
+    4. Tokens that are forbidden at this position, or that ``allowed_token_ids`` or a grammar
+       exclude, get the logit -inf.
 
     Args:
         logits: ``(rows, vocabulary)``, floating point; not changed.
         requests: one for each row.
 
     Returns:
-        *logits* themselves if no request asks for anything; else new float32 scores.
+        *logits* themselves if no request changes them; else new float32 logits.
     """
     if not any(_is_adjusted(request) for request in requests):
         return logits
@@ -56,14 +56,14 @@ def _is_adjusted(request: SamplingRequest) -> bool:
 
 
 def _apply_masks(scores: Tensor, requests: Sequence[SamplingRequest]) -> None:
-    """Make the tokens impossible that grammars do not allow."""
+    """Set the logits of tokens that a mask excludes to -inf."""
     masks = [(row, r.allowed) for row, r in enumerate(requests) if r.allowed is not None]
     if not masks:
         return
-    width = -(-scores.shape[-1] // 8)  # some masks have bits for tokens that the model does not
+    width = -(-scores.shape[-1] // 8)  # some masks have more bits than the vocabulary
     joined = bytearray().join(mask[:width].ljust(width, b"\0") for _, mask in masks)
     packed = torch.frombuffer(joined, dtype=torch.uint8)
-    # Adding -inf by table is several times faster than filling where a mask is true.
+    # Adding -inf from a table is several times faster than masked_fill_.
     entries = torch.nn.functional.embedding(
         packed.to(scores.device, torch.int32), _impossible(scores.device)
     )
@@ -77,7 +77,7 @@ def _apply_masks(scores: Tensor, requests: Sequence[SamplingRequest]) -> None:
 
 @cache
 def _impossible(device: torch.device) -> Tensor:
-    """Return what the eight bits of each byte add to scores: 0 where they are set, else -inf."""
+    """Return the value to add for each bit of each byte: 0 if the bit is set, else -inf."""
     bytes_, bits = torch.arange(256, device=device), torch.arange(8, device=device)
     is_set = (bytes_.unsqueeze(-1) >> bits) & 1
     return torch.zeros(256, 8, device=device).masked_fill_(is_set == 0, -torch.inf)
@@ -120,7 +120,7 @@ def _columns(entries: Iterable[TokenValue], scores: Tensor) -> tuple[Tensor, Ten
 
 
 def _put(scores: Tensor, rows: Tensor, tokens: Tensor, new: Tensor) -> None:
-    """Write scores; no penalty makes an infinite one of a finite one, which would be an error."""
+    """Write logits. A penalty must not turn a finite logit into an infinite one."""
     old = scores[rows, tokens]
     scores[rows, tokens] = torch.where(
         old.isfinite(), new.clamp(-_LARGEST, _LARGEST).to(torch.float32), old

@@ -29,7 +29,7 @@ def check_number(name: str, value: object, low: float, high: float, *, place: st
 
 
 def _shown(value: object) -> str:
-    """Python writes out no integer of thousands of digits, and nobody reads one of hundreds."""
+    """Return ``repr(value)``, or the size of a huge integer, which Python refuses to print."""
     is_long = isinstance(value, int) and value.bit_length() > 128
     return f"<an integer of {value.bit_length()} bits>" if is_long else repr(value)  # type: ignore[attr-defined]
 

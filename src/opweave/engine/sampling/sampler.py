@@ -1,4 +1,4 @@
-"""Chooses the next token of each sequence from the model's scores."""
+"""Samples the next token of each sequence from the model's logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Sampled", "Sampler", "SamplingRequest", "non_finite", "sample"]
 
 
 class Sampler:
-    """Chooses the next token of each row; a platform may name another class.
+    """Samples the next token of each row. A platform may name another class.
 
     Penalties, bias and forbidden tokens change the logits first (see
     :func:`~opweave.engine.sampling.logits_processors.adjusted`). Then the temperature divides them,
@@ -28,7 +28,7 @@ class Sampler:
     """
 
     def __call__(self, logits: Tensor, requests: Sequence[SamplingRequest]) -> list[Sampled]:
-        """Return what is chosen for each row of *logits*; it depends on no other row.
+        """Return the token sampled for each row of *logits*, independently of other rows.
 
         Args:
             logits: ``(rows, vocabulary)``, floating point; not changed.
@@ -94,7 +94,7 @@ def _draw(
 ) -> list[tuple[int, int]]:
     """Return the tokens of the rows that are drawn, each with its row."""
     # Ranking a vocabulary is slow, and the order decides which token a random number means: a
-    # row is ranked if it needs it, whatever the others need.
+    # row is ranked if it needs it, regardless of the others.
     plain = [row for row in rows if not requests[row].params.cuts]
     cut = [row for row in rows if requests[row].params.cuts]
     found: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""How to choose the tokens of one request."""
+"""Sampling parameters of one request."""
 
 from __future__ import annotations
 

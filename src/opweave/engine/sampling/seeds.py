@@ -1,4 +1,4 @@
-"""Seeds for requests that bring none."""
+"""Seeds for requests without one."""
 
 from __future__ import annotations
 

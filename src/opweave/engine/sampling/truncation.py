@@ -1,4 +1,4 @@
-"""The probabilities that a token is drawn with."""
+"""Temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from opweave.engine.sampling.ranking import best_tokens, ranking_keys
 from opweave.engine.sampling.sampling_params import SamplingParams
 
-# As many tokens are ranked at first. Nearly always the cuts leave fewer; sorting a vocabulary takes
-# longer than all the rest together.
+# The number of tokens ranked at first. Truncation nearly always leaves fewer, and sorting the whole
+# vocabulary takes longer than all other work together.
 _RANKED = 1024
 
 
 class Distribution(NamedTuple):
-    """What a row draws from.
+    """The distribution that a row samples from.
 
     Attributes:
         weights: ``(rows, tokens)`` float64, proportional to the probabilities.
@@ -44,19 +44,19 @@ def plain_weights(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def cut_distributions(
     logits: Tensor, params: Sequence[SamplingParams]
 ) -> list[tuple[list[int], Distribution]]:
-    """Return what rows draw from after their cuts, in groups of rows.
+    """Return the truncated distributions, in groups of rows.
 
-    The temperature divides the scores. ``top_k`` keeps the best tokens; ``top_p`` the fewest of
-    those, the best first, whose probabilities reach it, where those of the tokens that ``top_k``
-    leaves add up to 1; ``min_p`` those that are at least as probable as the best one times
-    ``min_p``. Each cut keeps a beginning of the ranking, the best token at least.
+    The temperature divides the logits. ``top_k`` keeps the k most likely tokens. ``top_p`` keeps
+    the smallest number of the most likely tokens whose probabilities, renormalized after ``top_k``,
+    add up to at least p. ``min_p`` keeps tokens with at least ``min_p`` times the highest
+    probability. The most likely token is always kept.
 
     Args:
         logits: ``(rows, vocabulary)``, finite maximum in each row.
         params: one for each row, none greedy.
 
     Returns:
-        Groups: the numbers of their rows, and what these draw from, the best token first.
+        Groups: the indices of their rows, and the distributions, the most likely token first.
     """
     scores, keys = _scores(logits, params), ranking_keys(logits)
     vocabulary = logits.shape[-1]
@@ -66,7 +66,8 @@ def cut_distributions(
     groups = [(few, Distribution(weights[few], tokens[few]))]
     many = (~is_enough).nonzero().flatten()
     if len(many):
-        # Which rows are ranked wholly depends on nothing but the row: a batch changes no token.
+        # Whether a row is ranked completely depends on that row alone, so results do not depend on
+        # the batch.
         rest = cuts.rows(many)
         weights, tokens, _ = rest.apply(scores[many], best_tokens(keys[many], vocabulary))
         groups.append((many, Distribution(weights, tokens)))
@@ -74,7 +75,7 @@ def cut_distributions(
 
 
 class _Cuts(NamedTuple):
-    """The cuts of some rows, each ``(rows, 1)``; *log_min_p* is the logarithm of ``min_p``."""
+    """The parameters of some rows, each ``(rows, 1)``; *log_min_p* is ``log(min_p)``."""
 
     top_k: Tensor
     top_p: Tensor
@@ -95,7 +96,7 @@ class _Cuts(NamedTuple):
         return _Cuts(*(cut[rows] for cut in self))
 
     def apply(self, scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights, tokens, and which rows need no more tokens than are given."""
+        """Return weights, tokens, and which rows need no more tokens than given."""
         count, vocabulary = tokens.shape[-1], scores.shape[-1]
         ranked = scores.gather(-1, tokens)
         rank = torch.arange(count, device=scores.device)
@@ -113,7 +114,7 @@ class _Cuts(NamedTuple):
 def _scores(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Divide by the temperatures, in float64."""
     exact = logits.double()
-    # The best score becomes 0 before the division, so that no temperature overflows it.
+    # The maximum becomes 0 before the division, so a small temperature cannot overflow.
     best = exact.amax(dim=-1, keepdim=True)
     return (exact - best) / _column([p.temperature for p in params], logits)
 

@@ -1,4 +1,4 @@
-"""Chooses what each step computes."""
+"""The scheduler: chooses the tokens that each step computes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from opweave.engine.request.request import Request
 
 
 class Scheduled(NamedTuple):
-    """What one step computes of one request.
+    """The tokens of one request that a step computes.
 
     Attributes:
-        request: whose tokens they are.
-        num_tokens: how many, from the first that is not computed.
-        tables: its blocks, by group of layers.
+        request: the request.
+        num_tokens: the number of tokens, from the first uncomputed one.
+        tables: the block table of each group of layers.
     """
 
     request: Request
@@ -26,12 +26,12 @@ class Scheduled(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the step computes all there is, so that the next token can be chosen."""
+        """Whether the step computes all tokens, so that the next one can be sampled."""
         return self.num_tokens == self.request.num_uncomputed_tokens
 
 
 class _StepPlan:
-    """How many tokens of which request, how many more there may be, and who lost its blocks."""
+    """The token count of each request, the remaining budget, and the preempted requests."""
 
     def __init__(self, budget: int) -> None:
         self.budget, self.counts = budget, dict[Request, int]()
@@ -47,13 +47,13 @@ class _StepPlan:
 
 
 class Scheduler:
-    """Continuous batching: every step is filled anew, up to one budget of tokens.
+    """Continuous batching: fills every step again, up to a budget of tokens.
 
-    Requests that are generating go first, one token each; what the budget leaves goes to prompts,
-    in parts if need be. Where memory ends, the request that comes last by the policy loses its
-    blocks and waits, to be computed again: the first one always goes on, so that all of them come
-    to an end. A request is admitted only while there is room for all of its tokens so far, and none
-    is after one that lost its blocks in the same step.
+    Decodes come first, one token each. The rest of the budget goes to prefills, in chunks if
+    needed. If memory runs out, the last request by the policy is preempted: it loses its blocks and
+    is computed again later. The first request always makes progress, so all requests finish. A
+    request is admitted only if there is room for all of its tokens so far, and never after a
+    preemption in the same step.
 
     By the policy ``"priority"``, a request does not wait for those of lower priority: its prompt
     comes before theirs, and where there is no room for it, the last ones of lower priority lose
@@ -98,10 +98,10 @@ class Scheduler:
         self._by_id[request.request_id] = request
 
     def remove(self, request_id: str) -> Request | None:
-        """Forget a request that is finished or given up, and free its blocks.
+        """Remove a request that has finished or was aborted, and free its blocks.
 
         Returns:
-            The request; None if there is none of that name.
+            The request; None if the name is unknown.
         """
         request = self._by_id.pop(request_id, None)
         if request is not None:
@@ -111,7 +111,7 @@ class Scheduler:
         return request
 
     def schedule(self) -> list[Scheduled]:
-        """Return what to compute next; it is not empty while there are requests."""
+        """Return the next step; it is not empty while there are requests."""
         plan = _StepPlan(self.config.max_num_batched_tokens)
         prompts = [r for r in self._running if r.num_uncomputed_tokens > 1]
         for request in [r for r in self._running if r.num_uncomputed_tokens == 1]:
@@ -126,16 +126,15 @@ class Scheduler:
         ]
 
     def update(self, step: list[Scheduled]) -> None:
-        """Take note that a step is computed."""
+        """Record that a step was computed."""
         for request, count, _ in step:
             request.num_computed_tokens += count
             self.cache.commit(request)
 
     def undo(self, step: list[Scheduled]) -> None:
-        """Take note that a step failed: its requests begin anew.
+        """Record that a step failed: its requests start again.
 
-        Keys and values could be written again where they are. States that a layer has advanced
-        cannot go back.
+        Keys and values could be overwritten, but recurrent states cannot be reset.
         """
         for request, _, _ in step:
             self._preempt(request)

@@ -18,7 +18,7 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[in
     Args:
         tokenizer: of the model.
         vocab_size: of the model; its scores may have more entries than the tokenizer has tokens.
-        eos_token_ids: the tokens that end a text. If there are none, one is added beyond the
+        eos_token_ids: the tokens that end a text. If it is empty, one is added beyond the
             vocabulary, which the model cannot choose.
 
     Raises:

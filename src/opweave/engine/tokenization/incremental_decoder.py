@@ -1,4 +1,4 @@
-"""Text from tokens that arrive one by one."""
+"""Incremental decoder: text from tokens that arrive one by one."""
 
 from __future__ import annotations
 

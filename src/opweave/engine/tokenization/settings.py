@@ -1,4 +1,4 @@
-"""Settings in tokenizer files that are not tokens: which are followed, and which are not."""
+"""Tokenizer settings besides tokens: the supported ones, and warnings about others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def follow_settings(
 ) -> None:
     """Make *backend*, a ``tokenizers.Tokenizer``, encode as transformers does at inference.
 
-    Padding and truncation are disabled, and ``split_special_tokens`` is followed. Settings that
-    would change the tokens but are not followed are logged.
+    Disables padding and truncation, and applies ``split_special_tokens``. Logs unsupported settings
+    that would change the tokens.
 
     Args:
         backend: its special tokens were added.

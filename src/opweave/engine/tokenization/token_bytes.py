@@ -1,4 +1,4 @@
-"""The bytes that a token of a vocabulary of bytes stands for."""
+"""The bytes of tokens in byte-level and byte-fallback vocabularies."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def incomplete_end(text: bytes, *, is_strict: bool = False) -> bytes:
     r"""Return the bytes of an incomplete UTF-8 character at the end of *text*.
 
     Args:
-        text: UTF-8; bytes before the end may be no text.
-        is_strict: return none if some are.
+        text: UTF-8, possibly with invalid bytes before the end.
+        is_strict: return ``b""`` if there are invalid bytes.
 
     Examples:
         >>> incomplete_end("a漢".encode()[:-1])

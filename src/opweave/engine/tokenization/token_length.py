@@ -1,4 +1,4 @@
-"""How many characters of a text one token can stand for at most."""
+"""The maximum number of characters that one token can stand for."""
 
 from __future__ import annotations
 

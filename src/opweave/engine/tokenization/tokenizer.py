@@ -90,7 +90,7 @@ class Tokenizer:
             truncation_side: the side that is cut off.
 
         Raises:
-            PromptError: it holds half of a surrogate pair, which is no character.
+            PromptError: the text has an unpaired surrogate, which is not a valid character.
         """
         encoding = self._encoding(text, add_special_tokens=add_special_tokens)
         if keep is not None and len(encoding.ids) > keep:
@@ -110,8 +110,8 @@ class Tokenizer:
             if half is None:
                 raise
             raise PromptError(
-                f"The prompt holds half of a surrogate pair, {text[half]!a} at {half}, which is no "
-                "character."
+                f"The prompt has half of a surrogate pair, {text[half]!a} at {half}, which is not "
+                "a character."
             ) from error
         return batch[0]
 
@@ -228,7 +228,7 @@ class AbsentTokenizer(Tokenizer):
 
 
 def tokenizer_of(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
-    """Return the tokenizer of *checkpoint*, or what stands for it where there is none.
+    """Return the tokenizer of *checkpoint*, or a substitute if it has none.
 
     Raises:
         TokenizerError: it is damaged, or of another kind, which dummy weights do not need.

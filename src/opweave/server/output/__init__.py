@@ -1,4 +1,4 @@
-"""What a model writes: its reasoning, its tool calls and its text, told apart as they arrive."""
+"""Parses a model's output while it arrives: reasoning, tool calls and text."""
 
 from opweave.server.output.events import (
     ArgumentsDelta,

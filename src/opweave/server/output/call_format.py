@@ -98,7 +98,7 @@ class CallFormat(ABC):
         """
 
     def _attempt(self, start: int, behind: int) -> Steps[None]:
-        """Parse calls; if there is none, the text from *start* to *behind* is content."""
+        """Parse calls; without any, the text from *start* to *behind* is content."""
         source, calls = self._source, self._calls
         self._resume = behind
         try:
@@ -195,4 +195,4 @@ class CallFormat(ABC):
 
 
 def _ignore(text: str) -> None:
-    """Take no note of what is not part of a call."""
+    """Ignore text that is not part of a call."""

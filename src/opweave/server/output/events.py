@@ -1,4 +1,4 @@
-"""What a piece of an answer adds."""
+"""Events of an output: deltas of content, reasoning and tool calls."""
 
 from __future__ import annotations
 

@@ -28,12 +28,12 @@ def answer_grammar(
     """Return the constraint for an answer that is calls, or has a form, or either.
 
     Args:
-        layout: the texts around calls; None: there are none.
+        layout: the texts around calls; None: calls are not possible.
         functions: those that may be called.
         is_parallel: whether there may be several calls.
         form: of an answer that calls nothing.
         reasoning: ``"may"``: the answer may begin with reasoning; ``"inside"``: the prompt has
-            begun it; None: there is none.
+            begun it; None: the output has no reasoning.
         special: the special tokens of the formats, by their text.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Parses answers piece by piece."""
+"""Parses an output incrementally."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from opweave.server.output.source import Steps, TextSource
 
 
 class AnswerParser:
-    """Turns the growing text of one answer into events.
+    """Turns the growing text of one output into events.
 
-    The events of all pieces together do not depend on where the text was cut.
+    The events do not depend on how the text was split into deltas.
 
     Args:
-        calls: the format of tool calls; None: there are none.
+        calls: the format of tool calls; None: tool calls are not parsed.
         names: of the functions that may be called.
         has_reasoning: whether the answer may begin with reasoning.
         is_thinking: whether the prompt has begun the reasoning.
@@ -45,7 +45,7 @@ class AnswerParser:
             self._calling = calls(self._answer, self._events.append, names).parse()
 
     def push(self, text: str) -> list[Event]:
-        """Return what *text* adds."""
+        """Return the events that *text* adds."""
         if self._reading is None:
             self._add(text)
         else:
@@ -54,7 +54,7 @@ class AnswerParser:
         return self._take()
 
     def finish(self) -> list[Event]:
-        """Return what was held back; no more text will come."""
+        """Return the events that were held back, because the text is complete."""
         if self._reading is not None:
             self._text.is_complete = True
             next(self._reading, None)

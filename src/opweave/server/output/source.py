@@ -1,4 +1,4 @@
-"""Text that arrives in pieces, for parsers written as if all of it were there."""
+"""Incremental text source for parsers that are written as coroutines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Steps = Generator[None, None, T]  # yields where it must wait for more text
 
 
 class MalformedError(Exception):
-    """The text is not what the format says."""
+    """The text does not follow the format."""
 
 
 class TextSource:
-    """The text so far, and how far it is read. What parsers decide depends on the text alone.
+    """The text so far, and the read position. Parsers must depend on the text alone.
 
     Attributes:
         text: all that has arrived.
@@ -85,7 +85,7 @@ class TextSource:
         """Read a JSON value, and emit its text as it arrives.
 
         Raises:
-            MalformedError: there is none.
+            MalformedError: no JSON value comes next.
         """
         first = yield from self.skip_spaces()
         if first and first in "{[":
@@ -97,7 +97,7 @@ class TextSource:
         """Read a JSON string, and return its value.
 
         Raises:
-            MalformedError: there is none, or it does not end.
+            MalformedError: no string comes next, or it is unterminated.
         """
         text = yield from self._scalar((yield from self.skip_spaces()))
         try:

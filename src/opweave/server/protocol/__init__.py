@@ -1,1 +1,1 @@
-"""What requests and responses hold, as types."""
+"""Types of request and response bodies."""

@@ -1,4 +1,4 @@
-"""What the bodies of all requests share."""
+"""Base classes of request and response bodies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _is_text(text: str) -> str:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ValueError("holds half of a surrogate pair, which is no character") from error
+            raise ValueError("has half of a surrogate pair, which is not a character") from error
     return text
 
 
@@ -58,10 +58,10 @@ def either(one: str, tag: str, other: str, other_tag: str) -> Callable[[object],
 
 
 class RequestFields(BaseModel):
-    """A part of a request; it may hold more than is known here.
+    """A part of a request; it may have unknown fields.
 
-    Nothing is converted, but integers to floats and whole floats to integers: a client that sends
-    ``"5"`` or ``true`` for a number has a defect, which it should see.
+    Only integers and whole floats are converted into each other. A client that sends ``"5"`` or
+    ``true`` for a number has a bug, which it should see.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
@@ -83,7 +83,7 @@ class RequestBody(RequestFields):
     @model_validator(mode="wrap")
     @classmethod
     def _check_fields(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        # Before the types are checked: a refused field is refused, whatever its type.
+        # Before the types are checked: an unsupported field is rejected, regardless of its type.
         table = ENDPOINTS[cls.endpoint].table
         unknown = table.check(values) if isinstance(values, Mapping) else []
         body = handler(values)

@@ -18,7 +18,7 @@ class ProcessRequest(RequestBody):
 
 
 class ProcessResponse(ResponseBody):
-    """What the I/O processor made of the answers."""
+    """The result of the I/O processor."""
 
     id: str
     object: Literal["process"] = "process"

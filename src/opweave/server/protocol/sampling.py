@@ -31,7 +31,7 @@ Priority = Annotated[Int, Field(ge=-(2**31), lt=2**31)]
 def _token(key: object) -> object:
     """Names in JSON are text; the conversion takes more than decimal numbers."""
     if isinstance(key, str) and not re.fullmatch(r"-?[0-9]+", key):
-        raise ValueError(f"{key!a} is no integer")
+        raise ValueError(f"{key!a} is not an integer")
     return key
 
 

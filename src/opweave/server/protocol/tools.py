@@ -13,7 +13,7 @@ from opweave.server.output.grammar import Function
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says about calls.
+    """The tool use of a request.
 
     Attributes:
         tools: the functions as the client describes them, for the chat template.

@@ -10,14 +10,14 @@ Status = Literal["supported", "harmless", "refused"]
 
 @dataclass(frozen=True)
 class Row:
-    """What the server does with one field of a request.
+    """How the server handles one request field.
 
     Attributes:
         path: the field's name, behind the names of the fields that contain it: ``a.b``. Lists
             between them are left out: ``messages.content.type`` is in a list in a list.
         status: ``supported``: it has its documented effect. ``harmless``: it has no effect here,
             and cannot change the answer. ``refused``: a request that sets it gets a 400.
-        note: the effect; or why there is none, and what to use instead.
+        note: the effect; or the reason and the alternative if it has no effect.
         off: values of a refused field that ask for nothing, and are accepted; null always is.
         is_open: whether an object may hold fields of any name, which are used as they are.
     """

@@ -1,4 +1,4 @@
-"""What the server is, and how it is."""
+"""Health, version and metrics."""
 
 from __future__ import annotations
 

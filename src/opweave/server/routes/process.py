@@ -99,6 +99,6 @@ def _response(result: Any, processor: IOProcessor, server: ServerState) -> Respo
         content = json.dumps({**body.model_dump(), "data": result}, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ServerError(
-            f"I/O processor {type(processor).__name__} returned what is no JSON: {error}"
+            f"I/O processor {type(processor).__name__} returned a value that is not JSON: {error}"
         ) from error
     return Response(content, media_type="application/json")

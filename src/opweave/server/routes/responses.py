@@ -1,4 +1,4 @@
-"""What the schema says of responses, and how they are made."""
+"""Responses: their schema entries, and JSON encoding."""
 
 from __future__ import annotations
 

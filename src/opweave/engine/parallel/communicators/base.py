@@ -1,4 +1,4 @@
-"""What an engine asks of whatever moves tensors between its ranks."""
+"""The interface of communicators: collectives between the ranks of an engine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from opweave.layers import TensorParallel
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks of an engine, and this one's place among them.
+    """The ranks of an engine, and this process's rank.
 
     Attributes:
         rank: this process's, from 0.
-        size: how many there are.
+        size: the number of ranks.
         device: where this rank's tensors are.
         backend: of ``torch.distributed``, as the platform names it.
-        store: where the ranks meet; all have the same one.
+        store: the rendezvous store, shared by all ranks.
         timeout: seconds that a rank waits for another one.
     """
 
@@ -34,16 +34,16 @@ class RankGroup:
 
 
 class Communicator(ABC):
-    """Collectives between the ranks of a group: each is called by all of them, in one order.
+    """Collectives between the ranks of a group; all ranks call them in the same order.
 
-    A platform names its own with ``get_device_communicator_cls``. Building one waits until all
-    ranks have built theirs.
+    Platforms choose a class with ``get_device_communicator_cls``. The constructor waits for all
+    ranks.
 
     Args:
         group: the ranks.
 
     Raises:
-        CommunicatorError: a rank does not come, or cannot be reached; of every method, too.
+        CommunicatorError: a rank is missing or unreachable; methods raise it, too.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -58,23 +58,23 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Return the ranks' tensors side by side in *dim*, in the order of the ranks; a new one."""
+        """Return the ranks' tensors concatenated in *dim*, in rank order, as a new tensor."""
 
     @abstractmethod
     def broadcast(self, x: Tensor, source: int = 0) -> None:
-        """Overwrite *x*, which is contiguous, with that of rank *source*, in place."""
+        """Overwrite *x*, a contiguous tensor, with that of rank *source*, in place."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks call this method."""
 
-    def abort(self) -> None:  # noqa: B027 - there need be nothing to do
-        """Let a collective that waits raise at once; the only method for another thread."""
+    def abort(self) -> None:  # noqa: B027 - optional
+        """Make a waiting collective raise at once. Other threads may call only this method."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what it holds. A second call does nothing."""
+        """Free all resources. A second call is a no-op."""
 
     def tensor_parallel(self) -> TensorParallel:
-        """Return this rank's place as layers take it; they call these collectives."""
+        """Return the collectives and the rank in the form that layers use."""
         return TensorParallel(self.group.rank, self.group.size, self.all_reduce, self.all_gather)

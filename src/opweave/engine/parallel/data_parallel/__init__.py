@@ -1,4 +1,4 @@
-"""Several engines, in processes of their own, that share the requests: data parallelism."""
+"""Data parallelism: replicas of an engine in processes of their own share the requests."""
 
 from opweave.engine.parallel.data_parallel.engine import DataParallelEngine
 

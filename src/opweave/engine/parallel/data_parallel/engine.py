@@ -1,4 +1,4 @@
-"""Several replicas of an engine, for asyncio: each request goes to one of them."""
+"""The data-parallel engine: routes each request to one of several replicas."""
 
 from __future__ import annotations
 
@@ -46,29 +46,30 @@ _log = logging.getLogger(__name__)
 class DataParallelEngine(StreamingClient):
     """Implements :class:`~opweave.engine.EngineClient` with several engines, the replicas.
 
-    Each is an actor of Ray, on whatever machine there is room, with a whole model on as many ranks
-    as the configuration says. Requests go where the fewest are, or where their prefix is known. A
-    seed is drawn here for those that bring none: their tokens depend on no replica.
+    Each replica is a Ray actor on any machine with free resources, and holds the whole model on as
+    many ranks as the configuration says. A request goes to the replica with the lowest load, or to
+    one that probably has its prefix cached. Seeds are drawn here, so that tokens do not depend on
+    the replica.
 
-    A replica that dies fails the requests that it has, with
-    :class:`~opweave.engine.errors.EngineDeadError`, and is replaced; the others go on.
+    If a replica dies, its requests fail with :class:`~opweave.engine.errors.EngineDeadError`, and
+    it is replaced. The other replicas go on.
 
     Args:
         model: the directory of a checkpoint; the same on every machine.
-        config: how to run each replica, and how many.
+        config: how to run each replica, and the number of replicas.
         model_name: by default the name of the directory.
         progress: called while the first replica loads, with the number of tensors loaded so far and
             in total.
-        group: the replicas; by default actors of Ray.
+        group: the replicas; None: Ray actors.
 
     Raises:
         EngineError, ModelError: the checkpoint is missing, damaged or not supported.
         ShardingError: the model cannot be divided over the ranks of a replica.
         IrError: an op or provider is unknown.
         MissingDependencyError: Ray is not installed.
-        InvalidArgumentError: (a ValueError) the Ray cluster is not there, or has not the room.
-        ReplicaFailedError: a replica does not start, or would run on another platform, with other
-            plugins, versions or priorities.
+        InvalidArgumentError: (a ValueError) the Ray cluster is unreachable or too small.
+        ReplicaFailedError: a replica does not start, or has another platform, other plugins,
+            versions or priorities.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class DataParallelEngine(StreamingClient):
     ) -> None:
         super().__init__(model, model_name)
         checkpoint = Checkpoint(model)
-        # What is wrong shows before anything is started.
+        # Errors must be raised before any replica is started.
         fitted, _ = platforms.configured(config), engine_priorities(None, config)
         if (ranks := config.parallel.tensor_parallel_size) > 1:
             check_ranks(model, ranks)
@@ -192,7 +193,7 @@ class DataParallelEngine(StreamingClient):
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
 
     def _send(self, ask: Submission, tokens: Sequence[int], answers: int) -> None:
-        if not (able := self._replicas.able):  # the last one has died just now
+        if not (able := self._replicas.able):  # the last replica has just died
             self._fail([ask.request_id], self._why_not())
             return
         chosen = self._router.choose(tokens, answers, able)
@@ -217,7 +218,7 @@ class DataParallelEngine(StreamingClient):
             elif answer.request_id in self._owed:
                 self._receive([answer])
                 if answer.request_id not in self._streams:
-                    # Nobody reads it: calls may overtake each other, an abort its own request.
+                    # It has no reader: an abort may have overtaken its own request.
                     self._give_up(answer.request_id)
 
     def _lose(self, member: ReplicaHandle) -> None:
@@ -254,7 +255,7 @@ class DataParallelEngine(StreamingClient):
         try:
             while not self._is_over.is_set():
                 self._replicas.hear()
-        except BaseException as error:  # whatever it is, all who wait must hear of it
+        except BaseException as error:  # all readers must be released, regardless of the error
             self._dead_with = error
             _log.critical("the replicas cannot be heard any more", exc_info=error)
         finally:

@@ -1,4 +1,4 @@
-"""What an engine needs of its replicas, wherever they are."""
+"""The interface between an engine and its replicas."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ News = ReplicaLocation | ReplicaReport | ReplicaFailedError
 
 
 class ReplicaGroup(Protocol):
-    """Some replicas, by number.
+    """Replicas, identified by number.
 
     Each first sends its :class:`ReplicaLocation`, then its reports, and last the error that it died
     of.
     """
 
     def tell(self, replica: int, method: Method, *arguments: object) -> None:
-        """Let a replica do something; to one that has died, it means nothing. From any thread."""
+        """Call a replica's method; a no-op if it has died. May be called from any thread."""
 
     def receive(self, timeout: float) -> Sequence[tuple[int, News]]:
-        """Return what is new, with the numbers of the replicas, within so many seconds."""
+        """Return new messages with the numbers of their replicas; wait for at most *timeout* s."""
 
     def renew(self, replica: int) -> None:
-        """Put another one in the place of one that has died.
+        """Replace a replica that has died.
 
         Raises:
-            ReplicaFailedError: none can come.
+            ReplicaFailedError: it cannot be replaced.
         """
 
     def kill(self, replica: int) -> None:
-        """End a replica at once; no news of it come any more."""
+        """Kill a replica; :meth:`receive` returns no more messages from it."""
 
     def close(self) -> None:
-        """Let all replicas stop, and free what they hold. A second call does nothing."""
+        """Stop all replicas, and free their resources. A second call is a no-op."""

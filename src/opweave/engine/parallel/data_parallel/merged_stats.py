@@ -1,4 +1,4 @@
-"""The numbers of several engines as those of one."""
+"""Adds up the statistics of several engines."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _SUMS = (
 
 
 def after_death(stats: EngineStats) -> EngineStats:
-    """Return what is left of the numbers of an engine that has died: what it has done."""
+    """Return the statistics of a dead engine: its counters stay, its gauges become zero."""
     return replace(stats, running=0, waiting=0, kv_usage=0.0, replicas=0)
 
 
 def merged(every: Sequence[EngineStats]) -> EngineStats:
-    """Return the sums.
+    """Return the sums of the counters.
 
-    Of the use of the cache it is the average over those that live, of the time to compile the
-    longest, and of the kernels each one once.
+    The cache usage is averaged over live engines, the compile time is the maximum, and each kernel
+    is listed once.
     """
     replicas = sum(each.replicas for each in every)
     kernels = [kernel for each in every for kernel in each.kernels]
@@ -58,4 +58,4 @@ def _sum(one: HistogramCounts, other: HistogramCounts) -> HistogramCounts:
 
 
 NOTHING = replace(merged([]), histograms=StatCounter().histograms())
-"""The numbers of an engine that is not there yet."""
+"""The statistics of an engine that has not started."""

@@ -1,4 +1,4 @@
-"""What an engine and its replicas tell each other."""
+"""Messages between an engine and its replicas."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from opweave.engine.sampling.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """What a replica is to load.
+    """The model and the configuration that a replica loads.
 
     Attributes:
-        agreement: what holds in the process that orders it, as JSON.
+        agreement: the settings of the sending process, as JSON.
         model: the directory of a checkpoint; the same on every machine.
-        config: of the engine.
-        model_name: how clients call the model.
-        neighbours: how many replicas are on its machine, itself included.
-        log_level: from which it says what it logs.
+        config: the engine's configuration.
+        model_name: the model's name in requests.
+        neighbours: the number of replicas on its machine, including itself.
+        log_level: the lowest level of log records that it reports.
     """
 
     agreement: str
@@ -37,13 +37,13 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A prompt to answer, or to embed.
+    """A request: a prompt to continue, or to embed.
 
     Attributes:
-        request_id: its name.
+        request_id: the name of the request.
         prompt: a text, or token ids.
-        params: how to choose tokens, or to make a vector.
-        priority: a lower number goes first.
+        params: sampling or pooling parameters.
+        priority: the scheduling priority; lower numbers go first.
     """
 
     request_id: str
@@ -54,11 +54,11 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLocation:
-    """A replica has a process.
+    """The process of a replica.
 
     Attributes:
-        node: the name of the machine.
-        pid: the number of the process there.
+        node: the name of its machine.
+        pid: its process id there.
     """
 
     node: str
@@ -67,11 +67,11 @@ class ReplicaLocation:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """A request has failed.
+    """A request failed.
 
     Attributes:
-        request_id: its name.
-        error: why.
+        request_id: the name of the request.
+        error: the reason.
     """
 
     request_id: str
@@ -80,17 +80,17 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What is new with a replica since its last report.
+    """The news of a replica since its last report.
 
     Attributes:
         answers: what requests have got: outputs as deltas, vectors, and
             refusals.
-        stats: of its engine, once that is loaded.
-        max_model_len: of its engine, once that is loaded.
-        vocab_size: of its model, once that is loaded.
-        progress: tensors that are loaded, and all; None: nothing new.
-        records: what it logs.
-        failure: what it has died of.
+        stats: statistics of its engine, once that is loaded.
+        max_model_len: the engine's limit, once that is loaded.
+        vocab_size: the size of the vocabulary, once the model is loaded.
+        progress: the number of tensors loaded so far and in total; None: unchanged.
+        records: log records.
+        failure: the error that it died of.
     """
 
     answers: Sequence[RequestOutput | EmbeddingOutput | RequestFailure] = ()

@@ -1,4 +1,4 @@
-"""How the machines of a cluster are divided between replicas."""
+"""Placement: divides the resources of a cluster between replicas."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _RESOURCES = {"cuda": "GPU", "xpu": "GPU"}
 
 
 def resource_name(device_type: str) -> str:
-    """Return how Ray calls the devices that torch calls *device_type*, such as ``NPU``."""
+    """Return Ray's resource name for torch's *device_type*, such as ``GPU`` for ``cuda``."""
     return _RESOURCES.get(device_type, device_type.upper())
 
 
 def replica_resources(
     nodes: Sequence[Mapping[str, float]], replicas: int, devices: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return what each replica gets: its devices, and as many processors as all can have.
+    """Return the resources of each replica: its devices, and the most CPUs that all can have.
 
     Args:
-        nodes: what each machine has.
-        replicas: how many there are; each is on one machine.
-        devices: what each needs, beside one processor at least.
+        nodes: the resources of each machine.
+        replicas: the number of replicas; each runs on a single machine.
+        devices: the devices that each replica needs, in addition to at least one CPU.
 
     Raises:
-        InvalidArgumentError: the machines do not hold so many.
+        InvalidArgumentError: the machines have too few resources.
     """
     need = {name: count for name, count in devices.items() if name != CPU}
     least = max(1, devices.get(CPU, 1))

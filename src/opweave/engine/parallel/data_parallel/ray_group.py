@@ -1,4 +1,4 @@
-"""Replicas that are actors of Ray."""
+"""Replicas as Ray actors."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _ENDING = 5.0  # seconds to end after being told to
 _STORE = 128 * 2**20  # bytes for what is larger than a message; reports are not
 _CONNECTING = 10.0  # seconds to reach a cluster
 _LOCAL = "local"
-# No statistics to Ray's makers, no advice about variables of devices that replicas do not have, and
-# workers that are no nicer than other programs, which would starve them.
+# No usage statistics, no warnings about variables of missing devices, and workers of normal
+# priority, which other programs cannot starve.
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -39,14 +39,14 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 class RayReplica(Replica):
-    """A replica that has a process to itself."""
+    """A replica in a process of its own."""
 
     async def start(self, order: LoadOrder) -> None:
         self.take_log(order.log_level)
         await super().start(order)
 
     async def place(self) -> ReplicaLocation:
-        """Return where it is."""
+        """Return the replica's process."""
         node = require("ray", "ray").util.get_node_ip_address()
         return ReplicaLocation(node, os.getpid())
 
@@ -54,16 +54,16 @@ class RayReplica(Replica):
 class RayGroup:
     """Implements :class:`~opweave.engine.parallel.data_parallel.group.ReplicaGroup` with Ray.
 
-    A program that uses Ray already keeps its connection, and Ray runs on afterwards. Otherwise this
-    one connects to a cluster, or starts Ray on this machine, and undoes that in the end.
+    If the program has initialized Ray, that connection is used and stays open. Otherwise, this
+    class connects to a cluster or starts Ray on this machine, and shuts it down in :meth:`close`.
 
     Args:
-        config: how many replicas there are, of how many ranks, and where.
+        config: the number of replicas, their number of ranks, and the cluster.
 
     Raises:
         MissingDependencyError: Ray is not installed.
-        InvalidArgumentError: the cluster does not answer, or has not the room; or this process is
-            one of several that were launched.
+        InvalidArgumentError: the cluster is unreachable or too small, or this process is one of
+            several launched by ``torchrun``.
     """
 
     def __init__(self, config: ParallelConfig) -> None:
@@ -84,15 +84,15 @@ class RayGroup:
 
     def tell(self, replica: int, method: Method, *arguments: object) -> None:
         if self._is_closed:
-            return  # Ray would start anew
+            return  # a remote call would start Ray again
         getattr(self._actors[replica], method).remote(*arguments)
 
     def receive(self, timeout: float) -> Sequence[tuple[int, News]]:
-        if not self._waiting:  # all have died, and none takes their place
+        if not self._waiting:  # all replicas have died and were not replaced
             time.sleep(timeout)
             return []
         ready, _ = self._ray.wait(list(self._waiting), timeout=timeout)
-        if len(self._waiting) > 1:  # the others that are ready, too
+        if len(self._waiting) > 1:  # all others that are ready
             ready, _ = self._ray.wait(
                 list(self._waiting), num_returns=len(self._waiting), timeout=0
             )
@@ -146,10 +146,10 @@ def _check_launch(config: ParallelConfig) -> None:
 
 
 def _initialize(ray: Any, config: ParallelConfig) -> None:
-    """Connect to the cluster that was asked for, or start Ray here; never to one by chance."""
+    """Connect to the configured cluster, or start Ray here. Never join another cluster."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    # Ray would tell in several lines, on standard error, what this engine logs in one.
+    # Ray would print several lines to stderr for each event that this engine logs in one.
     ray._private.worker._worker_logs_enabled = False
     address = config.data_parallel_address or os.environ.get("RAY_ADDRESS") or _LOCAL
     local: dict[str, Any] = {}
@@ -161,11 +161,11 @@ def _initialize(ray: Any, config: ParallelConfig) -> None:
             "num_cpus": processors, "include_dashboard": False, "object_store_memory": _STORE,
         }  # fmt: skip
     else:
-        replace(config, data_parallel_address=address)  # checks that of the environment
+        replace(config, data_parallel_address=address)  # validates the address from the environment
     try:
         if address not in (_LOCAL, "auto"):
             host, _, port = address.rpartition(":")
-            # Ray would try for minutes.
+            # Ray itself would retry for minutes.
             socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
@@ -187,7 +187,7 @@ def _warn_of_few_processors(ranks: int) -> None:
 
 
 def _options(ray: Any, config: ParallelConfig) -> dict[str, Any]:
-    """Return what Ray must know of each replica: what it needs, and its environment."""
+    """Return the Ray options of each replica: its resources, and its environment."""
     ranks = config.tensor_parallel_size
     resource = resource_name(platforms.current_platform.device_type)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -203,7 +203,7 @@ def _options(ray: Any, config: ParallelConfig) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """Return what Ray says of a death, in one line."""
+    """Return Ray's reason for a death, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     found = next((line for line in lines if "because" in line or "Error" in line), lines[0])
     return found.partition(". ")[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""One replica: an engine, and what is new with it whenever somebody asks."""
+"""A replica: runs an engine in its process, and reports its news."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from opweave.ir.errors import OpweaveError, described
 
 _log = logging.getLogger(__name__)
 
-REPORTS_WITHIN = 1.0  # seconds; so that who hears nothing for long knows that something is wrong
+REPORTS_WITHIN = 1.0  # seconds; longer silence means that the replica hangs
 
 Load = Callable[[LoadOrder, Progress], EngineClient]
 
 
 class Replica:
-    """An engine in a process of its own; everything that it is asked happens in one event loop.
+    """An engine in a process of its own, driven by one event loop.
 
-    It is told things, and answers none of them: what comes of them is in :meth:`report`.
+    Its methods return nothing; results are in :meth:`report`.
 
     Args:
-        load: makes the engine.
+        load: creates the engine.
     """
 
     def __init__(self, load: Load | None = None) -> None:
@@ -62,12 +62,12 @@ class Replica:
         self._failure: BaseException | None = None
 
     async def start(self, order: LoadOrder) -> None:
-        """Load the engine, in a thread, so that the loop goes on."""
+        """Load the engine in a thread, so that the loop is not blocked."""
         threading.Thread(target=self._start, args=(order,), name="opweave-replica").start()
 
     async def ask(self, ask: Submission) -> None:
-        """Take a request."""
-        if self._engine is None:  # it was meant for the one that was in its place before
+        """Run a request."""
+        if self._engine is None:  # it was sent to the previous replica of this number
             gone = EngineDeadError("The replica died before the request came to it. Ask again.")
             self._refuse(ask.request_id, gone)
             return
@@ -79,13 +79,13 @@ class Replica:
         self._tasks[ask.request_id] = asyncio.create_task(work)
 
     async def abort(self, request_id: str) -> None:
-        """Give up a request; one that is unknown, or finished already, is left alone."""
+        """Abort a request; a no-op if it is unknown or has finished."""
         if self._engine is not None:
-            await asyncio.sleep(0)  # so that a request that came just now has begun
+            await asyncio.sleep(0)  # lets a request that has just arrived start
             await self._engine.abort(request_id)
 
     async def report(self) -> ReplicaReport:
-        """Return what is new, as soon as there is anything, or after a second."""
+        """Return the news as soon as there are any, or after a second."""
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORTS_WITHIN):
                 await self._news.wait()
@@ -111,7 +111,7 @@ class Replica:
             await asyncio.to_thread(self._engine.shutdown)
 
     def take_log(self, level: int) -> None:
-        """Report what this process logs from now on, from *level* up."""
+        """Report the log records of this process from now on, from *level* up."""
         logger = logging.getLogger("opweave")
         logger.setLevel(level)
         logger.addHandler(QueueHandler(self._records))
@@ -121,7 +121,7 @@ class Replica:
     def _start(self, order: LoadOrder) -> None:
         try:
             self._engine = self._load(order, self._loading)
-        except Exception as error:  # whatever it is, who ordered it must hear of it
+        except Exception as error:  # the engine must be told of any error
             if not isinstance(error, OpweaveError):
                 _log.exception("the model cannot be loaded")
             self._failure = error
@@ -132,7 +132,7 @@ class Replica:
         self._wake()
 
     def _wake(self) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody wants to know
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._news.set)
 
     # In the event loop
@@ -146,7 +146,7 @@ class Replica:
             async for output in outputs:
                 self._deltas.setdefault(ask.request_id, []).append(output)
                 self._news.set()
-        except Exception as error:  # whatever it is, who asked must hear of it
+        except Exception as error:  # the engine must be told of any error
             self._refuse(ask.request_id, error)
         finally:
             del self._tasks[ask.request_id]
@@ -184,11 +184,11 @@ class Replica:
 
 
 def load_engine(order: LoadOrder, progress: Progress) -> EngineClient:
-    """Make this process like the one that ordered, and load the engine.
+    """Apply the settings of the sending process, and load the engine.
 
     Raises:
-        RankFailedError, PlatformMismatchError: this process would choose another platform, other
-            plugins or other kernels.
+        RankFailedError, PlatformMismatchError: this process has another platform, other plugins or
+            other kernels.
         OpweaveError: as :func:`~opweave.engine.open_engine`.
     """
     agreement = Agreement.from_json(order.agreement)
@@ -200,7 +200,7 @@ def load_engine(order: LoadOrder, progress: Progress) -> EngineClient:
 
 
 def alone(config: EngineConfig, neighbours: int) -> EngineConfig:
-    """Return the configuration of one replica of several, of which *neighbours* share a machine."""
+    """Return the configuration of a replica that shares its machine with *neighbours* in total."""
     parallel = replace(config.parallel, data_parallel_size=1, data_parallel_address=None)
     platform, cache = platforms.current_platform, config.cache
     is_told = cache.memory_bytes is not None or cache.num_blocks is not None
@@ -211,10 +211,10 @@ def alone(config: EngineConfig, neighbours: int) -> EngineConfig:
 
 
 def portable(error: BaseException) -> Exception:
-    """Return *error* if another process can have it, else one that says the same."""
+    """Return *error* if it can be pickled, else an EngineError with the same text."""
     try:
         found = pickle.loads(pickle.dumps(error))
-    except Exception:  # an exception can be of any class, and do anything when it is rebuilt
+    except Exception:  # unpickling runs code of the exception's class
         found = None
     if isinstance(found, Exception) and repr(found) == repr(error):
         return found

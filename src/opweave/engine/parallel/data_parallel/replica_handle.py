@@ -1,4 +1,4 @@
-"""One replica, as the engine sees it."""
+"""The engine's view of one replica."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from opweave.engine.metrics.stats import EngineStats
 from opweave.engine.parallel.data_parallel.merged_stats import NOTHING, after_death, merged
 from opweave.engine.parallel.data_parallel.messages import ReplicaLocation, ReplicaReport
 
-_STARTING = 300.0  # seconds to import opweave and its plugins, on a machine that is busy
+_STARTING = 300.0  # seconds to import opweave and its plugins on a busy machine
 
 
 class ReplicaHandle:
-    """What is known of a replica: where it is, whether it has loaded, and its numbers.
+    """The state of a replica: its process, whether it has loaded, and its statistics.
 
     Args:
-        number: its place among the others.
-        timeout: seconds without a sign after which it counts as dead.
-        past: the numbers of those that had its place before.
+        number: its number.
+        timeout: seconds without a report after which it counts as dead.
+        past: the statistics of its predecessors.
 
     Attributes:
-        place: its process; None: it has none yet.
-        is_ordered: whether it was told what to load.
-        max_model_len: of its engine; None: that is not loaded.
-        vocab_size: of its model; 0: that is not loaded.
-        failure: what it died of; None: it did not.
+        place: its process; None: not started yet.
+        is_ordered: whether its load order was sent.
+        max_model_len: the limit of its engine; None: not loaded yet.
+        vocab_size: the size of its vocabulary; 0: not loaded yet.
+        failure: the error that it died of; None: it is alive.
     """
 
     def __init__(self, number: int, timeout: float, past: EngineStats = NOTHING) -> None:
@@ -45,12 +45,12 @@ class ReplicaHandle:
 
     @property
     def stats(self) -> EngineStats:
-        """Its numbers, with those of the replicas that were in its place before."""
+        """Its statistics, with those of its predecessors."""
         return merged([self._past, self._stats])
 
     @property
     def silence(self) -> str | None:
-        """In which way it has not been heard of for too long; None: it has."""
+        """How it missed its timeout; None: it did not."""
         if self.failure is not None:
             return None
         silent = time.monotonic() - self._heard
@@ -61,20 +61,20 @@ class ReplicaHandle:
         return None
 
     def put(self, place: ReplicaLocation) -> None:
-        """Take note of where it is."""
+        """Record its process."""
         self.place, self._heard = place, time.monotonic()
 
     def report(self, report: ReplicaReport) -> None:
-        """Take note of what it says."""
+        """Record a report."""
         self._heard, self.max_model_len = time.monotonic(), report.max_model_len
         self.vocab_size = report.vocab_size
         if report.stats is not None:
             self._stats = report.stats
 
     def die(self, failure: ReplicaFailedError) -> None:
-        """Take note that it is there no longer."""
+        """Record its death."""
         self.failure, self._stats = failure, after_death(self._stats)
 
     def successor(self) -> ReplicaHandle:
-        """Return the replica that comes into its place."""
+        """Return the handle of its replacement."""
         return ReplicaHandle(self.number, self._timeout, self.stats)

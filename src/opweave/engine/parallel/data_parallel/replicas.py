@@ -1,4 +1,4 @@
-"""All replicas: starts them, hears what they say, and replaces those that die."""
+"""Supervises the replicas: starts them, reads their reports, and replaces dead ones."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from opweave.ir.errors import OpweaveError
 
 _log = logging.getLogger(__name__)
 
-_TURN = 1.0  # seconds to wait for news
+_TURN = 1.0  # seconds to wait for messages
 
 
 class Replicas:
-    """The replicas of one engine. One thread at a time hears them; any may speak to them.
+    """The replicas of one engine. Only one thread at a time may call :meth:`hear`.
 
-    One that dies is replaced, and its successor too; one that dies before it has loaded is not,
-    since the next would not load either.
+    A replica that dies is replaced, unless it dies before it has loaded: its replacement would not
+    load either.
 
     Args:
-        group: where they are.
-        size: how many.
-        order: what each is to load.
-        on_report: called with each report of an engine that is loaded.
-        on_loss: called when one has died, with it.
-        progress: called while the first one loads, with the number of tensors loaded so far and in
-            total.
+        group: the processes of the replicas.
+        size: the number of replicas.
+        order: the model and configuration of each.
+        on_report: called with each report.
+        on_loss: called with the handle of a replica that has died.
+        progress: called while the first replica loads, with the number of tensors loaded so far and
+            in total.
 
     Attributes:
-        members: the replicas, by number; one that was replaced is there no longer.
-        last_failure: what the last one that died has died of; None: none has.
+        members: the handles of the current replicas, by number.
+        last_failure: the error of the replica that died last; None: no replica has died.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Replicas:
 
     @property
     def able(self) -> list[int]:
-        """The numbers of those that take requests."""
+        """The numbers of the replicas that take requests."""
         return [member.number for member in self.members if member.is_loaded]
 
     def load(self) -> None:
-        """Wait until all have loaded.
+        """Wait until all replicas have loaded.
 
         Raises:
-            ReplicaFailedError: one does not.
+            ReplicaFailedError: a replica failed.
         """
         while not all(member.is_loaded for member in self.members):
             self.hear()
@@ -78,7 +78,7 @@ class Replicas:
         self._progress = None
 
     def hear(self) -> None:
-        """Take in what is new, or nothing for a second."""
+        """Process new messages; wait for them for at most a second."""
         for number, news in self._group.receive(_TURN):
             member = self.members[number]
             if isinstance(news, ReplicaFailedError):
@@ -94,20 +94,20 @@ class Replicas:
                 self._bury(member, ReplicaFailedError(f"replica {member.number} {reason}."))
 
     def ask(self, number: int, ask: Submission) -> None:
-        """Give a request to a replica."""
+        """Send a request to a replica."""
         self._group.tell(number, "ask", ask)
 
     def abort(self, number: int, request_id: str) -> None:
-        """Let a replica give a request up."""
+        """Abort a request of a replica."""
         self._group.tell(number, "abort", request_id)
 
     def stop(self) -> None:
-        """Let all stop, which are still heard."""
+        """Stop every replica that still responds."""
         for number in self.able:
             self._group.tell(number, "stop")
 
     def close(self) -> None:
-        """Free what they hold; nobody hears them any more."""
+        """Close the group, and free its resources."""
         self._group.close()
 
     def _take(self, member: ReplicaHandle, report: ReplicaReport) -> None:
@@ -133,7 +133,7 @@ class Replicas:
         places = [member.place for member in self.members if member.failure is None]
         nodes = Counter(place.node for place in places if place is not None)
         if None in places:
-            return  # how many share a machine is not known
+            return  # the number of replicas per machine is not known yet
         for member in self.members:
             if member.place is not None and member.failure is None and not member.is_ordered:
                 member.is_ordered = True

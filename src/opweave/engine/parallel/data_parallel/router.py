@@ -1,4 +1,4 @@
-"""Which replica answers a request."""
+"""Routes requests to replicas."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from itertools import count
 
 from opweave.engine.cache.block_hash import extend_hashes
 
-_BLOCK = 64  # tokens; a shorter prefix is computed sooner than it is looked for
+_BLOCK = 64  # tokens; computing a shorter prefix is faster than looking for it
 _REMEMBERED = 16_384  # blocks for each replica: a million tokens
-_SLACK = 4  # answers that a replica may have more than another, for the sake of a prefix
+_SLACK = 4  # extra load that a replica may have for the sake of a cached prefix
 
 
 class ReplicaRouter:
-    """Sends each request where it meets the fewest others, or its own prefix.
+    """Chooses a replica by load and by cached prefix.
 
-    A replica has a load: the answers that it owes. Of those whose load is near the least, the one
-    is chosen that was sent the longest prefix of the prompt before, and so has most likely computed
-    it; among equals the one with the least load, and then the one that was chosen the longest ago.
+    The load of a replica is its number of unfinished outputs. Among replicas with nearly the lowest
+    load, the one that got the longest prefix of the prompt before is chosen, because it probably
+    has it cached. Ties go to the lowest load, then to the least recently used replica.
 
     Args:
-        size: how many replicas there are.
-        finds_prefixes: whether they reuse what they have computed of other prompts.
+        size: the number of replicas.
+        finds_prefixes: whether replicas have a prefix cache.
     """
 
     def __init__(self, size: int, *, finds_prefixes: bool = True) -> None:
@@ -34,15 +34,15 @@ class ReplicaRouter:
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """The answers that each replica owes."""
+        """The number of unfinished outputs of each replica."""
         return tuple(self._loads)
 
     def choose(self, token_ids: Sequence[int], answers: int, able: Collection[int]) -> int:
-        """Return one of *able*, which owes so many more answers from now on.
+        """Return one of *able*, and add *answers* to its load.
 
         Args:
-            token_ids: of the prompt.
-            answers: how many it gets.
+            token_ids: the prompt.
+            answers: the number of outputs of the request.
             able: the replicas that take requests; at least one.
         """
         hashes = self._hashes(token_ids)
@@ -55,28 +55,30 @@ class ReplicaRouter:
         return chosen
 
     def release(self, replica: int, answers: int) -> None:
-        """Take note that a replica owes so many answers less."""
+        """Subtract finished outputs from the load of a replica."""
         self._loads[replica] -= answers
 
     def forget(self, replica: int) -> None:
-        """Take note that a replica has lost all that it computed."""
+        """Forget the prefixes of a replica whose cache is lost."""
         self._known[replica].clear()
 
     def _hashes(self, token_ids: Sequence[int]) -> list[bytes]:
         hashes: list[bytes] = []
         if self._finds_prefixes:
-            with suppress(OverflowError, TypeError):  # no tokens at all: the replica says so
+            with suppress(
+                OverflowError, TypeError
+            ):  # invalid tokens: the replica reports the error
                 extend_hashes(hashes, token_ids, _BLOCK)
         return hashes
 
     def _length(self, replica: int, hashes: Sequence[bytes]) -> int:
-        """Return how many blocks at the beginning the replica was sent before."""
+        """Return the number of leading blocks that the replica got before."""
         known = self._known[replica]
         return next((i for i, each in enumerate(hashes) if each not in known), len(hashes))
 
     def _remember(self, replica: int, hashes: Sequence[bytes]) -> None:
         known = self._known[replica]
-        # The end first: what is forgotten first is the end of a prompt, as in the replica's cache.
+        # The end first: as in the replica's cache, the end of a prompt is evicted first.
         for each in reversed(hashes):
             known[each] = None
             known.move_to_end(each)

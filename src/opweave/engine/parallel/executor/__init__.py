@@ -1,4 +1,4 @@
-"""Starts workers, and speaks to them."""
+"""Executors: start the workers of an engine, and call them."""
 
 from opweave.engine.parallel.executor.base import Executor
 from opweave.engine.parallel.executor.in_process import InProcessExecutor

@@ -1,4 +1,4 @@
-"""What all processes of an engine must agree on before one of them computes anything."""
+"""The settings that all processes of an engine must agree on before they compute."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PARENT = "the first process"
 
 @dataclass(frozen=True)
 class Agreement:
-    """What holds in the process that starts the others; JSON, which any version can read.
+    """The settings of the process that starts the others; sent as JSON, for other versions.
 
     Attributes:
         protocol: the version of the messages between processes.
-        platform: what :meth:`opweave.platforms.Resolution.to_json` says, versions included.
-        plugins: the general plugins that are in use, with distribution and version.
+        platform: the result of :meth:`opweave.platforms.Resolution.to_json`, with versions.
+        plugins: the active general plugins, with distribution and version.
         priorities: the providers of each op, in the order in which they are tried.
         required: the traits that an implementation must have.
     """
@@ -38,7 +38,7 @@ class Agreement:
 
     @classmethod
     def here(cls) -> Self:
-        """Take down what holds in this process, and in the scope that calls."""
+        """Return the settings of this process and of the calling scope."""
         load_general_plugins()
         ir.current_registry().ensure_ready()
         platform = platforms.resolution().to_json()
@@ -46,7 +46,7 @@ class Agreement:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote.
+        """Parse the result of :meth:`to_json`.
 
         Raises:
             RankFailedError: the first process speaks another version of the protocol.

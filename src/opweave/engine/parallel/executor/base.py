@@ -1,4 +1,4 @@
-"""What an engine asks of the workers, wherever they are."""
+"""The interface of executors."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from opweave.platforms import Platform
 
 
 class Executor(ABC):
-    """The workers of one engine. Building one loads the model on each.
+    """Runs the workers of one engine. The constructor loads the model on each worker.
 
     Args:
         model: the directory of a checkpoint.
-        config: of the engine.
+        config: the engine's configuration.
         platform: names the worker.
         progress: called while loading, with the number of tensors loaded so far and in total.
 
     Attributes:
-        facts: what they say of the model; memory is that of the one with the least.
+        facts: facts about the model; the memory is the minimum over all workers.
 
     Raises:
         EngineError, ModelError: the checkpoint is missing, damaged or not supported.
@@ -44,28 +44,28 @@ class Executor(ABC):
 
     @abstractmethod
     def allocate(self, plan: CachePlan) -> None:
-        """Make the caches of all workers, and warm them up."""
+        """Allocate the caches of all workers, and warm the workers up."""
 
     @abstractmethod
     def execute(self, steps: Sequence[SequenceStep]) -> list[Sampled]:
-        """Compute one step on all workers; return the next token of each that samples."""
+        """Compute one step on all workers, and return the token of each sequence that samples."""
 
     def check(self) -> None:  # noqa: B027 - a worker in this process fails in a call
-        """Raise what a worker died of while nobody called it.
+        """Raise the error of a worker that died between calls.
 
         Raises:
-            RankFailedError: one did.
+            RankFailedError: a worker died.
         """
 
     def watch(self, call: Callable[[], None]) -> None:  # noqa: B027 - as above
         """Call *call*, in another thread, when a worker dies."""
 
     def interrupt(self) -> None:  # noqa: B027 - nothing interrupts a worker in this process
-        """Let a step that waits for other workers raise; called in another thread.
+        """Make a step that waits for other workers raise; called from another thread.
 
-        The workers are of no use afterwards.
+        The workers cannot be used afterwards.
         """
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Stop the workers, and free what they hold. A second call does nothing."""
+        """Stop the workers, and free their resources. A second call is a no-op."""

@@ -27,14 +27,14 @@ _GRACE = 5.0  # seconds to finish after the first rank has gone
 
 
 def follow(connection: Connection, open_store: Callable[[], Store]) -> int:
-    """Do what the first rank says until it stops; return the exit code of the process.
+    """Execute the first rank's calls until it stops; return the exit code of the process.
 
-    Without the first rank, the process ends, whatever it does just then. Ctrl-C and SIGTERM, which
-    reach all processes of a terminal or a service, are the first rank's business.
+    If the first rank goes away, the process ends, even in the middle of a step. Ctrl-C and SIGTERM,
+    which a terminal or a service sends to all processes, are left to the first rank.
 
     Args:
         connection: to the first rank.
-        open_store: returns where the ranks meet. It may wait long for a first rank that has gone.
+        open_store: opens the rendezvous store; may wait long if the first rank has gone.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -47,7 +47,7 @@ def follow(connection: Connection, open_store: Callable[[], Store]) -> int:
             return _serve(connection, platform, open_store)
     except (EOFError, ConnectionError):  # the first rank has gone
         return 1
-    except Exception as error:  # whatever it is, the first rank must hear of it
+    except Exception as error:  # the first rank must be told of any error
         return _refuse(connection, error)
 
 

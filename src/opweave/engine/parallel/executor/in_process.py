@@ -1,4 +1,4 @@
-"""One worker, in this process."""
+"""Executor with a single worker in this process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from opweave.plugins import resolve_obj_by_qualname
 
 
 class InProcessExecutor(Executor):
-    """Calls its one worker.
+    """Runs a single worker in this process.
 
     Attributes:
-        worker: that; None after :meth:`shutdown`.
+        worker: the worker; None after :meth:`shutdown`.
 
     Raises:
         InvalidArgumentError: *config* asks for more ranks.

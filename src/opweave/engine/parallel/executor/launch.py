@@ -23,13 +23,13 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 @dataclass(frozen=True)
 class Launch:
-    """What ``torchrun`` tells a process in its environment.
+    """The environment variables that ``torchrun`` sets for a process.
 
     Attributes:
-        rank: its place among all processes.
-        size: how many there are.
-        local_rank: its place on its machine.
-        local_size: how many are on that.
+        rank: the index of the process.
+        size: the number of processes.
+        local_rank: the index of the process on its machine.
+        local_size: the number of processes on its machine.
         address: the machine of rank 0.
     """
 
@@ -41,10 +41,10 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """Read the variables; None where nothing has launched several processes.
+        """Read the variables; return None if several processes were not launched.
 
         Raises:
-            InvalidArgumentError: some are missing, or no numbers.
+            InvalidArgumentError: a variable is missing or is not a number.
         """
         if not environment.get("WORLD_SIZE") or environment["WORLD_SIZE"] == "1":
             return None
@@ -54,9 +54,8 @@ class Launch:
         except (KeyError, ValueError) as error:
             raise InvalidArgumentError(
                 f"WORLD_SIZE={environment['WORLD_SIZE']} says that several processes were "
-                f"launched, but of {', '.join(_NAMES)}, which torchrun sets, one is missing or no "
-                f"number: "
-                f"{error}. Launch with torchrun, or unset WORLD_SIZE."
+                f"launched, but one of {', '.join(_NAMES)} is missing or is not a number: {error}. "
+                "Launch with torchrun, which sets them, or unset WORLD_SIZE."
             ) from error
 
     def check_size(self, tensor_parallel_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What the first rank and the others tell each other, once they know that they agree."""
+"""Messages between the first rank and the others, after their agreement."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any, Literal
 
 from opweave.config import EngineConfig
 
-# Changes with anything in this file, and with the methods below.
+# Increase it with any change of this file or of the methods below.
 PROTOCOL = 1
 Method = Literal["join", "load_model", "facts", "allocate", "warm_up", "execute"]
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a rank is.
+    """The identity and the configuration of a rank.
 
     Attributes:
-        rank: its place, from 0.
-        size: how many ranks there are.
+        rank: its index, from 0.
+        size: the number of ranks.
         local_rank: the index of its device on its machine.
         model: the directory of a checkpoint.
-        config: of the engine, fitted to the platform.
+        config: the engine's configuration, after the platform's changes.
         timeout: seconds to wait for another rank.
-        threads: that its kernels use; None: as the environment says.
+        threads: the number of CPU threads for kernels; None: as the environment says.
     """
 
     rank: int
@@ -38,12 +38,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Do this now; calls are done in their order.
+    """A method call; calls run in order.
 
     Attributes:
-        number: of the call.
-        method: of :class:`opweave.engine.parallel.executor.rank.RankWorker`.
-        arguments: for it.
+        number: the number of the call.
+        method: a method of :class:`opweave.engine.parallel.executor.rank.RankWorker`.
+        arguments: its arguments.
     """
 
     number: int
@@ -53,11 +53,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A call is done.
+    """The result of a call.
 
     Attributes:
-        number: of the call.
-        value: what it returned; None for a step, whose tokens all ranks find alike.
+        number: the number of the call.
+        value: the returned value; None for a step, because all ranks sample the same tokens.
     """
 
     number: int
@@ -70,7 +70,7 @@ class Failure:
 
     Attributes:
         error: the name of the exception's type, and its message.
-        trace: the traceback, for the log; None where the message says all.
+        trace: the traceback, for the log; None if the message is enough.
     """
 
     error: str

@@ -1,4 +1,4 @@
-"""The other ranks, as the first one sees them: calls to them, and when one of them fails."""
+"""The other ranks, as seen by the first one: calls, replies and failures."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _ENDING = 5.0  # seconds to end after being told to
 class Peers:
     """All ranks but the first.
 
-    A thread listens to them. The first one that fails or dies is the failure of all: the others are
-    ended, since they would wait for it.
+    A thread reads their messages. If one rank fails or dies, the others are stopped, because they
+    would wait for it forever.
 
     Args:
-        connections: to each, by rank.
-        processes: those that this process has started, by rank.
+        connections: the connection to each rank.
+        processes: the ranks' processes that this process has started.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Peers:
         return {rank: process.pid for rank, process in self._processes.items()}
 
     def start(self, agreement: Agreement, starts: Mapping[int, Start]) -> None:
-        """Let all ranks agree, and tell each which one it is.
+        """Check that all ranks agree, and start each.
 
         Raises:
-            RankFailedError: one refuses, or does not answer.
+            RankFailedError: a rank disagrees, or does not answer.
         """
         for connection in self._connections.values():
             with suppress(OSError):  # one that has gone gives no answer, either

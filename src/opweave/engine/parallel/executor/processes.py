@@ -1,4 +1,4 @@
-"""The processes of ranks that an engine starts on its machine."""
+"""Processes of ranks that an engine starts on its own machine."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _MODULE = "opweave.engine.parallel.executor.spawned_rank"
 
 
 class Process(ChildProcess):
-    """A rank.
+    """The process of a rank.
 
     Args:
-        port: of the store on this machine where the ranks meet.
+        port: the port of the rendezvous store on this machine.
     """
 
     def __init__(self, port: int) -> None:
         super().__init__(_MODULE, str(port))
 
     def end(self, timeout: float) -> str:
-        """Wait for its end, or after *timeout* seconds make it; return how it ended, in words."""
+        """Wait for its end, and kill it after *timeout* seconds; return how it ended, in words."""
         code = self.wait(timeout)
         if code >= 0:
             return f"exited with code {code}"

@@ -1,4 +1,4 @@
-"""One rank: a worker, and its place among the others."""
+"""One rank: a worker, and its communicator."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from opweave.plugins import resolve_obj_by_qualname
 
 
 class RankWorker:
-    """What every rank does, in the engine's process and in the others.
+    """The worker of a rank, in the engine's process or in another one.
 
     Args:
-        start: which one it is.
+        start: its identity and configuration.
         platform: names the worker and the communicator.
-        store: where the ranks meet.
+        store: the rendezvous store.
 
     Attributes:
-        worker: of this rank.
-        communicator: to the others; None before :meth:`join`.
+        worker: the worker of this rank.
+        communicator: collectives with the other ranks; None before :meth:`join`.
     """
 
     def __init__(self, start: Start, platform: Platform, store: Store) -> None:
@@ -44,7 +44,7 @@ class RankWorker:
             torch.set_num_threads(start.threads)
 
     def join(self) -> None:
-        """Make the device this process's own, and meet the others."""
+        """Initialize the device, and connect to the other ranks."""
         self.worker.init_device()
         kind: type[Communicator] = resolve_obj_by_qualname(
             self._platform.get_device_communicator_cls()
