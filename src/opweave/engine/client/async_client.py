@@ -48,8 +48,9 @@ class AsyncClient:
             before = self._loop
             if before is not None and before is not running and before.is_running():
                 raise InvalidArgumentError(
-                    "The engine is in use by an event loop in another thread. Use it from that "
-                    "loop (asyncio.run_coroutine_threadsafe), or share an LLM between threads."
+                    "The engine is in use by an event loop that runs in another thread. Use it "
+                    "from that loop (asyncio.run_coroutine_threadsafe), or share an LLM between "
+                    "threads."
                 )
             self._loop = running
         return before
