@@ -253,16 +253,16 @@ def test_no_tokenizer(start: Start, path: str) -> None:
 DEEP = b"[" * 100_000
 HOSTILE = {
     "empty": (b"", "The body is empty; a JSON object is required."),
-    "no JSON": (b"{", "no JSON: Expecting property name"),
+    "no JSON": (b"{", "not valid JSON: Expecting property name"),
     "not UTF-8": (b'{"prompt": "caf\xe9"}', "not UTF-8, at byte 15 (0xe9)"),
-    "a byte order mark": (b'\xff\xfe{"prompt": "x"}', "no JSON"),
+    "a byte order mark": (b'\xff\xfe{"prompt": "x"}', "not valid JSON"),
     "deeply nested": (b'{"prompt": ' + DEEP, "nested too deeply"),
     "nested and closed": (b'{"a": ' + DEEP + b"]" * 100_000 + b"}", "nested too deeply"),
     "a list": (b"[]", "valid dictionary"),
     "null": (b"null", "valid dictionary"),
     "a string": (b'"prompt"', "valid dictionary"),
     "an integer of many digits": (b'{"seed": ' + b"9" * 10_000 + b"}", "10000 digits"),
-    "zeros": (b"\x00" * 1000, "no JSON"),
+    "zeros": (b"\x00" * 1000, "not valid JSON"),
 }
 
 

@@ -19,7 +19,7 @@ from opweave.engine import (
     SamplingParams,
     SamplingParamsError,
 )
-from opweave.engine.request.accumulator import OutputAccumulator
+from opweave.engine.request.accumulator import OutputAccumulator, merge_deltas
 from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError
 from opweave.server.merge_streams import close, merge_streams
@@ -114,17 +114,8 @@ class GenerationJob:
         return complete
 
     def _merged(self) -> Deltas:
-        if len(self.prompts) == 1:
-            return self._single()
-        return merge_streams([self._isolated(index) for index in range(len(self.prompts))])
-
-    async def _single(self) -> Deltas:
-        stream = self._generate(0)
-        try:
-            async for delta in stream:
-                yield 0, delta
-        finally:
-            await close(stream)
+        streams = [self._isolated(index) for index in range(len(self.prompts))]
+        return merge_streams(streams, merge_deltas)
 
     async def _isolated(self, index: int) -> AsyncGenerator[RequestOutput, None]:
         """Yield the deltas of one prompt. If its logits are NaN, the other prompts go on."""
@@ -136,6 +127,8 @@ class GenerationJob:
                 unfinished -= {each.index for each in delta.outputs if each.finish_reason}
                 yield delta
         except NonFiniteLogitsError as error:
+            if len(self.prompts) == 1:
+                raise
             ends: list[CompletionOutput] = [
                 CompletionOutput(each, "", [], "error") for each in sorted(unfinished)
             ]

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-async def merge_streams(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield all items of all streams as they arrive, each with the number of its stream.
+async def merge_streams(
+    streams: Sequence[AsyncIterator[T]], combine: Callable[[Sequence[T]], T]
+) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield the items of all streams as they arrive, each with the number of its stream.
 
-    At most one item of each stream is buffered. Ends when all streams have ended. Closes all of
-    them at the end, on an error, and when it is closed.
+    Streams are read even if the reader is slow, which then gets several items of a stream combined
+    into one. Ends when all streams have ended. Closes all of them at the end, on an error, and when
+    it is closed.
     """
-    ready: dict[int, T] = {}
+    ready: dict[int, list[T]] = {}
     changed = asyncio.Event()
-    is_free = [asyncio.Event() for _ in streams]
 
     async def read(index: int) -> None:
         try:
             async for item in streams[index]:
-                is_free[index].clear()
-                ready[index] = item
+                ready.setdefault(index, []).append(item)
                 changed.set()
-                await is_free[index].wait()
         finally:
             await close(streams[index])
             changed.set()
@@ -37,9 +37,7 @@ async def merge_streams(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[t
             changed.clear()
             while ready:
                 index = next(iter(ready))
-                item = ready.pop(index)
-                is_free[index].set()
-                yield index, item
+                yield index, combine(ready.pop(index))
             for task in tasks:
                 if task.done():
                     task.result()
