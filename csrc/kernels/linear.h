@@ -1,4 +1,4 @@
-// The plain C interface of linear maps; see kernels.h for the rules.
+// The plain C interface of linear layers; see kernels.h for the rules.
 #pragma once
 
 #include "core/types.h"
