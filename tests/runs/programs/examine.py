@@ -47,9 +47,11 @@ def draw_batch(
     return settings, [draw(rng, runs) for _ in range(size)]
 
 
-def joined(programs: Sequence[Program], library: Library) -> Callable[..., Any]:
-    """Return one function of the inputs of all programs."""
-    functions = [program.function(library) for program in programs]
+def joined(
+    programs: Sequence[Program], library: Library, *, plain: bool = False
+) -> Callable[..., Any]:
+    """Return one function of the inputs of all programs; if *plain*, it calls torch alone."""
+    functions = [program.function(library, plain=plain) for program in programs]
 
     def run(*values: Any) -> list[Any]:
         return [each(*values[3 * i : 3 * i + 3]) for i, each in enumerate(functions)]
@@ -58,7 +60,12 @@ def joined(programs: Sequence[Program], library: Library) -> Callable[..., Any]:
 
 
 def differences(
-    programs: Sequence[Program], settings: Settings, library: Library, backend: str
+    programs: Sequence[Program],
+    settings: Settings,
+    library: Library,
+    backend: str,
+    *,
+    plain: bool = False,
 ) -> str:
     """Return how *programs* in one graph differ from eager mode with native kernels.
 
@@ -67,10 +74,11 @@ def differences(
         settings: how they are compiled and called.
         library: the ops that they call.
         backend: of ``torch.compile``; "eager" calls them with the kernels of the settings.
+        plain: compile native functions in place of the ops.
     """
     library.force("native")
     expected = [expect(each, settings.mode, joined([each], library)) for each in programs]
-    function = joined(programs, library)
+    function = joined(programs, library, plain=plain)
     if backend in ("opweave", "eager"):
         library.force(settings.provider)
     if backend != "eager":
@@ -126,10 +134,16 @@ def _search(
 
 
 def _by_torch(programs: Sequence[Program], settings: Settings, library: Library) -> str:
-    """Return how torch alone gets them wrong: without Inductor, or with it and opaque ops."""
-    for backend in ("aot_eager", "inductor") if settings.codegen else ("aot_eager",):
-        if found := differences(programs, settings, library, backend):
-            return f"{backend}: {found}"
+    """Return how torch alone gets them wrong: without Inductor, or with it.
+
+    For Inductor, ops are opaque, or native functions that it fuses.
+    """
+    tries = [("aot_eager", False)]
+    if settings.codegen:
+        tries += [("inductor", False), ("inductor", True)]
+    for backend, plain in tries:
+        if found := differences(programs, settings, library, backend, plain=plain):
+            return f"{backend}{' without ops' * plain}: {found}"
     return ""
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +25,33 @@ class Library:
     own: ir.IrOps
     namespace: torch.library.Library  # its operators exist as long as it does
 
+    def names(self, *, plain: bool = False) -> dict[str, Any]:
+        """Return what programs refer to; with *plain*, native functions in place of the ops."""
+        found = {"ops": self.ops, "own": self.own}
+        return {name: _Plain(ops) if plain else ops for name, ops in found.items()}
+
     def force(self, provider: str) -> None:
         """Let every declared op that has *provider* use it."""
         for op in (self.ops.norm, self.ops.add_norm, self.ops.halves):
             op.set_default([provider] if provider in op.impls else [])
+
+
+class _Plain:
+    """The native functions of ops, under the names of the ops."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return _PlainOp(getattr(self._ops, name).native)
+
+
+class _PlainOp:
+    def __init__(self, native: Callable[..., Any]) -> None:
+        self.maybe_inplace = native
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.maybe_inplace(*args, **kwargs)
 
 
 def open_library() -> Library:

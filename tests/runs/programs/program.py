@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from runs.programs.kernels import PROVIDERS, Library
 
@@ -108,9 +107,9 @@ class Program:
         lines = [*self.steps, f"return ({', '.join(self.results)},)"]
         return "def program(a, b, w):\n" + "".join(f"    {line}\n" for line in lines)
 
-    def function(self, library: Library) -> Callable[..., tuple[Tensor, ...]]:
-        """Return the program as a function."""
-        names: dict[str, Any] = {"torch": torch, "ops": library.ops, "own": library.own}
+    def function(self, library: Library, *, plain: bool = False) -> Callable[..., Any]:
+        """Return the program as a function; if *plain*, one that calls torch alone."""
+        names: dict[str, Any] = {"torch": torch, **library.names(plain=plain)}
         exec(self.source, names)
         return names["program"]
 
