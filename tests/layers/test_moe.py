@@ -295,7 +295,7 @@ INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scoring_func": "tanh"}, LayerArgumentError, "'tanh' is not one of softmax, sigmoid"),
     ({"activation": "tanh"}, ValueError, "'tanh'.*silu, gelu"),
     ({"apply_router_weight_on_input": True}, LayerArgumentError, "top_k=2"),
-    ({"expert_placement_strategy": "random"}, LayerArgumentError, "none of linear, round_robin"),
+    ({"expert_placement_strategy": "random"}, LayerArgumentError, "not one of linear, round_robin"),
     ({"ep_size": 2}, ShardingError, "ep_size=2 does not divide the 1 ranks"),
     ({"ep_size": 0}, LayerArgumentError, "ep_size=0"),
 ]
