@@ -321,7 +321,7 @@ def test_an_intermediate_size_that_ranks_cannot_share() -> None:
         pytest.raises(ShardingError, match=r"intermediate_size=12.*5 ranks"),
     ):
         moe()
-    with pytest.raises(LayerArgumentError, match="none of softmax"):
+    with pytest.raises(LayerArgumentError, match="not one of softmax"):
         Router(2, scoring_func="max")
 
 
@@ -463,7 +463,7 @@ def test_weights_that_do_not_fit() -> None:
         ((w13, torch.randn(SIZE + 1, H), "w1", 0), WeightLoadError, r"w1.*\(13, 24\).*\(12, 24\)"),
         ((w13, torch.randn(H, SIZE), "w3", 0), WeightLoadError, "is_transposed=True"),
         ((w2, torch.randn(E + 1, H, SIZE), "w2"), WeightLoadError, "7 experts in the checkpoint"),
-        ((w13, torch.randn(SIZE, H), "w2", 0), LayerArgumentError, "none of w1, w3, w13"),
+        ((w13, torch.randn(SIZE, H), "w2", 0), LayerArgumentError, "not one of w1, w3, w13"),
         ((w2, torch.randn(H, SIZE), "w1", 0), LayerArgumentError, "of w2_weight is not one of w2"),
         ((w2, torch.randn(H, SIZE), "w2", E), LayerArgumentError, "expert_id=6.*6 experts"),
         (
