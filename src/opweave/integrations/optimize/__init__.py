@@ -1,0 +1,18 @@
+"""Run the modules of any PyTorch model on opweave's kernels, without changing the model's code.
+
+    import opweave
+
+    report = opweave.optimize(model)
+    print(report)            # which modules were replaced, and why others were not
+    opweave.restore(model)   # the model as it was
+
+Linear layers, normalization layers and gated MLPs are found by their structure, in any
+:class:`torch.nn.Module`; models of transformers also get opweave's attention. Before a module is
+replaced, its old and its new ``forward`` run on random inputs, and it is left alone where they
+differ.
+"""
+
+from opweave.integrations.optimize.model import optimize, restore
+from opweave.integrations.optimize.report import OptimizeReport, Outcome
+
+__all__ = ["OptimizeReport", "Outcome", "optimize", "restore"]

@@ -1,0 +1,27 @@
+"""Linear layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from opweave import ir
+from opweave.integrations.optimize.replaced import Replacement, register
+
+
+@register("linear", "linear")
+def linear(self: Any, input: Any = None, *others: Any, **named: Any) -> Any:
+    if named or others or not isinstance(input, Tensor) or input.dtype != self.weight.dtype:
+        return None
+    return ir.ops.linear(input, self.weight, self.bias)
+
+
+def candidates(module: nn.Module) -> tuple[list[Replacement], int]:
+    """Return what to try, and the width of the input; none for other modules.
+
+    A subclass of ``nn.Linear`` may do more than its name says: it counts if it has the same
+    ``forward``.
+    """
+    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return ([linear], module.in_features) if is_linear else ([], 0)  # type: ignore[return-value]

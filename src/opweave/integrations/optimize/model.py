@@ -1,0 +1,112 @@
+"""Replace the modules of a model, and put them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from opweave.integrations.optimize import attention, gated, linears, norms
+from opweave.integrations.optimize.check import difference, first
+from opweave.integrations.optimize.replaced import (
+    Replaced,
+    Replacement,
+    put_back,
+    replace,
+)
+from opweave.integrations.optimize.report import OptimizeReport, Outcome
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def optimize(model: nn.Module) -> OptimizeReport:
+    """Let the modules of *model* run opweave's ops, in place.
+
+    Linear layers, RMS and layer normalization, and gated MLPs are replaced, and in models of
+    transformers that use SDPA, the attention. Modules stay instances of their class, with the same
+    parameters, buffers, hooks and ``state_dict()``; pickle, ``copy.deepcopy`` and device moves
+    work. A second call changes nothing.
+
+    Before a module is replaced, its old and its new ``forward`` run on random inputs in its dtype;
+    it is left alone, with the reason in the report, where they differ by more than the op's
+    tolerance. Calls that the ops do not cover, such as other dtypes than the module's, run the old
+    ``forward``.
+
+    Args:
+        model: any module.
+
+    Returns:
+        What was replaced, and what was not and why.
+
+    Raises:
+        TypeError: *model* is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"optimize() takes a torch.nn.Module, not {type(model).__name__}")
+    outcomes = []
+    for name, module, found, width in list(_candidates(model)):
+        like = next(iter(module.parameters()), torch.empty(0))
+        if like.is_meta:
+            outcomes.append(_kept(name, module, "its parameters are on the meta device"))
+            continue
+        chosen, reason = first(found, partial(_check, module, width, like))
+        if chosen is None:
+            outcomes.append(_kept(name, module, reason))
+            continue
+        outcomes.append(Outcome(name, type(module).__name__, chosen.ops))
+        replace(module, chosen)
+    if attention.has_interface(model):
+        attention.install(model)
+        ops = ("causal_attention", "bidirectional_attention")
+        outcomes.append(Outcome("", f"attention of {type(model).__name__}", ops))
+    return OptimizeReport(tuple(outcomes))
+
+
+def restore(model: nn.Module) -> None:
+    """Undo :func:`optimize`: every module runs its own ``forward`` again."""
+    for module in model.modules():
+        if isinstance(module, Replaced):
+            put_back(module)
+    if attention.is_installed(model):
+        attention.remove(model)
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Replacement], int]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Replaced):
+            continue
+        for kind in (linears, norms, gated):
+            found, width = kind.candidates(module)
+            if found:
+                yield name, module, found, width
+                break
+
+
+def _check(module: nn.Module, width: int, like: torch.Tensor, replacement: Replacement) -> str:
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    with _undisturbed(module):
+        return difference(module, replacement, width, like)
+
+
+@contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Run *module* and its children in evaluation mode and without hooks, which users may count."""
+    kept = []
+    for each in module.modules():
+        names = ("_forward_hooks", "_forward_pre_hooks", "training")
+        kept.append((each, {name: vars(each)[name] for name in names}))
+        vars(each).update(_forward_hooks={}, _forward_pre_hooks={}, training=False)
+    try:
+        yield
+    finally:
+        for each, values in kept:
+            vars(each).update(values)
+
+
+def _kept(name: str, module: nn.Module, reason: str) -> Outcome:
+    return Outcome(name, type(module).__name__, (), reason)

@@ -1,0 +1,77 @@
+"""Normalization layers, known by their parameters and by what they compute.
+
+A module that scales its input to unit mean square may do so in several ways: Llama rounds before
+it multiplies by the weight, OLMo 2 after, Gemma's weights are off by one. The first spelling that
+gives the module's own results is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from opweave import ir
+from opweave.integrations.optimize.replaced import Replacement, register
+
+_EPSILONS = ("eps", "variance_epsilon", "epsilon", "norm_eps", "layer_norm_eps")
+
+
+def epsilon_of(module: nn.Module) -> float | None:
+    """Return the epsilon that a normalization layer keeps as an attribute."""
+    for name in _EPSILONS:
+        value: Any = getattr(module, name, None)
+        if isinstance(value, float):
+            return value
+    return None
+
+
+def _covers(self: Any, x: Any, others: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether the arguments are one tensor, in the dtype of the weight."""
+    weight = getattr(self, "weight", None)
+    is_alone = isinstance(x, Tensor) and not others and not named
+    return is_alone and (weight is None or x.dtype == weight.dtype)
+
+
+def _rms_norm(name: str, weight_of: Callable[[Any], Tensor | None]) -> Replacement:
+    @register(name, "rms_norm")
+    def forward(self: Any, x: Any = None, *others: Any, **named: Any) -> Any:
+        if not _covers(self, x, others, named):
+            return None
+        return ir.ops.rms_norm(x, weight_of(self), epsilon_of(self))
+
+    return forward
+
+
+ROUNDED_FIRST = _rms_norm("rms_norm", lambda module: module.weight)
+ROUNDED_LAST = _rms_norm("rms_norm_rounded_last", lambda module: module.weight.float())
+OFF_BY_ONE = _rms_norm("rms_norm_off_by_one", lambda module: 1.0 + module.weight.float())
+UNWEIGHTED = _rms_norm("rms_norm_unweighted", lambda module: None)
+
+
+@register("layer_norm", "layer_norm")
+def layer_norm(self: Any, x: Any = None, *others: Any, **named: Any) -> Any:
+    if not _covers(self, x, others, named):
+        return None
+    return ir.ops.layer_norm(x, self.weight, getattr(self, "bias", None), epsilon_of(self))
+
+
+def candidates(module: nn.Module) -> tuple[list[Replacement], int]:
+    """Return the spellings to try, and the width of the last dimension; none for other modules."""
+    parameters = dict(module.named_parameters())
+    if list(module.children()) or epsilon_of(module) is None:
+        return [], 0
+    if not parameters and "Norm" in type(module).__name__:
+        width = getattr(module, "normalized_shape", None) or getattr(module, "dim", None)
+        width = width[-1] if isinstance(width, tuple) and width else width
+        return [UNWEIGHTED], width if isinstance(width, int) else 64
+    weight = parameters.pop("weight", None)
+    if weight is None or weight.ndim != 1:
+        return [], 0
+    bias = parameters.pop("bias", None)
+    if parameters or (bias is not None and bias.shape != weight.shape):
+        return [], 0
+    if bias is not None or isinstance(module, nn.LayerNorm):
+        return [layer_norm], len(weight)
+    return [ROUNDED_FIRST, ROUNDED_LAST, OFF_BY_ONE, layer_norm], len(weight)

@@ -1,0 +1,94 @@
+"""Modules whose ``forward`` was replaced, and which stay instances of their class."""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A ``forward`` for modules of a certain structure.
+
+    Attributes:
+        name: unique among replacements; pickled modules hold it.
+        ops: the ops that it calls.
+        forward: takes the module and the arguments of its ``forward``. It returns
+            ``None`` for arguments that it does not cover.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    forward: Forward
+
+
+class Replaced:
+    """Mixed into the class of a module that runs a :class:`Replacement`."""
+
+    _opweave_replacement: Replacement
+    _opweave_original: type[nn.Module]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._opweave_replacement.forward(self, *args, **kwargs)
+        if result is None:
+            return self._opweave_original.forward(self, *args, **kwargs)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class was made at run time; pickle stores what it was made of.
+        return _new, (self._opweave_original, self._opweave_replacement.name), self.__dict__
+
+
+_replacements: dict[str, Replacement] = {}
+
+
+def register(name: str, *ops: str) -> Callable[[Forward], Replacement]:
+    """Make the decorated function a replacement that pickled modules can name."""
+
+    def decorate(forward: Forward) -> Replacement:
+        replacement = _replacements[name] = Replacement(name, ops, forward)
+        return replacement
+
+    return decorate
+
+
+def replace(module: nn.Module, replacement: Replacement) -> None:
+    """Let *module* run *replacement*."""
+    module.__class__ = class_of(type(module), replacement)
+
+
+def put_back(module: Replaced) -> None:
+    """Give *module* the class that it had before."""
+    module.__class__ = module._opweave_original  # type: ignore[assignment]
+
+
+_classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
+
+
+def class_of(original: type[nn.Module], replacement: Replacement) -> type[nn.Module]:
+    """Return the subclass of *original* that runs *replacement*, the same for every module."""
+    key = original, replacement.name
+    if key not in _classes:
+        _classes[key] = _derive(original, replacement)
+    return _classes[key]
+
+
+def _derive(original: type[nn.Module], replacement: Replacement) -> type[nn.Module]:
+    members = {
+        "_opweave_replacement": replacement,
+        "_opweave_original": original,
+        "__module__": original.__module__,
+        "__doc__": original.__doc__,
+    }
+    return type(original.__name__, (Replaced, original), members)
+
+
+def _new(original: type[nn.Module], name: str) -> nn.Module:
+    made = class_of(original, _replacements[name])
+    return copyreg.__newobj__(made)  # type: ignore[attr-defined, no-any-return]
