@@ -1,0 +1,170 @@
+"""Models of transformers before and after ``opweave.optimize``.
+
+    python benchmarks/any_model.py                     a table of all models
+    python benchmarks/any_model.py --models smollm2    some of them
+    python benchmarks/any_model.py --json              one object
+
+Random weights in the shapes of published models. Both models share their parameters, and rounds
+are interleaved: a figure is the median over rounds, and `ratio` the median of the time of
+transformers over ours in the same round. Prefill runs one prompt of 512 tokens; decode is the
+median step after a prompt of 16 tokens, for a batch of 1 or 8.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from rich.table import Table
+from torch import nn
+
+import opweave
+from harness import (
+    Parser,
+    describe_machine,
+    interleaved,
+    out,
+    print_json,
+    progress,
+    run,
+    significant,
+)
+
+PREFILL, PROMPT, STEPS = 512, 16, 8
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# The shapes of https://huggingface.co/{meta-llama/Llama-3.2-1B, Qwen/Qwen3-0.6B,
+# google/gemma-3-270m, HuggingFaceTB/SmolLM2-135M, openai-community/gpt2,
+# sentence-transformers/all-MiniLM-L6-v2}.
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama-1b": lambda: transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
+    ),
+    "qwen3-0.6b": lambda: transformers.Qwen3Config(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    ),
+    "gemma3-270m": lambda: transformers.Gemma3TextConfig(
+        vocab_size=262144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=256, tie_word_embeddings=True,
+    ),
+    "smollm2": lambda: transformers.LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
+    ),
+    "gpt2": transformers.GPT2Config,
+    "minilm": lambda: transformers.BertConfig(
+        hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=12,
+    ),
+    "tiny": lambda: transformers.LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    ),
+}  # fmt: skip
+PUBLISHED = [name for name in MODELS if name != "tiny"]
+
+
+def build(name: str, dtype: torch.dtype) -> nn.Module:
+    """Return a model with random weights."""
+    kind = transformers.AutoModel if name == "minilm" else transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    return kind.from_config(MODELS[name](), dtype=dtype).eval()
+
+
+def optimized(model: nn.Module) -> nn.Module:
+    """Return the same model, optimized, with the parameters of *model*."""
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    twin = copy.deepcopy(model, shared)
+    opweave.optimize(twin)
+    return twin
+
+
+@torch.inference_mode()
+def prefill(model: Any) -> float:
+    """Return the time of one prompt, in seconds."""
+    ids = torch.randint(0, model.config.vocab_size, (1, PREFILL))
+    start = time.perf_counter()
+    model(ids)
+    return time.perf_counter() - start
+
+
+@torch.inference_mode()
+def decode(model: Any, batch: int) -> float:
+    """Return the median time of a decode step, in seconds."""
+    ids = torch.randint(0, model.config.vocab_size, (batch, PROMPT))
+    result = model(ids, use_cache=True)
+    times = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        token = result.logits[:, -1:].argmax(-1)
+        result = model(token, past_key_values=result.past_key_values, use_cache=True)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure(name: str, dtype: str, rounds: int, *, quiet: bool) -> list[dict[str, Any]]:
+    """Return the rows of one model."""
+    model = build(name, DTYPES[dtype])
+    contenders = {"transformers": model, "opweave": optimized(model)}
+    cells: dict[str, tuple[Callable[[Any], float], int]] = {"prefill": (prefill, PREFILL)}
+    if name != "minilm":
+        cells |= {f"decode/{batch}": (partial(decode, batch=batch), batch) for batch in (1, 8)}
+    result = []
+    for cell, (time_of, tokens) in cells.items():
+        measures = {who: partial(time_of, each) for who, each in contenders.items()}
+        for warm_up in measures.values():
+            warm_up()
+        with progress(quiet=quiet) as bar:
+            times = interleaved(
+                measures, bar.track(range(rounds), description=f"{name} {dtype} {cell}")
+            )
+        ours, theirs = times["opweave"], times["transformers"]
+        result.append(
+            {
+                "name": f"any_model.{cell}",
+                "case": f"{name}, {dtype}",
+                "value": significant(tokens / statistics.median(ours)),
+                "unit": "tokens/s",
+                "baseline": "transformers eager",
+                "ratio": significant(
+                    statistics.median(t / o for t, o in zip(theirs, ours, strict=True))
+                ),
+            }
+        )
+    return result
+
+
+def main() -> int:
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=PUBLISHED)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    torch.set_num_threads(1)
+    rows = [
+        row
+        for name in options.models
+        for dtype in options.dtypes
+        for row in measure(name, dtype, options.rounds, quiet=options.json)
+    ]
+    if options.json:
+        print_json(describe_machine(), rows)
+        return 0
+    table = Table("case", "model", "tokens/s", "against transformers")
+    for row in rows:
+        table.add_row(row["name"], row["case"], f"{row['value']:g}", f"{row['ratio']:g} x")
+    out.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)
