@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from opweave.engine.tokenization.detokenizer import Detokenizer
@@ -112,12 +112,21 @@ class Texts(IncrementalDecoder):
         return ""
 
 
+def until_a_stop(text: str, stops: list[str], steps: list[int]) -> str:
+    """The text before the first stop string that is complete after one of the steps."""
+    for length in accumulate([*steps, len(text)]):
+        ends = [text.find(stop, 0, length) for stop in stops if stop in text[:length]]
+        if ends:
+            return text[: min(ends)]
+    return text
+
+
+@example(text="baa", stops=["a", "baa"], steps=[2])
 @given(st.text("abc", max_size=40), STOPS, st.lists(st.integers(1, 6)))
 def test_deltas_add_up_to_the_text_before_the_stop(
     text: str, stops: list[str], steps: list[int]
 ) -> None:
-    ends = [text.find(stop) for stop in stops if stop in text]
-    final = text[: min(ends)] if ends else text
+    final = until_a_stop(text, stops, steps)
     decoder = Texts()
     detokenizer, sent, length = Detokenizer(decoder, stops), "", 0
     for step in [*steps, len(text)]:
