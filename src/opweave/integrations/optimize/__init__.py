@@ -13,6 +13,6 @@ differ.
 """
 
 from opweave.integrations.optimize.model import optimize, restore
-from opweave.integrations.optimize.report import OptimizeReport, Outcome
+from opweave.integrations.optimize.report import ModuleOutcome, OptimizeReport
 
-__all__ = ["OptimizeReport", "Outcome", "optimize", "restore"]
+__all__ = ["OptimizeReport", "ModuleOutcome", "optimize", "restore"]

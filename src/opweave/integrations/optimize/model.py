@@ -18,7 +18,7 @@ from opweave.integrations.optimize.replaced import (
     put_back,
     replace,
 )
-from opweave.integrations.optimize.report import OptimizeReport, Outcome
+from opweave.integrations.optimize.report import ModuleOutcome, OptimizeReport
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -57,12 +57,12 @@ def optimize(model: nn.Module) -> OptimizeReport:
         if chosen is None:
             outcomes.append(_kept(name, module, reason))
             continue
-        outcomes.append(Outcome(name, type(module).__name__, chosen.ops))
+        outcomes.append(ModuleOutcome(name, type(module).__name__, chosen.ops))
         replace(module, chosen)
     if attention.has_interface(model):
         attention.install(model)
         ops = ("causal_attention", "bidirectional_attention")
-        outcomes.append(Outcome("", f"attention of {type(model).__name__}", ops))
+        outcomes.append(ModuleOutcome("", f"attention of {type(model).__name__}", ops))
     return OptimizeReport(tuple(outcomes))
 
 
@@ -108,5 +108,5 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
             vars(each).update(values)
 
 
-def _kept(name: str, module: nn.Module, reason: str) -> Outcome:
-    return Outcome(name, type(module).__name__, (), reason)
+def _kept(name: str, module: nn.Module, reason: str) -> ModuleOutcome:
+    return ModuleOutcome(name, type(module).__name__, (), reason)

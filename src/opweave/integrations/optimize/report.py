@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ModuleOutcome:
     """What happened to one module.
 
     Attributes:
@@ -35,7 +35,7 @@ class OptimizeReport:
     ``print`` it for a table with one row for each kind of module.
     """
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[ModuleOutcome, ...]
 
     @property
     def replaced(self) -> dict[str, tuple[str, ...]]:
