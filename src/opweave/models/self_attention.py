@@ -36,8 +36,8 @@ class SelfAttention(nn.Module):
         layer: the index of the layer, by which the cache knows it.
         rope: ``rope_parameters``, as :func:`~opweave.layers.get_rope` takes them.
         dtype: of weights and activations.
-        qkv_bias, o_bias: which linear layers have a bias. norms: per-head norms of queries and
-        keys, or None.
+        qkv_bias, o_bias: which linear layers have a bias.
+        norms: per-head norms of queries and keys, or None.
         window, scale, soft_cap: as in :class:`~opweave.models.attention.Attention`.
     """
 

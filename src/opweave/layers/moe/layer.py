@@ -205,7 +205,7 @@ class FusedMoE(PluggableLayer):
         Raises:
             WeightLoadError: the shape does not fit.
             LayerArgumentError: the parameter, the shard or the expert does not belong to this
-            layer.
+                layer.
         """
         target = self._target(param, shard_id)
         dims = param.ndim - (expert_id is not None)

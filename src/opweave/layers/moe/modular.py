@@ -102,7 +102,7 @@ class FusedMoEModularMethod(FusedMoEMethod):
     Args:
         old_quant_method: the method whose weights these are; it answers for them still.
         fused_experts: the kernel. Its result is that of ``ir.ops.fused_experts``, regardless of its
-        steps.
+            steps.
     """
 
     def __init__(self, old_quant_method: FusedMoEMethod, fused_experts: ModularKernel) -> None:
