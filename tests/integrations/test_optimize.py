@@ -28,17 +28,17 @@ SIZES: dict[str, Any] = {
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 # Class, config, and the ops that the model must run.
 FAMILIES: dict[str, tuple[Any, Any, set[str]]] = {
-    "Llama": (transformers.LlamaForCausalLM, GROUPED, {"rms_norm", "silu_and_mul"}),
-    "Qwen2": (transformers.Qwen2ForCausalLM, GROUPED, {"rms_norm", "silu_and_mul"}),
+    "Llama": (transformers.LlamaForCausalLM, GROUPED, {"rms_norm"}),
+    "Qwen2": (transformers.Qwen2ForCausalLM, GROUPED, {"rms_norm"}),
     "Qwen3": (transformers.Qwen3ForCausalLM, {**GROUPED, "head_dim": 16}, {"rms_norm"}),
     "Gemma": (
         transformers.GemmaForCausalLM,
         {**GROUPED, "head_dim": 16},
-        {"rms_norm", "gelu_and_mul"},
+        {"rms_norm"},
     ),
     "Gemma2": (transformers.Gemma2ForCausalLM, {**GROUPED, "head_dim": 16}, {"rms_norm"}),
     "Phi3": (transformers.Phi3ForCausalLM, GROUPED, {"rms_norm", "silu_and_mul"}),
-    "Olmo2": (transformers.Olmo2ForCausalLM, GROUPED, {"rms_norm", "silu_and_mul"}),
+    "Olmo2": (transformers.Olmo2ForCausalLM, GROUPED, {"rms_norm"}),
     "Mixtral": (transformers.MixtralForCausalLM, GROUPED, {"rms_norm"}),
     "GPTNeoX": (transformers.GPTNeoXForCausalLM, SIZES, {"layer_norm"}),
     "OPT": (
