@@ -173,9 +173,11 @@ def let_inductor_call(operator: torch._ops.OpOverload[..., Any]) -> None:
     It would do so by itself, but where the environment has ``CI``, it first raises for an operator
     that has a decomposition.
     """
-    from torch._inductor import lowering
+    if operator.namespace != "aten":
+        return
+    from torch._inductor import lowering  # takes a second, and most operators do not need it
 
-    if operator.namespace == "aten" and operator not in lowering.lowerings:
+    if operator not in lowering.lowerings:
         cast("Any", lowering).make_fallback(operator, warn=False)
 
 

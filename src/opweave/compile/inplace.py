@@ -101,13 +101,22 @@ def _out_of_place(target: _Op) -> Any:
 def prepare_writes(graph: Graph) -> None:
     """Make the operators that write to an argument safe for Inductor.
 
+    Users of a result that is an argument, written in place, read that argument.
+
     Raises:
         ValueError: an operator changes the sizes or strides of its argument, as ``t_`` does.
     """
-    _read_written_arguments(graph)
-    for node in graph.nodes:
-        if node.op == "call_function" and compat.is_mutable(node.target):
-            compat.let_inductor_call(node.target)
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not compat.is_mutable(node.target):
+            continue
+        target = cast("_Op", node.target)
+        compat.let_inductor_call(target)
+        written = written_results(node, target)
+        if len(target._schema.returns) == 1:
+            _replace(node, written.get(0))
+        else:
+            for user in [user for user in node.users if user.target is operator.getitem]:
+                _replace(user, written.get(cast("int", user.args[1])))
 
 
 def copy_through_views(graph: Graph) -> None:
@@ -126,20 +135,6 @@ def copy_through_views(graph: Graph) -> None:
             view = graph.call_function(torch.ops.aten.unsqueeze.default, (target, 0))
         view.meta["val"] = torch.unsqueeze(fake_of(target), 0)
         node.update_arg(0, view)
-
-
-def _read_written_arguments(graph: Graph) -> None:
-    """Replace each result that is an argument, written in place, by that argument."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not compat.is_mutable(node.target):
-            continue
-        target = cast("_Op", node.target)
-        written = written_results(node, target)
-        if len(target._schema.returns) == 1:
-            _replace(node, written.get(0))
-        else:
-            for user in [user for user in node.users if user.target is operator.getitem]:
-                _replace(user, written.get(cast("int", user.args[1])))
 
 
 def _replace(result: Node, argument: Node | None) -> None:

@@ -1,6 +1,6 @@
 """Predicates: rules or functions that say whether an implementation supports given arguments.
 
-A function is called with the parameters of the op that it names, by whatever order it names them.
+A function is called with the parameters of the op that it names, in any order.
 """
 
 from __future__ import annotations

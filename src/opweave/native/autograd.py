@@ -27,7 +27,7 @@ def call_watched(op: compat.OpOverload, *arguments: Any) -> Any:
         for (argument, is_written), given in zip(arguments_of(op), arguments, strict=False)
         if isinstance(given, Tensor)
     }
-    with compat.no_torch_function():  # to ask a tensor is no call of the user's
+    with compat.no_torch_function():  # the user did not make this call
         lazy_views.check_none_written(op, *arguments)
         _check_derivatives(name_of(op), tensors)
         written = [t for t, is_written in tensors.values() if is_written and not t.is_inference()]

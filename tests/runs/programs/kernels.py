@@ -65,13 +65,7 @@ def open_library() -> Library:
 
 
 def _with_both_forms(ops: Ops) -> None:
-    def add_norm(
-        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
-    ) -> tuple[Tensor, Tensor]:
-        total = x + x_residual
-        return ops.norm(total, weight, epsilon), total
-
-    @ops.add_norm.register_impl("both_forms", inplace=True, functional=add_norm)
+    @ops.add_norm.register_impl("both_forms", inplace=True, functional=ops.add_norm.native)
     def _(
         x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
     ) -> tuple[Tensor, Tensor]:

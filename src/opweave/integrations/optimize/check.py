@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,16 +57,3 @@ def _compare(found: Any, expected: Any, replacement: Replacement) -> str:
 
 def _brief(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:100]
-
-
-def first(
-    candidates: list[Replacement], test: Callable[[Replacement], str]
-) -> tuple[Replacement | None, str]:
-    """Return the first candidate that passes *test*, or None and why the first one does not."""
-    problems = []
-    for candidate in candidates:
-        problem = test(candidate)
-        if not problem:
-            return candidate, ""
-        problems.append(problem)
-    return None, problems[0]

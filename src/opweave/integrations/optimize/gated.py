@@ -60,10 +60,13 @@ def _gate_of(module: nn.Module) -> str:
         if not callable(activation):
             continue
         x = torch.linspace(-8, 8, 257, dtype=torch.float64)
+        try:
+            found = activation(x)
+        except Exception:  # not a function of one tensor
+            return ""
+        if not isinstance(found, Tensor) or (found.shape, found.dtype) != (x.shape, x.dtype):
+            return ""
         for gate, function in _GATES.items():
-            try:
-                if torch.allclose(activation(x), function(x), rtol=1e-9, atol=1e-9):
-                    return gate
-            except Exception:
-                return ""
+            if torch.allclose(found, function(x), rtol=1e-9, atol=1e-9):
+                return gate
     return ""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import nn
 
 from opweave.integrations.optimize import attention, gated, linears, norms
-from opweave.integrations.optimize.check import difference, first
+from opweave.integrations.optimize.check import difference
 from opweave.integrations.optimize.replaced import (
     Replaced,
     Replacement,
@@ -19,8 +17,6 @@ from opweave.integrations.optimize.replaced import (
     replace,
 )
 from opweave.integrations.optimize.report import ModuleOutcome, OptimizeReport
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def optimize(model: nn.Module) -> OptimizeReport:
@@ -48,21 +44,16 @@ def optimize(model: nn.Module) -> OptimizeReport:
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize() takes a torch.nn.Module, not {type(model).__name__}")
     outcomes = []
-    for name, module, found, width in list(_candidates(model)):
-        like = next(iter(module.parameters()), torch.empty(0))
-        if like.is_meta:
-            outcomes.append(_kept(name, module, "its parameters are on the meta device"))
-            continue
-        chosen, reason = first(found, partial(_check, module, width, like))
-        if chosen is None:
-            outcomes.append(_kept(name, module, reason))
-            continue
-        outcomes.append(ModuleOutcome(name, type(module).__name__, chosen.ops))
-        replace(module, chosen)
+    for name, module, candidates, width in list(_candidates(model)):
+        chosen, reason = _choose(module, candidates, width)
+        ops = chosen.ops if chosen else ()
+        outcomes.append(ModuleOutcome(name, type(module).__name__, ops, reason))
+        if chosen:
+            replace(module, chosen)
     if attention.has_interface(model):
         attention.install(model)
-        ops = ("causal_attention", "bidirectional_attention")
-        outcomes.append(ModuleOutcome("", f"attention of {type(model).__name__}", ops))
+        attends = ("causal_attention", "bidirectional_attention")
+        outcomes.append(ModuleOutcome("", f"attention of {type(model).__name__}", attends))
     return OptimizeReport(tuple(outcomes))
 
 
@@ -86,11 +77,23 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Replace
                 break
 
 
-def _check(module: nn.Module, width: int, like: torch.Tensor, replacement: Replacement) -> str:
+def _choose(
+    module: nn.Module, candidates: list[Replacement], width: int
+) -> tuple[Replacement | None, str]:
+    """Return the first candidate that agrees with *module*, or None and why the first does not."""
+    like = next(iter(module.parameters()), torch.empty(0))
+    if like.is_meta:
+        return None, "its parameters are on the meta device"
     if "forward" in vars(module):
-        return "its forward was replaced on the instance"
+        return None, "its forward was replaced on the instance"
+    problems = []
     with _undisturbed(module):
-        return difference(module, replacement, width, like)
+        for candidate in candidates:
+            problem = difference(module, candidate, width, like)
+            if not problem:
+                return candidate, ""
+            problems.append(problem)
+    return None, problems[0]
 
 
 @contextmanager
@@ -106,7 +109,3 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     finally:
         for each, values in kept:
             vars(each).update(values)
-
-
-def _kept(name: str, module: nn.Module, reason: str) -> ModuleOutcome:
-    return ModuleOutcome(name, type(module).__name__, (), reason)
