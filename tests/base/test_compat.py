@@ -6,12 +6,13 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
@@ -67,6 +68,7 @@ CHECKED = {
     "size_hint",
     "depends_on_data",
     "no_transforms",
+    "forget_failed_groups",
 }
 
 
@@ -502,6 +504,26 @@ def test_mark_dynamic() -> None:
     compat.mark_dynamic(x, 0)
     torch.compile(lambda t: t * 2, backend=backend)(x)
     assert len(sizes[0]) == 1
+
+
+def test_a_group_after_one_that_could_not_be_joined_has_the_name_of_the_first() -> None:
+    def join(size: int, seconds: float) -> None:
+        timeout = timedelta(seconds=seconds)
+        distributed.init_process_group(
+            "gloo", store=distributed.HashStore(), rank=0, world_size=size, timeout=timeout
+        )
+
+    compat.forget_failed_groups()
+    with pytest.raises(distributed.DistStoreError):
+        join(2, 0.1)
+    compat.forget_failed_groups()
+    join(1, 5.0)
+    try:
+        assert distributed.group.WORLD.group_name == "0"
+        compat.forget_failed_groups()  # does nothing while there is one
+        assert distributed.new_group([0]).group_name == "1"
+    finally:
+        distributed.destroy_process_group()
 
 
 def names_of_torch(tree: ast.AST) -> Iterator[tuple[int, str]]:

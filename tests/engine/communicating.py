@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import FileStore
+from torch.distributed import FileStore, HashStore
 
 from opweave.engine.errors import CommunicatorError
 from opweave.engine.parallel.communicators import (
@@ -65,14 +65,19 @@ def same(one: Tensor, other: Tensor) -> bool:
 def run_rank(rank: int, kind: str, folder: Path) -> None:
     """Check every collective of one rank, and save what went wrong."""
     torch.set_num_threads(1)
+    wrong = _fails_to_join() if rank == 0 else []  # which does not keep it from the next group
     store = FileStore(f"{folder}/store", RANKS)
     group = RankGroup(rank, RANKS, torch.device("cpu"), "gloo", store, 60.0)
     communicator = KINDS[kind](group)
-    wrong: list[str] = []
     for check in (_all_reduce, _all_gather, _broadcast, _barrier, _difference, _waiting):
         wrong += [f"{check.__name__}: {each}" for each in check(communicator)]
     communicator.close()
     (folder / f"{rank}.txt").write_text("\n".join(wrong), encoding="utf-8")
+
+
+def _fails_to_join() -> list[str]:
+    alone = RankGroup(0, 2, torch.device("cpu"), "gloo", HashStore(), 0.1)
+    return _raises(lambda: TorchCommunicator(alone), "rank 0 of 2: joining the group failed")
 
 
 def _all_reduce(communicator: Communicator) -> list[str]:

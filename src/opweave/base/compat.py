@@ -186,6 +186,19 @@ def has_amx() -> bool:
     return has_onednn() and bool(cast("Any", torch.cpu)._is_amx_tile_supported())
 
 
+def forget_failed_groups() -> None:
+    """Let the next default process group have the same name as in a process that never had one.
+
+    torch numbers the groups that a process tries to join. The number is part of the keys by which
+    the ranks find each other, and only :func:`torch.distributed.destroy_process_group` resets it:
+    after an attempt that fails, the process would look for the others under other keys.
+    """
+    from torch.distributed import distributed_c10d
+
+    if not torch.distributed.is_initialized():
+        distributed_c10d._world.group_count = 0
+
+
 def all_reduce_sum(tensor: torch.Tensor, group: str) -> torch.Tensor:
     """Sum *tensor* over the ranks of the process group called *group*, functionally."""
     collectives: Any = torch.ops._c10d_functional

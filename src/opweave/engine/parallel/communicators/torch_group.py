@@ -14,8 +14,6 @@ from opweave.engine.errors import CommunicatorError
 from opweave.engine.parallel.communicators.base import Communicator, RankGroup
 from opweave.layers import TensorParallel
 
-_NAME = "opweave"
-
 
 class TorchCommunicator(Communicator):
     """Calls the collectives of torch's process group.
@@ -28,6 +26,7 @@ class TorchCommunicator(Communicator):
         super().__init__(group)
         self._owns = not distributed.is_initialized()
         if self._owns:
+            compat.forget_failed_groups()  # of which other ranks may have had more or fewer
             with self._named("joining the group"):
                 distributed.init_process_group(
                     group.backend,
@@ -35,9 +34,6 @@ class TorchCommunicator(Communicator):
                     rank=group.rank,
                     world_size=group.size,
                     timeout=timedelta(seconds=group.timeout),
-                    # torch would count the groups that a process has tried to join; the ranks'
-                    # counts may differ.
-                    group_name=_NAME,
                 )
         found = distributed.get_rank(), distributed.get_world_size()
         if found != (group.rank, group.size):
