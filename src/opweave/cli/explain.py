@@ -25,7 +25,7 @@ from opweave.ir.errors import OpweaveError
 
 if TYPE_CHECKING:
     from opweave.compile import Report
-    from opweave.models import CausalLM
+    from opweave.models import LanguageModel
 
 PROMPT = "The quick brown fox jumps over the lazy dog"
 
@@ -141,7 +141,7 @@ def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str 
         write_json("--json", json, data)
 
 
-def _load(path: Path, prompt: str, dtype: str) -> tuple[CausalLM, list[int]]:
+def _load(path: Path, prompt: str, dtype: str) -> tuple[LanguageModel, list[int]]:
     from opweave.engine.loading.checkpoint import Checkpoint
     from opweave.engine.loading.loader import as_language_model, load_model
     from opweave.engine.request.prompts import PromptReader
@@ -155,7 +155,7 @@ def _load(path: Path, prompt: str, dtype: str) -> tuple[CausalLM, list[int]]:
     return model, reader.tokens(prompt)
 
 
-def _compile(model: CausalLM, tokens: list[int]) -> tuple[list[Report], ir.Record]:
+def _compile(model: LanguageModel, tokens: list[int]) -> tuple[list[Report], ir.Record]:
     """Compile the forward for a dynamic number of tokens, and run it.
 
     Return the report of each graph, and the record of ops inside opaque calls such as attention.

@@ -136,6 +136,8 @@ class ModelOptions:
         auto (the checkpoint's), float32, bfloat16 or float16.
     load_format
         auto reads the weights; dummy uses random weights.
+    model_impl
+        opweave or transformers: whose code runs the model; auto prefers opweave's.
     tensor_parallel_size
         Number of tensor-parallel ranks.
     cpu_threads
@@ -147,6 +149,7 @@ class ModelOptions:
 
     dtype: str = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    model_impl: Literal["auto", "opweave", "transformers"] = "auto"
     tensor_parallel_size: int | None = None
     cpu_threads: int | None = None
     generation_config: str = "auto"
@@ -171,6 +174,7 @@ class ModelOptions:
         return EngineConfig(
             dtype=self.dtype,
             load_format=self.load_format,
+            model_impl=self.model_impl,
             cpu_threads=self.cpu_threads,
             generation_config=self.generation_config,
             parallel=given(ParallelConfig, tensor_parallel_size=self.tensor_parallel_size),

@@ -56,6 +56,7 @@ def serve(
     cors: Annotated[list[str] | None, Parameter(negative=())] = None,
     dtype: str = "auto",
     load_format: Literal["auto", "dummy"] = "auto",
+    model_impl: Literal["auto", "opweave", "transformers"] = "auto",
     seed: int = 0,
     generation_config: str = "auto",
     cpu_threads: int | None = None,
@@ -127,6 +128,8 @@ def serve(
         auto (the checkpoint's), float32, bfloat16 or float16.
     load_format
         auto reads the weights; dummy uses random weights.
+    model_impl
+        opweave or transformers: whose code runs the model; auto prefers opweave's.
     seed
         Seed of requests without a seed.
     generation_config
@@ -221,6 +224,7 @@ def serve(
     engine_config = EngineConfig(
         dtype=dtype,
         load_format=load_format,
+        model_impl=model_impl,
         seed=seed,
         generation_config=generation_config,
         cpu_threads=cpu_threads,

@@ -35,6 +35,7 @@ class KernelConfig(Config):
 
 
 LoadFormat = Literal["auto", "dummy"]
+ModelImpl = Literal["auto", "opweave", "transformers"]
 # More of them crash the OpenMP library instead of being refused.
 _MOST_THREADS = max(1024, os.cpu_count() or 1)
 _PARTS = {"cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
@@ -49,6 +50,8 @@ class EngineConfig(Config):
         seed: seeds sampling for requests that bring no seed of their own.
         load_format: ``"auto"`` reads the checkpoint's weights; ``"dummy"`` makes small random ones
             up, so that ``config.json`` is all it needs.
+        model_impl: whose code runs the model: ``"opweave"``, ``"transformers"``, or ``"auto"``:
+            opweave's if it supports the architecture, else transformers'.
         generation_config: where sampling defaults come from: ``"auto"`` (the checkpoint's
             ``generation_config.json``), ``"none"``, or a directory with another such file.
         cpu_threads: that kernels on the CPU use, in the process of each rank; None: as
@@ -68,6 +71,7 @@ class EngineConfig(Config):
     dtype: str = "auto"
     seed: int = 0
     load_format: LoadFormat = "auto"
+    model_impl: ModelImpl = "auto"
     generation_config: str = "auto"
     cpu_threads: int | None = None
     kernel_config: KernelConfig = field(default_factory=KernelConfig)
@@ -78,6 +82,7 @@ class EngineConfig(Config):
 
     def __post_init__(self) -> None:
         check_choice(type(self).__name__, "load_format", self.load_format, get_args(LoadFormat))
+        check_choice(type(self).__name__, "model_impl", self.model_impl, get_args(ModelImpl))
         if not isinstance(self.generation_config, str) or not self.generation_config:
             raise SettingError(
                 f"generation_config={self.generation_config!r} must be 'auto', 'none' or the name "

@@ -25,6 +25,7 @@ from opweave.models.forward_context import (
 from opweave.models.gemma3 import Gemma3ForCausalLM
 from opweave.models.gemma3_config import Gemma3Config
 from opweave.models.gpt_oss import GptOssMoE
+from opweave.models.language_model import LanguageModel
 from opweave.models.latent_attention import LatentAttention
 from opweave.models.llama import LlamaForCausalLM
 from opweave.models.mamba2 import Mamba2ForCausalLM
@@ -48,6 +49,7 @@ from opweave.models.weights import CheckpointModel
 __all__ = [
     "SelfAttention",
     "GatedMlp",
+    "LanguageModel",
     "LatentAttention",
     "DecoderLayer",
     "Decoder",

@@ -23,6 +23,7 @@ class Attention(nn.Module):
         head_dim: the size of a head.
         window: attend to this many positions at most; None: all.
         scale, soft_cap: of the scores, as in ``ir.ops.varlen_attention``.
+        value_dim: the size of a head of values; by default *head_dim*.
 
     Attributes:
         cached: what the cache keeps for this layer.
@@ -37,18 +38,21 @@ class Attention(nn.Module):
         window: int | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
+        *,
+        value_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.layer, self.num_heads = layer, num_heads
         self.window, self.scale, self.soft_cap = window, scale, soft_cap
-        self.cached = CachedRows(layer, num_kv_heads, head_dim, head_dim, window)
+        self.cached = CachedRows(layer, num_kv_heads, head_dim, value_dim or head_dim, window)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return ``(T, heads * head_dim)``.
+        """Return ``(T, heads * value_dim)``.
 
         Args:
             query: ``(T, heads, head_dim)``.
-            key, value: ``(T, kv_heads, head_dim)``.
+            key: ``(T, kv_heads, head_dim)``.
+            value: ``(T, kv_heads, value_dim)``.
         """
         # A graph must hold for every context, so that it looks the context up when it runs.
         attend = _opaque if torch.compiler.is_dynamo_compiling() else _attend

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from opweave.layers import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from opweave.models.errors import WeightsError
-from opweave.models.weights import CheckpointModel, Merged
+from opweave.models.language_model import LanguageModel
+from opweave.models.weights import Merged
 
 HEAD = "lm_head.weight"  # the output matrix in checkpoints
 
@@ -47,8 +48,8 @@ class Decoder(nn.Module):
         return normed
 
 
-class CausalLM(CheckpointModel):
-    """A language model that predicts the next token; :meth:`load_weights` fills it.
+class CausalLM(LanguageModel):
+    """A language model of opweave's layers; :meth:`load_weights` fills it.
 
     Args:
         model: from ids to hidden states.
@@ -85,17 +86,10 @@ class CausalLM(CheckpointModel):
         self.requires_grad_(False)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return the hidden state of every token: ``(T, hidden_size)``.
-
-        Args:
-            input_ids: ``(T,)``, integer. One sequence, unless a forward context says otherwise.
-            positions: ``(T,)``, integer: the place of each token in its sequence.
-        """
         hidden: Tensor = self.model(input_ids, positions)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return the scores of the next token, ``(..., vocab_size)``, in the dtype of the model."""
         logits: Tensor = self.logits_processor(self.lm_head, hidden)
         return logits
 

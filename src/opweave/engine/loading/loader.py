@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from opweave.config.engine import LoadFormat, ModelImpl
 from opweave.engine.errors import CheckpointError, InvalidArgumentError
 from opweave.engine.loading import huge_pages
 from opweave.engine.loading.checkpoint import Checkpoint, TensorFile
+from opweave.engine.loading.implementation import uses_transformers
 from opweave.engine.loading.quantization import is_cache_scale, unquantised, without_quantization
 from opweave.engine.loading.tied_head import head_name, untied
+from opweave.integrations.transformers import load_transformers_model
 from opweave.layers.parallel import ALONE, TensorParallel, tensor_parallel
 from opweave.models import (
-    CausalLM,
     CheckpointModel,
+    LanguageModel,
     UnsupportedModelError,
     WeightsError,
     build_model,
@@ -34,7 +37,6 @@ _TOO_LARGE = {
     "DefaultCPUAllocator": "asks for more memory than there is",
 }
 Progress = Callable[[int, int], None]
-LoadFormat = Literal["auto", "dummy"]
 
 DTYPES = {
     "float32": torch.float32,
@@ -48,6 +50,7 @@ def load_model(
     *,
     dtype: str | torch.dtype = "auto",
     load_format: LoadFormat = "auto",
+    model_impl: ModelImpl = "auto",
     seed: int = 0,
     progress: Progress | None = None,
 ) -> CheckpointModel:
@@ -61,6 +64,7 @@ def load_model(
         dtype: ``"auto"`` for the checkpoint's, or one of ``DTYPES``: weights are cast to it.
         load_format: ``"auto"`` reads the safetensors files; ``"dummy"`` reads nothing but
             ``config.json``, and makes weights up: small random numbers.
+        model_impl: as in :class:`~opweave.config.EngineConfig`.
         seed: of dummy weights.
         progress: called with the number of tensors loaded so far and in total.
 
@@ -75,10 +79,14 @@ def load_model(
     checkpoint = Checkpoint(path)
     config = checkpoint.config()
     # First: errors in the configuration are reported before missing files.
-    model_class(config)
+    _check_layers(config, _MOST_LAYERS, "there can be")
+    by_transformers = uses_transformers(config, model_impl)
     named = _named_dtype(dtype, config)
     if load_format == "dummy":
-        _check_layers(config, _MOST_LAYERS, "there can be")
+        if by_transformers:
+            return load_transformers_model(
+                checkpoint.path, config, named or torch.float32, seed=seed
+            )
         model = _build(config, named or torch.float32)
         huge_pages.move_parameters(model)
         model.fill_randomly(seed)
@@ -87,6 +95,8 @@ def load_model(
         files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
         config = unquantised(config, checkpoint, files)
         shapes = _shapes(files)
+        if by_transformers:
+            return _by_transformers(checkpoint, config, named or _dtype_of(files), progress)
         planned = _planned(config, len(shapes))
         checkpoint.check_index(shapes, optional=head_name(planned))
         _check_shapes(planned, {n: s for n, s in shapes.items() if not is_cache_scale(n)})
@@ -97,8 +107,13 @@ def load_model(
     return model.eval()
 
 
-def check_ranks(path: str | Path, size: int) -> None:
+def check_ranks(path: str | Path, size: int, model_impl: ModelImpl = "auto") -> None:
     """Build one rank's part of the model in directory *path*, without memory for its weights.
+
+    Args:
+        path: of the checkpoint.
+        size: how many ranks there are.
+        model_impl: as in :class:`~opweave.config.EngineConfig`.
 
     Raises:
         ShardingError: it cannot be divided over *size* tensor-parallel ranks.
@@ -106,24 +121,43 @@ def check_ranks(path: str | Path, size: int) -> None:
         ModelError: the configuration is invalid or not supported.
     """
     config = without_quantization(Checkpoint(path).config())
-    model_class(config)
     _check_layers(config, _MOST_LAYERS, "there can be")
+    if size > 1 and uses_transformers(config, model_impl):
+        raise UnsupportedModelError(
+            f"{config['architectures'][0]} runs by transformers' code, on one rank; "
+            f"tensor_parallel_size={size} is not supported. Use 1."
+        )
+    model_class(config)
     rank = TensorParallel(0, size, _not_called, _not_called)
     with torch.device("meta"), tensor_parallel(rank):
         _build(config, torch.float32)
+
+
+def _by_transformers(
+    checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype, progress: Progress | None
+) -> CheckpointModel:
+    if progress is not None:
+        progress(0, 1)  # transformers does not say how far it is
+    try:
+        model = load_transformers_model(checkpoint.path, config, dtype)
+    except WeightsError as error:
+        raise CheckpointError(str(error)) from error
+    if progress is not None:
+        progress(1, 1)
+    return model
 
 
 def _not_called(x: Tensor, dim: int = -1) -> Tensor:
     raise AssertionError("a model that is only built needs no other ranks")
 
 
-def as_language_model(model: CheckpointModel) -> CausalLM:
+def as_language_model(model: CheckpointModel) -> LanguageModel:
     """Return *model*, which predicts the next token.
 
     Raises:
         UnsupportedModelError: it does not.
     """
-    if not isinstance(model, CausalLM):
+    if not isinstance(model, LanguageModel):
         raise UnsupportedModelError(
             f"{type(model).__name__} does not generate text: it is not a causal language "
             "model. opweave.engine.Embedder makes vectors with encoders of texts; "

@@ -22,7 +22,7 @@ from opweave.engine.sampling.logprobs import TokenLogprob, token_logprobs
 from opweave.engine.sampling.sampler import Sampler, non_finite
 from opweave.engine.sampling.sampling_request import Sampled
 from opweave.layers import SequenceStates
-from opweave.models import CausalLM, ForwardContext, forward_context
+from opweave.models import ForwardContext, LanguageModel, forward_context
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
 
@@ -45,7 +45,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: CausalLM, config: EngineConfig, platform: Platform, device: torch.device
+        self, model: LanguageModel, config: EngineConfig, platform: Platform, device: torch.device
     ) -> None:
         self.model, self.config, self.platform, self.device = model, config, platform, device
         self._forward = compiled_forward(model, config.compilation)

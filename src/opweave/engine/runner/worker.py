@@ -92,6 +92,7 @@ class Worker:
                 self.path,
                 dtype=self.config.dtype,
                 load_format=self.config.load_format,
+                model_impl=self.config.model_impl,
                 seed=self.config.seed,
                 progress=progress,
             )

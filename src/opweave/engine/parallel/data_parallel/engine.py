@@ -86,7 +86,7 @@ class DataParallelEngine(StreamingClient):
         # Errors must be raised before any replica is started.
         fitted, _ = platforms.configured(config), engine_priorities(None, config)
         if (ranks := config.parallel.tensor_parallel_size) > 1:
-            check_ranks(model, ranks)
+            check_ranks(model, ranks, config.model_impl)
         self._tokenizer, self._seeds = tokenizer_of(checkpoint, fitted), RequestSeeds(fitted.seed)
         self._sampling_defaults = sampling_defaults(checkpoint, fitted.generation_config)
         order = LoadOrder(

@@ -76,7 +76,7 @@ class RankedExecutor(Executor):
         local = size
         if launch is not None:
             launch.check_size(size)
-        check_ranks(model, size)
+        check_ranks(model, size, config.model_impl)
         if launch is None:
             store: Store = _own_store()
             processes = {rank: Process(_port(store)) for rank in range(1, size)}

@@ -1,0 +1,18 @@
+"""Causal language models of transformers in opweave's engine.
+
+transformers is imported when such a model is loaded, and not before.
+"""
+
+from opweave.integrations.transformers.loading import (
+    is_available,
+    is_causal_lm,
+    load_transformers_model,
+)
+from opweave.integrations.transformers.model import TransformersModel
+
+__all__ = [
+    "TransformersModel",
+    "is_available",
+    "is_causal_lm",
+    "load_transformers_model",
+]

@@ -1,0 +1,32 @@
+"""Base of all models that predict the next token."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from opweave.models.weights import CheckpointModel
+
+
+class LanguageModel(CheckpointModel):
+    """A model that predicts the next token of packed sequences.
+
+    Attributes:
+        vocab_size: the number of logits.
+        max_positions: the longest sequence that the model supports; None: any length.
+    """
+
+    vocab_size: int
+    max_positions: int | None
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the hidden state of every token: ``(T, hidden_size)``.
+
+        Args:
+            input_ids: ``(T,)``, integer. One sequence, unless a forward context says otherwise.
+            positions: ``(T,)``, integer: the index of each token in its sequence.
+        """
+        raise NotImplementedError
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the next token, ``(N, vocab_size)``, of ``(N, hidden_size)``."""
+        raise NotImplementedError
