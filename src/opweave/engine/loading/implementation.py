@@ -10,9 +10,10 @@ import torch
 
 from opweave.config.engine import ModelImpl
 from opweave.engine.dependencies import require
+from opweave.engine.loading.build import MOST_LAYERS, build, num_layers
 from opweave.engine.loading.quantization import without_quantization
 from opweave.integrations import transformers as backend
-from opweave.models import UnsupportedModelError, build_model, model_class, supported_architectures
+from opweave.models import UnsupportedModelError, model_class, supported_architectures
 from opweave.models.fields import Fields
 
 _log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ def uses_transformers(config: Mapping[str, Any], model_impl: ModelImpl) -> bool:
 
     Raises:
         MissingDependencyError: transformers is asked for and not installed.
+        CheckpointError: the configuration's sizes are too large.
         ModelError: neither has the architecture, or the configuration is invalid.
     """
     if model_impl == "opweave":
@@ -43,9 +45,9 @@ def uses_transformers(config: Mapping[str, Any], model_impl: ModelImpl) -> bool:
         return True
     try:
         model_class(config)
-        if backend.is_causal_lm(architecture):
+        if backend.is_causal_lm(architecture) and num_layers(config) <= MOST_LAYERS:
             with torch.device("meta"):
-                build_model(without_quantization(config), dtype=torch.float32)
+                build(without_quantization(config), torch.float32)
     except UnsupportedModelError as error:
         if not backend.is_available():
             raise UnsupportedModelError(

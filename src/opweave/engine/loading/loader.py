@@ -13,6 +13,7 @@ from torch import Tensor
 from opweave.config.engine import LoadFormat, ModelImpl
 from opweave.engine.errors import CheckpointError, InvalidArgumentError
 from opweave.engine.loading import huge_pages
+from opweave.engine.loading.build import MOST_LAYERS, build, check_layers
 from opweave.engine.loading.checkpoint import Checkpoint, TensorFile
 from opweave.engine.loading.implementation import uses_transformers
 from opweave.engine.loading.quantization import is_cache_scale, unquantised, without_quantization
@@ -24,18 +25,11 @@ from opweave.models import (
     LanguageModel,
     UnsupportedModelError,
     WeightsError,
-    build_model,
     model_class,
 )
 from opweave.models.fields import Fields
 from opweave.models.weights import shown_name
 
-_MOST_LAYERS = 4096  # of a model that is built before tensors say how many there are
-# Parts of torch's error messages, which have no classes of their own -> their meaning.
-_TOO_LARGE = {
-    "verflow": "names sizes that no tensor has",
-    "DefaultCPUAllocator": "asks for more memory than there is",
-}
 Progress = Callable[[int, int], None]
 
 DTYPES = {
@@ -79,15 +73,15 @@ def load_model(
     checkpoint = Checkpoint(path)
     config = checkpoint.config()
     # First: errors in the configuration are reported before missing files.
-    _check_layers(config, _MOST_LAYERS, "there can be")
     by_transformers = uses_transformers(config, model_impl)
     named = _named_dtype(dtype, config)
     if load_format == "dummy":
+        check_layers(config, MOST_LAYERS, "there can be")
         if by_transformers:
             return load_transformers_model(
                 checkpoint.path, config, named or torch.float32, seed=seed
             )
-        model = _build(config, named or torch.float32)
+        model = build(config, named or torch.float32)
         huge_pages.move_parameters(model)
         model.fill_randomly(seed)
         return model.eval()
@@ -96,12 +90,13 @@ def load_model(
         config = unquantised(config, checkpoint, files)
         shapes = _shapes(files)
         if by_transformers:
+            check_layers(config, len(shapes), "the number of tensors is")
             return _by_transformers(checkpoint, config, named or _dtype_of(files), progress)
         planned = _planned(config, len(shapes))
         checkpoint.check_index(shapes, optional=head_name(planned))
         _check_shapes(planned, {n: s for n, s in shapes.items() if not is_cache_scale(n)})
         kept = named or _dtype_of(files)
-        model = _build(untied(config, planned, files, kept), kept)
+        model = build(untied(config, planned, files, kept), kept)
         huge_pages.move_parameters(model)
         _fill(model, _tensors(files, progress or (lambda *_: None)))
     return model.eval()
@@ -121,7 +116,7 @@ def check_ranks(path: str | Path, size: int, model_impl: ModelImpl = "auto") -> 
         ModelError: the configuration is invalid or not supported.
     """
     config = without_quantization(Checkpoint(path).config())
-    _check_layers(config, _MOST_LAYERS, "there can be")
+    check_layers(config, MOST_LAYERS, "there can be")
     if size > 1 and uses_transformers(config, model_impl):
         raise UnsupportedModelError(
             f"{config['architectures'][0]} runs by transformers' code, on one rank; "
@@ -130,7 +125,7 @@ def check_ranks(path: str | Path, size: int, model_impl: ModelImpl = "auto") -> 
     model_class(config)
     rank = TensorParallel(0, size, _not_called, _not_called)
     with torch.device("meta"), tensor_parallel(rank):
-        _build(config, torch.float32)
+        build(config, torch.float32)
 
 
 def _by_transformers(
@@ -229,35 +224,15 @@ def _planned(config: Mapping[str, Any], tensors: int) -> CheckpointModel:
     A checkpoint holds whole tensors, and a layer of several ranks would take one of a rank's size
     for that rank's part.
     """
-    _check_layers(config, tensors, "the number of tensors is")
+    check_layers(config, tensors, "the number of tensors is")
     with torch.device("meta"), tensor_parallel(ALONE):
-        return _build(config, torch.float32)
+        return build(config, torch.float32)
 
 
 def _check_shapes(planned: CheckpointModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Load shapes alone, before memory is allocated: wrong sizes may ask for any amount of it."""
     with torch.device("meta"), tensor_parallel(ALONE):
         _fill(planned, ((name, torch.empty(shape)) for name, shape in shapes.items()))
-
-
-def _check_layers(config: Mapping[str, Any], most: int, what: str) -> None:
-    text = config.get("text_config")  # of models that also see images
-    named = text if isinstance(text, Mapping) else config
-    layers = named.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > most:  # they would be built one by one
-        raise CheckpointError(f"config.json says num_hidden_layers={layers}, but {what} {most}.")
-
-
-def _build(config: Mapping[str, Any], dtype: torch.dtype) -> CheckpointModel:
-    try:
-        return build_model(config, dtype=dtype)
-    except (RuntimeError, TypeError) as error:
-        text = str(error).partition("\n")[0]
-        what = next((_TOO_LARGE[sign] for sign in _TOO_LARGE if sign in text), None)
-        if what is None:
-            raise
-        reason = text.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
-        raise CheckpointError(f"config.json {what}: {reason}.") from error
 
 
 def _fill(model: CheckpointModel, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -76,6 +76,7 @@ def _loaded(model_class: Any, path: Path, config: Any, dtype: torch.dtype) -> An
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to name them
         )
     except Exception as error:
         raise WeightsError(f"transformers cannot load {path}: {described(error)}") from error

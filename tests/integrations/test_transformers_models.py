@@ -1,0 +1,247 @@
+"""Models of transformers in the engine: how they are run, loaded and refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import masking_utils
+
+from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
+from opweave.engine import LLM, CheckpointError, PromptError, SamplingParams
+from opweave.engine.loading import implementation
+from opweave.engine.loading.loader import check_ranks, load_model
+from opweave.integrations.transformers import TransformersModel, attention
+from opweave.integrations.transformers.errors import NotSuitableError
+from opweave.integrations.transformers.packed import PackedSequences
+from opweave.integrations.transformers.sequences import CachedSequences, RecomputedSequences
+from opweave.ir.errors import SettingError
+from opweave.models import InvalidConfigError, UnsupportedModelError
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Fields that differ by family, and how the engine runs it.
+FAMILIES: dict[str, tuple[dict[str, Any], type]] = {
+    "olmo2": ({}, PackedSequences),
+    "gemma2": ({"head_dim": 16, "sliding_window": 16}, PackedSequences),
+    "opt": ({"ffn_dim": 96, "word_embed_proj_dim": 64}, PackedSequences),  # positions are learned
+    "bloom": ({"n_layer": 2, "n_head": 4}, CachedSequences),  # biases by distance
+    "mamba": ({"state_size": 8}, CachedSequences),
+}
+LENGTHS = (1, 9, 70)
+Family = Callable[[str], tuple[Path, Any]]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """Return a function that gives the directory of a checkpoint, and transformers' model in it."""
+    built: dict[str, tuple[Path, Any]] = {}
+
+    def get(name: str) -> tuple[Path, Any]:
+        if name not in built:
+            torch.manual_seed(0)
+            config = transformers.AutoConfig.for_model(name, **{**SIZES, **FAMILIES[name][0]})
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.data.normal_(0, 0.15)
+            path = tmp_path_factory.mktemp(name)
+            model.eval().save_pretrained(path)
+            built[name] = path, model
+        return built[name]
+
+    return get
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 131, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int = 8) -> list[int]:
+    """Return transformers' tokens, computed without a cache."""
+    ids = list(prompt)
+    for _ in range(count):
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def generated(path: Path, **options: Any) -> list[list[int]]:
+    options.setdefault("cache", CacheConfig(num_blocks=64))
+    llm = LLM(path, config=EngineConfig(**options))
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    return [list(each.outputs[0].token_ids) for each in llm.generate(prompts(), params)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("chunk", [2048, 16])
+def test_tokens_are_those_of_transformers(family: Family, name: str, chunk: int) -> None:
+    path, model = family(name)
+    found = generated(path, scheduler=SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=8))
+    assert found == [greedy(model, prompt) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_fastest_way_that_agrees_is_chosen(family: Family, name: str) -> None:
+    model = load_model(family(name)[0])
+    assert isinstance(model, TransformersModel)
+    assert type(model.sequences) is FAMILIES[name][1]
+
+
+def test_a_model_whose_cache_is_wrong_runs_without(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reference = family("bloom")
+    attend = transformers.models.bloom.modeling_bloom.BloomAttention.forward
+
+    def forgets(self: Any, *args: Any, layer_past: Any = None, **kwargs: Any) -> Any:
+        return attend(self, *args, layer_past=None, **kwargs)
+
+    wanted = [greedy(reference, prompt) for prompt in prompts()]
+    monkeypatch.setattr(transformers.models.bloom.modeling_bloom.BloomAttention, "forward", forgets)
+    model = load_model(path)
+    assert isinstance(model, TransformersModel)
+    assert type(model.sequences) is RecomputedSequences
+    assert generated(path) == wanted
+
+
+def test_a_packed_model_compiles(family: Family) -> None:
+    path, model = family("olmo2")
+    found = generated(path, compilation_config={"mode": "OPWEAVE_COMPILE"})
+    assert found == [greedy(model, prompt) for prompt in prompts()]
+
+
+def test_prompts_share_their_prefix(family: Family) -> None:
+    path, model = family("olmo2")
+    cache = CacheConfig(num_blocks=64, enable_prefix_caching=True)
+    llm = LLM(path, config=EngineConfig(cache=cache))
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    long = prompts()[-1]
+    for prompt in (long, [*long[:40], 5, 6]):
+        (found,) = llm.generate([prompt], params)
+        assert list(found.outputs[0].token_ids) == greedy(model, prompt, 4)
+    assert found.num_cached_tokens >= 32
+
+
+@pytest.mark.parametrize(
+    ("mask", "window"),
+    [
+        (masking_utils.causal_mask_function, None),
+        (masking_utils.sliding_window_causal_mask_function(16), 16),
+        (masking_utils.sliding_window_causal_mask_function(1), 1),
+        (masking_utils.sliding_window_causal_mask_function(4096), 4096),
+    ],
+)
+def test_windows_are_found_in_masks(mask: Callable[..., Any], window: int | None) -> None:
+    assert attention._window_of(mask) == window
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masking_utils.bidirectional_mask_function,
+        masking_utils.chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64)),
+        masking_utils.packed_sequence_mask_function(torch.zeros(1, 8)),
+        lambda b, h, q, k: k < q,  # a token does not see itself
+    ],
+)
+def test_other_masks_are_not_suitable(mask: Callable[..., Any]) -> None:
+    with pytest.raises(NotSuitableError):
+        attention._window_of(mask)
+
+
+def copied(path: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """Copy a checkpoint, with changed tensors."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_bytes((path / "config.json").read_bytes())
+    return target
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(NORM), f"1 missing: {NORM}"),
+        (lambda tensors: tensors.update(extra=torch.zeros(2)), "1 unexpected: extra"),
+        (lambda tensors: tensors.update({NORM: torch.zeros(3)}), f"1 do not fit: {NORM}"),
+    ],
+)
+def test_loading_is_strict(
+    family: Family, tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    path = copied(family("olmo2")[0], tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(path)
+
+
+def edited(path: Path, target: Path, **fields: Any) -> Path:
+    copied(path, target, lambda tensors: None)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **fields}))
+    return target
+
+
+def test_a_configuration_that_transformers_refuses(family: Family, tmp_path: Path) -> None:
+    path = edited(family("olmo2")[0], tmp_path, hidden_act="sine")
+    with pytest.raises((InvalidConfigError, CheckpointError), match="sine"):
+        load_model(path)
+
+
+def test_dummy_weights(family: Family) -> None:
+    model = load_model(family("olmo2")[0], load_format="dummy", seed=5)
+    again = load_model(family("olmo2")[0], load_format="dummy", seed=5)
+    for first, second in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_several_ranks_are_refused(family: Family) -> None:
+    with pytest.raises(UnsupportedModelError, match="Olmo2ForCausalLM runs by transformers' code"):
+        check_ranks(family("olmo2")[0], 2)
+
+
+def test_the_implementation_can_be_named(family: Family, tmp_path: Path) -> None:
+    path = family("olmo2")[0]
+    with pytest.raises(UnsupportedModelError, match="Olmo2ForCausalLM"):
+        load_model(path, model_impl="opweave")
+    unknown = edited(path, tmp_path, architectures=["NothingForCausalLM"])
+    with pytest.raises(UnsupportedModelError, match="no causal language model NothingForCausalLM"):
+        load_model(unknown, model_impl="transformers")
+    with pytest.raises(SettingError, match="model_impl='other'"):
+        EngineConfig(model_impl="other")  # type: ignore[arg-type]
+
+
+def test_transformers_is_recommended_where_it_is_missing(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("is_available", "is_causal_lm"):
+        monkeypatch.setattr(implementation.backend, name, lambda *_: False)
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'opweave\[transformers\]'"):
+        load_model(family("olmo2")[0])
+
+
+def test_prompts_are_limited_to_the_context(family: Family) -> None:
+    llm = LLM(family("olmo2")[0], config=EngineConfig(cache=CacheConfig(num_blocks=64)))
+    with pytest.raises(PromptError, match="the context is 256 tokens"):
+        llm.generate([[5] * 300], SamplingParams(max_tokens=1))
