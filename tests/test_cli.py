@@ -222,7 +222,7 @@ def test_priorities_in_one_json_object(run: Run) -> None:
     entries = json.loads(run("ops", "rms_norm", option, "--json").stdout)[0]["priority"]
     assert [entry["provider"] for entry in entries[:2]] == ["batch_invariant", "aten"]
     assert "--ir-op-priority.rms_norm" in entries[0]["origin"]
-    assert_one_line_error(run("ops", '--ir-op-priority={"rms_norm": 3}'), "3 is no list of")
+    assert_one_line_error(run("ops", '--ir-op-priority={"rms_norm": 3}'), "3 is not a list of")
 
 
 def test_ops_unknown_op(run: Run) -> None:

@@ -104,7 +104,7 @@ class Step {
   const char* bad_block(int64_t i, int64_t position, int64_t column, int64_t block) const {
     snprintf(problem, sizeof(problem),
              "sequence %" PRId64 ": block_tables[%" PRId64 ", %" PRId64 "] is %" PRId64
-             ", which is no block for position %" PRId64,
+             ", which is not a valid block for position %" PRId64,
              i, i, column, block, position);
     return problem;
   }

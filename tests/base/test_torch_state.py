@@ -24,7 +24,7 @@ from opweave import ir, native
 from opweave.base import torch_state
 from opweave.ir import codegen, results
 from opweave.ir.dispatch import Path, _needs_dispatcher
-from opweave.ir.ops.readable import is_readable
+from opweave.ir.ops.checks import is_readable
 from opweave.native.call_paths import CallPaths, function_of
 
 Body = Callable[[], None]

@@ -235,7 +235,7 @@ def test_a_size_rule_of_a_size_that_only_the_data_tells() -> None:
         assert compiled(x, x > 1).tolist() == [3, 4]
         (node,) = opweave.compile.report().nodes
     assert node.chosen == "native"
-    assert "a size that only the data will tell" in str(node)
+    assert "reads a data-dependent size" in str(node)
 
 
 def test_lower_for_another_backend() -> None:

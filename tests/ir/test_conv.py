@@ -141,11 +141,11 @@ IMAGE, KERNEL, TWO = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 2, 2), [1, 1]
 @pytest.mark.parametrize(
     ("op", "values", "message"),
     [
-        (conv_nd, (IMAGE, torch.randn(4, 3), None, [], [], []), "1 to 3; found 2"),
+        (conv_nd, (IMAGE, torch.randn(4, 3), None, [], [], []), r"1 to 3 of the kernel\); found 2"),
         (conv_nd, (IMAGE, KERNEL, None, [1], [0] * 4, TWO), r"stride=\[1\]"),
         (conv_nd, (IMAGE, KERNEL, None, TWO, TWO, TWO), r"padding=\[1, 1\]"),
         (conv_nd, (IMAGE, KERNEL, None, TWO, [0] * 4, [1] * 3), r"dilation=\[1, 1, 1\]"),
-        (conv_nd, (IMAGE, KERNEL, None, TWO, [0] * 4, TWO, 1, "mirror"), "'mirror'.*reflect"),
+        (conv_nd, (IMAGE, KERNEL, None, TWO, [0] * 4, TWO, 1, "mirror"), "reflect.*'mirror'"),
         (patch_matmul, (IMAGE[0], KERNEL), "dimensions"),
         (patch_matmul, (IMAGE[:, :2], KERNEL), "channels"),
         (patch_matmul, (IMAGE[:, :, :1], KERNEL), "smaller than a patch"),

@@ -79,7 +79,7 @@ def test_names_that_calls_of_torch_ops_carry_are_refused(name: str, star: str) -
 )
 def test_defaults_that_torch_cannot_write_are_refused(default: str) -> None:
     with pytest.raises(
-        InvalidOpError, match=r"cannot say the default .* of 'y' .* default be None"
+        InvalidOpError, match=r"cannot express the default .* of 'y' .* Use None as the default"
     ):
         declare(f"x: Tensor, y: {default}")
 
@@ -103,7 +103,10 @@ def test_defaults_of_another_type(
         return x
 
     made.__annotations__["y"] = annotation
-    with pytest.raises(InvalidOpError, match=rf"'made': the default .* of 'y' is no {kind}\. Mend"):
+    with pytest.raises(
+        InvalidOpError,
+        match=rf"'made': the default .* of 'y' does not match its annotation {kind}\. Change",
+    ):
         ir.register_op(made)
 
 

@@ -141,7 +141,7 @@ RAISED: dict[str, tuple[Callable[[ir.IrOp], Any], list[str]]] = {
         [
             "my_norm",
             "native: is not batch_invariant, required by scope ir.require(...)",
-            "into the priority, or drop the requirement",
+            "to the priority, or drop the requirement",
         ],
     ),
     "InvalidArgumentError": (lambda op: op("x"), ["my_norm", "x must be a Tensor", "str"]),
@@ -168,7 +168,7 @@ RAISED: dict[str, tuple[Callable[[ir.IrOp], Any], list[str]]] = {
     "DTensorError": (call_with_dtensor, ["my_norm", "DTensor", "x.to_local()", "rowwise"]),
     "SettingError": (
         lambda op: ir.priority(my_norm="alpha,,beta").__enter__(),
-        ["ir.priority(my_norm=...)", "''", "separated by commas", "name!"],
+        ["ir.priority(my_norm=...)", "''", "Separate names by commas", "name!"],
     ),
 }
 

@@ -205,7 +205,7 @@ def test_an_op_that_is_not_there_cannot_be_unpickled() -> None:
 def test_an_op_whose_place_another_took_cannot_be_pickled() -> None:
     op, other = declare_rms_norm("was_taken"), declare_rms_norm()
     op.registry._remove(op, None)
-    with pytest.raises(UnknownOpError, match="cannot be pickled: the registry 'was_taken'"):
+    with pytest.raises(UnknownOpError, match="no longer registered in 'was_taken'"):
         pickle.dumps(op)
     assert pickle.loads(pickle.dumps(other)) is other
 

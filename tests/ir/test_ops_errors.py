@@ -30,7 +30,7 @@ INVALID: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("silu_and_mul", (torch.tensor(1.0),), ValueError, "even"),
     ("mul_and_silu", (torch.randn(2, 5),), ValueError, "even"),
     ("gelu_and_mul", (torch.randn(2, 5),), ValueError, "even"),
-    ("gelu_and_mul", (X, "exact"), ValueError, "'exact'.*'none' nor 'tanh'"),
+    ("gelu_and_mul", (X, "exact"), ValueError, "must be 'none' or 'tanh', not 'exact'"),
     ("rms_norm", (X, None, 1e-6, 0), ValueError, "variance_size=0"),
     ("rms_norm", (X, None, 1e-6, 7), ValueError, "variance_size=7.*6"),
     ("rms_norm", (X[:0], None, 1e-6, 7), ValueError, "variance_size=7"),
@@ -72,7 +72,7 @@ INVALID: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
         for residual in (X[0], X[:1], X[None], X.double(), X[:, :5])
     ),
     *(
-        ("rms_norm_gated", (X, weight, None, 1e-6), ValueError, "weight has shape.*2, 6")
+        ("rms_norm_gated", (X, weight, None, 1e-6), ValueError, "weight must have shape")
         for weight in (torch.randn(1), torch.randn(2, 6), torch.randn(3, 2, 6), torch.tensor(1.0))
     ),
 ]

@@ -127,7 +127,7 @@ def test_results_of_another_kind_are_refused(registry: ir.Registry, wrong: str, 
     scope: Any = {"record": ir.record, "scope": lambda: ir.priority({op.name: ["kernel"]})}
     refused = pytest.raises(
         InvalidResultError,
-        match=rf"{op.name}: .*'kernel' \({__file__}:\d+\) returned {found} where .* has {wanted}",
+        match=rf"{op.name}: .*'kernel' \({__file__}:\d+\) returned {found}, but .* {wanted}",
     )
     for _ in range(2):  # it stays wrong
         with scope.get(way, ir.record)(), refused:
@@ -247,7 +247,7 @@ def test_a_predicate_answers_true_or_false(registry: ir.Registry, answer: Any) -
     op(X)
     answers[0] = answer
     for call in (op, op.dispatch, op.torch_op):
-        with pytest.raises(PredicateFailedError, match=r"it answered .* must answer True or False"):
+        with pytest.raises(PredicateFailedError, match=r"it returned .* must return True or False"):
             call(X)
     answers[0] = False
     assert op.dispatch(X).provider == "native"

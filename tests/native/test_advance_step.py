@@ -213,11 +213,11 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"block_tables": torch.tensor([[5, 6], [2, -1], [0, 0]])},
-        "sequence 1: block_tables[1, 1] is -1, which is no block for position 4",
+        "sequence 1: block_tables[1, 1] is -1, which is not a valid block for position 4",
     ),
     (
         {"block_tables": torch.tensor([[2**62, 6], [2, 1], [0, 0]])},
-        f"sequence 0: block_tables[0, 0] is {2**62}, which is no block for position 3",
+        f"sequence 0: block_tables[0, 0] is {2**62}, which is not a valid block for position 3",
     ),
     (
         {"block_tables": torch.zeros(3, 0, dtype=torch.int32)},

@@ -140,7 +140,7 @@ def test_errors_say_what_is_wrong(provider: str, op: ir.IrOp) -> None:
         ("bias", torch.randn(3), r"bias must be \(24,\)"),
         ("x_state", torch.randn(4, 24, 5), r"x_state must be \(any, 24, 3\)"),
         ("slot_idx", torch.tensor([0.5]), "slot_idx must be int32 or int64"),
-        ("activation", "gelu", "'gelu' is none of None, silu, swish"),
+        ("activation", "gelu", "must be None or one of silu, swish; found 'gelu'"),
     ]:
         with pytest.raises(ValueError, match=f"{op.name}: .*{message}"):
             op.using(f"{provider}!")(**{**good, name: value})

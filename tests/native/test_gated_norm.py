@@ -217,7 +217,7 @@ def test_what_native_refuses(module: ModuleType) -> None:
     with ir.priority(rms_norm_gated=["opweave_c"]):
         with pytest.raises(ValueError, match="group_size=3 does not divide"):
             op(x, None, x, 1e-5, 3)
-        with pytest.raises(ValueError, match="activation='relu' is none of silu, swish, sigmoid"):
+        with pytest.raises(ValueError, match="one of silu, swish, sigmoid; found 'relu'"):
             op(x, None, x, 1e-5, None, False, "relu")
         with pytest.raises(ValueError, match="z must have the shape of x"):
             op(x, None, torch.ones(8), 1e-5)

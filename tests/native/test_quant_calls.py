@@ -127,10 +127,10 @@ def test_the_ops_refuse_with_value_errors(module: ModuleType) -> None:
             r"scale must have one element, or shape \(a, b\)",
         ),
         (ops.static_quant_int8, (x, torch.ones(5, 1)), "a divides the rows of x"),
-        (ops.per_token_group_quant_fp8, (x, 0), "group_size of at least 1"),
-        (ops.dynamic_per_token_quant_fp8, (torch.tensor(1.0),), "last dimension"),
-        (ops.dynamic_per_token_quant_int8, (torch.tensor(1.0),), "last dimension"),
-        (ops.dynamic_per_token_quant_fp8, (x, torch.ones(2)), "scale_ub is one number"),
+        (ops.per_token_group_quant_fp8, (x, 0), "group_size must be at least 1"),
+        (ops.dynamic_per_token_quant_fp8, (torch.tensor(1.0),), "at least one dimension"),
+        (ops.dynamic_per_token_quant_int8, (torch.tensor(1.0),), "at least one dimension"),
+        (ops.dynamic_per_token_quant_fp8, (x, torch.ones(2)), "scale_ub must have one element"),
     ]
     for op, arguments, message in calls:
         assert isinstance(op, IrOp)

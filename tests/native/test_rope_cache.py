@@ -237,7 +237,7 @@ def test_refusals(module: ModuleType, make: Callable[[], tuple[Any, ...]], expec
         ({"positions": ints(0, 0, 0, 64, 0, 0, 0)}, IndexError, "out of (bounds|range)"),
         ({"key": ones(7, 24)}, ValueError, r"key must be \(7, 2, 8\)"),
         ({"value": ones(7, 16)}, ValueError, r"value must be \(7, 2, 8\)"),
-        ({"table": ones(64, 10)}, ValueError, "10 dimensions to rotate, but a head has 8"),
+        ({"table": ones(64, 10)}, ValueError, "cannot rotate 10 dimensions of a head of 8"),
         ({"key_cache": ones(4, 8)}, ValueError, "key_cache must be"),
     ],
 )

@@ -41,7 +41,7 @@ def preferring(name: str, then: str = "") -> dict[str, str]:
 def test_the_last_default_is_warned_of_and_named(installed: Install, op: ir.IrOp) -> None:
     found = installed(preferring("one"), preferring("two"))
     told = (
-        r"twice: the plugin two \(two 1.0\) sets a default in place of one \(twice.set_default.* "
+        r"twice: the plugin two \(two 1.0\) replaces the default one \(twice.set_default.* "
         r"of the plugin one \(one 1.0\)\)\..*PRIORITY__TWICE=one\..* OPWEAVE_PLUGINS=-two\.$"
     )
     with pytest.warns(ReplacedWarning, match=told):

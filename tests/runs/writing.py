@@ -44,7 +44,6 @@ NOT_YET_CHECKED = (
     "src/opweave/compile",
     "src/opweave/config",
     "src/opweave/integrations",
-    "src/opweave/ir",
     "src/opweave/kernels",
     "src/opweave/native",
     "src/opweave/platforms",

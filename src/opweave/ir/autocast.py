@@ -1,7 +1,7 @@
-"""``torch.autocast`` as text, so that a call in a graph can say under which state it is made.
+"""The state of ``torch.autocast`` as a string, for the arguments of a graph node.
 
-The text names a dtype for each kind of device whose operators cast: ``"cpu=bfloat16"``. It is empty
-where none does.
+The string has one ``device=dtype`` pair for each device type with autocast enabled, separated by
+commas: ``"cpu=bfloat16"``.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 
 
 def to_text(dtypes: Mapping[str, torch.dtype]) -> str:
-    """Write down the dtype of each kind of device."""
+    """Encode the autocast dtype of each device type."""
     names = {device: str(dtype).removeprefix("torch.") for device, dtype in dtypes.items()}
     return ",".join(f"{device}={name}" for device, name in sorted(names.items()))
 
 
 @contextmanager
 def entered(text: str) -> Iterator[None]:
-    """Run the block under the state that *text* names; without one, under that of the caller.
+    """Enable autocast as *text* says inside the block; an empty text changes nothing.
 
-    No cast of a weight is kept for later, as torch does in eager mode: the result is the same.
+    The weight cache is off: it does not change results.
     """
     with ExitStack() as stack:
         for part in filter(None, text.split(",")):

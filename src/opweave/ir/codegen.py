@@ -1,6 +1,6 @@
-"""Generates the function that a call path runs.
+"""Code generation for the eager fast path.
 
-It looks like this (print any with ``op.dispatch_source``)::
+The generated function looks like this (print any with ``op.dispatch_source``)::
 
     def rms_norm(self, x, weight, epsilon, variance_size=_default_variance_size):
         _scope = _current_scope()
@@ -20,10 +20,10 @@ It looks like this (print any with ``op.dispatch_source``)::
                 raise
         return _slow(x, weight, epsilon, variance_size)
 
-That ``try`` costs nothing, as it stands in one line with the call. At first an implementation is in
-a wrapper that looks at what it returns, and then takes itself away.
+``try`` is free in CPython unless an exception is raised. ``_impl_*`` is at first a wrapper that
+checks the results of the implementation, and replaces itself by the bare function once they pass.
 
-Everything but the parameters starts with an underscore, which parameters of ops may not. Dynamo
+All names except the parameters start with an underscore; parameters of ops must not. Dynamo
 never sees this function: it traces a call of the torch op instead.
 """
 
@@ -62,38 +62,42 @@ _plain_check: PlainCheck | None = None
 
 
 def use_plain_check(check: PlainCheck | None) -> None:
-    """Ask *check* whether the dispatcher has nothing to add, before asking torch fact by fact.
+    """Use *check* as a quick test for plain calls in functions generated from now on.
 
-    *check* takes the tensor arguments of a call, the first of them not None, and answers True only
-    if every one is exactly Tensor, Parameter or None, no mode, transform or tracer is active, and
-    grad mode is off. Functions generated from now on use it.
+    *check* takes the tensor arguments of a call, the first of them not None. It must return True
+    only if each is exactly Tensor, Parameter or None, no mode, transform or tracer is active, and
+    grad mode is off. If it returns False, the generated code tests each condition in Python.
     """
     global _plain_check
     _plain_check = check
 
 
 class Kind(enum.Enum):
-    """What a call path is for."""
+    """The kind of a call path."""
 
     CALL = "call"  # op(...): functional
-    DONATING = "maybe_inplace"  # op.maybe_inplace(...): activations are given up
+    DONATING = "maybe_inplace"  # op.maybe_inplace(...): activations are donated
     KERNEL = "kernel"  # below the torch dispatcher: functional, no checks for modes or gradients
 
 
 class Generator:
-    """Writes and compiles the function of one path; *found* is None while nothing is prepared.
+    """Generates and compiles the function of one path.
 
-    *check* raises if what an implementation returned is wrong, and says whether that is enough.
+    Args:
+        path: the call path.
+        found: its candidates, in priority order.
+        check: raises if a result is wrong; returns whether later results need no check.
+        in_scope: generate the function for calls inside a scope.
     """
 
     def __init__(
-        self, path: Path, found: list[Candidate] | None, check: ResultCheck, *, in_scope: bool
+        self, path: Path, found: list[Candidate], check: ResultCheck, *, in_scope: bool
     ) -> None:
         self.path, self.found, self.check, self.in_scope = path, found, check, in_scope
         self.schema: Schema = path.op.schema
         self.call = self.schema.call()
-        self.runs: dict[str, IrOpImpl] = {}  # by name, what the generated code can run
-        self.owners: dict[int, IrOpImpl] = {}  # the same by id, as not every callable has a hash
+        self.runs: dict[str, IrOpImpl] = {}  # name in the generated code -> implementation
+        self.owners: dict[int, IrOpImpl] = {}  # by id(), since a callable may not be hashable
         self.namespace: dict[str, Any] = {
             **self.schema.defaults,
             "_Tensor": Tensor,
@@ -116,10 +120,10 @@ class Generator:
         }
 
     def compile(self) -> tuple[str, Function]:
-        """Return the function and its source.
+        """Return the source and the function.
 
-        What it refers to is in its closure, not in globals: that is quicker to read, and
-        Dynamo looks globals up in the module that a function claims to come from.
+        The names it refers to are closure variables, not globals: they are faster to read, and
+        Dynamo looks up globals in the module named by the function's ``__module__``.
         """
         name, lines = self.path.op.name, self._lines()
         factory = [
@@ -129,15 +133,15 @@ class Generator:
         ]
         source = "\n".join(factory) + "\n"
         filename = f"<opweave {name}.{self.path.kind.value}>"
-        # Tracebacks and debuggers show generated code like any other.
+        # Lets tracebacks and debuggers show the generated code.
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         module: dict[str, Any] = {"__name__": __name__}
         exec(compile(source, filename, "exec"), module)
         function = module["make"](**self.namespace)
-        function.__qualname__ = name  # what Python says of a missing argument
+        function.__qualname__ = name  # shown in "missing argument" errors
         for free, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
             if free in self.runs:
-                cell.cell_contents = self._looked_at(self.runs[free], cell)
+                cell.cell_contents = self._checked(self.runs[free], cell)
         return "\n".join(lines), function
 
     def bind(self, value: object, name: str = "") -> str:
@@ -148,18 +152,18 @@ class Generator:
         self.namespace[name] = value
         return name
 
-    def _looked_at(self, impl: IrOpImpl, cell: CellType) -> Function:
-        """Return the function in *cell* as one that checks results, until it puts it back there."""
+    def _checked(self, impl: IrOpImpl, cell: CellType) -> Function:
+        """Wrap the function in *cell* to check its results; the wrapper restores the cell."""
         run: Function = cell.cell_contents
 
-        def looked_at(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args: Any, **kwargs: Any) -> Any:
             result = run(*args, **kwargs)
             if self.check(impl, result, args, kwargs):
                 cell.cell_contents = run
             return result
 
-        self.owners[id(looked_at)] = self.owners[id(run)] = impl
-        return looked_at
+        self.owners[id(checked)] = self.owners[id(run)] = impl
+        return checked
 
     def _note(self, error: Exception, run: Function) -> None:
         self.owners[id(run)].add_note(error)
@@ -167,7 +171,7 @@ class Generator:
     def _lines(self) -> list[str]:
         slow = f"return _slow({self.call})"
         lines = [f"def {self.path.op.name}(self, {self.schema.declaration}):"]
-        if self.found is None or (self.path.donates and self._checks_donation):
+        if self.path.donates and self.path.op.registry.settings.check_donation:
             return [*lines, f"    {slow}"]
         if not self.in_scope:
             lines += [
@@ -180,23 +184,19 @@ class Generator:
             return [*lines, *cast, *self._choice("    ", slow)]
         return [*lines, *self._plain_condition(), *self._choice("        ", slow), f"    {slow}"]
 
-    @property
-    def _checks_donation(self) -> bool:
-        return self.path.op.registry.settings.check_donation
-
     def _choice(self, indent: str, slow: str) -> list[str]:
-        """The chain of predicates that ends in a call of the first implementation to accept."""
+        """Return the if/elif chain of predicates, and the call of the first that accepts."""
         branches: list[tuple[str | None, str]] = []  # (condition or None, statement)
-        for candidate in self.found or ():
+        for candidate in self.found:
             if candidate.obstacle is None:
                 condition = self._condition(candidate.impl)
                 branches.append((condition, f"_run = {self._runner(candidate.impl)}"))
                 if condition is None:
                     break
-                if not isinstance(candidate.impl.supports_args, Rule):  # it may answer anything
-                    branches.append(("_answer is not False", slow))  # which raises
+                if not isinstance(candidate.impl.supports_args, Rule):  # may return a non-bool
+                    branches.append(("_answer is not False", slow))  # raises
             if candidate.entry.strict:
-                branches.append((None, slow))  # which raises
+                branches.append((None, slow))  # raises
                 break
         else:
             branches.append((None, slow))  # no implementation has the required traits
@@ -230,7 +230,7 @@ class Generator:
             return direct
         if not self.path.donates:
             return self._bind_run(impl, copying(impl), f"_copying_{impl.provider}")
-        # Autograd may have saved an activation, though none requires a gradient.
+        # Autograd may have saved an activation even if none requires a gradient.
         noting = self._bind_run(impl, noting_writes(impl), f"_noting_{impl.provider}")
         run = f"{direct} if _is_inference_mode() else {noting}"
         if ALIAS_SAFE in impl.traits:
@@ -243,7 +243,7 @@ class Generator:
         return self.bind(function, name)
 
     def _may_be_refused(self) -> str:
-        """A quick test that is true wherever :func:`refused` may name an activation."""
+        """Return a cheap condition that holds whenever :func:`refused` may return a name."""
         if self.schema.tensor_lists:
             return "True"
         self.namespace["_share_storage"] = compat.share_storage
@@ -258,7 +258,7 @@ class Generator:
         return f"({' or '.join(tests)})"
 
     def _plain_condition(self) -> list[str]:
-        """The condition under which the torch dispatcher has nothing to add."""
+        """Return the lines of the test for plain calls, which may bypass the torch dispatcher."""
         required = [p.name for p in self.schema.tensors if not p.is_optional]
         tests = self._plain_tests("        ")
         if _plain_check is None or not required or self.schema.tensor_lists:
@@ -273,27 +273,27 @@ class Generator:
         return [f"    if ({' and '.join(check)}) or (", *tests, "    ):"]
 
     def _plain_tests(self, indent: str) -> list[str]:
-        """What that condition is made of, asked of torch fact by fact; a line for each test."""
+        """Return the conditions of a plain call, one per line, without the native check."""
         tests = [self._exact_type(p.name, p.is_optional) for p in self.schema.tensors]
         tests += [self._exact_list(p) for p in self.schema.tensor_lists]
         required = [p.name for p in self.schema.tensors if not p.is_optional]
         first = required[0] if required else None
         for fact in torch_state.FACTS:
-            # Of an exact tensor this says the same, in less time.
+            # Equivalent for an exact tensor, and faster.
             quicker = first is not None and fact is torch_state.FUNCTION_MODE
             tests.append(f"not _has_torch_function({first})" if quicker else fact.inactive)
         tests.append(f"not (_is_grad_enabled() and ({self._any_requires_grad()}))")
         return [f"{indent}{'and ' if i else ''}{test}" for i, test in enumerate(tests)]
 
     def _exact_type(self, name: str, optional: bool) -> str:
-        likely, other = ("_Tensor", "_Parameter")
+        likely, other = "_Tensor", "_Parameter"
         if name not in self.path.op.activations and optional:
-            likely, other = other, likely  # weights are optional more often than activations
+            likely, other = other, likely  # an optional non-activation is most often a weight
         test = f"_type({name}) is {likely} or _type({name}) is {other}"
         return f"({test} or {name} is None)" if optional else f"({test})"
 
     def _exact_list(self, p: Param) -> str:
-        """No other iterable: looking at the tensors of a generator would use them up."""
+        """Return the test for a list parameter; accept lists and tuples, not iterators."""
         items = "t is None or " if p.has_optional_items else ""
         plain = f"_all({items}_type(t) in _plain_types for t in {p.name})"
         return f"(_type({p.name}) is _list or _type({p.name}) is _tuple) and {plain}"
@@ -313,49 +313,41 @@ class Generator:
 
 
 def functional(impl: IrOpImpl) -> Function:
-    """Return the implementation as a function that leaves its arguments alone."""
+    """Return the implementation as a function that does not write to its arguments."""
     return copying(impl) if impl.inplace else impl.impl_fn
 
 
 def copying(impl: IrOpImpl, names: Sequence[str] | None = None) -> Function:
-    """Return an in-place implementation as a function that leaves activations alone.
+    """Return a functional form of an in-place implementation.
 
     Args:
-        impl: the implementation. Its functional form, if it has one, leaves all of them alone;
-            otherwise it gets copies.
-        names: which activations; by default all.
+        impl: the implementation. If it was registered without ``functional=``, it gets copies.
+        names: the activations to copy; all by default.
     """
     if impl.functional_fn is not None:
         return impl.functional_fn
     op = impl.op
     copies = {name: f"_copy({name})" for name in (op.activations if names is None else names)}
     copies |= {name: f"{name}.clone()" for name in copies if name not in op.keeps_strides}
-    namespace = {**op.schema.defaults, "_impl_fn": impl.impl_fn, "_copy": clone_in_layout}
-    source = f"lambda {op.schema.declaration}: _impl_fn({op.schema.call(copies)})"
-    function: Function = eval(source, namespace)
-    return function
+    body = f"_impl_fn({op.schema.call(copies)})"
+    return op.schema.function(body, _impl_fn=impl.impl_fn, _copy=clone_in_layout)
 
 
 def noting_writes(impl: IrOpImpl) -> Function:
-    """Return an in-place implementation that counts as a change of its activations.
+    """Return an in-place implementation that increments the version of its activations.
 
-    Kernels that torch knows nothing of do not. A backward pass that has saved an activation then
-    raises torch's error instead of using what the kernel has written.
+    A foreign kernel does not. If autograd has saved an activation, the backward pass then raises
+    torch's error instead of using the overwritten values.
     """
     schema = impl.op.schema
     written = "".join(f"{name}, " for name in impl.op.activations)
-    namespace = {
-        **schema.defaults,
-        "_impl_fn": impl.impl_fn,
-        "_changed": torch.autograd.graph.increment_version,
-    }
-    source = f"lambda {schema.declaration}: _changed(({written})) or _impl_fn({schema.call()})"
-    function: Function = eval(source, namespace)
-    return function
+    body = f"_changed(({written})) or _impl_fn({schema.call()})"
+    changed = torch.autograd.graph.increment_version
+    return schema.function(body, _impl_fn=impl.impl_fn, _changed=changed)
 
 
 def run_donating(impl: IrOpImpl, *args: Any, **kwargs: Any) -> Any:
-    """Call an implementation with donated activations; with copies of those it may not have."""
+    """Call an implementation with donated activations, copying those it must not overwrite."""
     if not impl.inplace:
         return impl.impl_fn(*args, **kwargs)
     if ALIAS_SAFE not in impl.traits and (names := refused(impl.op, impl.op.bind(*args, **kwargs))):

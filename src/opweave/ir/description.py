@@ -1,4 +1,4 @@
-"""An op as plain data, for whoever prints or serves it."""
+"""Describe an op as plain data, for the CLI and the server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opweave.ir.selection import policy_for
 
 
 def describe(op: IrOp) -> dict[str, Any]:
-    """Return what is known about *op*: its definition, priority and implementations."""
+    """Return the definition, priority and implementations of *op*, ready for JSON."""
     return {
         "op": op.name,
         "kind": "op",
@@ -32,7 +32,7 @@ def describe(op: IrOp) -> dict[str, Any]:
 
 
 def owner_in_force(op: IrOp, provider: str) -> Owner | None:
-    """Return the plugin whose implementation *provider* now stands for; loads nothing."""
+    """Return the plugin that registered *provider* for *op*, if any, without loading kernels."""
     return op._impls[provider].owner
 
 

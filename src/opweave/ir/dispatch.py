@@ -1,8 +1,8 @@
-"""The ways to call an op, and what happens where the fast path does not apply.
+"""Call paths of an op: a generated fast path, and the slow path behind it.
 
 The fast path is generated from the candidates that selection walks, see :mod:`opweave.ir.codegen`.
-Everything unusual (modes, subclasses, gradients, errors) is left to :meth:`Path.slow`, plain Python
-that calls :func:`opweave.ir.selection.select`.
+Modes, tensor subclasses, gradients and errors go to :meth:`Path.slow`, which calls
+:func:`opweave.ir.selection.select`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from opweave.base import compat, torch_state
-from opweave.ir.codegen import (
-    Function,
-    Generator,
-    Kind,
-    functional,
-    run_donating,
-)
+from opweave.ir.codegen import Function, Generator, Kind, functional, run_donating
 from opweave.ir.donation import poison_unused
 from opweave.ir.gradients import warn_of_fallback
 from opweave.ir.priority import Entries
@@ -42,24 +36,24 @@ if TYPE_CHECKING:
 
 
 class _OpSignature:
-    """The ``__signature__`` of what calls an op, and of its class, for ``inspect`` and ``help``."""
+    """The ``__signature__`` of a :class:`Callee` and its class, for ``inspect`` and ``help``."""
 
     def __get__(self, instance: object, owner: type[Callee]) -> inspect.Signature:
         op: IrOp | None = vars(owner).get("called_op")
         if op is None:
-            raise AttributeError("__signature__")  # of IrOp itself and the like
+            raise AttributeError("__signature__")  # a class such as IrOp itself
         return inspect.signature(op.native)
 
 
 class Callee:
-    """An object with a class of its own, so that its ``__call__`` can be a generated function.
+    """A callable whose class is unique, so that ``__call__`` can be a generated function.
 
-    That is the quickest way from ``op(...)`` to a kernel: no dictionary lookup, no ``*args``.
+    This is the fastest way from ``op(...)`` to a kernel: no dictionary lookup and no ``*args``.
     """
 
     __call__: Function
-    traced: Function  # what Dynamo puts into its graph for a call: the torch op
-    called_op: IrOp  # of its own class only
+    traced: Function  # the torch op that Dynamo puts into its graph for a call
+    called_op: IrOp  # set on the unique class
     __signature__ = _OpSignature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -70,15 +64,15 @@ class Callee:
         return self
 
     def __deepcopy__(self, memo: object) -> Self:
-        return self  # what holds an op means that one, in whatever registry it is
+        return self  # an op is a singleton
 
 
 class Path:
-    """One way to call an op, and the function generated for it.
+    """One way to call an op (kind and call-site priority), and the function generated for it.
 
-    A path knows its op, its kind and the call site's priority. Its function is
-    generated on first use, again after every change of registrations or settings, and once more
-    for every scope it is called in. It becomes the ``__call__`` of *callee*, if there is one.
+    The function is generated on first use, again after each change of registrations or settings,
+    and once for each distinct policy of the scopes it is called in. It becomes the ``__call__`` of
+    *callee*, if there is one.
     """
 
     def __init__(
@@ -87,11 +81,11 @@ class Path:
         self.op, self.kind, self.call_site, self.callee = op, kind, call_site, callee
         self.version = 0
         self.prepared = False
-        # Scopes come and go; those that say the same share a function.
+        # Scopes are short-lived; those with equal policies share a function.
         self._by_policy: dict[tuple[object, ...], Function] = {}
         if callee is not None:
             callee.traced = self.torch_op
-            type(callee).__doc__ = op.native.__doc__  # of the class: help() asks that
+            type(callee).__doc__ = op.native.__doc__  # help() reads it from the class
             type(callee).called_op = op
         self._install(None)
 
@@ -100,7 +94,7 @@ class Path:
         return self.kind is Kind.DONATING
 
     def reset(self) -> None:
-        """Forget what was generated; the next call generates anew."""
+        """Discard the generated functions; the next call generates them again."""
         self.version += 1
         self.prepared = False
         self._by_policy = {}
@@ -114,7 +108,7 @@ class Path:
 
     def _install(self, found: list[Candidate] | None) -> None:
         if found is None:
-            self.source, self.function = "", _unprepared(self)
+            self.source, self.function = "", _slow_function(self)
         else:
             self.source, self.function = Generator(
                 self, found, check_result, in_scope=False
@@ -129,7 +123,8 @@ class Path:
         key = (self, self.version)
         found = scope.compiled.get(key)
         if found is None:
-            found = scope.compiled[key] = self._recorded if scope.recorders else self._in_scope()
+            found = _slow_function(self) if scope.recorders else self._in_scope()
+            scope.compiled[key] = found
         return found
 
     def _in_scope(self) -> Function:
@@ -142,11 +137,8 @@ class Path:
             self._by_policy[key] = found
         return found
 
-    def _recorded(self, _callee: object, *args: Any, **kwargs: Any) -> Any:
-        return self.slow(*args, **kwargs)
-
     def slow(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call that the fast path does not cover, or cover yet."""
+        """Run a call that the fast path does not handle, or that comes before it is generated."""
         if self.op.ensure_prepared(self):
             return self.function(self.op, *args, **kwargs)
         values = self.op.bind(*args, **kwargs)
@@ -184,8 +176,8 @@ class Path:
         return result
 
 
-def _unprepared(path: Path) -> Function:
-    """Return what a path runs until it is first used: generating code for each op takes time."""
+def _slow_function(path: Path) -> Function:
+    """Return a function for a path that is not prepared (code generation is lazy) or recorded."""
 
     def call(_callee: object, *args: Any, **kwargs: Any) -> Any:
         return path.slow(*args, **kwargs)
@@ -194,18 +186,17 @@ def _unprepared(path: Path) -> Function:
 
 
 def _traced(callee: Callee, *args: Any, **kwargs: Any) -> Any:
-    # No closure: Dynamo would look for it in the function that it traces this one instead of.
+    # Must not have a closure: Dynamo would look it up in the function that this one replaces.
     return callee.traced(*args, **kwargs)
 
 
 def _needs_dispatcher(values: tuple[Any, ...]) -> bool:
-    """Whether only the torch dispatcher can run the call: modes, tracers, subclasses, functorch."""
+    """Whether the torch dispatcher must run the call: modes, tracers, subclasses, functorch."""
     return (
         torch_state.is_watched()
         or any(type(t) not in torch_state.PLAIN_TYPES for t in tensors_in(values))
-        or any(hasattr(type(v), "__torch_function__") and not _is_tensor(v) for v in values)
+        or any(
+            hasattr(type(v), "__torch_function__") and not isinstance(v, torch.Tensor)
+            for v in values
+        )
     )
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)

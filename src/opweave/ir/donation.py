@@ -1,7 +1,7 @@
 """Donation: after ``op.maybe_inplace(...)`` the activations belong to the op.
 
-Reading a donated tensor is undefined behaviour, which eager mode would hide whenever the chosen
-kernel does not reuse the memory. In check mode (``OPWEAVE_CHECK_DONATION=1``) it shows.
+Reading a donated tensor is undefined behaviour. Eager mode hides it if the chosen kernel does not
+reuse the memory; ``OPWEAVE_CHECK_DONATION=1`` exposes it by overwriting the tensor.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def refused(op: IrOp, values: Sequence[Any]) -> tuple[str, ...]:
-    """Return the activations that a kernel may not overwrite, as the compiler decides it.
+    """Return the activations that a kernel must not overwrite, by the same rules as the compiler.
 
-    Their elements overlap each other or an argument, or their strides are not those of the op's
-    output: contiguous, unless the op is declared to keep them. Slices of one tensor share its
-    storage, but no element.
+    An activation is refused if its elements overlap each other or another argument (disjoint
+    slices of one storage do not), or if its strides differ from those of the op's output:
+    contiguous, unless the op is declared with ``keeps_strides``.
     """
     named = list(zip(op.schema.names, values, strict=True))
     activations = [
         (name, value)
         for name, value in named
-        if name in op.activations and isinstance(value, Tensor)  # and no proxy of a tracer
+        if name in op.activations and isinstance(value, Tensor)  # not a tracer's proxy
     ]
     return tuple(
         name
@@ -48,7 +48,7 @@ def refused(op: IrOp, values: Sequence[Any]) -> tuple[str, ...]:
 
 
 def poison_unused(op: IrOp, values: tuple[Any, ...], result: Any) -> None:
-    """Overwrite every donated tensor whose storage no output and no other argument uses."""
+    """Overwrite each donated tensor whose storage no output and no other argument shares."""
     named = list(zip(op.schema.names, values, strict=True))
     kept = [*tensors_in((result,)), *tensors_in([v for n, v in named if n not in op.activations])]
     for tensor in tensors_in([v for n, v in named if n in op.activations]):
@@ -57,7 +57,7 @@ def poison_unused(op: IrOp, values: tuple[Any, ...], result: Any) -> None:
 
 
 def _poison(tensor: Tensor) -> None:
-    with torch.inference_mode():  # takes tensors that were made there, and any other
+    with torch.inference_mode():  # allows in-place updates of inference tensors too
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))
         elif tensor.dtype is not torch.bool:

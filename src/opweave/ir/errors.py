@@ -1,4 +1,4 @@
-"""Errors of the IR, one class per condition, and those of :mod:`opweave.base.errors`."""
+"""Errors of the IR, and those of :mod:`opweave.base.errors`."""
 
 from __future__ import annotations
 
@@ -50,27 +50,27 @@ __all__ = [
 
 
 class InvalidNameError(IrError, ValueError):
-    """The name of an op or provider is not of the form ``[a-z_][a-z0-9_]*``, or is reserved."""
+    """The name of an op or provider does not match ``[a-z_][a-z0-9_]*``, or is reserved."""
 
 
 class InvalidOpError(IrError, TypeError):
-    """A function cannot be an op: its signature, return type or options do not fit."""
+    """A function cannot be an op because of its signature, return type or options."""
 
 
 class InvalidArgumentError(IrError, TypeError):
-    """An op is called with something that is not a tensor where it takes one."""
+    """A tensor parameter of an op got a value of another type."""
 
 
 class InvalidResultError(IrError, TypeError):
-    """An implementation returned something else than its op's outputs."""
+    """The results of an implementation do not match its op's outputs."""
 
 
 class DuplicateOpError(IrError, ValueError):
-    """An op of that name is declared already in this registry."""
+    """The registry already has an op of that name."""
 
 
 class DuplicateImplError(IrError, ValueError):
-    """The op has an implementation from that provider already."""
+    """The op already has an implementation from that provider."""
 
 
 class SchemaMismatchError(IrError, ValueError):
@@ -82,7 +82,7 @@ class PredicateSignatureError(IrError, ValueError):
 
 
 class PredicateFailedError(IrError, RuntimeError):
-    """A predicate raised instead of answering."""
+    """A predicate raised, or did not return a bool."""
 
 
 class UnknownOpError(UnknownError, IrError, LookupError, AttributeError):
@@ -90,11 +90,11 @@ class UnknownOpError(UnknownError, IrError, LookupError, AttributeError):
 
 
 class DTensorError(IrError, TypeError):
-    """An op that is not row-wise got a DTensor."""
+    """An op that is not row-wise was called with a DTensor."""
 
 
 class UnknownOpWarning(UserWarning):
-    """A setting names an op that nobody has declared yet."""
+    """A setting names an op that is not declared yet."""
 
 
 class GradientFallbackWarning(UserWarning):
@@ -106,11 +106,11 @@ class UnknownProviderError(UnknownError, IrError, LookupError):
 
 
 class UnknownTraitError(IrError, LookupError):
-    """No trait of that name exists."""
+    """The trait does not exist."""
 
 
 class ProviderUnavailableError(IrError, RuntimeError):
-    """A provider marked ``name!`` cannot be used here, whatever the arguments."""
+    """A provider marked ``name!`` cannot be used on this system."""
 
 
 class ProviderRejectedError(IrError, RuntimeError):
@@ -122,7 +122,7 @@ class NoImplementationError(IrError, RuntimeError):
 
 
 class DonationError(IrError, AttributeError):
-    """``maybe_inplace`` was asked of an op that was not declared with ``allow_inplace=True``."""
+    """``maybe_inplace`` of an op that was declared without ``allow_inplace=True``."""
 
 
 class MissingToleranceError(IrError, LookupError):

@@ -1,4 +1,4 @@
-"""Why a call runs the kernel it runs."""
+"""Explain which implementation a call of an op runs, and why."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from opweave.ir.selection import (
 
 
 class Verdict(NamedTuple):
-    """What became of one provider.
+    """The outcome for one provider.
 
     Attributes:
         provider: its name.
         outcome: ``chosen``, ``rejected``, ``not reached`` or ``not listed``.
         reason: why.
-        origin: who put it into the priority list.
-        plugin: what brings it: name, distribution and version; empty if no plugin does.
+        origin: the setting that put it into the priority list.
+        plugin: name, distribution and version of the plugin that registered it, or empty.
     """
 
     provider: str
@@ -41,14 +41,14 @@ class Verdict(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """The answer of :func:`explain`; ``print`` it, or read it with :meth:`to_dict`.
+    """The result of :func:`explain`; ``print`` it, or convert it with :meth:`to_dict`.
 
     Attributes:
         op: the op's name.
         call: the arguments: dtypes, shapes, values.
         chosen: the provider that runs.
-        verdicts: what became of each provider, in order of priority; those not listed are last.
-        required: the traits that an implementation must have, and who requires each.
+        verdicts: the outcome for each provider, in order of priority; unlisted providers last.
+        required: the traits that an implementation must have, and the setting behind each.
     """
 
     op: str
@@ -78,29 +78,21 @@ class Explanation(NamedTuple):
             "call": self.call,
             "chosen": self.chosen,
             "required": dict(self.required),
-            "providers": [
-                {
-                    "provider": v.provider,
-                    "outcome": v.outcome,
-                    "reason": v.reason,
-                    "origin": v.origin,
-                    "plugin": v.plugin or None,
-                }
-                for v in self.verdicts
-            ],
+            "providers": [{**v._asdict(), "plugin": v.plugin or None} for v in self.verdicts],
         }
 
 
 def explain(callee: IrOp | CallSite, /, *args: Any, **kwargs: Any) -> Explanation:
-    """Explain which implementation a call with these arguments would run here, and why.
+    """Explain which implementation a call with these arguments would run, without running it.
 
-    Nothing is run. Takes an op, or an op with providers named (``op.using("triton")``), and the
-    arguments of the call, real or fake tensors. An object of another package that stands for an op
-    has the op as its attribute ``wrapped``.
+    Args:
+        callee: an op, an op with named providers (``op.using("triton")``), or a wrapper of another
+            package with the op as its attribute ``wrapped``.
+        args, kwargs: the arguments of the call; tensors may be fake.
 
     Raises:
-        InvalidOpError: *callee* is neither.
-        IrError: whatever the call itself would raise while choosing.
+        InvalidOpError: *callee* is not an op.
+        IrError: the selection fails, as it would in the call.
     """
     op, entries = _op_and_entries(callee)
     values = op.bind(*args, **kwargs)
@@ -125,7 +117,7 @@ def _op_and_entries(callee: object) -> tuple[IrOp, Entries]:
 
 
 def explained(selection: Selection, values: tuple[Any, ...]) -> Explanation:
-    """Turn a selection that was made for *values* into an explanation."""
+    """Return the explanation of a selection that was made for *values*."""
     op = selection.op
     reasons = {r.provider: r.reason for r in selection.rejected}
     verdicts = []

@@ -1,4 +1,4 @@
-"""The warning that gradients keep kernels from running, which is rarely meant at inference."""
+"""Warn if a required gradient prevents a kernel from running, which inference rarely intends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _warned = False
 
 
 def warn_of_fallback(selection: Selection) -> None:
-    """Warn, once in a process, that a kernel was passed over because it is not differentiable."""
+    """Warn once per process that a kernel was passed over because it is not differentiable."""
     global _warned
     if _warned or DIFFERENTIABLE not in selection.policy.required:
         return

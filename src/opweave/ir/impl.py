@@ -1,4 +1,4 @@
-"""An implementation: a kernel for an op, what it supports and what it promises."""
+"""Implementations: a kernel for an op, the arguments it supports and its traits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from opweave.base import compat
 from opweave.base.owner import Owner, current_owner, way_out
 from opweave.base.site import Site
 from opweave.ir.errors import PredicateFailedError, described
-from opweave.ir.predicate import Predicate, binding, check_predicate
+from opweave.ir.predicate import Predicate, check_predicate
 from opweave.ir.priority import NATIVE
-from opweave.ir.rule import Rule, evaluator
+from opweave.ir.rule import Rule, evaluator, named_call
 from opweave.ir.schema import check_same
 
 if TYPE_CHECKING:
@@ -35,18 +35,17 @@ class IrOpImpl:
 
     Attributes:
         op: the op it implements.
-        provider: where the kernel comes from (``"opweave_c"``, ``"triton"``); says nothing about
-            the device.
+        provider: who wrote the kernel (``"opweave_c"``, ``"triton"``), regardless of the device.
         impl_fn: the function; same signature as the op's native implementation.
-        supported: whether it can run here at all, decided once at registration.
-        unsupported_reason: why not, if not.
-        supports_args: the predicate, or None if every argument is supported.
+        supported: whether it can run on this system, decided once at registration.
+        unsupported_reason: why it cannot.
+        supports_args: the predicate, or None if all arguments are supported.
         inplace: whether it may write its outputs into the op's activations.
-        functional_fn: the same kernel with outputs of its own, if an in-place one comes with it.
-        traits: what it promises, see :mod:`opweave.ir.traits`.
+        functional_fn: the out-of-place form of an in-place kernel, if it has one.
+        traits: its promises, see :mod:`opweave.ir.traits`.
         site: where it was registered.
-        owner: the plugin that registered it, if one did.
-        edition: how many there were before of the same provider, in this process.
+        owner: the plugin that registered it, if any.
+        edition: the number of earlier registrations of this provider and op in the process.
     """
 
     op: IrOp
@@ -84,24 +83,24 @@ class IrOpImpl:
 
     @property
     def place(self) -> str:
-        """Where it was registered, and by which plugin, if one did."""
+        """Where it was registered, and by which plugin, if any."""
         return f"{self.site}" if self.owner is None else f"{self.site}, of the plugin {self.owner}"
 
     @property
     def way_out(self) -> str:
-        """A sentence on how to go on without the plugin that registered it, if one did."""
+        """A sentence on how to disable the plugin that registered it; empty without one."""
         return way_out(self.owner)
 
     def add_note(self, error: Exception) -> None:
-        """Say in a note of *error*, which has left its function, whose function that is."""
+        """Add a note to *error*, raised by ``impl_fn``, that names this implementation."""
         if self.owner is None and self.provider == NATIVE:
-            return  # the op itself refuses its arguments
+            return  # an error of the op itself, such as invalid arguments
         note = f"in {self.op.name}:{self.provider} ({self.place}).{self.way_out}"
         error.add_note(note.removesuffix("."))
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Call :meth:`add_note` if the block, which runs its function, raises."""
+        """Call :meth:`add_note` for an exception that the block raises."""
         try:
             yield
         except Exception as error:
@@ -115,7 +114,7 @@ class IrOpImpl:
             return lambda *args, **kwargs: True
         if isinstance(predicate, Rule):
             return evaluator(predicate, self.op.schema)
-        return binding(predicate, self.op.schema)
+        return self.op.schema.function(f"_predicate({named_call(predicate)})", _predicate=predicate)
 
     def rejection(self, values: Sequence[Any]) -> str | None:
         """Return why the predicate rejects *values* (one per parameter), or None if it accepts.
@@ -127,19 +126,19 @@ class IrOpImpl:
         try:
             answer: object = self._accepts(*args, **kwargs)
             if not isinstance(answer, (bool, torch.SymBool)):
-                raise TypeError(f"it answered {answer!r}")
+                raise TypeError(f"it returned {answer!r}")
             if answer:
                 return None
         except Exception as error:
             if compat.depends_on_data(error):
-                return "it needs to know a size that only the data will tell"
+                return "its predicate reads a data-dependent size"
             odd = [t for t in values if isinstance(t, Tensor) and t.layout is not torch.strided]
             if odd and isinstance(self.supports_args, Rule):
                 return f"a tensor has the layout {odd[0].layout} (supports strided)"
             raise PredicateFailedError(
                 f"{self.op.name}: the predicate of provider {self.provider!r} ({self.place}) "
-                f"raised {described(error)}. A predicate must answer True or False "
-                "for any arguments of the op; mend it, or leave the provider out of the priority."
+                f"raised {described(error)}. A predicate must return True or False for any "
+                "arguments of the op; fix it, or leave the provider out of the priority."
                 f"{self.way_out}"
             ) from error
         if isinstance(self.supports_args, Rule):

@@ -1,13 +1,13 @@
-"""Which elements of one storage strided tensors occupy: decided from sizes, strides and offsets.
+"""Overlap analysis of strided tensors in one storage, from sizes, strides and offsets.
 
-A tensor is a set of places, the sum of one multiple of each stride. Let every stride of two sets be
-either a multiple of some step or too short to leave the step that it starts in. Then a place is a
-row (its quotient by the step) and a column (the remainder), the sets are products of rows and
-columns, and they share a place if and only if they share a row and a column. Rows and columns are
-sets of the same kind with fewer or shorter strides, so the question is answered recursively. The
-order of the dimensions plays no part.
+A tensor occupies a set of places: the sums of one multiple of each stride. Take two such sets and a
+step so that every stride is either a multiple of the step, or so short that its multiples stay
+within one step. Each place is then a row (its quotient by the step) and a column (the remainder),
+and both sets are products of rows and columns. They share a place if and only if they share a row
+and a column. Rows and columns are sets of the same kind with fewer or shorter strides, so the
+analysis recurses. The order of the dimensions does not matter.
 
-Sizes may be symbolic. An answer that only the data can give counts as not known.
+Sizes may be symbolic. Answers that depend on data count as unknown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Question = Callable[..., bool]
 
 
 def _if_known(otherwise: bool) -> Callable[[Question], Question]:
-    """Let a function return *otherwise* where sizes that only the data can tell decide."""
+    """Make a function return *otherwise* if the answer depends on data-dependent sizes."""
 
     def decorate(question: Question) -> Question:
         @functools.wraps(question)
@@ -46,7 +46,7 @@ def _if_known(otherwise: bool) -> Callable[[Question], Question]:
 
 @_if_known(otherwise=True)
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two indices of a tensor may lead to one element, as in an expanded one."""
+    """Whether two indices of a tensor may refer to the same element, as in an expanded tensor."""
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if decided(size > 1, otherwise=True) and decided(stride < extent, otherwise=True):
@@ -70,14 +70,17 @@ def coincide(a: Tensor, b: Tensor) -> bool:
 @_if_known(otherwise=False)
 def covers(a: Tensor, b: Tensor) -> bool:
     """Whether every element of *b* is known to be one of *a*, a view of the same storage."""
-    if _yes(a.numel() == 0) or _yes(b.numel() == 0):
-        return _yes(b.numel() == 0)
+    if is_certain(a.numel() == 0) or is_certain(b.numel() == 0):
+        return is_certain(b.numel() == 0)
     (a_dims, a_start), (b_dims, b_start) = _places(a, b)
     return _contains(a_dims, b_dims, b_start - a_start)
 
 
 def empty_in_layout(tensor: Tensor) -> Tensor:
-    """Return new memory with the strides of *tensor*, gaps included; contiguous if it overlaps."""
+    """Return an empty tensor with the strides of *tensor*, gaps included.
+
+    Unlike ``torch.empty_like``, which drops gaps. Contiguous if *tensor* overlaps itself.
+    """
     if tensor.is_contiguous() or overlaps_itself(tensor):
         return torch.empty_like(tensor, memory_format=torch.contiguous_format)
     size, strides = tensor.shape, tensor.stride()
@@ -85,20 +88,20 @@ def empty_in_layout(tensor: Tensor) -> Tensor:
 
 
 def clone_in_layout(tensor: Tensor) -> Tensor:
-    """Return a copy in :func:`empty_in_layout`; ``tensor.clone()`` would leave no gaps."""
+    """Return a copy with the layout of :func:`empty_in_layout`; ``clone()`` drops gaps."""
     return empty_in_layout(tensor).copy_(tensor)
 
 
 def _meet(a: Tensor, b: Tensor) -> bool | None:
-    """Return whether two views of one storage share an element; None if that is not known."""
-    if _yes(a.numel() == 0) or _yes(b.numel() == 0):
+    """Return whether two views of one storage share an element, or None if unknown."""
+    if is_certain(a.numel() == 0) or is_certain(b.numel() == 0):
         return False
     (a_dims, a_start), (b_dims, b_start) = _places(a, b)
     return _share(a_dims, b_dims, b_start - a_start)
 
 
 def _places(a: Tensor, b: Tensor) -> tuple[tuple[Dims, int], tuple[Dims, int]]:
-    """Return the dimensions and the offset of both tensors, in units of the same size."""
+    """Return the dimensions and offset of both tensors, in elements, or bytes if those differ."""
     in_bytes = a.element_size() != b.element_size()
     return _in_units(a, in_bytes), _in_units(b, in_bytes)
 
@@ -107,21 +110,23 @@ def _in_units(tensor: Tensor, in_bytes: bool) -> tuple[Dims, int]:
     width: int = tensor.element_size() if in_bytes else 1
     start: Any = tensor.storage_offset()
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    dims = [(size, stride * width) for size, stride in pairs if not _yes(size == 1)]
+    dims = [(size, stride * width) for size, stride in pairs if not is_certain(size == 1)]
     return [*dims, *([(width, 1)] if width > 1 else [])], start * width
 
 
 def _share(a: Dims, b: Dims, shift: int) -> bool | None:
-    """Return whether two sets share a place, of which *b* starts *shift* places after *a*."""
-    if _yes(shift < 0):
+    """Return whether two sets share a place, or None if unknown; *b* starts *shift* after *a*."""
+    if is_certain(shift < 0):
         a, b, shift = b, a, -shift
     a_reach, b_reach = _reach(a), _reach(b)
-    if _yes(a_reach < shift):
+    if is_certain(a_reach < shift):
         return False
-    # The first place of b, or else the last one of a, lies in an unbroken stretch of the other.
-    if _yes(shift == 0) or (_is_unbroken(a) and _yes(shift > 0) and _yes(shift <= a_reach)):
+    # The first place of b lies in a gapless a, or the last place of a lies in a gapless b.
+    if is_certain(shift == 0) or (
+        _is_unbroken(a) and is_certain(shift > 0) and is_certain(shift <= a_reach)
+    ):
         return True
-    if _is_unbroken(b) and _yes(shift <= a_reach) and _yes(a_reach <= shift + b_reach):
+    if _is_unbroken(b) and is_certain(shift <= a_reach) and is_certain(a_reach <= shift + b_reach):
         return True
     for rows, columns, place in _splits(a, b, shift):
         shared = _share(*columns, place[1])
@@ -132,11 +137,11 @@ def _share(a: Dims, b: Dims, shift: int) -> bool | None:
 
 
 def _contains(a: Dims, b: Dims, shift: int) -> bool:
-    """Return whether *a* is known to contain *b*, which starts *shift* places after it."""
-    if not _yes(shift >= 0):
+    """Whether *a* is known to contain *b*, which starts *shift* places after it."""
+    if not is_certain(shift >= 0):
         return False
     if _is_unbroken(a):
-        return _yes(shift + _reach(b) <= _reach(a))
+        return is_certain(shift + _reach(b) <= _reach(a))
     for rows, columns, place in _splits(a, b, shift):
         return _contains(*columns, place[1]) and _contains(*rows, place[0])
     return False
@@ -147,14 +152,16 @@ def _splits(
 ) -> Iterator[tuple[tuple[Dims, Dims], tuple[Dims, Dims], tuple[int, int]]]:
     """Yield both sets as rows and columns, and the row and column where *b* starts.
 
-    All splits say the same, so the first is as good as any.
+    All splits give the same answer, so callers use the first.
     """
     for _, step in [*a, *b]:
-        if not _yes(step > 1):
+        if not is_certain(step > 1):
             continue
         (a_rows, a_columns), (b_rows, b_columns) = (_split(dims, step) for dims in (a, b))
         row, column = shift // step, shift % step
-        fits = _yes(_reach(a_columns) < step) and _yes(column + _reach(b_columns) < step)
+        fits = is_certain(_reach(a_columns) < step) and is_certain(
+            column + _reach(b_columns) < step
+        )
         if fits and (a_rows or b_rows):
             yield (a_rows, b_rows), (a_columns, b_columns), (row, column)
 
@@ -162,7 +169,7 @@ def _splits(
 def _split(dims: Dims, step: int) -> tuple[Dims, Dims]:
     rows, columns = [], []
     for size, stride in dims:
-        if is_certain(stride % step == 0):  # no guard on divisibility
+        if is_certain(stride % step == 0):  # adds no guard for divisibility
             rows.append((size, stride // step))
         else:
             columns.append((size, stride))
@@ -170,21 +177,17 @@ def _split(dims: Dims, step: int) -> tuple[Dims, Dims]:
 
 
 def _reach(dims: Dims) -> int:
-    """Return the distance from the first to the last place."""
+    """Return the distance between the first and the last place."""
     return sum((size - 1) * stride for size, stride in dims)
 
 
 def _is_unbroken(dims: Dims) -> bool:
-    """Whether a set is known to have every place from its first to its last."""
+    """Whether a set is known to have no gaps."""
     width, left = 1, list(dims)
     while left:
-        found = next((i for i, (_, stride) in enumerate(left) if _yes(stride <= width)), None)
+        found = next((i for i, (_, stride) in enumerate(left) if is_certain(stride <= width)), None)
         if found is None:
             return False
-        size, stride = left.pop(found)  # list.remove would compare sizes, and guard on them
+        size, stride = left.pop(found)  # list.remove would compare sizes and add guards
         width += (size - 1) * stride
     return True
-
-
-def _yes(condition: bool) -> bool:
-    return is_certain(condition)

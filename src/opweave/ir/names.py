@@ -1,4 +1,4 @@
-"""What ops and providers may be called."""
+"""Valid names of ops and providers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from opweave.base import compat
 from opweave.ir.errors import InvalidNameError
 from opweave.ir.priority import NATIVE
 
-ANNOTATED_SUFFIX = "_annotated"  # of the torch op that carries what a call site says
-ANNOTATIONS = ("using", "donate", "autocast")  # the arguments that say it
+ANNOTATED_SUFFIX = "_annotated"  # of the torch op that carries call-site settings as arguments
+ANNOTATIONS = ("using", "donate", "autocast")  # those arguments
 RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
-"""What no provider can be called."""
+"""Names that providers must not have."""
 OWN_PROVIDERS = ("aten", "batch_invariant", "opweave_c", "opweave_c_invariant", "triton")
 """The providers that come with opweave."""
 
@@ -23,23 +23,23 @@ _FORM = "use lower-case letters, digits and underscores, not starting with a dig
 
 
 def check_op_name(name: object) -> str:
-    """Return *name*, or raise InvalidNameError if an op cannot be called that."""
+    """Return *name*; raise InvalidNameError if it is not a valid name for an op."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidNameError(f"{name!r} is no name for an op: {_FORM}.")
+        raise InvalidNameError(f"{name!r} is not a valid name for an op: {_FORM}.")
     if name.endswith(ANNOTATED_SUFFIX):
-        raise InvalidNameError(f"op {name!r}: names may not end in {ANNOTATED_SUFFIX!r}.")
+        raise InvalidNameError(f"op {name!r}: names must not end in {ANNOTATED_SUFFIX!r}.")
     if keyword.iskeyword(name) or compat.is_taken_in_torch_ops(name):
         raise InvalidNameError(
-            f"op {name!r}: Python or torch.ops uses this name itself; choose another, such as "
+            f"op {name!r}: the name is reserved by Python or torch.ops; choose another, such as "
             f"'{name}_op'."
         )
     return name
 
 
 def check_provider_name(name: object) -> str:
-    """Return *name*, or raise InvalidNameError if a provider cannot be called that."""
+    """Return *name*; raise InvalidNameError if it is not a valid name for a provider."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidNameError(f"{name!r} is no name for a provider: {_FORM}.")
+        raise InvalidNameError(f"{name!r} is not a valid name for a provider: {_FORM}.")
     if name in RESERVED_PROVIDERS:
         raise InvalidNameError(
             f"provider {name!r} is reserved. The native implementation is the function that the "
@@ -49,13 +49,14 @@ def check_provider_name(name: object) -> str:
 
 
 def check_is_not_ours(name: str, native: Callable[..., Any], function: Callable[..., Any]) -> None:
-    """Raise InvalidNameError if *function*, of others, would take a name of opweave's own op.
+    """Raise InvalidNameError if third-party *function* takes a provider name of opweave's.
 
-    Kernels of opweave are registered late, at the first use of an op, and would find it taken.
+    Applies to opweave's ops only. Their kernels are registered at the first use of an op, and
+    would then find the name taken.
     """
     if name in OWN_PROVIDERS and _is_of_opweave(native) and not _is_of_opweave(function):
         raise InvalidNameError(
-            f"{native.__name__}: provider {name!r} comes with opweave. Use a name of your own, "
+            f"{native.__name__}: provider {name!r} comes with opweave. Choose another name, "
             f"such as 'my_{name}', and prefer it: {native.__name__}.set_default(['my_{name}'])."
         )
 

@@ -1,4 +1,4 @@
-"""An op: its name, its schema, the native implementation that defines it, and its kernels."""
+"""The handle of an op, :class:`IrOp`."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ if TYPE_CHECKING:
 class IrOp(Callee):
     """A functional operation: a name, a schema, a native implementation, and kernels for it.
 
-    Made by :func:`opweave.ir.register_op`. Call it like the function it was declared with; the
-    implementation that :func:`opweave.ir.explain` names runs.
+    Created by :func:`opweave.ir.register_op`. Call it like the function it was declared with. Use
+    :func:`opweave.ir.explain` to see which implementation a call runs.
 
     Attributes:
-        spec: the declaration, which never changes; its fields are attributes of the op, too.
+        spec: the immutable declaration; most of its fields are also attributes of the op.
         registry: the registry of the op, with its settings.
     """
 
-    maybe_inplace: IrOpInplaceOverload  # where allow_inplace=True
+    maybe_inplace: IrOpInplaceOverload  # only with allow_inplace=True
 
     def __init__(self, native: Function, registry: Registry, **options: Any) -> None:
-        """Declare an op that is not registered yet.
+        """Create an op without registering it.
 
         Args:
             native: the function that defines it.
             registry: the registry that it will belong to.
-            options: of :meth:`OpSpec.of`.
+            options: the options of :meth:`OpSpec.of`.
         """
         self.spec = spec = OpSpec.of(native, **options)
         self.registry = registry
-        # Plain attributes, which generated code and Dynamo read without running a property.
+        # Plain attributes: generated code and Dynamo read them without calling a property.
         self.name, self.native, self.schema = spec.name, spec.native, spec.schema
         self.activations, self.keeps_strides = spec.activations, spec.keeps_strides
         self.allow_inplace, self.composite = spec.allow_inplace, spec.composite
@@ -78,7 +78,7 @@ class IrOp(Callee):
         self._input_generator: Callable[..., tuple[Any, ...]] | None = None
 
     def define(self) -> None:
-        """Define the torch ops and the call paths. Once, when the op enters its registry."""
+        """Define the torch ops and the call paths; called when the op enters its registry."""
         self.torch_ops = TorchOps(self, self.registry.namespace)
         self.torch_op = self.torch_ops.default
         self._call = Path(self, Kind.CALL, callee=self)
@@ -121,24 +121,25 @@ class IrOp(Callee):
         """Register the decorated function as an implementation of this op.
 
         Args:
-            provider: where the kernel comes from; unique for the op, ``[a-z_][a-z0-9_]*``.
-            supported: whether it can run here at all (the library is there, the device exists).
-            unsupported_reason: what to tell people where it cannot.
-            supports_args: which arguments it takes: a rule of :mod:`opweave.ir.rules`, or a
-                function that returns bool and names the op's parameters that it looks at. None:
-                all arguments.
-            inplace: it may return the op's activations, overwritten; others return new memory.
-            functional: the same kernel writing to new memory, for calls that do not donate; without
-                it, those copy the activations and run in place.
-            traits: what it promises, see :mod:`opweave.ir.traits`.
-            override: replace an earlier implementation from the same provider, as when a notebook
-                cell runs again.
+            provider: who wrote the kernel; unique for the op, ``[a-z_][a-z0-9_]*``.
+            supported: whether it can run on this system (library installed, device present).
+            unsupported_reason: why it cannot, for error messages and ``explain``.
+            supports_args: the supported arguments: a rule of :mod:`opweave.ir.rules`, or a
+                function that returns bool and takes some of the op's parameters by name. None
+                means all arguments.
+            inplace: it may write its outputs into the op's activations and return those. Other
+                implementations must return new memory.
+            functional: an out-of-place form of an in-place kernel, for calls that do not donate.
+                Without it, such calls copy the activations.
+            traits: its promises, see :mod:`opweave.ir.traits`.
+            override: replace an earlier implementation from the same provider, for example when
+                a notebook cell runs again.
 
         Raises:
             InvalidNameError: the provider's name is ill-formed, reserved, or opweave's own.
             DuplicateImplError: the provider is registered for this op already.
             SchemaMismatchError: the function's signature differs from the op's.
-            PredicateSignatureError: the predicate's does.
+            PredicateSignatureError: the predicate's parameters do not fit the op's.
             InvalidOpError: ``inplace=True`` on an op without activations that match its outputs.
             UnknownTraitError: a trait does not exist.
         """
@@ -195,7 +196,7 @@ class IrOp(Callee):
         transaction.enter(f"implementation {self.name}:{impl.provider}", undo)
 
     def supported_providers(self) -> list[str]:
-        """Return the providers that can run on this system, whatever the arguments."""
+        """Return the providers that can run on this system."""
         return [name for name, impl in self.impls.items() if impl.supported]
 
     def check_providers(self, entries: Entries) -> None:
@@ -210,13 +211,13 @@ class IrOp(Callee):
     # Priority
 
     def get_priority(self) -> list[str]:
-        """Return the providers in the order that holds here and now, native last."""
+        """Return the providers in the current order of priority, native last."""
         return [str(entry) for entry in policy_for(self).priority]
 
     def set_default(self, providers: Sequence[str]) -> None:
-        """Prefer *providers* in the whole process, unless a stronger source says otherwise.
+        """Prefer *providers* in the whole process, unless a stronger source overrides it.
 
-        An empty list takes an earlier default away.
+        An empty list removes an earlier default.
 
         Raises:
             UnknownProviderError: a provider is not registered.
@@ -230,10 +231,10 @@ class IrOp(Callee):
         return op_priority(self, providers)
 
     def using(self, *providers: str) -> CallSite:
-        """Return the op with *providers* in front of every other priority, for one call site.
+        """Return a callable that runs the op with *providers* before every other priority.
 
-        ``ir.ops.rms_norm.using("triton!")(x, weight, 1e-6)``. Inside a compiled graph the names
-        are part of the graph.
+        ``ir.ops.rms_norm.using("triton!")(x, weight, 1e-6)``. In a compiled graph, the names are
+        part of the graph.
 
         Raises:
             UnknownProviderError: a provider is not registered.
@@ -256,20 +257,20 @@ class IrOp(Callee):
                 f"{self.name} ({self.site}) was not declared with allow_inplace=True, so there is "
                 "no maybe_inplace. Call the op itself."
             )
-        return object.__getattribute__(self, name)  # raises what a property raised, too
+        return object.__getattribute__(self, name)  # keeps the AttributeError of a property
 
     def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
         """Return the implementation that a call with these arguments would run."""
         return self.dispatch_at((), *args, **kwargs)
 
     def dispatch_at(self, entries: Entries, *args: Any, **kwargs: Any) -> IrOpImpl:
-        """The same for a call site that prefers *entries*."""
+        """Return the implementation that a call would run at a call site with *entries*."""
         values = self.bind(*args, **kwargs)
         policy = policy_for(self, entries, differentiable=needs_gradient(values))
         return select_here(self, values, policy).impl
 
     def bind(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Return one value per parameter, defaults filled in (TypeError as for any function)."""
+        """Return one value per parameter, defaults filled in; raise TypeError as a call would."""
         return self._binder(*args, **kwargs)
 
     @cached_property
@@ -288,12 +289,12 @@ class IrOp(Callee):
         return self._call.source
 
     def kernel_path(self, entries: Entries) -> Path:
-        """Return the path that the torch op's kernel runs for a call site's priority."""
+        """Return the path that the torch op's kernel runs for a call-site priority."""
         known = self._kernels.get(entries)
         return known or self._kernels.setdefault(entries, Path(self, Kind.KERNEL, entries))
 
     def ensure_prepared(self, path: Path) -> bool:
-        """Generate the path's function if that is still to do; return whether it was."""
+        """Generate the path's function unless it exists; return whether it was generated."""
         self.registry.ensure_ready()
         with self.registry.lock:
             if path.prepared:
@@ -302,7 +303,7 @@ class IrOp(Callee):
             return True
 
     def reset(self) -> None:
-        """Forget every generated function: registrations or settings have changed."""
+        """Discard every generated function after a change of registrations or settings."""
         with self.registry.lock:
             self.registry.version += 1
             sites = [path for site in list(self._call_sites.values()) for path in site.paths]
@@ -310,13 +311,13 @@ class IrOp(Callee):
                 path.reset()
 
     def own_paths(self) -> list[Path]:
-        """Return what a call of the op runs, and one of ``maybe_inplace``."""
+        """Return the paths of ``op(...)`` and, if there is one, ``op.maybe_inplace(...)``."""
         return [self._call, *([self.maybe_inplace.path] if self.allow_inplace else [])]
 
     # Fake, inputs and tolerances
 
     def register_fake(self, function: Function) -> Function:
-        """Use *function* for shapes, strides and dtypes under fake tensors, instead of native."""
+        """Use *function* instead of native for shapes, strides and dtypes of fake tensors."""
         check_same(self.native, function, f"{self.name!r}: fake implementation")
         self.fake = function
         return function
@@ -324,8 +325,8 @@ class IrOp(Callee):
     def register_input_generator(self, function: Callable[..., tuple[Any, ...]]) -> Any:
         """Register a function that makes arguments for tests and benchmarks.
 
-        It takes keyword arguments of its own choice with defaults for all of them, ``num_tokens``
-        and ``dtype`` among them, and returns one value per parameter.
+        It takes keyword arguments that all have defaults, including ``num_tokens`` and ``dtype``,
+        and returns one value per parameter of the op.
         """
         self._input_generator = function
         return function
@@ -358,14 +359,14 @@ class IrOp(Callee):
         return self.input_generator(**options)
 
     def override_tolerance(self, dtype: torch.dtype, *, atol: float, rtol: float) -> None:
-        """Set how far implementations may be from native in *dtype*."""
+        """Set the tolerance for comparing implementations with native in *dtype*."""
         self._tolerances[dtype] = Tolerance(atol, rtol)
 
     def get_tolerance(self, dtype: torch.dtype) -> Tolerance:
-        """Return how far implementations may be from native in *dtype*.
+        """Return the tolerance for comparing implementations with native in *dtype*.
 
         Raises:
-            MissingToleranceError: nothing is known for the dtype.
+            MissingToleranceError: none is defined for the dtype.
         """
         try:
             return self._tolerances[dtype]

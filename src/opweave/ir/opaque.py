@@ -1,4 +1,4 @@
-"""Functions that are one node of a graph, because tracers do not look into them."""
+"""Opaque functions: one graph node each, which tracers do not trace into."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opweave.ir.selection import needs_gradient
 
 Function = Callable[..., Any]
 
-_libraries: list[Library] = []  # torch forgets the ops of a library that nobody has
+_libraries: list[Library] = []  # torch removes the ops of a library that is garbage-collected
 
 
 def opaque_op(
@@ -24,16 +24,16 @@ def opaque_op(
     schema: str | None = None,
     library: Library | None = None,
 ) -> Function:
-    """Return a torch op that calls *function*, and adds no more to a call than the dispatcher.
+    """Define a torch op that calls *function* with no overhead besides the dispatcher's.
 
-    Where gradients are needed, autograd records what *function* calls.
+    If a gradient is needed, autograd records the operations inside *function*.
 
     Args:
-        namespace, name: of the op.
-        function: changes none of its arguments, and returns no view of one.
-        fake: returns tensors with the metadata of its results.
-        schema: the op's, from the parenthesis on; by default that of the annotations of *function*.
-        library: of the namespace, which keeps the op; by default one that is never given up.
+        namespace, name: the name of the op, ``torch.ops.<namespace>.<name>``.
+        function: the implementation. Must not mutate its arguments or return views of them.
+        fake: returns tensors with the metadata of the results.
+        schema: the schema from the parenthesis on; inferred from *function* by default.
+        library: owner of the op; by default a new library that lives as long as the process.
     """
     if library is None:
         _libraries.append(library := compat.new_library(namespace))

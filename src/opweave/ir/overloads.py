@@ -1,4 +1,4 @@
-"""The other ways to call an op: donating its activations, and naming providers at the call site."""
+"""The call variants ``op.maybe_inplace`` and ``op.using(...)``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 
 class IrOpInplaceOverload(Callee):
-    """``op.maybe_inplace``: the op, given its activations to keep; a kernel may reuse their memory.
+    """``op.maybe_inplace``: call the op and donate its activations.
 
-    Reading an activation after the call is undefined behaviour.
+    A kernel may write its outputs into their memory, so reading an activation after the call is
+    undefined behaviour.
 
     Attributes:
         op: the op.
-        path: the way to call it.
+        path: its call path.
     """
 
     def __init__(self, op: IrOp, entries: Entries = ()) -> None:
@@ -37,13 +38,13 @@ class IrOpInplaceOverload(Callee):
 
 
 class CallSite(Callee):
-    """``op.using(...)``: the op with the priority of one call site in front.
+    """``op.using(...)``: call the op with a priority that comes before all others.
 
     Attributes:
         op: the op.
         entries: the priority.
-        paths: the ways to call it, donating and not.
-        maybe_inplace: the same, given its activations to keep; where the op has it.
+        paths: its call paths, functional and donating.
+        maybe_inplace: the donating variant, if the op has one.
     """
 
     maybe_inplace: IrOpInplaceOverload
@@ -63,15 +64,15 @@ class CallSite(Callee):
 
     def __getattr__(self, name: str) -> Any:
         if name == "maybe_inplace":
-            return getattr(self.op, name)  # which raises
-        raise AttributeError(f"{self!r} has no {name!r}; its op, {self.op.name}.op, may have.")
+            return getattr(self.op, name)  # raises DonationError
+        raise AttributeError(f"{self!r} has no attribute {name!r}; see the op, its attribute 'op'.")
 
     def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
         """Return the implementation that a call with these arguments would run."""
         return self.op.dispatch_at(self.entries, *args, **kwargs)
 
     def get_priority(self) -> list[str]:
-        """Return the providers in the order that holds here and now, this call site's first."""
+        """Return the providers in the current order of priority, this call site's first."""
         return [str(entry) for entry in policy_for(self.op, self.entries).priority]
 
 
@@ -80,9 +81,9 @@ def _call_site(op: IrOp, *providers: str) -> CallSite:
 
 
 class TracedCallSite:
-    """What ``op.using(...)`` is while Dynamo traces: a call of the torch op that carries the names.
+    """``op.using(...)`` while Dynamo traces: calls the torch op with the names as an argument.
 
-    Dynamo can follow it, which it cannot follow generating code. The names are checked when the
+    Dynamo cannot trace code generation, so this class avoids it. The names are checked when the
     graph runs.
     """
 

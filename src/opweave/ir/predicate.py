@@ -1,16 +1,15 @@
 """Predicates: rules or functions that say whether an implementation supports given arguments.
 
-A function is called with the parameters of the op that it names, in any order.
+A predicate function gets the arguments of the op whose names are among its own parameters.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 from opweave.ir.errors import PredicateSignatureError, did_you_mean
-from opweave.ir.rule import Custom, Rule, named_call
+from opweave.ir.rule import Custom, Rule
 from opweave.ir.schema import Schema, check_returns
 
 Predicate = Rule | Callable[..., bool]
@@ -34,8 +33,8 @@ def check_predicate(predicate: Predicate, schema: Schema, what: str) -> None:
         raise PredicateSignatureError(f"{what}: supports_args: {error}.") from error
     if not parameters:
         raise PredicateSignatureError(
-            f"{what}: supports_args takes no parameter. Name those of the op that it looks at, "
-            f"among {', '.join(schema.names)}; use supported= for what does not depend on them."
+            f"{what}: supports_args takes no parameter. Name the parameters of the op that it "
+            f"reads, among {', '.join(schema.names)}; use supported= if it needs none of them."
         )
     for parameter in parameters:
         _check_parameter(parameter, schema, f"{what}: supports_args")
@@ -45,7 +44,7 @@ def _check_parameter(parameter: inspect.Parameter, schema: Schema, what: str) ->
     name = parameter.name
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
         raise PredicateSignatureError(
-            f"{what} takes {str(parameter)!r}. Name the parameters that it looks at, among "
+            f"{what} takes {str(parameter)!r}. Name the parameters that it reads, among "
             f"{', '.join(schema.names)}."
         )
     if name not in schema.names:
@@ -55,27 +54,16 @@ def _check_parameter(parameter: inspect.Parameter, schema: Schema, what: str) ->
         )
     wanted = schema.param(name)
     has_default = parameter.default is not parameter.empty
-    if has_default and not (wanted.has_default and _equal(parameter.default, wanted.default)):
+    # Tuples compare items by identity first, so that nan equals itself.
+    if has_default and not (wanted.has_default and (parameter.default,) == (wanted.default,)):
         raise PredicateSignatureError(
-            f"{what}: the default of {name!r} is not that of the op. Leave it out: a predicate "
+            f"{what}: the default of {name!r} differs from the op's. Remove it: a predicate "
             "always gets a value."
         )
 
 
-def _equal(a: object, b: object) -> bool:
-    return a is b or a == b
-
-
-def binding(predicate: Callable[..., bool], schema: Schema) -> Callable[..., bool]:
-    """Return *predicate* as a function of all of the op's parameters."""
-    source = f"lambda {schema.declaration}: _predicate({named_call(predicate)})"
-    namespace: dict[str, Any] = {**schema.defaults, "_predicate": predicate}
-    function: Callable[..., bool] = eval(source, namespace)
-    return function
-
-
 def custom_functions(rule: Rule) -> list[Callable[..., bool]]:
-    """Return the functions of the user that a rule calls."""
+    """Return the user's functions that a rule calls."""
     if isinstance(rule, Custom):
         return [rule.function]
     return [f for part in getattr(rule, "rules", ()) for f in custom_functions(part)]

@@ -1,4 +1,4 @@
-"""``ir.priority``: priorities for a block of code, by the names of ops in the current registry."""
+"""``ir.priority``: priorities for a block of code, by op name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def priority(
     """Prefer these providers inside the block, in this thread or asyncio task only.
 
     Takes a mapping, keywords, or both: ``with ir.priority(rms_norm=["triton", "opweave_c"]): ...``.
-    Scopes nest; the inner list is put in front of the outer one.
+    Scopes nest; the inner list comes before the outer one. Names refer to the current registry.
 
     Raises:
         UnknownOpError, UnknownProviderError: a name is not registered.
@@ -29,8 +29,8 @@ def priority(
     """
     if priorities is not None and not isinstance(priorities, Mapping):
         raise SettingError(
-            f"ir.priority takes lists by op, such as ir.priority(rms_norm=['native']), not "
-            f"{priorities!r}."
+            "ir.priority takes priority lists by op name, such as "
+            f"ir.priority(rms_norm=['native']), not {priorities!r}."
         )
     lists: dict[IrOp, Entries] = {}
     for name, names in {**(priorities or {}), **by_op}.items():

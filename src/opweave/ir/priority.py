@@ -1,8 +1,8 @@
-"""Priorities: which providers to try for an op, in which order, and who said so.
+"""Priorities: the order in which to try the providers of an op, and the setting behind each entry.
 
 Sources, strongest first: call site, scope, command line, environment, config file,
-``set_default``, platform default, native. A stronger source's list is put in front of a weaker
-one's; native is always last.
+``set_default``, platform default, native. The list of a stronger source comes before that of a
+weaker one; native is always last.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from opweave.ir.errors import SettingError
 NATIVE = "native"
 RENAMED = {"row_by_row": "batch_invariant"}
 """Deprecated names of providers; priority lists accept them, with a DeprecationWarning."""
-ALWAYS_LAST = "always last"  # the origin of native where nobody asked for it
+ALWAYS_LAST = "always last"  # origin of native if no list contains it
 
 
 class Source(enum.IntEnum):
@@ -36,9 +36,9 @@ class Source(enum.IntEnum):
     SET_DEFAULT = 5
     """``op.set_default``."""
     PLATFORM = 6
-    """What the platform prefers."""
+    """The default of the platform."""
     NATIVE = 7
-    """The definition, which is always last."""
+    """The native implementation, always last."""
 
 
 class Entry(NamedTuple):
@@ -46,8 +46,8 @@ class Entry(NamedTuple):
 
     Attributes:
         provider: its name.
-        strict: written ``name!``: an error if it cannot be used, instead of passing over it.
-        origin: who asked for it, as a user would recognise it.
+        strict: written as ``name!``: raise an error if it cannot be used, instead of falling back.
+        origin: the setting it comes from, in the words of the user.
     """
 
     provider: str
@@ -62,19 +62,18 @@ Entries = tuple[Entry, ...]
 
 
 def parse(providers: str | Iterable[str], origin: str) -> Entries:
-    """Read a priority list, given as a list of names or as one comma-separated string.
+    """Parse a priority list, given as an iterable of names or as one comma-separated string.
 
     Examples:
         >>> [str(entry) for entry in parse("triton!, opweave_c", "the command line")]
         ['triton!', 'opweave_c']
 
     Raises:
-        SettingError: the list is empty, or holds something that is no name.
+        SettingError: the list is empty or malformed.
     """
     if not isinstance(providers, Iterable):
         raise SettingError(
-            f"{origin}: {providers!r} is no list of providers. Write one, such as "
-            "['opweave_c', 'native']."
+            f"{origin}: {providers!r} is not a list of providers, such as ['opweave_c', 'native']."
         )
     names = providers.split(",") if isinstance(providers, str) else list(providers)
     entries = tuple(_entry(name, origin) for name in names)
@@ -89,14 +88,14 @@ def _entry(name: object, origin: str) -> Entry:
     if not isinstance(name, str):
         raise SettingError(
             f"{origin}: {name!r} is not the name of a provider. "
-            "Write a list of names, such as ['opweave_c', 'native']."
+            "Give a list of names, such as ['opweave_c', 'native']."
         )
     bare = name.strip().removesuffix("!")
     if not bare.isidentifier():
         raise SettingError(
             f"{origin}: {name!r} is not the name of a provider. "
-            "Write names separated by commas, such as 'opweave_c,native'; 'name!' makes it an "
-            "error if that provider cannot be used."
+            "Separate names by commas, such as 'opweave_c,native'; 'name!' makes it an error if "
+            "that provider cannot be used."
         )
     if bare in RENAMED:
         message = f"{origin}: provider {bare!r} is deprecated; use {RENAMED[bare]!r}"
@@ -105,7 +104,7 @@ def _entry(name: object, origin: str) -> Entry:
 
 
 def merge(lists: Iterable[Entries]) -> Entries:
-    """Join lists, strongest first, into one: first mention wins, native last.
+    """Merge lists, strongest first: the first mention of a provider wins, native is last.
 
     Examples:
         >>> lists = parse("a,b", "scope"), parse("c,a", "platform default")
@@ -120,11 +119,10 @@ def merge(lists: Iterable[Entries]) -> Entries:
 
 
 class IrOpPriorityConfig(Mapping[str, list[str]]):
-    """Priority lists by op, any op: ``IrOpPriorityConfig(rms_norm=["triton", "native"])``.
+    """Priority lists by op name: ``IrOpPriorityConfig(rms_norm=["triton", "native"])``.
 
-    A mapping of op names to provider names; the key space is open, so an op that only a plugin
-    declares gets its knob like any other. Names are checked against the registry when the config
-    is applied.
+    A mapping of op names to provider names. Any op name is accepted, including ops that a plugin
+    declares later; names are checked against the registry when the config is applied.
 
     Examples:
         >>> IrOpPriorityConfig(rms_norm="opweave_c,native")["rms_norm"]

@@ -1,4 +1,4 @@
-"""A record of which implementations ran."""
+"""Record which implementations run: ``ir.record`` and ``opweave.explain``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opweave.ir.selection import Selection
 
 @dataclass
 class Record:
-    """Which implementations ran: a count for each distinct outcome of each op."""
+    """The implementations that ran: the number of calls for each distinct outcome of each op."""
 
     _counts: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _examples: dict[tuple[Any, ...], Explanation] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Record:
             self._examples[key] = explained(selection, values)
 
     def outcomes(self) -> list[tuple[Explanation, int]]:
-        """Return one explained call for each distinct outcome, with the number of calls like it."""
+        """Return an example call for each distinct outcome, and the number of such calls."""
         return [(self._examples[key], count) for key, count in self._counts.items()]
 
     @property
@@ -44,9 +44,8 @@ class Record:
         rows = [_COLUMNS]
         for explained_call, count in self.outcomes():
             chosen = next(v for v in explained_call.verdicts if v.outcome == "chosen")
-            others = [
-                f"{v.provider}: {v.reason}" for v in explained_call.verdicts if v is not chosen
-            ]
+            verdicts = explained_call.verdicts
+            others = [f"{v.provider}: {v.reason}" for v in verdicts if v is not chosen]
             first, *more = others or ["-"]
             rows.append((explained_call.op, chosen.provider, str(count), chosen.origin, first))
             rows += [("", "", "", "", other) for other in more]
@@ -64,7 +63,7 @@ _COLUMNS = ("op", "ran", "calls", "because of", "the others")
 def record() -> Iterator[Record]:
     """Record which implementations run inside the block, in this thread or asyncio task.
 
-    Recorded calls are slower: each goes through the full selection.
+    Recorded calls are slower, because they bypass the fast path.
     """
     log = Record()
     with entered(Scope(current_scope(), recorder=log.add)):
@@ -72,14 +71,14 @@ def record() -> Iterator[Record]:
 
 
 def explain_model(model: Callable[..., Any], /, *inputs: Any, **options: Any) -> Record:
-    """Run ``model(*inputs, **options)`` once, and return which implementations its ops ran.
+    """Run ``model(*inputs, **options)`` once, and record which implementations its ops run.
 
-    This is ``opweave.explain``. ``print`` the result for a table: each distinct outcome of an op,
-    the number of calls like it, the setting that led to it, and why the other providers did not
-    run. :func:`opweave.ir.explain` explains one call of an op without running it.
+    This is ``opweave.explain``. ``print`` the result for a table with each distinct outcome of an
+    op, the number of such calls, the setting that led to it, and why other providers did not run.
+    :func:`opweave.ir.explain` explains one call of an op without running it.
 
     Args:
-        model: a module or function that runs op by op; for compiled code see
+        model: a module or function in eager mode; for compiled code, use
             ``opweave.compile.report()``.
     """
     with record() as log:

@@ -1,4 +1,4 @@
-"""The table of ops, and what belongs to it: torch namespace, settings, first-use hook."""
+"""Registries of ops: torch namespace, settings and first-use hook."""
 
 from __future__ import annotations
 
@@ -36,15 +36,14 @@ class Registry:
     """A table of ops.
 
     Args:
-        namespace: the namespace of its torch ops (``torch.ops.<namespace>``). Two registries must
-            not share one.
+        namespace: the namespace of its torch ops (``torch.ops.<namespace>``), unique per registry.
 
     Attributes:
         namespace: as given.
-        library: torch's library of that namespace.
-        settings: the priorities and requirements that hold in it.
-        lock: held while it changes.
-        version: counts changes of registrations and settings.
+        library: the :class:`torch.library.Library` of that namespace.
+        settings: its priorities and requirements.
+        lock: held during changes.
+        version: number of changes of registrations and settings so far.
     """
 
     def __init__(self, namespace: str) -> None:
@@ -71,7 +70,7 @@ class Registry:
         """Return the op called *name*.
 
         Raises:
-            UnknownOpError: there is none.
+            UnknownOpError: it is not declared.
         """
         try:
             return self._ops[str(name)]
@@ -79,20 +78,20 @@ class Registry:
             raise UnknownOpError(f"unknown op {name!r}. {did_you_mean(name, self._ops)}") from None
 
     def reduce(self, op: IrOp) -> tuple[Any, ...]:
-        """Return how to pickle *op*: by a call of :func:`unpickled`.
+        """Return the ``__reduce__`` value of *op*: a call of :func:`unpickled`.
 
         Raises:
-            UnknownOpError: it would find none, or another one.
+            UnknownOpError: *op* is not the registered op of its name, so it could not be loaded.
         """
         if self._ops.get(op.name) is not op or _registries.get(self.namespace) is not self:
             raise UnknownOpError(
-                f"{op!r} cannot be pickled: the registry {self.namespace!r} has another op of that "
-                "name now, or none. Pickle the op that is registered, or leave it out."
+                f"{op!r} cannot be pickled: it is no longer registered in {self.namespace!r}. "
+                "Pickle the op that is registered under its name."
             )
         return unpickled, (op.name, self.namespace)
 
     def add(self, op: IrOp, *, override: bool = False) -> IrOp:
-        """Enter *op* and define its torch ops; with *override*, in place of one of the same name.
+        """Add *op* and define its torch ops; *override* replaces an op of the same name.
 
         Raises:
             DuplicateOpError: the name is taken.
@@ -101,7 +100,7 @@ class Registry:
             former = self._ops.get(op.name)
             if former is not None:
                 self._check_replaceable(former, op, override=override)
-                former.torch_ops.remove()  # torch cannot define an op twice
+                former.torch_ops.remove()  # torch does not allow redefinition
             op.define()
             self._ops = {**self._ops, op.name: op}
             if former is not None:
@@ -136,24 +135,24 @@ class Registry:
     def on_first_use(
         self, hook: Callable[[Registry], None], load_plugins: Callable[[], None] = lambda: None
     ) -> None:
-        """Run ``hook(self)`` once, before the first op of this registry chooses an implementation.
+        """Run ``hook(self)`` once, before the first selection in this registry.
 
-        Kernel libraries and settings are loaded there, so that importing opweave loads nothing.
-        *load_plugins* runs before, each time until both have succeeded.
+        The hook loads kernel libraries and settings, so that importing opweave loads nothing.
+        *load_plugins* runs before it. If one of them raises, both run again at the next use.
         """
         self._hook, self._load_plugins, self._ready = hook, load_plugins, False
 
     def ensure_ready(self) -> None:
-        """Run the first-use hook, if it has not run; other threads wait until it has."""
+        """Run the first-use hook if it has not run; other threads wait for it."""
         if self._ready:
             return
-        with compat.no_transforms():  # what is loaded here serves calls without them, too
+        with compat.no_transforms():  # loaded code must not depend on the caller's transforms
             is_first = self._make_ready()
         if is_first:
             self._warn_of_unknown_ops()
 
     def _make_ready(self) -> bool:
-        """Return whether nobody else did."""
+        """Run the hook unless another thread did; return whether it ran."""
         self._load_plugins()  # not under the lock: another thread's plugin may be registering here
         with self.lock, owned_by(None), transaction.detached():
             if self._ready or self._preparing or self._hook is None:
@@ -173,10 +172,10 @@ class Registry:
             yield
 
     def check_settings(self) -> None:
-        """Check every op and provider that the settings name.
+        """Check the ops and providers in the settings.
 
         Raises:
-            SettingError: a setting names an op that nobody declared, or an unknown provider.
+            SettingError: a setting names an unknown op or provider.
         """
         self.ensure_ready()
         for name, origin in self.settings.configured_ops().items():
@@ -188,11 +187,11 @@ class Registry:
                 raise SettingError(f"{origin}: {error}") from error
 
     def _warn_of_unknown_ops(self) -> None:
-        # No error yet: a plugin, or the program itself, may declare the op later.
+        # Not an error yet: a plugin or the program may declare the op later.
         for name, origin in self.settings.configured_ops().items():
             if name not in self._ops:
                 warnings.warn(
-                    f"{origin}: no op {name!r} is declared yet. {did_you_mean(name, self._ops)}",
+                    f"{origin}: op {name!r} is not declared yet. {did_you_mean(name, self._ops)}",
                     UnknownOpWarning,
                     stacklevel=2,
                 )
@@ -209,12 +208,12 @@ _current = _default
 
 
 def current_registry() -> Registry:
-    """Return the registry that declarations and look-ups go to."""
+    """Return the registry that declarations and lookups use."""
     return _current
 
 
 def find_op(name: str) -> IrOp:
-    """Return the op called *name* in the current registry (UnknownOpError if there is none)."""
+    """Return the op called *name* in the current registry; raise UnknownOpError without one."""
     return _current.op(name)
 
 
@@ -222,7 +221,7 @@ def unpickled(name: str, namespace: str) -> IrOp:
     """Return the op that a pickle refers to.
 
     Raises:
-        UnknownOpError: nobody has declared it in this process.
+        UnknownOpError: it is not declared in this process.
     """
     registry = _registries.get(namespace)
     if registry is None:
@@ -239,11 +238,10 @@ _fresh = itertools.count()
 
 @contextmanager
 def isolated_registry(namespace: str | None = None) -> Iterator[Registry]:
-    """Make an empty registry the current one inside the block; for tests and compatibility shims.
+    """Use a new, empty registry inside the block; for tests and compatibility shims.
 
     Args:
-        namespace: of its torch ops; by default a new one each time, since torch cannot define an op
-            twice.
+        namespace: the namespace of its torch ops; by default a unique one.
     """
     global _current
     previous = _current
@@ -283,10 +281,10 @@ def register_op(
     keeps_strides: Sequence[str] = (),
     override: bool = False,
 ) -> IrOp | Callable[[NativeFunction], IrOp]:
-    """Declare an op: the decorated PyTorch function is its native implementation.
+    """Declare an op with the decorated PyTorch function as its native implementation.
 
-    The function is the op's meaning (values, shapes, strides, dtypes), what runs where no kernel
-    does, and what kernels are tested against. Use it bare or with options.
+    The native function defines the op's values, shapes, strides and dtypes. It runs if no kernel
+    supports a call, and kernels are tested against it. Use the decorator bare or with options.
 
     Args:
         name: the op's name; by default the function's.
@@ -294,19 +292,19 @@ def register_op(
             names start with ``x``.
         allow_inplace: whether the op has ``maybe_inplace``. Needs as many activations as outputs.
         composite: the native implementation is written in other IR ops, so that the compiler can
-            find it in a graph.
-        native_traits: what the native implementation promises; always ``differentiable``.
-        keeps_strides: activations, such as a cache, whose output has the strides that came in, gaps
-            included (contiguous if elements overlap); a kernel may then reuse views of any layout.
-            Other activations are reused only if they are contiguous.
-        override: replace an earlier declaration of the same name, as when a notebook cell runs
-            again. Implementations of the earlier op are dropped with it.
+            recognise it in a graph.
+        native_traits: promises of the native implementation, besides ``differentiable``.
+        keeps_strides: activations, such as a cache, whose output has the strides of the input,
+            gaps included (contiguous if elements overlap). Kernels may reuse them in any layout;
+            other activations are reused only if they are contiguous.
+        override: replace an earlier op of the same name and its implementations, for example when
+            a notebook cell runs again.
 
     Raises:
-        InvalidNameError: the name is no name of an op.
+        InvalidNameError: the name is not a valid name for an op.
         InvalidOpError: the function's signature cannot be an op's.
-        DuplicateOpError: there is an op of that name.
-        UnknownTraitError: nobody declared such a trait.
+        DuplicateOpError: the registry already has an op of that name.
+        UnknownTraitError: a trait does not exist.
     """
 
     def decorate(function: NativeFunction) -> IrOp:

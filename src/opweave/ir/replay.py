@@ -1,7 +1,7 @@
 """Run an implementation on recorded arguments: ``python -m opweave.ir.replay SOCKET``.
 
-The conformance kit records the arguments and compares the results in its own process. It is not
-imported in this one, so that an implementation cannot recognise that it is being verified.
+The conformance kit runs this in a subprocess and compares the results in its own process. The
+subprocess does not import the kit, so that an implementation cannot detect that it is verified.
 """
 
 import importlib
@@ -17,9 +17,13 @@ from opweave.ir.registry import current_registry
 
 
 def replay(modules: list[str], op: str, provider: str, calls: list[Any]) -> list[Any]:
-    """Return what the implementation returns for each call, or the text of what it raises.
+    """Return the result of the implementation for each call, or the text of its exception.
 
-    An empty list: no such implementation is registered once *modules* are imported.
+    Args:
+        modules: modules to import first; they register the implementation.
+
+    Returns:
+        One result per call; an empty list if the implementation is not registered.
     """
     for module in modules:
         importlib.import_module(module)
@@ -46,5 +50,5 @@ def _main(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    with suppress(EOFError, ConnectionError):  # the process that asked has ended
+    with suppress(EOFError, ConnectionError):  # the parent process has ended
         _main(Connection(int(sys.argv[1])))

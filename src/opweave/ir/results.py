@@ -1,10 +1,10 @@
-"""What implementations return, held against what their op promises.
+"""Check the results of implementations against the outputs of their op.
 
-Their number is looked at whenever a function was generated anew, and where calls are slow anyway;
-their dtypes, shapes, devices and memory, which takes longer, at the first call of an
-implementation, and if that had one row only, at the first that has more. Not so those of opweave's
-own implementations, which its tests compare with the ops: torch's first elementwise function of a
-tensor on ``meta`` imports ``torch._dynamo``, which takes over a second.
+The number of outputs is checked at the first call of each generated function, and in every call of
+the slow path. Dtypes, shapes, devices and memory take longer to check: this happens at the first
+call of an implementation and, if that had a single row, at the first call with more. Opweave's own
+implementations are exempt, since its tests cover them, and the first elementwise function of a
+meta tensor imports ``torch._dynamo``, which takes over a second.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from opweave.base import compat, torch_state
 from opweave.ir.errors import InvalidResultError
 from opweave.ir.impl import IrOpImpl
 from opweave.ir.names import ANNOTATIONS
-from opweave.ir.selection import tensors_in
+from opweave.ir.selection import autocasts, tensors_in
 from opweave.ir.torch_ops import find_target
 
 _OUTPUTS = (Tensor, torch.fx.Proxy)
 _META = torch.device("meta")
-_MOST_LOOKS = 1000  # several forwards of a deep model with one token
-_looks: WeakKeyDictionary[IrOpImpl, int] = WeakKeyDictionary()
+# Stop waiting for a call with more than one row after several one-token forwards of a deep model.
+_MAX_CHECKS = 1000
+_checks: WeakKeyDictionary[IrOpImpl, int] = WeakKeyDictionary()
 
 
 class _Output(NamedTuple):
-    """What is compared of an output."""
+    """The metadata of an output that is compared."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -45,29 +46,32 @@ class _Output(NamedTuple):
 def check_result(
     impl: IrOpImpl, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Check what *impl* has returned for these arguments; return whether that was the last look.
+    """Check the result of *impl* for these arguments.
+
+    Returns:
+        Whether later results of *impl* need no check.
 
     Raises:
-        InvalidResultError: the outputs are not those of the op.
+        InvalidResultError: the outputs do not match the op's.
     """
     _check_count(impl, result)
     if impl.impl_fn is impl.op.native or impl.site.is_in_opweave:
         return True
-    looks = _looks.get(impl, 0)
-    if looks < _MOST_LOOKS:
+    checks = _checks.get(impl, 0)
+    if checks < _MAX_CHECKS:
         given = tensors_in([*args, *kwargs.values()])
-        # What is wrong with a shape may not show in one row, which is what a warm-up may be.
+        # A wrong shape may go unnoticed with a single row, as in a warm-up call.
         one_row = bool(given) and given[0].shape[:1] == (1,)
-        if not (looks and one_row):
+        if not (checks and one_row):
             _check_metadata(impl, result, given, args, kwargs)
-        _looks[impl] = looks = looks + 1 if one_row else _MOST_LOOKS
-    return looks == _MOST_LOOKS
+        _checks[impl] = checks = checks + 1 if one_row else _MAX_CHECKS
+    return checks == _MAX_CHECKS
 
 
 def _check_count(impl: IrOpImpl, result: Any) -> None:
     count, is_tuple = impl.op.schema.num_outputs, impl.op.schema.returns_tuple
     if isinstance(result, torch.fx.Proxy):
-        return  # a tracer's, for one output or for several
+        return  # a proxy may stand for any number of outputs
     is_sequence = isinstance(result, (tuple, list))
     outputs = result if is_sequence else [result]
     wrong = [type(value).__name__ for value in outputs if not isinstance(value, _OUTPUTS)]
@@ -91,20 +95,20 @@ def _check_metadata(
     if not (_are_plain([*given, *outputs]) and _is_undisturbed(given)):
         return
     found = [_Output(t.dtype, tuple(t.shape), t.device) for t in outputs]
-    for i, (said, has) in enumerate(zip(_expected(impl, args, kwargs), found, strict=False)):
-        if has != (wanted := _located(said, given, has)):
+    for i, (fake, has) in enumerate(zip(_expected(impl, args, kwargs), found, strict=False)):
+        if has != (wanted := _located(fake, given, has)):
             which = f" as output {i}" if len(found) > 1 else ""
             raise _invalid(
                 impl,
-                f"returned {has}{which} where the op, by its fake implementation, has {wanted}. "
-                "Mend it, or leave the provider out of the priority.",
+                f"returned {has}{which}, but the op's fake implementation returns {wanted}. "
+                "Fix it, or leave the provider out of the priority.",
             )
     if not impl.inplace:
         _check_memory(impl, outputs, given)
 
 
 def _check_memory(impl: IrOpImpl, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Check that outputs are in memory of their own: who changes one changes no argument."""
+    """Check that no output shares memory with an argument."""
     for i, output in enumerate(outputs):
         if output.numel() and any(compat.share_storage(output, t) for t in given):
             which = f"output {i}" if len(outputs) > 1 else "its output"
@@ -120,26 +124,22 @@ def _are_plain(tensors: Sequence[Tensor]) -> bool:
 
 
 def _is_undisturbed(given: Sequence[Tensor]) -> bool:
-    """Whether nothing but the arguments decides what comes out."""
-    devices = {t.device.type for t in given}
-    return not torch_state.is_watched() and not any(
-        torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        for device in devices
-    )
+    """Whether the outputs depend on the arguments alone, not on a mode or autocast."""
+    return not torch_state.is_watched() and not autocasts(given)
 
 
 def _expected(impl: IrOpImpl, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Output]:
-    """Return what the op says that comes out, or nothing where only the data will tell."""
+    """Return the outputs of the op's fake implementation, or an empty list if that fails."""
     try:
         with torch.no_grad(), _Faking():
             result = impl.op.fake(*map(_meta, args), **{k: _meta(v) for k, v in kwargs.items()})
-    except Exception:  # the kernel has done its work, and a fake that cannot is no fault of its
+    except Exception:  # data-dependent shapes, or a faulty fake: not an error of the kernel
         return []
     return [_Output(t.dtype, tuple(t.shape), t.device) for t in tensors_in([result])]
 
 
 def _located(output: _Output, given: Sequence[Tensor], found: _Output) -> _Output:
-    """Say on which device *output* is: that of the arguments, if they agree on one."""
+    """Return a fake *output* on the device of the arguments, or of *found* if those differ."""
     if output.device != _META:
         return output
     devices = {t.device for t in given}
@@ -147,7 +147,7 @@ def _located(output: _Output, given: Sequence[Tensor], found: _Output) -> _Outpu
 
 
 def _meta(value: Any) -> Any:
-    """Return a tensor without memory for a tensor: quicker to come by than a fake one."""
+    """Replace tensors by meta tensors, which are cheaper to make than fake tensors."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(_meta, value))
     if not isinstance(value, Tensor):
@@ -156,7 +156,7 @@ def _meta(value: Any) -> Any:
 
 
 class _Faking(TorchFunctionMode):
-    """Calls the fake implementations of ops: kernels are not made for tensors without memory."""
+    """Runs the fake implementations of ops, since kernels do not support meta tensors."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -164,7 +164,7 @@ class _Faking(TorchFunctionMode):
         target, named = find_target(function), kwargs or {}
         if target is None:
             return function(*args, **named)
-        with self:  # for the ops that are called inside
+        with self:  # also for ops called inside
             return target.op.fake(*args, **{k: v for k, v in named.items() if k not in ANNOTATIONS})
 
 

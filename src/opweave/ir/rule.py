@@ -1,4 +1,4 @@
-"""What a rule is: a fact about an op's arguments, as an expression and as a reason."""
+"""Rules: conditions on the arguments of an op that compile to an expression and give a reason."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from opweave.ir.errors import PredicateSignatureError, did_you_mean
 from opweave.ir.schema import Schema
 
-# Rules are dataclasses that are not frozen, compared or shown: that would be 8 ms of import.
+# No frozen=True, eq or repr for the dataclasses here: generating those takes 8 ms of import time.
 
-Bind = Callable[[object], str]  # gives a constant a name in the generated code
+Bind = Callable[[object], str]  # binds a constant to a name in the generated code
 
 
 class Rule(ABC):
@@ -44,14 +44,16 @@ class Rule(ABC):
 
 
 @dataclass(eq=False, repr=False)
-class All(Rule):
-    """Every rule holds (``a & b``)."""
-
+class _Compound(Rule):
     rules: tuple[Rule, ...]
 
     def check(self, schema: Schema) -> None:
         for rule in self.rules:
             rule.check(schema)
+
+
+class All(_Compound):
+    """Every rule holds (``a & b``)."""
 
     def expression(self, schema: Schema, bind: Bind) -> str:
         return " and ".join(f"({rule.expression(schema, bind)})" for rule in self.rules)
@@ -61,15 +63,8 @@ class All(Rule):
         return failed.reason(schema, arguments)
 
 
-@dataclass(eq=False, repr=False)
-class Either(Rule):
+class Either(_Compound):
     """At least one rule holds (``a | b``)."""
-
-    rules: tuple[Rule, ...]
-
-    def check(self, schema: Schema) -> None:
-        for rule in self.rules:
-            rule.check(schema)
 
     def expression(self, schema: Schema, bind: Bind) -> str:
         return " or ".join(f"({rule.expression(schema, bind)})" for rule in self.rules)
@@ -80,7 +75,7 @@ class Either(Rule):
 
 @dataclass(eq=False, repr=False)
 class TensorRule(Rule):
-    """A fact about one or more tensor parameters, each tested alone."""
+    """A condition on each of one or more tensor parameters."""
 
     names: tuple[str, ...]
     test: str  # source over {t}, the tensor
@@ -108,10 +103,10 @@ class TensorRule(Rule):
 
 @dataclass(eq=False, repr=False)
 class PairRule(Rule):
-    """A fact that relates a tensor parameter to others."""
+    """Two or more tensor parameters agree in an attribute."""
 
     names: tuple[str, ...]
-    attribute: str  # what must be equal
+    attribute: str
 
     def check(self, schema: Schema) -> None:
         _check_names(self.names, schema, tensors=True)
@@ -139,7 +134,7 @@ class PairRule(Rule):
 
 @dataclass(eq=False, repr=False)
 class LastDimRule(Rule):
-    """A vector has one element for each position in the last dimension of a tensor."""
+    """A 1-d tensor is as long as the last dimension of another."""
 
     vector: str
     tensor: str
@@ -166,7 +161,7 @@ class LastDimRule(Rule):
 
 @dataclass(eq=False, repr=False)
 class ValueRule(Rule):
-    """A fact about the value of one parameter that is not about a tensor's contents."""
+    """A condition on the value of one parameter, but not on the contents of a tensor."""
 
     name: str
     test: str  # source over {v}, the value
@@ -187,7 +182,7 @@ class ValueRule(Rule):
 
 @dataclass(eq=False, repr=False)
 class Custom(Rule):
-    """A function over some of the op's parameters, with the reason to give where it says no."""
+    """A function of some of the op's parameters, and the reason to give if it returns False."""
 
     function: Callable[..., bool]
     why: str
@@ -203,7 +198,7 @@ class Custom(Rule):
 
 
 def named_call(function: Callable[..., Any]) -> str:
-    """Source of the arguments that pass on the parameters that *function* names."""
+    """Return the source of an argument list that passes the parameters that *function* takes."""
     parameters = inspect.signature(function).parameters.values()
     return ", ".join(
         f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in parameters
@@ -212,25 +207,23 @@ def named_call(function: Callable[..., Any]) -> str:
 
 def evaluator(rule: Rule, schema: Schema) -> Callable[..., bool]:
     """Compile *rule* into a function of the op's parameters."""
-    namespace: dict[str, Any] = {**schema.defaults, "_bool": bool}
+    constants: dict[str, object] = {}
 
     def bind(value: object) -> str:
-        name = f"_constant_{len(namespace)}"
-        namespace[name] = value
+        name = f"_constant_{len(constants)}"
+        constants[name] = value
         return name
 
-    source = f"lambda {schema.declaration}: _bool({rule.expression(schema, bind)})"
-    compiled: Callable[..., bool] = eval(source, namespace)
-    return compiled
+    return schema.function(f"_bool({rule.expression(schema, bind)})", _bool=bool, **constants)
 
 
 def holds(rule: Rule, schema: Schema, arguments: Mapping[str, Any]) -> bool:
-    """Whether *rule* holds for *arguments* (one for every parameter of the op)."""
+    """Whether *rule* holds for *arguments* (one per parameter of the op)."""
     return evaluator(rule, schema)(**arguments)
 
 
 def plain(value: object) -> str:
-    """Show a dtype or shape without torch's decoration."""
+    """Format a dtype without ``torch.``, and a shape as a tuple."""
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
 
 
@@ -250,7 +243,8 @@ def _check_names(names: tuple[str, ...], schema: Schema, *, tensors: bool) -> No
         if name not in known:
             kind = "tensor parameter" if tensors else "parameter"
             raise PredicateSignatureError(
-                f"a rule names {name!r}, which is no {kind} of the op. {did_you_mean(name, known)}"
+                f"a rule names {name!r}, which is not a {kind} of the op. "
+                f"{did_you_mean(name, known)}"
             )
 
 

@@ -1,13 +1,15 @@
-"""Declarative predicates: rules that compile into one expression and give the reason.
+"""Declarative predicates: rules for the arguments that an implementation supports.
 
-A rule says what an implementation supports::
+For example::
 
     supports_args=rules.cpu("x", "weight") & rules.dtype("x", torch.float32, torch.bfloat16)
 
-The eager fast path inlines the expression; selection evaluates the very same one and asks the rule
-that failed for its reason. An optional tensor that is None passes every rule about tensors.
-No rule looks at batch sizes or the environment: which implementation is best for a size is said by
-priorities, and for compiled code by its option ``compile_ranges``.
+Combine rules with ``&`` and ``|``. They compile into one expression, which the eager fast path
+inlines and selection evaluates; the rule that fails gives the reason. An optional tensor that is
+None passes every rule about tensors.
+
+No rule depends on the batch size or the environment. To choose by size, use priorities, or the
+option ``compile_ranges`` for compiled code.
 """
 
 from __future__ import annotations
@@ -32,38 +34,38 @@ def dtype(name: str, *dtypes: torch.dtype) -> Rule:
 
 
 def same_dtype(*names: str) -> Rule:
-    """The tensors have one dtype."""
+    """The tensors have the same dtype."""
     return PairRule(names, "dtype")
 
 
 def same_shape(*names: str) -> Rule:
-    """The tensors have one shape."""
+    """The tensors have the same shape."""
     return PairRule(names, "shape")
 
 
 def same_device(*names: str) -> Rule:
-    """The tensors are on one device."""
+    """The tensors are on the same device."""
     return PairRule(names, "device")
 
 
 def cpu(*names: str) -> Rule:
-    """The tensors are in host memory, and their memory holds their values (no lazy negation)."""
+    """The tensors are on the CPU and not lazily negated (:meth:`torch.Tensor.is_neg`)."""
     return TensorRule(names, "({t}.is_cpu and not {t}.is_neg())", _in_memory("cpu"))
 
 
 def cuda(*names: str) -> Rule:
-    """The tensors are in the memory of a CUDA or ROCm device, which holds their values."""
+    """The tensors are on a CUDA or ROCm device and not lazily negated."""
     return TensorRule(names, "({t}.is_cuda and not {t}.is_neg())", _in_memory("cuda"))
 
 
 def device(kind: str, *names: str) -> Rule:
-    """The tensors are in the memory of a device of the type *kind*, such as ``"xpu"``."""
+    """The tensors are on a device of type *kind*, such as ``"xpu"``, and not lazily negated."""
     test = "({t}.device.type == {0} and not {t}.is_neg())"
     return TensorRule(names, test, _in_memory(kind), (kind,))
 
 
 def has_values(*names: str) -> Rule:
-    """The tensors have values to read: they are not on the meta device."""
+    """The tensors are not on the meta device."""
     return TensorRule(
         names, "not {t}.is_meta", lambda n, t: f"{n}: on {t.device} (supports tensors with values)"
     )
@@ -75,13 +77,13 @@ def contiguous(*names: str) -> Rule:
 
 
 def unit_stride(*names: str) -> Rule:
-    """Neighbours in the tensors' last dimension are neighbours in memory."""
+    """The stride of the tensors' last dimension is 1."""
     test = "({t}.is_contiguous() or ({t}.ndim > 0 and {t}.stride()[-1] == 1))"
     return TensorRule(names, test, _strides("last stride 1"))
 
 
 def ndim(name: str, *counts: int) -> Rule:
-    """Parameter *name* has one of these numbers of dimensions."""
+    """Parameter *name* has one of these numbers of dimensions (``Tensor.ndim``)."""
     _check_given(counts, "ndim", int)
     wanted = " or ".join(map(str, counts))
     return TensorRule(
@@ -107,7 +109,7 @@ def last_dim_multiple_of(name: str, factor: int) -> Rule:
 
 
 def per_last_dim(vector: str, tensor: str) -> Rule:
-    """*vector* is 1-d, with one element for each position in the last dimension of *tensor*."""
+    """*vector* is 1-d and as long as the last dimension of *tensor*."""
     return LastDimRule(vector, tensor)
 
 
@@ -117,7 +119,7 @@ def is_none(name: str) -> Rule:
 
 
 def not_none(name: str) -> Rule:
-    """Parameter *name* is given."""
+    """Parameter *name* is not None."""
     return ValueRule(name, "{v} is not None", "a value")
 
 
@@ -128,7 +130,7 @@ def one_of(name: str, *values: object) -> Rule:
 
 
 def custom(function: Callable[..., bool], why: str) -> Rule:
-    """*function* returns True for the arguments that it names; *why* is the reason if not.
+    """*function* returns True for the arguments it takes by name; *why* is the reason if not.
 
     ``rules.custom(lambda group_size: group_size >= 1, "group_size is below 1")``
     """
@@ -137,7 +139,7 @@ def custom(function: Callable[..., bool], why: str) -> Rule:
 
 def _check_given(values: tuple[object, ...], rule: str, kind: type) -> None:
     if not values:
-        raise PredicateSignatureError(f"rules.{rule} admits nothing: give at least one value.")
+        raise PredicateSignatureError(f"rules.{rule} needs at least one value.")
     for value in values:
         if not isinstance(value, kind):
             raise PredicateSignatureError(
@@ -148,7 +150,7 @@ def _check_given(values: tuple[object, ...], rule: str, kind: type) -> None:
 def _in_memory(kind: str) -> Callable[[str, Any], str]:
     def reason(name: str, tensor: Any) -> str:
         if tensor.device.type == kind:
-            return f"{name}: negated lazily (supports memory that holds the values)"
+            return f"{name}: lazily negated (supports resolved tensors)"
         return f"{name}: on {tensor.device} (supports {kind})"
 
     return reason

@@ -1,4 +1,4 @@
-"""The schema of an op: what its native function's signature says, checked and made usable."""
+"""The schema of an op, read from the signature of its native function."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opweave.base import compat
-from opweave.ir.errors import (
-    InvalidArgumentError,
-    InvalidOpError,
-    SchemaMismatchError,
-)
+from opweave.ir.errors import InvalidArgumentError, InvalidOpError, SchemaMismatchError
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
@@ -52,7 +48,7 @@ class Param(NamedTuple):
 
     @property
     def has_optional_items(self) -> bool:
-        """Whether the list of Tensors that the parameter takes may have None in it."""
+        """Whether the parameter takes a sequence in which items may be None."""
         return any(type(None) in _union_members(item) for item in self._items())
 
     @property
@@ -61,7 +57,7 @@ class Param(NamedTuple):
         return type(None) in _union_members(self.annotation)
 
     def _items(self) -> list[Any]:
-        """Return what the sequences that the parameter takes are of."""
+        """Return the item types of the sequences that the parameter takes."""
         members = _union_members(self.annotation) or (self.annotation,)
         return [item for member in members for item in typing.get_args(member)]
 
@@ -108,12 +104,12 @@ class Schema(NamedTuple):
         return tuple(p for p in self.params if p.is_tensor_list)
 
     def param(self, name: str) -> Param:
-        """Return the parameter called *name* (KeyError if there is none)."""
+        """Return the parameter called *name*; raise KeyError if it does not exist."""
         return {p.name: p for p in self.params}[name]
 
     @property
     def declaration(self) -> str:
-        """Source of the parameter list; the default of ``p`` is the name ``_default_p``."""
+        """The parameter list as Python source; ``_default_p`` stands for the default of ``p``."""
         parts: list[str] = []
         for p in self.params:
             if p.keyword_only and "*" not in parts:
@@ -123,11 +119,15 @@ class Schema(NamedTuple):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The names that :attr:`declaration` refers to."""
+        """The default values by the names that :attr:`declaration` refers to."""
         return {f"_default_{p.name}": p.default for p in self.params if p.has_default}
 
     def call(self, rename: Mapping[str, str] | None = None) -> str:
-        """Source of the arguments that pass every parameter on, some of them as *rename* says."""
+        """Return the source of an argument list that forwards every parameter.
+
+        Args:
+            rename: expressions to pass instead of the parameters of these names.
+        """
         names = {p.name: (rename or {}).get(p.name, p.name) for p in self.params}
         return ", ".join(
             f"{p.name}={names[p.name]}" if p.keyword_only else names[p.name] for p in self.params
@@ -135,10 +135,21 @@ class Schema(NamedTuple):
 
     def binder(self, op_name: str) -> Callable[..., tuple[Any, ...]]:
         """Return a function of the parameters that returns their values, defaults filled in."""
-        names = "".join(f"{name}, " for name in self.names)
-        function: Any = eval(f"lambda {self.declaration}: ({names})", dict(self.defaults))
-        function.__qualname__ = op_name  # what Python says of a missing argument
-        return cast("Callable[..., tuple[Any, ...]]", function)
+        function = self.function(f"({''.join(f'{name}, ' for name in self.names)})")
+        function.__qualname__ = op_name  # shown in "missing argument" errors
+        return function
+
+    def function(self, body: str, **names: Any) -> Callable[..., Any]:
+        """Compile a function of the parameters that returns the expression *body*.
+
+        Args:
+            body: Python source; it may refer to the parameters and to *names*.
+            names: values by name, each starting with an underscore.
+        """
+        function: Callable[..., Any] = eval(
+            f"lambda {self.declaration}: {body}", {**self.defaults, **names}
+        )
+        return function
 
     def split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Turn values in parameter order into ``(args, kwargs)``."""
@@ -148,9 +159,10 @@ class Schema(NamedTuple):
 
 
 def check_same(native: Callable[..., Any], other: Callable[..., Any], what: str) -> None:
-    """Raise unless *other* has the same parameters, defaults and (where given) types as *native*.
+    """Check that *other* has the parameters and defaults of *native*, and the types it annotates.
 
-    Annotations may be left out of *other*; those that are there must agree.
+    Raises:
+        SchemaMismatchError: the signatures differ.
     """
     if other is native:
         return
@@ -169,7 +181,7 @@ def check_same(native: Callable[..., Any], other: Callable[..., Any], what: str)
 
 
 def check_returns(function: object, what: str, error: type[Exception]) -> None:
-    """Raise *error* if a call would return something to be awaited or iterated."""
+    """Raise *error* if *function* is an async or generator function."""
     for test in (
         inspect.iscoroutinefunction,
         inspect.isgeneratorfunction,
@@ -180,7 +192,7 @@ def check_returns(function: object, what: str, error: type[Exception]) -> None:
 
 
 def check_types(op: IrOp, values: Sequence[Any]) -> None:
-    """Raise InvalidArgumentError if a tensor parameter of *op* is given something else."""
+    """Raise InvalidArgumentError if a tensor parameter of *op* gets any other type."""
     for param, value in zip(op.schema.params, values, strict=True):
         if param.is_tensor and not isinstance(value, Tensor):
             if value is None and param.is_optional:
@@ -197,7 +209,7 @@ def check_types(op: IrOp, values: Sequence[Any]) -> None:
 
 
 def _list_problem(param: Param, value: Any) -> str | None:
-    """Return what is wrong with the value of a parameter that takes a list of Tensors, if any."""
+    """Return the unsuitable type in the value of a tensor list parameter, or None."""
     if not isinstance(value, (list, tuple)):
         return type(value).__name__
     for i, item in enumerate(value):
@@ -259,8 +271,9 @@ def _params(function: Callable[..., Any], op_name: str, hints: Mapping[str, Any]
         if not _is_default(p.default, hints[name]):
             kind = hints[name].__name__ if isinstance(hints[name], type) else hints[name]
             raise InvalidOpError(
-                f"op {op_name!r}: the default {p.default!r} of {name!r} is no {kind}. Mend one of "
-                "them; a default of None needs '| None', and those of lists can only be None."
+                f"op {op_name!r}: the default {p.default!r} of {name!r} does not match its "
+                f"annotation {kind}. Change one of them; a default of None needs '| None', and "
+                "the default of a list can only be None."
             )
         keyword_only = p.kind is inspect.Parameter.KEYWORD_ONLY
         result.append(Param(name, hints[name], p.default, keyword_only))
@@ -268,7 +281,7 @@ def _params(function: Callable[..., Any], op_name: str, hints: Mapping[str, Any]
 
 
 def _is_default(value: object, annotation: Any) -> bool:
-    """Whether a parameter annotated so may have the default *value*, as far as torch lets it."""
+    """Whether torch accepts *value* as the default of a parameter with this annotation."""
     kinds = _union_members(annotation) or (annotation,)
     if value is _EMPTY or isinstance(value, (list, tuple, Tensor)):
         return value is _EMPTY
@@ -277,7 +290,7 @@ def _is_default(value: object, annotation: Any) -> bool:
 
 
 def _default_problem(params: Iterable[Param]) -> str | None:
-    """Return which default torch cannot write into a schema, if one is such."""
+    """Describe the first default that a torch schema cannot express, if there is one."""
     for name, _, value, _ in params:
         is_odd = (
             (isinstance(value, float) and not math.isfinite(value))
@@ -286,15 +299,15 @@ def _default_problem(params: Iterable[Param]) -> str | None:
         )
         if is_odd:
             return (
-                f"it cannot say the default {value!r} of {name!r} (numbers are finite and of 64 "
-                "bits, strings have no quotes, backslashes or control characters). Let the default "
-                "be None, and the function put the value in its place."
+                f"it cannot express the default {value!r} of {name!r} (numbers must be finite and "
+                "fit into 64 bits; strings must not contain quotes, backslashes or control "
+                "characters). Use None as the default, and set the value in the function."
             )
     return None
 
 
 def _plain_reason(error: Exception) -> str:
-    """Return torch's reason without the long list of types that it knows."""
+    """Return torch's reason without its long list of valid types."""
     reason, listed, _ = " ".join(str(error).split()).partition("The valid types are")
     known = (
         "An op takes Tensor, int, float, bool, str, torch.dtype and torch.device, list[...] of "
@@ -318,7 +331,7 @@ def _outputs(returned: Any, op_name: str) -> tuple[int, bool]:
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function)
-    except (NameError, TypeError):  # a name that exists only for type checkers
+    except (NameError, TypeError):  # a name imported under TYPE_CHECKING only
         return {}
 
 

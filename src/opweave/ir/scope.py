@@ -19,7 +19,7 @@ Recorder = Callable[["Selection", tuple[Any, ...]], None]
 
 
 class Scope:
-    """What holds inside a ``with`` block, what the enclosing scope says included."""
+    """The settings of a ``with`` block, merged with those of the enclosing scope."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ def require(*traits: str) -> Iterator[None]:
     ``with ir.require("batch_invariant"): ...``
 
     Raises:
-        UnknownTraitError: a name is no trait.
+        UnknownTraitError: a trait does not exist.
     """
     required = dict.fromkeys(sorted(check_traits(traits)), "scope ir.require(...)")
     with entered(Scope(current_scope(), required=required)):
@@ -80,25 +80,25 @@ def require(*traits: str) -> Iterator[None]:
 
 
 def left_to_python(what: str, enter: Callable[..., Any]) -> None:
-    """Let Dynamo break the graph, with a message of ours, where a compiled function enters a scope.
+    """Make Dynamo break the graph where a compiled function enters a scope, and say why.
 
-    The selection belongs to the call of the compiled function: it is compiled for the scope that it
-    is called in. After the break, Python runs the block.
+    A function is compiled for the scope that it is called in, so entering one inside would be too
+    late. After the break, Python runs the block.
 
     Args:
-        what: how programs write it.
-        enter: the function.
+        what: the name in messages, such as ``ir.priority``.
+        enter: the function that enters the scope.
     """
     message = (
-        f"{what} inside a compiled function cannot be part of its graph. Enter it around the call "
-        "of the compiled function, or name the provider at the call: op.using('provider')(...)."
+        f"{what} cannot be traced inside a compiled function. Enter it around the call of the "
+        "compiled function, or name the provider at the call: op.using('provider')(...)."
     )
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         compat.graph_break(message)
 
     compat.trace_instead(enter, traced)
-    compat.run_untraced(getattr(enter, "__wrapped__", enter))  # of contextmanager
+    compat.run_untraced(getattr(enter, "__wrapped__", enter))  # the generator of a contextmanager
 
 
 compat.run_untraced(getattr(entered, "__wrapped__"))  # noqa: B009 (not to be typed)

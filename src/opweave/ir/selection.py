@@ -1,7 +1,7 @@
-"""The one function that chooses an implementation.
+"""Selection of an implementation.
 
-Eager calls, graph lowering, export and explain all choose with :func:`select`; the eager
-fast path is code generated from the same :func:`candidates` (see :mod:`opweave.ir.dispatch`).
+Eager calls, graph lowering, export and explain all use :func:`select`. The eager fast path is
+generated from the same :func:`candidates` (see :mod:`opweave.ir.dispatch`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 UNDER_AUTOCAST = "torch.autocast is on"
-UNDER_VMAP = "torch.vmap maps over an argument, and goes through native"
+UNDER_VMAP = "torch.vmap maps over an argument, which only native supports"
 
 
 class Policy(NamedTuple):
-    """Everything but the arguments that a selection depends on.
+    """The settings that a selection depends on.
 
     Attributes:
         priority: the merged priority list, native last.
-        required: the traits an implementation must have, and who requires each.
+        required: the traits an implementation must have, and the setting behind each.
     """
 
     priority: Entries
@@ -44,20 +44,20 @@ class Policy(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """An implementation in priority order; *obstacle* says why it is out whatever the arguments."""
+    """An implementation in the priority list."""
 
     entry: Entry
     impl: IrOpImpl
-    obstacle: str | None
+    obstacle: str | None  # why it cannot run regardless of the arguments
 
 
 class Rejection(NamedTuple):
     """An implementation that was passed over.
 
     Attributes:
-        provider: whose it is.
+        provider: its provider.
         reason: why.
-        origin: who put the provider into the priority list.
+        origin: the setting that put the provider into the priority list.
     """
 
     provider: str
@@ -66,14 +66,14 @@ class Rejection(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The outcome: the chosen implementation, and the reason for every one passed over.
+    """The chosen implementation, and why those before it were rejected.
 
     Attributes:
         op: the op.
         impl: the chosen implementation.
-        origin: who put its provider into the priority list.
-        rejected: those in front of it, in the order they were tried.
-        policy: the priority and the requirements that led here.
+        origin: the setting that put its provider into the priority list.
+        rejected: the implementations before it, in the order they were tried.
+        policy: the priority and requirements of the selection.
     """
 
     op: IrOp
@@ -84,12 +84,12 @@ class Selection(NamedTuple):
 
     @property
     def provider(self) -> str:
-        """Whose implementation was chosen."""
+        """The provider of the chosen implementation."""
         return self.impl.provider
 
 
 def policy_for(op: IrOp, call_site: Entries = (), *, differentiable: bool = False) -> Policy:
-    """Return the policy that holds here and now: call site, scope and the registry's settings."""
+    """Return the current policy: call site, scope and the registry's settings."""
     op.registry.ensure_ready()
     scope, settings = current_scope(), op.registry.settings
     lists = [
@@ -106,7 +106,7 @@ def policy_for(op: IrOp, call_site: Entries = (), *, differentiable: bool = Fals
 
 
 def _with_traits(op: IrOp, required: Requirements) -> Entries:
-    """Return every provider with the required traits, to be added where native lacks one."""
+    """Return every provider with the required traits if native lacks one of them."""
     if required.keys() <= op.impls[NATIVE].traits:
         return ()
     origin = f"has the required traits: {', '.join(required)}"
@@ -118,7 +118,7 @@ def _with_traits(op: IrOp, required: Requirements) -> Entries:
 
 
 def candidates(op: IrOp, policy: Policy) -> list[Candidate]:
-    """Return the implementations of *op* in priority order, those out of the question included."""
+    """Return the implementations of *op* in priority order, including those with an obstacle."""
     return [
         Candidate(entry, impl, _obstacle(impl, policy))
         for entry in policy.priority
@@ -127,11 +127,11 @@ def candidates(op: IrOp, policy: Policy) -> list[Candidate]:
 
 
 def select(op: IrOp, values: Sequence[Any], policy: Policy) -> Selection:
-    """Choose the implementation of *op* for *values*, one per parameter, real or fake.
+    """Choose the implementation of *op* for *values* (one per parameter; tensors may be fake).
 
     Raises:
         ProviderUnavailableError, ProviderRejectedError: a provider marked ``name!`` is passed over.
-        NoImplementationError: none has the required traits.
+        NoImplementationError: no implementation has the required traits.
         PredicateFailedError: a predicate raised.
     """
     return _first(op, candidates(op, policy), values, policy)
@@ -140,7 +140,7 @@ def select(op: IrOp, values: Sequence[Any], policy: Policy) -> Selection:
 def _first(
     op: IrOp, found: list[Candidate], values: Sequence[Any] | None, policy: Policy
 ) -> Selection:
-    """Return the first that has no obstacle and, where values are given, accepts them."""
+    """Return the first candidate without an obstacle that accepts *values*, if given."""
     rejected: list[Rejection] = []
     for candidate in found:
         entry, impl = candidate.entry, candidate.impl
@@ -152,13 +152,13 @@ def _first(
             raise _strict_error(op, candidate, reason)
     reasons = "; ".join(f"{r.provider}: {r.reason}" for r in rejected)
     raise NoImplementationError(
-        f"{op.name}: no implementation has the required traits. {reasons}. Put a provider that has "
-        "them into the priority, or drop the requirement."
+        f"{op.name}: no implementation has the required traits. {reasons}. Add a provider that has "
+        "them to the priority, or drop the requirement."
     )
 
 
 def select_native(op: IrOp, policy: Policy, why: str) -> Selection:
-    """Choose native where nothing else can run, and say *why* every other is passed over.
+    """Choose native and reject every other implementation with the reason *why*.
 
     Raises:
         ProviderUnavailableError, ProviderRejectedError: a provider marked ``name!`` is passed over.
@@ -172,17 +172,17 @@ def select_native(op: IrOp, policy: Policy, why: str) -> Selection:
 
 
 def select_here(op: IrOp, values: Sequence[Any], policy: Policy) -> Selection:
-    """Choose as :func:`select` does, and under ``torch.autocast`` native for any kernel.
+    """Choose as :func:`select` does, but replace a kernel by native under ``torch.autocast``.
 
     Raises:
-        IrError: as :func:`select` and :func:`native_for` raise.
+        IrError: see :func:`select` and :func:`native_for`.
     """
     selection = select(op, values, policy)
-    return native_for(selection) if _casts(values) else selection
+    return native_for(selection) if autocasts(tensors_in(values)) else selection
 
 
 def native_for(selection: Selection) -> Selection:
-    """Pass over a selected kernel under ``torch.autocast``: only native casts as torch does.
+    """Replace a selected kernel by native, which casts as torch's operators do under autocast.
 
     Raises:
         ProviderRejectedError: the kernel's provider is marked ``name!``.
@@ -204,23 +204,23 @@ def native_for(selection: Selection) -> Selection:
     return selection._replace(impl=op.impls[NATIVE], rejected=(*selection.rejected, passed))
 
 
-def _casts(values: Sequence[Any]) -> bool:
-    """Whether ``torch.autocast`` is on for the device of a tensor among *values*."""
+def autocasts(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether ``torch.autocast`` is enabled for the device of one of *tensors*."""
     return compat.any_autocast_enabled() and any(
         torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        for device in {tensor.device.type for tensor in tensors_in(values)}
+        for device in {tensor.device.type for tensor in tensors}
     )
 
 
 def needs_gradient(values: Sequence[Any]) -> bool:
-    """Whether autograd, reverse or forward, would record a call with *values*."""
+    """Whether reverse-mode or forward-mode autograd would record a call with *values*."""
     tensors = tensors_in(values)
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return recorded or any(compat.has_tangent(t) for t in tensors)
 
 
 def tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors among *values*, those inside lists included."""
+    """Return the tensors in *values*, including those in lists and tuples."""
     found: list[torch.Tensor] = []
     for value in values:
         items = value if isinstance(value, (list, tuple)) else (value,)

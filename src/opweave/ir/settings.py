@@ -1,4 +1,4 @@
-"""Process-wide choices of a registry: priorities by source, required traits, donation checks."""
+"""Process-wide settings of a registry: priorities by source, required traits, donation checks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from opweave.ir.errors import ReplacedWarning
 from opweave.ir.priority import Entries, Source, parse
 from opweave.ir.traits import check_traits
 
-Requirements = Mapping[str, str]  # trait -> who requires it
+Requirements = Mapping[str, str]  # trait -> the setting that requires it
 
 
 class Settings:
-    """What is set for the whole process. Every change invalidates the compiled fast paths."""
+    """Process-wide settings. Every change invalidates the generated fast paths."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
@@ -30,20 +30,25 @@ class Settings:
         lists: Mapping[str, str | Iterable[str]],
         origin: str | Callable[[str], str],
     ) -> None:
-        """Replace every list of *source*; *origin* names the setting, for each op if a function.
+        """Replace all lists of *source*.
 
-        Names are not checked here: they may belong to a plugin that loads later. They are
-        checked when an op is first used, and all together by ``Registry.check_settings``.
+        Names are not checked here, since a plugin may declare them later. They are checked when
+        an op is first used, and by ``Registry.check_settings``.
+
+        Args:
+            source: the source to replace.
+            lists: priority lists by op name.
+            origin: description of the setting, or a function from op name to description.
         """
         named = origin if callable(origin) else lambda op: origin
         self._priorities[source] = {op: parse(names, named(op)) for op, names in lists.items()}
         self._on_change()
 
     def set_default(self, op: str, entries: Entries | None) -> None:
-        """Replace the default of one op, as the current owner's; None takes it away.
+        """Replace the default of one op on behalf of the current owner; None removes it.
 
-        A plugin that replaces what somebody else has set is warned of: which of the two is the last
-        is no choice that anybody made.
+        Warn if a plugin replaces the default of another owner, since the result then depends on
+        the load order.
         """
         defaults = self._priorities.setdefault(Source.SET_DEFAULT, {})
         before, owner = (defaults.get(op), self.default_owner(op)), current_owner()
@@ -58,7 +63,7 @@ class Settings:
         transaction.enter(f"default of {op}", undo)
 
     def default_owner(self, op: str) -> Owner | None:
-        """Return the plugin whose default of the op holds, if it is one's."""
+        """Return the plugin that set the default of the op, if any."""
         return self._default_owners.get(op)
 
     def _enter_default(self, op: str, entries: Entries | None, owner: Owner | None) -> None:
@@ -76,7 +81,7 @@ class Settings:
         return [lists[op] for lists in by_source if op in lists]
 
     def configured_ops(self) -> dict[str, str]:
-        """Return every op that some source names, with the origin of the first mention."""
+        """Return the ops that any source names, with the origin of the strongest."""
         named: dict[str, str] = {}
         for source in sorted(self._priorities):
             for op, entries in self._priorities[source].items():
@@ -90,7 +95,7 @@ class Settings:
 
     @property
     def required(self) -> Requirements:
-        """The required traits and who requires each."""
+        """The required traits, and the setting behind each."""
         merged: dict[str, str] = {}
         for source in sorted(self._required):
             merged = {**self._required[source], **merged}
@@ -98,7 +103,7 @@ class Settings:
 
     @property
     def check_donation(self) -> bool:
-        """Whether ``maybe_inplace`` overwrites donated inputs that were not reused with NaN."""
+        """Whether ``maybe_inplace`` fills donated inputs that were not reused with NaN."""
         return self._check_donation
 
     @check_donation.setter
@@ -108,7 +113,7 @@ class Settings:
 
 
 def default_origin(op: str) -> str:
-    """Return the origin of a default that is set here and now."""
+    """Return the origin of a default that the current owner sets."""
     owner = current_owner()
     return f"{op}.set_default(...)" + ("" if owner is None else f" of the plugin {owner}")
 
@@ -116,7 +121,7 @@ def default_origin(op: str) -> str:
 def _replaced(op: str, before: Entries, owner: Owner | None) -> str:
     names = ",".join(map(str, before))
     return (
-        f"{op}: the plugin {owner} sets a default in place of {names} ({before[0].origin}). A "
-        f"priority of yours is stronger than both, such as OPWEAVE_IR_OP_PRIORITY__{op.upper()}="
-        f"{names}.{way_out(owner)}"
+        f"{op}: the plugin {owner} replaces the default {names} ({before[0].origin}). To override "
+        f"both, set a priority, such as OPWEAVE_IR_OP_PRIORITY__{op.upper()}={names}."
+        f"{way_out(owner)}"
     )

@@ -1,8 +1,8 @@
-"""DTensor arguments: a sharding strategy for row-wise ops, a clear error for all others.
+"""DTensor support: a sharding strategy for row-wise ops, an error for all others.
 
-A row is what an index into dimension 0 selects. An op whose native implementation has the trait
-``rowwise`` runs on each shard of the rows as it is, without communication. ``torch.distributed`` is
-imported only where a program has imported DTensor.
+A row is one index of dimension 0. An op whose native implementation has the trait ``rowwise`` runs
+on each shard of the rows without communication. ``torch.distributed`` is not imported unless the
+program has imported DTensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def prepare_sharding(op: IrOp, values: tuple[Any, ...]) -> None:
     """Register the sharding strategy of *op* if one of *values* is a DTensor.
 
     Raises:
-        DTensorError: one is, and the op is not row-wise.
+        DTensorError: an argument is a DTensor, and the op is not row-wise.
     """
     module: Any = sys.modules.get("torch.distributed.tensor")
     if module is None or op in _registered:
@@ -67,7 +67,7 @@ def _register(op: IrOp) -> None:
 
 
 def _has(rows: torch.Size, value: Any) -> bool:
-    """Whether a tensor has these rows; weights have fewer dimensions."""
+    """Whether *value* is a tensor with these rows, and not a weight with fewer dimensions."""
     return bool(getattr(value, "shape", ())[:-1] == rows)
 
 

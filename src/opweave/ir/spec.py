@@ -1,4 +1,4 @@
-"""What is known of an op when it is declared, and never changes."""
+"""The immutable declaration of an op."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from opweave.base.owner import Owner, current_owner
 from opweave.base.site import Site, caller_site
-from opweave.ir.activations import activations_of, check_inplace
-from opweave.ir.errors import InvalidOpError
+from opweave.ir.errors import InvalidOpError, did_you_mean
 from opweave.ir.names import check_op_name
 from opweave.ir.schema import Schema
 from opweave.ir.traits import DIFFERENTIABLE, check_traits
@@ -18,19 +17,19 @@ from opweave.ir.traits import DIFFERENTIABLE, check_traits
 
 @dataclass(frozen=True, eq=False)
 class OpSpec:
-    """The declaration of an op. Knows no registry, no implementations and no settings.
+    """The declaration of an op, without its registry, implementations and settings.
 
     Attributes:
-        name: of the op, in ``ir.ops`` and in ``torch.ops``.
+        name: the name in ``ir.ops`` and ``torch.ops``.
         native: the function that defines it.
         schema: its parameters and outputs.
-        activations: the parameters that ``maybe_inplace`` gives up.
+        activations: the parameters that ``maybe_inplace`` donates, in the order of the schema.
         allow_inplace: whether it has ``maybe_inplace``.
-        composite: whether native is written in other ops, so that compilers can recognise it.
-        keeps_strides: the activations whose copies must have their strides.
-        native_traits: what native promises, see :mod:`opweave.ir.traits`.
+        composite: whether native is written in other ops, so that the compiler can recognise it.
+        keeps_strides: the activations whose outputs have the strides of the input.
+        native_traits: the promises of native, see :mod:`opweave.ir.traits`.
         site: where it was declared.
-        owner: the plugin that declared it, if one did.
+        owner: the plugin that declared it, if any.
     """
 
     name: str
@@ -56,21 +55,30 @@ class OpSpec:
         native_traits: Iterable[str] = (),
         keeps_strides: Sequence[str] = (),
     ) -> OpSpec:
-        """Read the declaration of an op.
+        """Check and return the declaration of an op; see :func:`opweave.ir.register_op`.
 
         Raises:
-            InvalidNameError: the name is ill-formed or taken.
+            InvalidNameError: the name is malformed or reserved.
             InvalidOpError: *native* cannot be an op, or the options do not fit it.
             UnknownTraitError: a trait does not exist.
         """
         if not inspect.isfunction(native):
             raise InvalidOpError(
-                f"an op is declared with a plain Python function (def), not with {native!r}."
+                f"an op must be declared with a Python function (def), not with {native!r}."
             )
         name = check_op_name(native.__name__ if name is None else name)
         schema = Schema.of(native, name)
-        found = activations_of(schema, name, activations)
-        check_inplace(schema, name, found, allow_inplace=allow_inplace, keeps_strides=keeps_strides)
+        found = _activations(schema, name, activations)
+        if allow_inplace and len(found) != schema.num_outputs:
+            raise InvalidOpError(
+                f"op {name!r}: allow_inplace=True needs as many activations as outputs; found "
+                f"activations {list(found)} and {schema.num_outputs} output(s)."
+            )
+        for kept in sorted(set(keeps_strides).difference(found)):
+            raise InvalidOpError(
+                f"op {name!r}: keeps_strides names {kept!r}, which is not an activation. "
+                f"{did_you_mean(kept, found)}"
+            )
         return cls(
             name,
             native,
@@ -83,3 +91,16 @@ class OpSpec:
             caller_site(),
             current_owner(),
         )
+
+
+def _activations(schema: Schema, op_name: str, names: Sequence[str] | None) -> tuple[str, ...]:
+    tensors = [p.name for p in schema.tensors if not p.is_optional]
+    if names is None:
+        return tuple(name for name in tensors if name.startswith("x"))
+    for name in names:
+        if name not in tensors:
+            raise InvalidOpError(
+                f"op {op_name!r}: activation {name!r} is not a required tensor parameter. "
+                f"{did_you_mean(name, tensors)}"
+            )
+    return tuple(name for name in tensors if name in names)

@@ -1,4 +1,4 @@
-"""Help for tests and benchmarks: what vanishes at the end of a block."""
+"""Context managers for tests and benchmarks that undo changes to ops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["isolated_registry", "restored", "written_out"]
 
 @contextmanager
 def restored(*ops: IrOp) -> Iterator[None]:
-    """Undo, at the end of the block, every implementation registered for *ops* inside it."""
+    """Restore the implementations of *ops* at the end of the block."""
     before = {op: dict(op.impls) for op in ops}
     try:
         yield
@@ -27,9 +27,9 @@ def restored(*ops: IrOp) -> Iterator[None]:
 
 @contextmanager
 def written_out() -> Iterator[None]:
-    """Let Dynamo trace, inside the block, the native functions where a program calls ops.
+    """Make Dynamo trace into the native functions of ops inside the block.
 
-    What is compiled there is what someone without opweave would have written.
+    Gives the graph of the same model written without opweave.
     """
     ops = list(current_registry().ops.values())
     natives: dict[Callee, Function] = {op: op.native for op in ops}

@@ -1,4 +1,4 @@
-"""How far an implementation may be from native, by dtype."""
+"""Tolerances for comparing an implementation with native, by dtype."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Tolerance(NamedTuple):
     """Absolute and relative tolerance, as in :func:`torch.testing.assert_close`.
 
     Attributes:
-        atol: the absolute one.
-        rtol: the relative one.
+        atol: absolute tolerance.
+        rtol: relative tolerance.
     """
 
     atol: float

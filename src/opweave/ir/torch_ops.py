@@ -1,18 +1,18 @@
-"""The torch ops that stand for an IR op in graphs and under the dispatcher.
+"""The torch ops that represent an IR op in graphs and in the dispatcher.
 
 Each IR op has, in the registry's namespace:
 
 - ``op``: the functional op;
-- ``op.maybe_inplace``: the same, and says that the activations are donated (only with
-  ``allow_inplace=True``). To torch it is functional too: a donating call may leave its
-  inputs as they are, so every pass of torch stays right, and no copy is ever inserted for it;
-- ``op_annotated(..., *, str using, int[]? donate, str autocast)``: the functional op with what a
-  call site says, and the state of ``torch.autocast`` that it is in, carried in the graph itself, so
-  that it survives caches and serialisation.
+- ``op.maybe_inplace``: the same with donated activations (only with ``allow_inplace=True``). Its
+  schema is functional too: a donating call may leave its inputs unchanged, so torch's passes stay
+  correct and insert no copies;
+- ``op_annotated(..., *, str using, int[]? donate, str autocast)``: the functional op with the
+  settings of a call site and the state of ``torch.autocast`` as arguments, which survive caches
+  and serialisation.
 
-Kernels are registered for CompositeExplicitAutograd (every backend, PrivateUse1 included, and
-opaque to AOTAutograd), Autograd (a differentiable implementation where gradients are needed) and
-FuncTorchBatched (vmap goes through the native implementation).
+Kernels are registered for CompositeExplicitAutograd (every backend including PrivateUse1, opaque
+to AOTAutograd), Autograd (a differentiable implementation if a gradient is needed) and
+FuncTorchBatched (vmap uses the native implementation).
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ Function = Callable[..., Any]
 
 
 class Target(NamedTuple):
-    """What a torch op in a graph stands for."""
+    """The meaning of a torch op in a graph."""
 
     op: IrOp
     donates: bool  # it is the maybe_inplace overload
-    annotated: bool  # it says itself what its call site says
+    annotated: bool  # it carries the call-site settings as arguments
 
 
 _targets: WeakValueDictionary[Function, TorchOps] = WeakValueDictionary()
 
 
 def find_target(torch_op: object) -> Target | None:
-    """Return the IR op that *torch_op*, the target of a graph's node, stands for, if any."""
+    """Return the IR op that *torch_op*, the target of a graph node, represents, if any."""
     found = _targets.get(torch_op) if callable(torch_op) else None
     if found is None:
         return None
@@ -63,7 +63,7 @@ class TorchOps:
     """Defines and holds the torch ops of one IR op."""
 
     def __init__(self, op: IrOp, namespace: str) -> None:
-        # Of its own, so that the torch ops of this op alone can be taken back.
+        # One library per op, so that its torch ops can be removed alone.
         self.op, self._library = op, compat.new_library(namespace)
         schema = op.schema.torch
         self.default = self._define(op.name, schema)
@@ -75,11 +75,11 @@ class TorchOps:
         )
 
     def remove(self) -> None:
-        """Undefine the torch ops; their names are free again."""
+        """Undefine the torch ops and free their names."""
         compat.remove_ops(self._library)
 
     def for_call(self, using: Sequence[str], *, donates: bool) -> Function:
-        """Return the torch op for a call that names providers, donates, or does neither."""
+        """Return the torch op for a call with these providers that may donate activations."""
         if using:
             donate = self.op.activation_indices if donates else None
             return partial(self.annotated, using=",".join(using), donate=donate)
@@ -90,7 +90,7 @@ class TorchOps:
     def _define(self, qualified: str, schema: str, *, annotated: bool = False) -> Function:
         library = self._library
         name, _, overload = qualified.partition(".")
-        untyped: Any = library  # torch declares no types for define and impl
+        untyped: Any = library  # torch does not annotate define and impl
         untyped.define(qualified + schema)
         packet = getattr(getattr(torch.ops, library.ns), name)
         torch_op: Function = getattr(packet, overload or "default")
@@ -137,14 +137,14 @@ class TorchOps:
 
 
 def call_site(using: str) -> Entries:
-    """Turn the names given to ``op.using(...)``, joined by commas, into priority entries."""
+    """Parse the comma-joined names of ``op.using(...)`` into priority entries."""
     return parse(using, f"call site .using({using})") if using else ()
 
 
 def _with_annotations(schema: str) -> str:
     parameters, returns = schema.rsplit(" -> ", 1)
     separator = ", " if "*" in parameters else ", *, "
-    # AOTInductor hands on None where an empty list is left out.
+    # donate is optional: AOTInductor passes None for an omitted empty list.
     own = "str using='', int[]? donate=None, str autocast=''"
     return f"{parameters[:-1]}{separator}{own}) -> {returns}"
 

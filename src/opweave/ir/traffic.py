@@ -1,4 +1,4 @@
-"""Bytes of memory that a call of an op reads and writes at least."""
+"""Lower bound of the memory traffic of a call, in bytes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _TABLES = frozenset({"embedding", "masked_embedding"})
 
 
 def least_bytes(op: IrOp, values: Sequence[Any], results: Iterable[Any]) -> int | None:
-    """Return the bytes of all tensor arguments and results of a call.
+    """Return the total size in bytes of the tensor arguments and results of a call.
 
     Args:
-        values: one value per parameter of *op*; fake tensors with symbolic sizes count as the sizes
-            they were traced with.
-        results: what the call returns.
+        op: the op.
+        values: one value per parameter of *op*; symbolic sizes count as their hints.
+        results: the outputs of the call.
 
     Returns:
-        None for ops that read a part of an argument that their other arguments decide, such as
-        embedding tables and KV caches, and for sizes that depend on data.
+        The number of bytes, or None for data-dependent sizes and for ops that read only a part of
+        an argument, such as an embedding table or a KV cache.
     """
     if op.name in _TABLES or any("cache" in name for name in op.schema.names):
         return None

@@ -1,6 +1,6 @@
-"""Traits: what an implementation promises beyond computing the right values.
+"""Traits: promises of an implementation beyond correct values.
 
-A promise is declared at registration, and verified by conformance, never taken on trust.
+They are declared at registration and verified by the conformance kit.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ ROWWISE = "rowwise"
 ROUNDS_LESS = "rounds_less"
 
 TRAITS: dict[str, str] = {
-    BATCH_INVARIANT: "a row's bits do not depend on which other rows are in the batch",
-    ROWWISE: "a row of every output is computed from that row of the activations alone",
-    ALIAS_SAFE: "donated activations may have any strides, and overlap each other, themselves and "
-    "other arguments: outputs are in new memory where the op's could not be in theirs",
+    BATCH_INVARIANT: "the bits of a row do not depend on the other rows in the batch",
+    ROWWISE: "each row of every output is computed from that row of the activations alone",
+    ALIAS_SAFE: "donated activations may have any strides and overlap themselves, each other and "
+    "other arguments; outputs that cannot be in their memory are in new memory",
     ROUNDS_LESS: "intermediate results are rounded less often than in the op's definition, so that "
-    "outputs of 16 bits are more exact, and a unit in the last place away from native's",
+    "16-bit outputs are more accurate, and may differ from native's by one unit in the last place",
     DIFFERENTIABLE: "autograd through the implementation gives the op's gradient",
 }
-"""What each trait promises."""
+"""The promise of each trait."""
 
 
 def check_traits(names: Iterable[str]) -> frozenset[str]:
     """Return *names* as a set.
 
     Raises:
-        UnknownTraitError: one of them is no trait.
+        UnknownTraitError: a trait does not exist.
 
     >>> sorted(check_traits(["batch_invariant"]))
     ['batch_invariant']

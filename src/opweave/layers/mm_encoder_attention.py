@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.ir.ops.readable import is_readable
+from opweave.ir.ops.checks import is_readable
 from opweave.layers.custom_op import CustomOp
 from opweave.layers.errors import LayerArgumentError
 

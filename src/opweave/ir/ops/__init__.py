@@ -1,8 +1,11 @@
 """The declared ops: ``ir.ops.rms_norm``, and every op that a plugin declares.
 
-One file for each family; each op's function is its definition. Annotations are not postponed here:
-an op's are read when it is declared, and to compile them one by one takes a tenth of the import.
+One file per family; the decorated function of each op is its definition. The files do not use
+``from __future__ import annotations``: a declaration evaluates its annotations, and compiling them
+from strings would take a tenth of the import time.
 """
+
+from types import ModuleType as _Module
 
 from opweave.ir.op import IrOp as _IrOp
 from opweave.ir.ops.activation import (
@@ -140,30 +143,10 @@ __all__ = [
 ]
 
 
-# An op may have the name of a file here; the files stay importable.
-for _file in (
-    "activation",
-    "advance_step",
-    "attention",
-    "causal_conv",
-    "collective",
-    "conv",
-    "dual_chunk",
-    "expert_activation",
-    "fused_quant",
-    "gated_norm",
-    "kv_cache",
-    "mla_attention",
-    "norm",
-    "pointwise",
-    "quant",
-    "recurrence",
-    "rotary",
-    "routing",
-    "ssd",
-    "state_slots",
-):
-    del globals()[_file]
+# Attributes are ops, so that a plugin's op may have the name of a file; files stay importable.
+for _name, _value in list(globals().items()):
+    if isinstance(_value, _Module):
+        del globals()[_name]
 
 
 def __getattr__(name: str) -> _IrOp:

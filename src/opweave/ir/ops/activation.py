@@ -1,6 +1,6 @@
-"""Gated activations: one part of the last dimension is activated, and multiplies the other.
+"""Gated activations: the activated half of the last dimension multiplies the other half.
 
-Every step is in the dtype of ``x`` and rounds to it.
+Every step is computed in the dtype of ``x``.
 """
 
 import torch
@@ -24,7 +24,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     Raises:
         ValueError: the last dimension is odd.
 
-    Source: SwiGLU without its matrices, Shazeer, arXiv:2002.05202.
+    Source: SwiGLU without the projections, Shazeer, arXiv:2002.05202.
     """
     first, second = _halves(x, "silu_and_mul")
     return functional.silu(first) * second
@@ -34,7 +34,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def mul_and_silu(x: Tensor) -> Tensor:
     """``x1 * silu(x2)`` for the halves ``x1, x2`` of the last dimension.
 
-    As :func:`silu_and_mul`, with the roles of the halves exchanged.
+    Like :func:`silu_and_mul` with the halves exchanged.
     """
     first, second = _halves(x, "mul_and_silu")
     return first * functional.silu(second)
@@ -46,16 +46,15 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
     Args:
         x: ``(..., 2 * d)``, floating point.
-        approximate: ``"none"`` for the exact ``x * Phi(x)``, ``"tanh"`` for the approximation by
-            tanh.
+        approximate: ``"none"`` for the exact ``x * Phi(x)``, ``"tanh"`` for the tanh approximation.
 
     Returns:
         ``(..., d)`` in the dtype of ``x``.
 
     Raises:
-        ValueError: the last dimension is odd, or ``approximate`` is something else.
+        ValueError: the last dimension is odd, or ``approximate`` is unknown.
 
-    Source: GEGLU without its matrices, Shazeer, arXiv:2002.05202.
+    Source: GEGLU without the projections, Shazeer, arXiv:2002.05202.
     """
     _check_approximate(approximate, "gelu_and_mul")
     first, second = _halves(x, "gelu_and_mul")
@@ -66,20 +65,20 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 def gelu_and_mul_sparse(x: Tensor, std_multiplier: float, approximate: str = "none") -> Tensor:
     """``gelu(relu(x1 - c)) * x2``, where ``c = mean(x1) + std_multiplier * std(x1)``.
 
-    Of normally distributed ``x1``, the share ``Phi(std_multiplier)`` becomes zero: 95 % for
-    1.64485.
+    For normally distributed ``x1``, a fraction ``Phi(std_multiplier)`` of the elements becomes
+    zero: 95 % for 1.64485.
 
     Args:
         x: ``(..., 2 * d)`` with the halves ``x1, x2``, floating point.
-        std_multiplier: how many standard deviations above the mean an element must be.
+        std_multiplier: the cutoff in standard deviations above the mean.
         approximate: as in :func:`gelu_and_mul`.
 
     Returns:
-        ``(..., d)`` in the dtype of ``x``. Mean and standard deviation (of the population: divided
-        by ``d``) are over the last dimension.
+        ``(..., d)`` in the dtype of ``x``. Mean and (population) standard deviation are over the
+        last dimension.
 
     Raises:
-        ValueError: the last dimension is odd, or ``approximate`` is not known.
+        ValueError: the last dimension is odd, or ``approximate`` is unknown.
 
     Source: Gemma 3n (its ``activation_sparsity``); Spark Transformer, arXiv:2506.06644.
     """
@@ -99,7 +98,7 @@ def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
 
     Args:
         x: ``(..., 2 * d)``, floating point.
-        threshold: what is not above it becomes zero; NaN stays.
+        threshold: elements not above it become zero; NaN propagates.
 
     Returns:
         ``(..., d)`` in the dtype of ``x``.
@@ -118,9 +117,9 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
     """``(u + 1) * (g * sigmoid(alpha * g))`` for clamped pairs ``g, u`` of the last dimension.
 
     Args:
-        x: ``(..., 2 * d)``, floating point: gates at even positions, the others at odd ones.
-        alpha: the steepness of the sigmoid.
-        limit: gates are clamped from above only, the others to ``[-limit, limit]``.
+        x: ``(..., 2 * d)``, floating point: ``g`` at even positions, ``u`` at odd ones.
+        alpha: factor in the sigmoid.
+        limit: ``g`` is clamped to at most ``limit``, ``u`` to ``[-limit, limit]``.
 
     Returns:
         ``(..., d)`` in the dtype of ``x``.
@@ -138,14 +137,13 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
 
 def _check_approximate(approximate: str, name: str) -> None:
     if approximate not in ("none", "tanh"):
-        raise ValueError(f"{name}: approximate={approximate!r} is neither 'none' nor 'tanh'.")
+        raise ValueError(f"{name}: approximate must be 'none' or 'tanh', not {approximate!r}.")
 
 
 def _check_even(x: Tensor, name: str) -> None:
     if x.ndim == 0 or x.shape[-1] % 2:
         raise ValueError(
-            f"{name}: the last dimension of x must be even, to be split in halves; x has shape "
-            f"{tuple(x.shape)}."
+            f"{name}: the last dimension of x must be even; x has shape {tuple(x.shape)}."
         )
 
 
@@ -207,19 +205,18 @@ def _gated_inputs(
 
 
 for _op in (silu_and_mul, mul_and_silu, gelu_and_mul):
-    # An activation that lies between two numbers of the dtype may round to either, and the product
-    # then rounds once more: two units in the last place.
+    # The activation may round either way, and the product rounds once more: 2 ulp.
     _op.override_tolerance(torch.float16, atol=1e-3, rtol=2e-3)
 
-# torch's 1 + erf and 1 + tanh lose the digits of small results, and the product multiplies that.
+# torch's 1 + erf and 1 + tanh cancel for small results, and the product scales the error.
 gelu_and_mul.override_tolerance(torch.float32, atol=5e-5, rtol=1.3e-6)
-# Mean and deviation are sums in another order.
+# The sums of the mean and the deviation depend on the order.
 gelu_and_mul_sparse.override_tolerance(torch.float32, atol=1e-4, rtol=1e-5)
 
-# Three such steps in a row.
+# Three roundings in a row.
 swigluoai_and_mul.override_tolerance(torch.bfloat16, atol=1e-3, rtol=2.5e-2)
 swigluoai_and_mul.override_tolerance(torch.float16, atol=1e-3, rtol=4e-3)
 
-# The bound has the dtype too: one unit in its last place moves every element of a row that passes.
+# The cutoff has the dtype of x: an error of 1 ulp shifts every element of the row above it.
 gelu_and_mul_sparse.override_tolerance(torch.bfloat16, atol=5e-2, rtol=3e-2)
 gelu_and_mul_sparse.override_tolerance(torch.float16, atol=6e-3, rtol=4e-3)

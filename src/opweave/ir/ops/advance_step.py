@@ -1,15 +1,16 @@
-"""The step between two decode steps: what the next one reads is computed where it is used."""
+"""Update of the inputs between two decode steps, on the device of the model."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from opweave.ir.ops.readable import is_readable
+from opweave.ir.ops.checks import is_readable, misfit
 from opweave.ir.registry import register_op
+from opweave.ir.rule import plain
 from opweave.ir.traits import BATCH_INVARIANT
 
 _INDICES = (torch.int32, torch.int64)
-_PAD_SLOT = -1  # the cache writer skips it
+_PAD_SLOT = -1  # skipped by reshape_and_cache
 
 
 @register_op(
@@ -26,20 +27,19 @@ def advance_step_flashattn(
     block_tables: Tensor,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Prepare the next decode step of every sequence from the tokens that were just sampled.
+    """Compute the inputs of the next decode step from the sampled tokens.
 
     A sequence of length ``p`` gets its sampled token as input, position ``p``, length ``p + 1`` and
     slot ``block_table[p // block_size] * block_size + p % block_size``. With ``q`` sampled tokens
     for ``n`` sequences, the last ``n - q`` rows are padding: token 0, position 0, slot -1, length
     unchanged.
 
-    Values are checked on plain CPU tensors in eager mode, before anything is computed. Elsewhere
-    (under tracers and on other devices) reading them would cost a graph break or a
-    synchronisation; torch's own bounds checks remain.
+    Values are checked for plain CPU tensors in eager mode only. Under tracers and on other devices,
+    reading them would cost a graph break or a synchronisation; torch's bounds checks remain.
 
     Args:
-        input_tokens, input_positions, slot_mapping: ``(n,)``, int64. What they hold is not read:
-            they are the memory that ``maybe_inplace`` donates.
+        input_tokens, input_positions, slot_mapping: ``(n,)``, int64. Their values are not read;
+            ``maybe_inplace`` donates their memory.
         sampled_token_ids: ``(q,)`` or ``(q, 1)`` with ``q <= n``, int64.
         seq_lens: ``(n,)``, int32 or int64: lengths before the step.
         block_tables: ``(n, blocks)``, int32 or int64: the cache blocks of each sequence.
@@ -103,7 +103,7 @@ def _check_layout(
     block_size: int,
 ) -> int:
     """Check everything but values; return the number of queries."""
-    int64, count = (torch.int64,), seq_lens.numel()
+    name, int64, count = "advance_step_flashattn", (torch.int64,), seq_lens.numel()
     _check_vector("seq_lens", seq_lens, _INDICES, count)
     _check_vector("input_tokens", input_tokens, int64, count)
     _check_vector("input_positions", input_positions, int64, count)
@@ -112,9 +112,9 @@ def _check_layout(
     queries = sampled_token_ids.shape[0] if sampled_token_ids.ndim == 1 or is_column else -1
     if sampled_token_ids.dtype != torch.int64 or not 0 <= queries <= count:
         wanted = f"int64, (q,) or (q, 1) with q <= {count}"
-        raise _misfit("sampled_token_ids", sampled_token_ids, wanted)
+        raise misfit(name, "sampled_token_ids", sampled_token_ids, wanted)
     if block_tables.dtype not in _INDICES or block_tables.shape[:-1] != (count,):
-        raise _misfit("block_tables", block_tables, f"int32 or int64, ({count}, blocks)")
+        raise misfit(name, "block_tables", block_tables, f"int32 or int64, ({count}, blocks)")
     if block_size < 1:
         raise ValueError(f"advance_step_flashattn: block_size={block_size} is not positive.")
     return queries
@@ -122,13 +122,8 @@ def _check_layout(
 
 def _check_vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: int) -> None:
     if tensor.dtype not in dtypes or tensor.shape != (count,):
-        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise _misfit(name, tensor, f"{wanted}, ({count},)")
-
-
-def _misfit(name: str, tensor: Tensor, wanted: str) -> ValueError:
-    found = f"{str(tensor.dtype).removeprefix('torch.')}, {tuple(tensor.shape)}"
-    return ValueError(f"advance_step_flashattn: {name} must be {wanted}; found {found}.")
+        wanted = " or ".join(map(plain, dtypes))
+        raise misfit("advance_step_flashattn", name, tensor, f"{wanted}, ({count},)")
 
 
 def _check_values(seq_lens: Tensor, block_tables: Tensor, block_size: int) -> None:
@@ -163,8 +158,8 @@ def _problem(
     block = int(table[column])
     if not 0 <= block <= _last_block(block_size):
         return (
-            f"block_tables[{sequence}, {column}] is {block}, which is no block for position "
-            f"{position}"
+            f"block_tables[{sequence}, {column}] is {block}, which is not a valid block for "
+            f"position {position}"
         )
     return None
 
@@ -182,7 +177,7 @@ def _inputs(
     dtype: torch.dtype = torch.int32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
-    # Lengths and tables have the dtype if it is an integer one that they can have.
+    # Conformance also passes floating-point dtypes, which lengths and tables cannot have.
     dtype = dtype if dtype in _INDICES else torch.int32
     tokens = torch.randint(1000, (num_tokens,), device=device)
     lengths = torch.randint(num_blocks * block_size, (num_tokens,), device=device).to(dtype)

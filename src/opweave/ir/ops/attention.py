@@ -26,9 +26,9 @@ def causal_attention(
 ) -> Tensor:
     """Causal attention over a dense batch.
 
-    The last query sits at the last key, so ``q`` queries may follow ``k - q`` cached keys. A query
-    without a key to attend to gives zeros. What is not finite stays in its batch element; in
-    native, it also reaches no query that does not see it, where a kernel may multiply it by zero.
+    The last query is aligned with the last key, so ``q`` queries may follow ``k - q`` cached keys.
+    A query without keys gives zeros. Non-finite keys and values do not affect other batch elements.
+    In native, masked ones contribute nothing; a kernel may multiply them by zero, which gives NaN.
 
     Args:
         query: ``(batch, q, query_heads, head_size)``.
@@ -36,7 +36,7 @@ def causal_attention(
             head serves a group of consecutive query heads.
         value: ``(batch, k, kv_heads, value_size)``.
         scale: factor on the scores; by default ``head_size ** -0.5``.
-        window: attend to this many positions at most, the query's own included.
+        window: size of the sliding window, including the query's own position.
         soft_cap: replace a score ``s`` by ``soft_cap * tanh(s / soft_cap)``.
 
     Returns:
@@ -56,9 +56,9 @@ def causal_attention(
 def bidirectional_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Attention of every query to every key of its own batch element, as in an encoder.
+    """Attention of every query to every key of its batch element, as in an encoder.
 
-    Without a key there is nothing to attend to, which gives zeros.
+    Gives zeros if there are no keys.
 
     Args:
         query: ``(batch, q, query_heads, head_size)``.
@@ -90,12 +90,12 @@ def varlen_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Attention over sequences of different lengths, packed one after the other.
+    """Attention over packed sequences of different lengths.
 
     Sequence ``i`` has queries ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and keys
-    ``cu_seqlens_k[i]:cu_seqlens_k[i + 1]``; no token sees another sequence. What a query does not
-    see adds nothing to its result, though it be NaN. Tokens after the last sequence, and queries
-    without a key, give zeros.
+    ``cu_seqlens_k[i]:cu_seqlens_k[i + 1]``; tokens attend to their own sequence only. Masked keys
+    contribute nothing, even if they are NaN. Tokens after the last sequence, and queries without
+    keys, give zeros.
 
     Args:
         query: ``(q_tokens, query_heads, head_size)``.
@@ -103,21 +103,21 @@ def varlen_attention(
         value: ``(k_tokens, kv_heads, value_size)``.
         cu_seqlens_q, cu_seqlens_k: ``(sequences + 1,)``, int32 or int64, non-decreasing, from 0.
         scale: factor on the scores; by default ``head_size ** -0.5``.
-        causal: a query sees no later key; the last query of a sequence sits at its last key.
-        window: attend to this many positions at most, the query's own included; needs ``causal``.
+        causal: mask later keys; the last query of a sequence is aligned with its last key.
+        window: size of the sliding window, including the query's own position; needs ``causal``.
         soft_cap: replace a score ``s`` by ``soft_cap * tanh(s / soft_cap)``.
 
     Returns:
         ``(q_tokens, query_heads, value_size)`` in the dtype of the query, contiguous.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, ``window`` is not positive, or comes without
+        ValueError: shapes or dtypes do not fit, or ``window`` is not positive or given without
             ``causal``.
     """
     check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, causal, window)
     q_seq, q_pos = locate(query.shape[0], cu_seqlens_q)
     k_seq, k_pos = locate(key.shape[0], cu_seqlens_k)
-    # Positions count from the first key: the last query of a sequence sits at its last key.
+    # Positions count from the first key, and the last query is aligned with the last key.
     cached = cached_keys(cu_seqlens_k.diff(), cu_seqlens_q)[q_seq]
     visible = _visible(q_pos + cached, k_pos, causal, window)
     visible = visible & (q_seq[:, None] == k_seq) & (k_seq < cu_seqlens_q.shape[0] - 1)
@@ -125,20 +125,20 @@ def varlen_attention(
 
 
 def locate(num_tokens: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sequence of each token and its index there (sequence n: after the last one)."""
+    """Return the sequence of each token and its index in it; tokens after the last have n."""
     token = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    # Not torch.searchsorted: of a view, Inductor before torch 2.13 searches what it is a view of.
+    # Not torch.searchsorted: for a view, Inductor before torch 2.13 searches its base instead.
     sequence = (cu_seqlens[1:] <= token[:, None]).sum(-1)
     return sequence, token - cu_seqlens[sequence]
 
 
 def cached_keys(seq_lens: Tensor, cu_seqlens_q: Tensor) -> Tensor:
-    """Return how many keys each sequence has before its queries; one more is for no sequence."""
+    """Return the number of keys before the queries of each sequence, and a 0 for no sequence."""
     return functional.pad(seq_lens - cu_seqlens_q.diff(), (0, 1))
 
 
 def _visible(q_pos: Tensor, k_pos: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Return which key each query sees: ``(queries, keys)``, bool."""
+    """Return the attention mask, ``(queries, keys)``, bool; True for visible keys."""
     distance = q_pos[:, None] - k_pos
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     return visible if window is None else visible & (distance < window)
@@ -159,16 +159,16 @@ def _attend(
     scores = q @ k.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    # A finite fill keeps a row without keys finite; its probabilities are zeroed below.
+    # A finite fill keeps rows without keys finite; their probabilities are zeroed below.
     scores = scores.masked_fill(~visible, torch.finfo(dtype).min)
     probabilities = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)
     return _weighed(probabilities, v, visible).transpose(1, 2).to(query.dtype).contiguous()
 
 
 def _weighed(probabilities: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """Return ``probabilities @ value``, to which what is not visible adds nothing."""
-    # Zero times NaN is NaN: what is not finite is not weighed, but looked for.
-    rises, falls = ~(value < math.inf), ~(value > -math.inf)  # NaN does both
+    """Return ``probabilities @ value``; masked values contribute nothing, even NaN."""
+    # 0 * NaN is NaN, so non-finite values are left out of the product and added by masks.
+    rises, falls = ~(value < math.inf), ~(value > -math.inf)  # NaN is in both
     weighed = probabilities @ value.masked_fill(rises | falls, 0.0)
     odd = torch.cat((rises, falls), -1).to(value.dtype)
     rises, falls = (visible.to(value.dtype) @ odd > 0).chunk(2, -1)
@@ -208,13 +208,13 @@ def check_varlen(
             f"found {found}."
         )
     if cu_seqlens_q.shape[0] == 0:
-        raise ValueError(f"{name}: cu_seqlens_q is empty; without sequences it is [0].")
+        raise ValueError(f"{name}: cu_seqlens_q is empty; it must start with 0.")
 
 
 def _check_shapes(
     query: Tensor, key: Tensor, value: Tensor, batch: tuple[str, ...], name: str
 ) -> None:
-    """Raise ValueError unless all but the numbers of heads fits: kernels trust it to be so."""
+    """Raise ValueError unless all sizes except the numbers of heads fit; kernels rely on it."""
     count = len(batch)
     fits = (
         query.ndim == key.ndim == value.ndim == count + 3
@@ -238,7 +238,7 @@ def _check_shapes(
 
 
 def check_heads(queries: int, keys: int, values: int, name: str) -> None:
-    """Raise ValueError unless each key head serves as many query heads and has its values."""
+    """Raise ValueError unless there are as many key as value heads, dividing the query heads."""
     if keys != values or keys == 0 or queries % keys:
         raise ValueError(
             f"{name}: {queries} query heads, {keys} key heads and {values} value heads do not "
@@ -247,7 +247,7 @@ def check_heads(queries: int, keys: int, values: int, name: str) -> None:
 
 
 def check_window(causal: bool, window: int | None, name: str) -> None:
-    """Raise ValueError unless the window is positive, and that of a causal mask."""
+    """Raise ValueError if the window is not positive or given without a causal mask."""
     if window is not None and window < 1:
         raise ValueError(f"{name}: window={window} is not positive.")
     if window is not None and not causal:
@@ -296,7 +296,7 @@ def _varlen_attention_inputs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, None, bool, None, None]:
-    """Sequences with 2, 3, 4, ... keys before those of their queries."""
+    """Make sequences with 2, 3, 4, ... cached keys before their queries."""
     query = torch.randn(num_tokens, num_heads, head_size, device=device).to(dtype)
     queries = sequence_lengths(num_tokens, num_seqs)
     keys = [count + 2 + i for i, count in enumerate(queries)]
@@ -308,8 +308,8 @@ def _varlen_attention_inputs(
 
 
 for _op in (bidirectional_attention, causal_attention, varlen_attention):
-    # Fused kernels round the probabilities to the dtype before the second product, and sum in
-    # another order; averages over keys have magnitude about one.
+    # Fused kernels round the probabilities to the dtype before the second product, and sum in a
+    # different order; results are of order one.
     _op.override_tolerance(torch.float32, atol=2e-5, rtol=1e-4)
     _op.override_tolerance(torch.bfloat16, atol=2e-2, rtol=1.6e-2)
     _op.override_tolerance(torch.float16, atol=2e-3, rtol=2e-3)

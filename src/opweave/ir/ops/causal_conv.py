@@ -1,6 +1,6 @@
-"""Short causal convolution over each channel, with a state: its last inputs.
+"""Short causal depthwise convolution with a state.
 
-A state is ``(slots, channels, width - 1)``: for each channel its last inputs, the latest last.
+The state is ``(slots, channels, width - 1)``: the last inputs of each channel, the latest last.
 
 Source: the convolution before the scan of Mamba, Gu and Dao, arXiv:2312.00752, section 3.4.
 """
@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir.ops.attention import locate
+from opweave.ir.ops.checks import check_shape, misfit
 from opweave.ir.ops.state_slots import (
     check_sequences,
-    check_shape,
     check_slots,
     initial_states,
     is_computed,
-    misfit,
     read_states,
     sequence_inputs,
     some_slots,
@@ -38,11 +37,11 @@ def causal_conv1d(
     has_initial_state: Tensor,
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Convolve packed sequences, each channel with its own taps: ``y[t] = Σ w[j] x[t-K+1+j] + b``.
+    """Depthwise convolution of packed sequences: ``y[t] = Σ w[j] x[t-K+1+j] + b``.
 
-    Before the first token of a sequence are the inputs in its slot if it *has_initial_state*, else
-    zeros. Sums are in float32 (float64 stays), rounded once. Tokens after the last sequence, and
-    those of a sequence with slot -1, give zeros. Two sequences must not have one slot.
+    The inputs before the first token of a sequence come from its slot if it *has_initial_state*,
+    else they are zeros. Sums are in float32 (float64 stays), rounded once. Tokens after the last
+    sequence and of sequences with slot -1 give zeros. Sequences must not share a slot.
 
     Args:
         x: ``(tokens, channels)``, floating point.
@@ -50,16 +49,16 @@ def causal_conv1d(
         bias: ``(channels,)`` or None.
         x_state: ``(slots, channels, K - 1)``, any floating dtype.
         query_start_loc: ``(sequences + 1,)``, integer, non-decreasing, from 0.
-        slot_idx: ``(sequences,)``, integer: where each state is; -1 for padding.
+        slot_idx: ``(sequences,)``, integer: the slot of each sequence; -1 for padding.
         has_initial_state: ``(sequences,)``, bool.
-        activation: of the result: ``"silu"``, which is also called ``"swish"``, or None.
+        activation: ``"silu"`` (or ``"swish"``, its other name), applied to the result, or None.
 
     Returns:
-        The result in the shape and dtype of ``x``, and the states after the sequences' tokens.
+        The result in the shape and dtype of ``x``, and the updated ``x_state``.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or *activation* is not known.
-        IndexError: there is no such slot.
+        ValueError: shapes or dtypes do not fit, or *activation* is unknown.
+        IndexError: a slot does not exist.
     """
     check_conv("causal_conv1d", x, weight, bias, x_state, activation)
     check_sequences("causal_conv1d", query_start_loc, slot_idx, has_initial_state)
@@ -67,8 +66,8 @@ def causal_conv1d(
     dtype = torch.promote_types(x.dtype, torch.float32)
     sequence, _ = locate(tokens, query_start_loc)
     known = initial_states(x_state, slot_idx, has_initial_state).to(dtype).transpose(1, 2)
-    # All inputs in one row, those of a sequence after what it knows; then an output is a sum of
-    # neighbours. Tokens after the last sequence follow room that nobody reads.
+    # Lay out the inputs of each sequence after its initial state, so that an output is a sum over
+    # neighbours. Tokens after the last sequence follow unused space.
     places = torch.arange(tokens, device=x.device) + (sequence + 1) * history
     earlier = _windows(query_start_loc[:-1], count, history)
     inputs = x.new_zeros(tokens + (count + 1) * history, x.shape[1], dtype=dtype)
@@ -91,7 +90,7 @@ def causal_conv1d_update(
     slot_idx: Tensor,
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``causal_conv1d`` of sequences with one new token each, which follows their state.
+    """``causal_conv1d`` for decoding: one new token for each sequence.
 
     Args:
         x: ``(sequences, channels)``, floating point.
@@ -99,11 +98,11 @@ def causal_conv1d_update(
         slot_idx: ``(sequences,)``, integer; -1 for padding, whose result is zeros.
 
     Returns:
-        The result in the shape and dtype of ``x``, and the states with the new inputs.
+        The result in the shape and dtype of ``x``, and the updated ``x_state``.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or *activation* is not known.
-        IndexError: there is no such slot.
+        ValueError: shapes or dtypes do not fit, or *activation* is unknown.
+        IndexError: a slot does not exist.
     """
     check_conv("causal_conv1d_update", x, weight, bias, x_state, activation)
     check_slots("causal_conv1d_update", slot_idx, x.shape[0])
@@ -115,7 +114,7 @@ def causal_conv1d_update(
 def conv_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of one token for each sequence, and the sequences' new states."""
+    """Return the results of one token per sequence, and the new states."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     inputs = torch.cat((state.to(dtype), x.to(dtype)[..., None]), -1)
     y = convolve(list(inputs.unbind(-1)), weight.to(dtype), bias, activation)
@@ -125,7 +124,7 @@ def conv_step(
 def convolve(
     taps: list[Tensor], weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    """Return ``act(Σ weight[:, j] * taps[j] + bias)``; one order of sums, so bits are the same."""
+    """Return ``act(Σ weight[:, j] * taps[j] + bias)``, summed in a fixed order."""
     y = taps[0] * weight[:, 0]
     for j, inputs in enumerate(taps[1:], start=1):
         y = y + inputs * weight[:, j]
@@ -153,12 +152,13 @@ def check_conv(
         check_shape(op, "bias", bias, channels)
     if activation is not None and activation not in _ACTIVATIONS:
         raise ValueError(
-            f"{op}: activation={activation!r} is none of None, {', '.join(_ACTIVATIONS)}."
+            f"{op}: activation must be None or one of {', '.join(_ACTIVATIONS)}; found "
+            f"{activation!r}."
         )
 
 
 def _windows(ends: Tensor, count: int, history: int) -> Tensor:
-    """Return where the *history* inputs before each of *ends* are: ``(sequences, history)``."""
+    """Return the places of the *history* inputs before each of *ends*, ``(sequences, history)``."""
     offsets = torch.arange(history, device=ends.device)
     sequence = torch.arange(count, device=ends.device)
     return (ends + sequence * history)[:, None] + offsets
@@ -173,7 +173,7 @@ def _conv_inputs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, str]:
-    """Sequences that begin and that continue, one after the other."""
+    """Make packed sequences; every second one has an initial state."""
     x, weight, bias, *_ = _update_inputs(num_tokens, hidden_size, width, dtype, device)
     state = torch.randn(num_seqs + 2, hidden_size, width - 1, device=device).to(dtype)
     return x, weight, bias, state, *sequence_inputs(num_tokens, num_seqs, device), "silu"
@@ -187,7 +187,7 @@ def _update_inputs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, str]:
-    """One token for each of as many sequences, the first of which is padding if they are some."""
+    """Make one token for each of *num_tokens* sequences; the first quarter is padding."""
     slots = some_slots(num_tokens, device)
     return (
         torch.randn(num_tokens, hidden_size, device=device).to(dtype),
@@ -200,7 +200,7 @@ def _update_inputs(
 
 
 for _op in (causal_conv1d, causal_conv1d_update):
-    # A few products in another order, rounded once; values have magnitude about one.
+    # A few products summed in a different order, rounded once; values are of order one.
     _op.override_tolerance(torch.float32, atol=1e-5, rtol=1e-5)
     _op.override_tolerance(torch.bfloat16, atol=1e-2, rtol=1.6e-2)
     _op.override_tolerance(torch.float16, atol=2e-3, rtol=2e-3)

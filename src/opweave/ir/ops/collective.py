@@ -1,4 +1,4 @@
-"""Collectives and what follows them, as one op: composites for kernels that overlap the two."""
+"""Composites of a collective and the following op, for kernels that overlap the two."""
 
 import torch
 from torch import Tensor
@@ -16,24 +16,22 @@ def all_reduce_rms_norm(
     epsilon: float,
     group: str = "0",
 ) -> tuple[Tensor, Tensor]:
-    """Sum over the ranks of a group, add a residual, then normalise.
+    """All-reduce, add a residual, then normalise.
 
-    ``y = all_reduce(x)``; ``fused_add_rms_norm(y, x_residual, weight, epsilon)``. A composite: it
-    rounds where the composition rounds; in which order ranks are summed is the collective's
-    business.
+    ``fused_add_rms_norm(all_reduce(x), x_residual, weight, epsilon)``. A composite: it rounds where
+    the composition rounds. The collective decides the order in which ranks are summed.
 
     Args:
-        x: ``(..., hidden)``, floating point: a rank's part of the sum.
+        x: ``(..., hidden)``, floating point: this rank's summand.
         x_residual: the shape and dtype of ``x``, the same on every rank.
         weight, epsilon: as in ``rms_norm``.
-        group: the name that torch gave the process group. The first group of a process, which is
-            all ranks, has the name ``"0"``.
+        group: torch's name of the process group; ``"0"`` is the default group of all ranks.
 
     Returns:
         The normalised sum and the sum, both with the shape and dtype of ``x``.
 
     Raises:
-        RuntimeError: this process is in no group of that name.
+        RuntimeError: this process does not belong to a group of that name.
     """
     reduced = compat.all_reduce_sum(x, group)
     normalised: tuple[Tensor, Tensor] = fused_add_rms_norm(reduced, x_residual, weight, epsilon)
@@ -47,10 +45,9 @@ def _inputs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, float, str]:
-    """Make arguments; no process group is needed until the op runs."""
     x, residual = torch.randn(2, num_tokens, hidden_size, device=device).to(dtype)
     return x, residual, torch.randn(hidden_size, device=device).to(dtype), 1e-6, "0"
 
 
-# Kernels may round once less than native does, and a float16 unit in the last place is large.
+# Kernels may round once less than native, and 1 ulp of float16 is large.
 all_reduce_rms_norm.override_tolerance(torch.float16, atol=1e-2, rtol=2e-3)

@@ -1,4 +1,4 @@
-"""Convolutions, and the product that one over separate patches is."""
+"""Convolutions, and the convolution over separate patches as a matrix product."""
 
 from collections.abc import Callable, Sequence
 
@@ -33,29 +33,29 @@ def conv_nd(
     groups: int = 1,
     padding_mode: str = "zeros",
 ) -> Tensor:
-    """Cross-correlation in 1, 2 or 3 dimensions, as ``torch.nn.Conv1d`` and its like.
+    """Cross-correlation in 1, 2 or 3 dimensions, as in ``torch.nn.Conv1d`` to ``Conv3d``.
 
     Args:
         x: ``(batch, in_channels, *size)`` or ``(in_channels, *size)``.
         weight: ``(out_channels, in_channels / groups, *kernel)``, the dtype of ``x``.
         bias: ``(out_channels,)`` or None.
-        stride, dilation: one number for each dimension of the kernel.
-        padding: two numbers for each dimension, in order: before and after.
-        groups: channels are divided into so many, each with kernels of its own.
+        stride, dilation: one number per dimension of the kernel.
+        padding: two numbers per dimension, in order: before and after.
+        groups: number of channel groups.
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
 
     Returns:
         ``(batch, out_channels, *positions)`` in the dtype of ``x``; no batch if ``x`` has none.
 
     Raises:
-        ValueError: the kernel has another number of dimensions, an option another number of
-            values, or *padding_mode* is not known.
+        ValueError: the kernel does not have 1 to 3 dimensions, an option has the wrong number of
+            values, or *padding_mode* is unknown.
     """
     dims = weight.ndim - 2
     _check_conv(dims, stride, padding, dilation, padding_mode)
     before, after = list(padding[::2]), list(padding[1::2])
     if padding_mode != "zeros" or before != after:
-        pairs = zip(before[::-1], after[::-1], strict=True)  # torch begins with the last dimension
+        pairs = zip(before[::-1], after[::-1], strict=True)  # torch pads the last dimension first
         x = functional.pad(x, [n for pair in pairs for n in pair], mode=_MODES[padding_mode])
         before = [0] * dims
     return _CONV[dims](x, weight, bias, list(stride), before, list(dilation), groups)
@@ -70,23 +70,25 @@ def _check_conv(
 ) -> None:
     if dims not in _CONV:
         raise ValueError(
-            f"conv_nd: a weight has two dimensions and the kernel's 1 to 3; found {dims + 2}."
+            f"conv_nd: weight must have 3 to 5 dimensions (1 to 3 of the kernel); found {dims + 2}."
         )
     if (len(stride), len(padding), len(dilation)) != (dims, 2 * dims, dims):
         raise ValueError(
-            f"conv_nd: a kernel of {dims} dimensions takes as many values of stride and dilation, "
-            f"and twice as many of padding; found stride={list(stride)}, "
-            f"dilation={list(dilation)}, padding={list(padding)}."
+            f"conv_nd: a kernel of {dims} dimensions needs {dims} values of stride and dilation, "
+            f"and {2 * dims} of padding; found stride={list(stride)}, dilation={list(dilation)}, "
+            f"padding={list(padding)}."
         )
     if padding_mode not in _MODES:
-        raise ValueError(f"conv_nd: padding_mode={padding_mode!r} is none of {', '.join(_MODES)}.")
+        raise ValueError(
+            f"conv_nd: padding_mode must be one of {', '.join(_MODES)}; found {padding_mode!r}."
+        )
 
 
 @register_op(composite=True)
 def patch_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A convolution whose stride is its kernel: one product with the patches that it sees.
+    """Convolution with a stride equal to the kernel size, as a matrix product over patches.
 
-    A composite of ``linear``. What remains after the last whole patch is not seen.
+    A composite of ``linear``. Elements after the last whole patch are ignored.
 
     Args:
         x: ``(batch, in_channels, *size)``.
@@ -97,7 +99,8 @@ def patch_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         ``(batch, out_channels, *patches)`` in the dtype of ``x``; channels are innermost in memory.
 
     Raises:
-        ValueError: ``x`` has another number of dimensions or channels, or is smaller than a patch.
+        ValueError: ``x`` and ``weight`` differ in the number of dimensions or channels, or ``x`` is
+            smaller than a patch.
     """
     check_patches(x, weight)
     output: Tensor = linear(patches(x, weight.shape[2:]), weight.flatten(1), bias)
@@ -105,7 +108,7 @@ def patch_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def check_patches(x: Tensor, weight: Tensor) -> None:
-    """Raise unless ``patch_matmul`` takes these."""
+    """Raise ValueError if ``patch_matmul`` does not support these arguments."""
     kernel = weight.shape[2:]
     if x.ndim != weight.ndim or x.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -119,7 +122,7 @@ def check_patches(x: Tensor, weight: Tensor) -> None:
 
 
 def patches(x: Tensor, kernel: Sequence[int]) -> Tensor:
-    """Return the whole patches of *x*, ``(batch, *positions, in_channels * elements)``."""
+    """Return the patches of *x*, ``(batch, *positions, in_channels * elements)``."""
     count = len(kernel)
     for i, k in enumerate(kernel):
         dim = 2 + 2 * i
@@ -155,7 +158,7 @@ def _patch_inputs(
     return x.to(dtype), weight.to(dtype), torch.randn(hidden_size, device=device).to(dtype)
 
 
-# Sums of the same products in another order: the error grows with the number of terms.
+# Sums in a different order: the error grows with the number of terms.
 for _op in (conv_nd, patch_matmul):
     _op.override_tolerance(torch.float32, atol=1e-4, rtol=1e-5)
     _op.override_tolerance(torch.bfloat16, atol=1e-2, rtol=1.6e-2)

@@ -1,7 +1,7 @@
 """Rotary position embedding for dual chunk attention.
 
 Source: An et al., "Training-Free Long-Context Scaling of Large Language Models", arXiv:2402.17463;
-the critical form: Qwen2.5-1M, arXiv:2501.15383.
+the critical variant: Qwen2.5-1M, arXiv:2501.15383.
 """
 
 import torch
@@ -25,14 +25,14 @@ def dual_chunk_rotary_embedding(
 ) -> tuple[Tensor, Tensor]:
     """Rotate keys once and queries five times, so that no distance exceeds the trained context.
 
-    With ``n = chunk_size - local_size`` and a token at ``p = positions % n`` of its chunk, keys are
-    rotated by ``p``, and queries, in this order, by
+    With ``n = chunk_size - local_size`` and ``p = positions % n``, the position of a token in its
+    chunk, keys are rotated by ``p``, and queries, in this order, by
 
-    1. ``p``, for keys of their own chunk;
-    2. ``min(p + n, chunk_size)``, for those of the chunk before;
-    3. ``min(2 * n - 1, chunk_size)``, for those of all earlier chunks;
-    4. ``p + n``, and
-    5. ``p + chunk_size``: 2. and 3. of the critical form.
+    1. ``p``, for keys of the same chunk;
+    2. ``min(p + n, chunk_size)``, for keys of the previous chunk;
+    3. ``min(2 * n - 1, chunk_size)``, for keys of earlier chunks;
+    4. ``p + n``: 2. in the critical variant;
+    5. ``p + chunk_size``: 3. in the critical variant.
 
     Args:
         x_query: ``(*positions.shape, query_heads * head_size)`` or ``(*positions.shape,
@@ -42,16 +42,16 @@ def dual_chunk_rotary_embedding(
         cos_sin_cache: ``(max_position, r)`` as in ``rotary_embedding``, with at least
             ``n + chunk_size`` rows.
         head_size, is_neox_style: as in ``rotary_embedding``.
-        chunk_size: how many positions a query tells apart.
-        local_size: by how much neighbouring chunks overlap; from 0, less than ``chunk_size``.
+        chunk_size: number of distinct positions, at most the trained context.
+        local_size: overlap of neighbouring chunks, in ``[0, chunk_size)``.
 
     Returns:
-        The five queries side by side, ``(*positions.shape, 5 * query_heads * head_size)``, and the
-        keys, ``(*positions.shape, key_heads * head_size)``; dtypes as they came in.
+        The five queries concatenated, ``(*positions.shape, 5 * query_heads * head_size)``, and the
+        keys, ``(*positions.shape, key_heads * head_size)``, in the dtypes of the inputs.
 
     Raises:
-        ValueError: ``local_size`` is not in its range, the cache has too few rows, or ``r`` exceeds
-            the head size.
+        ValueError: ``local_size`` is out of range, the cache has too few rows, or ``r`` exceeds the
+            head size.
     """
     _check(cos_sin_cache, chunk_size, local_size)
     size = chunk_size - local_size
@@ -80,8 +80,8 @@ def dual_chunk_rotary_embedding(
 def _check(cos_sin_cache: Tensor, chunk_size: int, local_size: int) -> None:
     if not 0 <= local_size < chunk_size:
         raise ValueError(
-            f"dual_chunk_rotary_embedding: local_size={local_size} is not between 0 and "
-            f"chunk_size={chunk_size} (exclusive)."
+            f"dual_chunk_rotary_embedding: local_size={local_size} is not in [0, "
+            f"chunk_size={chunk_size})."
         )
     rows = 2 * chunk_size - local_size
     if cos_sin_cache.shape[0] < rows:
@@ -108,6 +108,6 @@ def _inputs(
     return query, key, positions, cache, head_size, 16, 4, True
 
 
-# A kernel may keep the products in float32 where native rounds each to the dtype.
+# A kernel may keep the products in float32; native rounds each to the dtype.
 dual_chunk_rotary_embedding.override_tolerance(torch.bfloat16, atol=2e-2, rtol=1.6e-2)
 dual_chunk_rotary_embedding.override_tolerance(torch.float16, atol=4e-3, rtol=2e-3)

@@ -10,7 +10,7 @@ from opweave.ir.traits import BATCH_INVARIANT
 
 @register_op(native_traits={BATCH_INVARIANT})
 def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
-    """Row ``input_ids[i]`` of *weight* for every ``i``.
+    """Look up row ``input_ids[i]`` of *weight* for every ``i``.
 
     Args:
         input_ids: any shape, int32 or int64, values in ``[0, vocabulary)``.

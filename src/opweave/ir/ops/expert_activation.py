@@ -1,4 +1,4 @@
-"""The activations between the two products of an expert, by name."""
+"""Activations between the two products of an expert, by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ class ExpertActivation:
     """One activation.
 
     Attributes:
-        function: of the first product's result, with *options* as keywords.
-        gated: it takes two values for each that it returns.
-        options: the names of its constants, with their defaults. None for a limit: there is none.
+        function: maps the result of the first product, with *options* as keyword arguments.
+        gated: whether its input has twice as many elements as its output.
+        options: the names and defaults of its constants; a limit of None means no limit.
     """
 
     function: Function
@@ -87,15 +87,10 @@ EXPERT_ACTIVATIONS: Mapping[str, ExpertActivation] = {
 
 
 def expert_activation(name: str) -> ExpertActivation:
-    """Return the activation called *name*.
-
-    Raises:
-        ValueError: there is none; the message lists those that there are.
-    """
+    """Return the activation called *name*; raise ValueError if it does not exist."""
     if name not in EXPERT_ACTIVATIONS:
         raise ValueError(
-            f"the activation of experts is {name!r}, which is none of "
-            f"{', '.join(EXPERT_ACTIVATIONS)}."
+            f"unknown expert activation {name!r}; available: {', '.join(EXPERT_ACTIVATIONS)}."
         )
     return EXPERT_ACTIVATIONS[name]
 
@@ -103,10 +98,14 @@ def expert_activation(name: str) -> ExpertActivation:
 def bound_activation(
     name: str, alpha: float | None, beta: float | None, limit: float | None
 ) -> Callable[[Tensor], Tensor]:
-    """Return the activation called *name* as a function of one tensor. None: its own constant.
+    """Return the activation called *name* as a function of one tensor.
+
+    Args:
+        name: the activation.
+        alpha, beta, limit: its constants; None for the default.
 
     Raises:
-        ValueError: there is none, or it has no such constant.
+        ValueError: the activation does not exist, or does not have a given constant.
     """
     activation = expert_activation(name)
     given = {"alpha": alpha, "beta": beta, "limit": limit}
@@ -114,8 +113,8 @@ def bound_activation(
     for key in sorted(chosen.keys() - activation.options.keys()):
         having = [n for n, a in EXPERT_ACTIVATIONS.items() if key in a.options]
         raise ValueError(
-            f"the activation {name!r} has no {key}; given was {key}={chosen[key]}. Those that have "
-            f"one: {', '.join(having)}."
+            f"the activation {name!r} has no {key}, found {key}={chosen[key]}. Activations that "
+            f"have it: {', '.join(having)}."
         )
     options = {**activation.options, **chosen}
     return lambda x: activation.function(x, **options)

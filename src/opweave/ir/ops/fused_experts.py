@@ -1,9 +1,8 @@
-"""A mixture of experts: two products and an activation for each expert, summed by routing weights.
+"""Mixture of experts: two products and an activation per expert, summed with routing weights.
 
-The native implementation sends every token through every expert and then takes the results of those
-that it was routed to: no shape depends on the routing, so that it compiles with any number of
-tokens. An implementation that computes only what is routed does so at run time (provider ``aten``,
-the default of the CPU).
+The native implementation runs every token through every expert and then selects the routed results:
+no shape depends on the routing, so that it compiles with dynamic token counts. The provider
+``aten``, the default on CPU, computes the routed pairs only.
 """
 
 from typing import Any, NamedTuple
@@ -34,38 +33,38 @@ def fused_experts(
 ) -> Tensor:
     """``sum_k weight[t, k] * (w2[e] @ act(w13[e] @ x[t] + w13_bias[e]) + w2_bias[e])``.
 
-    Here ``e`` is ``topk_ids[t, k]``, or ``expert_map[topk_ids[t, k]]``. An expert's result has the
-    dtype of ``x``; they are weighed and added in float32 (float64 stays), rounded once at the end.
+    Here ``e`` is ``topk_ids[t, k]``, or ``expert_map[topk_ids[t, k]]``. The result of each expert
+    is rounded to the dtype of ``x``; the weighted sum is in float32 (float64 stays), rounded once.
 
     Args:
         x: ``(T, hidden)``, floating point.
-        w13: ``(E, 2 * intermediate, hidden)``, the dtype of ``x``: the rows of the gate, then those
-            of the other (by turns for ``"swigluoai"``); ``(E, intermediate, hidden)`` for an
-            activation without a gate.
+        w13: ``(E, 2 * intermediate, hidden)``, the dtype of ``x``: the rows of gate, then of up
+            (interleaved for ``"swigluoai"``); ``(E, intermediate, hidden)`` for an activation
+            without a gate.
         w2: ``(E, hidden, intermediate)``, the dtype of ``x``.
         topk_weights: ``(T, K)``, floating point.
-        topk_ids: ``(T, K)``, integer. What is no expert's number, such as -1, adds nothing.
-        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` and ``"relu2"``, each times the other
-            half; the same followed by ``"_no_mul"``, of all rows; ``"swigluoai"``, and
-            ``"swigluoai_uninterleave"`` for the gate's rows first: as in
-            ``swigluoai_and_mul``, with ``beta`` for its 1; ``"swiglustep"``: ``min(silu(gate),
-            limit) * clamp(up, -limit, limit)``; ``"situ"``: ``beta * tanh(gate / beta) *
-            sigmoid(gate) * limit * tanh(up / limit)``.
-        expert_map: ``(all experts,)``, integer: the place of each expert in the weights, or -1 for
-            one whose weights are elsewhere, which then adds nothing. None: all are here, in order.
+        topk_ids: ``(T, K)``, integer. Ids out of range, such as -1, contribute nothing.
+        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu2"`` of gate times up; the
+            same with the suffix ``"_no_mul"`` for an activation without a gate; ``"swigluoai"``, or
+            ``"swigluoai_uninterleave"`` for the rows of gate first: as in ``swigluoai_and_mul``,
+            with ``beta`` for its 1; ``"swiglustep"``: ``min(silu(gate), limit) * clamp(up, -limit,
+            limit)``; ``"situ"``: ``beta * tanh(gate / beta) * sigmoid(gate) * limit * tanh(up /
+            limit)``.
+        expert_map: ``(all experts,)``, integer: the index of each expert in the weights, or -1 for
+            an expert on another rank, which contributes nothing. None for the identity.
         w13_bias: ``(E, rows of w13)`` or None.
         w2_bias: ``(E, hidden)`` or None.
-        apply_router_weight_on_input: the weight multiplies ``x``, rounded to its dtype, and not the
-            result; for ``K == 1``.
-        alpha, beta, limit: constants of the activation. None: its own, which are 1.702, 1 and 7 for
+        apply_router_weight_on_input: multiply ``x`` by the weight, rounded to its dtype, instead of
+            the result; needs ``K == 1``.
+        alpha, beta, limit: constants of the activation. Defaults: 1.702, 1 and 7 for
             ``"swigluoai"``, a limit of 7 for ``"swiglustep"``, 1 and no limit for ``"situ"``.
 
     Returns:
         ``(T, hidden)`` in the dtype of ``x``, contiguous.
 
     Raises:
-        ValueError: a shape or dtype does not fit the others, the activation is not known or has no
-            such constant, or ``K`` is not 1 where the weight goes to the input.
+        ValueError: shapes or dtypes do not fit, the activation is unknown or does not have a given
+            constant, or ``apply_router_weight_on_input`` is used with ``K != 1``.
 
     Source: Shazeer et al., arXiv:1701.06538; Mixtral, arXiv:2401.04088. Clamped: gpt-oss,
     arXiv:2508.10925.
@@ -86,12 +85,12 @@ def fused_experts(
 
 
 class Routed(NamedTuple):
-    """Tokens and where they go.
+    """Tokens and their routing.
 
     Attributes:
-        x: the tokens, with their weights applied if these are for the input.
-        weights: ``(T, K)``: what multiplies each result, or None for nothing.
-        experts: ``(T, K)``: places in the weights; 0 where there is no expert.
+        x: the tokens, multiplied by their weights if those apply to the input.
+        weights: ``(T, K)``: factors of the results, or None.
+        experts: ``(T, K)``: indices into the weights; 0 without an expert.
         valid: ``(T, K)``: whether there is an expert.
     """
 
@@ -109,10 +108,10 @@ def route(
     expert_map: Tensor | None,
     weight_on_input: bool,
 ) -> Routed:
-    """Resolve ids to places in the weights.
+    """Resolve expert ids to indices into the weights.
 
     Raises:
-        ValueError: the weight is for the input, and there is more than one.
+        ValueError: *weight_on_input* with more than one expert per token.
     """
     known = num_local if expert_map is None else expert_map.shape[0]
     valid = (topk_ids >= 0) & (topk_ids < known)
@@ -125,7 +124,7 @@ def route(
         return Routed(x, topk_weights, experts, valid)
     if topk_ids.shape[1] != 1:
         raise ValueError(
-            "fused_experts: apply_router_weight_on_input is for one expert per token; topk_ids has "
+            "fused_experts: apply_router_weight_on_input needs one expert per token; topk_ids has "
             f"{topk_ids.shape[1]}."
         )
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -133,11 +132,11 @@ def route(
 
 
 def combine(outputs: Tensor, routed: Routed) -> Tensor:
-    """Weigh and add the results ``(T, K, hidden)`` of each token's experts."""
+    """Return the weighted sum of the results ``(T, K, hidden)`` of each token's experts."""
     wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     if routed.weights is not None:
         wide = wide * routed.weights.to(wide.dtype)[..., None]
-    # Not a product with zero: what was computed where there is no expert may be infinite.
+    # Not a product with zero: the results of invalid pairs may be infinite.
     wide = torch.where(routed.valid[..., None], wide, 0.0)
     return wide.sum(dim=1).to(outputs.dtype)
 
@@ -152,7 +151,7 @@ def check_experts(
     w13_bias: Tensor | None,
     w2_bias: Tensor | None,
 ) -> None:
-    """Raise ValueError unless shapes and dtypes fit each other."""
+    """Raise ValueError unless the shapes and dtypes fit together."""
     for name, tensor, ndim, shape in (
         ("x", x, 2, "(tokens, hidden)"),
         ("w13", w13, 3, "(experts, rows, hidden)"),
@@ -186,7 +185,7 @@ def check_experts(
 def _check_shape(name: str, tensor: Tensor, wanted: tuple[int, ...], because: str) -> None:
     if tuple(tensor.shape) != wanted:
         raise ValueError(
-            f"fused_experts: {name} must have shape {wanted}, to go with {because}; found "
+            f"fused_experts: {name} must have shape {wanted} to fit {because}; found "
             f"{tuple(tensor.shape)}."
         )
 
@@ -204,10 +203,10 @@ def _inputs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Any, ...]:
-    """Generate experts, tokens and their routing.
+    """Make experts, tokens and their routing.
 
-    With *unrouted*, the first token and some others are not routed to an expert. With *has_map*,
-    every second expert is on another rank.
+    With *unrouted*, the first token and some others have no expert. With *has_map*, every second
+    expert is on another rank.
     """
     x = torch.randn(num_tokens, hidden_size, device=device)
     w13 = torch.randn(num_experts, 2 * intermediate_size, hidden_size, device=device)
@@ -232,8 +231,8 @@ def _inputs(
     return *values, "silu", places, *biases, False, None, None, None
 
 
-# Sums of the same products in another order, rounded to the dtype three times on the way: the
-# error grows with the number of terms.
+# Sums in a different order with three roundings to the dtype: the error grows with the number of
+# terms.
 fused_experts.override_tolerance(torch.float32, atol=1e-4, rtol=1e-5)
 fused_experts.override_tolerance(torch.bfloat16, atol=3e-2, rtol=1.6e-2)
 fused_experts.override_tolerance(torch.float16, atol=4e-3, rtol=2e-3)

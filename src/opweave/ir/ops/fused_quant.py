@@ -1,8 +1,8 @@
-"""A norm or an activation, and the quantisation of its result: composites.
+"""Composites of a norm or activation and the quantisation of its result.
 
-Each rounds where its composition rounds: the result is rounded to the dtype of ``x`` before it is
-quantised. One op per scheme; a scheme is one of :mod:`opweave.ir.ops.quant`. Where batch invariance
-is required, it holds because it is required of the ops that they are written in, too.
+The intermediate result is rounded to the dtype of ``x`` before it is quantised. There is one op per
+scheme of :mod:`opweave.ir.ops.quant`. They are batch invariant, because a required trait applies to
+the ops that they call too.
 """
 
 from collections.abc import Callable
@@ -237,7 +237,7 @@ def _inputs_of(
 
 
 def _register_inputs(op: IrOp, *rest: Callable[[str], Any]) -> None:
-    """Give *op* inputs: its activations, a weight if it has one, then what *rest* makes."""
+    """Register inputs: the activations, a weight if *op* has one, then the results of *rest*."""
 
     def inputs(
         num_tokens: int = 8,
@@ -252,7 +252,7 @@ def _register_inputs(op: IrOp, *rest: Callable[[str], Any]) -> None:
 
 
 def _register_static_inputs(op: IrOp) -> None:
-    """Give *op* inputs with one scale, or one for each block of rows and columns."""
+    """Register inputs with one scale, or one for each block of rows and columns."""
 
     def inputs(
         num_tokens: int = 8,
@@ -270,7 +270,7 @@ def _register_static_inputs(op: IrOp) -> None:
 
 
 def _register_group_inputs(op: IrOp) -> None:
-    """Give *op* inputs with a size of groups."""
+    """Register inputs with a group size."""
 
     def inputs(
         num_tokens: int = 8,
@@ -311,6 +311,6 @@ for _op in (
     silu_and_mul_dynamic_per_token_quant_int8,
     silu_and_mul_per_token_group_quant_fp8,
 ):
-    # What is quantised may be one unit of float16 or bfloat16 away, which now and then is the next
-    # code, up to 1/8 of the value (or 2**-9) away. Scales move with the largest value of a row.
+    # The quantised values may differ by 1 ulp of float16 or bfloat16, which may give the next code,
+    # up to 1/8 of the value (or 2**-9) away. Scales change with the largest value of a row.
     _op.override_tolerance(torch.float8_e4m3fn, atol=2**-9, rtol=0.125)

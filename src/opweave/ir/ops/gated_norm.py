@@ -28,24 +28,24 @@ def rms_norm_gated(
 ) -> Tensor:
     """``rms_norm(x * act(z)) * weight``, or ``rms_norm(x) * weight * act(z)``.
 
-    Everything is in float32 (float64 stays), rounded once at the end.
+    Computed in float32 (float64 stays), rounded once.
 
     Args:
         x: ``(..., hidden)``, floating point.
         weight: ``(hidden,)``, any floating dtype, or None for no scaling.
         z: the gate, the shape of ``x``, any floating dtype; or None for no gate.
         epsilon: added to the mean square.
-        group_size: so many neighbours in the last dimension have a mean square of their own;
-            None for all of them.
-        norm_before_gate: gate what is normalised, rather than normalise what is gated.
-        activation: of the gate: ``"silu"``, which is also called ``"swish"``, or ``"sigmoid"``.
+        group_size: normalise groups of this many elements separately; None for one group.
+        norm_before_gate: normalise before the gate is applied, instead of after.
+        activation: activation of the gate: ``"silu"`` (or ``"swish"``, its other name), or
+            ``"sigmoid"``.
 
     Returns:
         Shape and dtype of ``x``.
 
     Raises:
-        ValueError: ``z`` has another shape than ``x``, the weight's shape is not ``(hidden,)``,
-            ``group_size`` does not divide ``hidden``, or ``activation`` is not known.
+        ValueError: the shape of ``z`` differs from ``x``, the weight's shape is not ``(hidden,)``,
+            ``group_size`` does not divide ``hidden``, or ``activation`` is unknown.
 
     Source: Mamba-2, Dao and Gu, arXiv:2405.21060; with ``norm_before_gate``, Gated DeltaNet,
     arXiv:2412.06464.
@@ -77,12 +77,13 @@ def _check(
         )
     if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(
-            f"rms_norm_gated: weight has shape {tuple(weight.shape)}; it needs one element for "
-            f"each in the last dimension of x, {tuple(x.shape)}."
+            f"rms_norm_gated: weight must have shape {tuple(x.shape[-1:])}, the last dimension of "
+            f"x; found {tuple(weight.shape)}."
         )
     if activation not in _ACTIVATIONS:
         raise ValueError(
-            f"rms_norm_gated: activation={activation!r} is none of {', '.join(_ACTIVATIONS)}."
+            f"rms_norm_gated: activation must be one of {', '.join(_ACTIVATIONS)}; found "
+            f"{activation!r}."
         )
     if group_size is None:
         return 1

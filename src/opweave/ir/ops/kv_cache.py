@@ -1,8 +1,8 @@
-"""The paged cache of keys and values, and what writes into it.
+"""Writes into the paged KV cache.
 
 A cache is ``(blocks, kv_heads, block_size, head_size)``: a block holds ``block_size`` positions of
-one sequence, head by head, so that attention reads each head's keys in one stretch. Slot ``s`` is
-position ``s % block_size`` of block ``s // block_size``.
+one sequence, with the keys of each head contiguous. Slot ``s`` is position ``s % block_size`` of
+block ``s // block_size``.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
 PagedAttention", arXiv:2309.06180.
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from opweave.ir.memory import empty_in_layout
+from opweave.ir.ops.checks import check_shape, misfit
 from opweave.ir.ops.rotary import _heads, rotary_embedding
 from opweave.ir.registry import register_op
+from opweave.ir.rule import plain
 from opweave.ir.traits import BATCH_INVARIANT
 
 
@@ -29,22 +31,22 @@ def reshape_and_cache(
     """Write the keys and values of new tokens into their slots of a paged cache.
 
     ``cache[slot // block_size, :, slot % block_size] = key[token]`` for every token whose slot is
-    not -1. What a slot of several tokens holds is undefined: one of them, or parts of each.
+    not -1. The contents of a slot that several tokens share are undefined.
 
     Args:
         key: ``(tokens, kv_heads, head_size)``.
         value: ``(tokens, kv_heads, value_size)``.
         key_cache: ``(blocks, kv_heads, block_size, head_size)`` in the dtype of the keys.
         value_cache: ``(blocks, kv_heads, block_size, value_size)`` in the dtype of the values.
-        slot_mapping: ``(tokens,)``, int64; -1 for a token that is not kept.
+        slot_mapping: ``(tokens,)``, int64; -1 to skip a token.
 
     Returns:
-        The new ``key_cache`` and ``value_cache``, with the strides that came in. With
-        ``maybe_inplace``, the caches are donated: nothing but the slots is written then.
+        The new ``key_cache`` and ``value_cache``, with the strides of the inputs. With
+        ``maybe_inplace``, only the slots are written.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
-        IndexError: a slot is not in the cache, and not -1 (RuntimeError from native kernels).
+        IndexError: a slot is out of range and not -1 (RuntimeError from native kernels).
     """
     _check_layout(key, value, key_cache, value_cache, slot_mapping)
     return _scatter(key, key_cache, slot_mapping), _scatter(value, value_cache, slot_mapping)
@@ -71,21 +73,21 @@ def rope_reshape_and_cache(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate queries and keys, and write the rotated keys and the values into a paged cache.
 
-    ``rotary_embedding``, then ``reshape_and_cache``: a composite. The rotated keys are nowhere but
-    in the cache.
+    A composite of ``rotary_embedding`` and ``reshape_and_cache``. The rotated keys are written to
+    the cache only.
 
     Args:
         query, key, positions, cos_sin_cache, head_size, is_neox_style: as in
-            ``rotary_embedding``; there are as many positions as tokens.
+            ``rotary_embedding``, with one position per token.
         value, key_cache, value_cache, slot_mapping: as in ``reshape_and_cache``.
 
     Returns:
-        The rotated queries, in the shape and dtype that came in, and the new ``key_cache`` and
-        ``value_cache``. With ``maybe_inplace``, these three are what is donated.
+        The rotated queries, in the shape and dtype of ``query``, and the new ``key_cache`` and
+        ``value_cache``. ``maybe_inplace`` donates these three.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or ``r`` exceeds the head size.
-        IndexError: a slot is not in the cache, and not -1, or a position is not in the table
+        IndexError: a slot is out of range and not -1, or a position is not in the table
             (RuntimeError from native kernels).
     """
     rotated_query, rotated_key = rotary_embedding(
@@ -101,7 +103,7 @@ def _scatter(x: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
     blocks, heads, block_size, size = cache.shape
     count = blocks * block_size
     rows = cache.transpose(1, 2).reshape(count, heads, size)
-    # One row more takes the tokens that are not kept; what is out of bounds stays so.
+    # A spare row takes the skipped tokens; invalid slots stay out of range, so that torch raises.
     rows = torch.cat((rows, rows.new_zeros(1, heads, size)))
     index = torch.where((slots >= -1) & (slots < count), slots % (count + 1), count + 1)
     rows = rows.index_copy(0, index, x)[:count]
@@ -112,25 +114,18 @@ def _scatter(x: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
 def _check_layout(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
+    op = "reshape_and_cache"
     if slot_mapping.ndim != 1 or slot_mapping.dtype != torch.int64:
-        raise _misfit("slot_mapping", slot_mapping, "int64, (tokens,)")
+        raise misfit(op, "slot_mapping", slot_mapping, "int64, (tokens,)")
     if key_cache.ndim != 4:
-        raise _misfit("key_cache", key_cache, "(blocks, kv_heads, block_size, head_size)")
+        raise misfit(op, "key_cache", key_cache, "(blocks, kv_heads, block_size, head_size)")
     blocks, heads, block_size, _ = key_cache.shape
     for name, x, cache in (("key", key, key_cache), ("value", value, value_cache)):
         fits = cache.ndim == 4 and cache.shape[:3] == (blocks, heads, block_size)
         if not fits or cache.dtype != x.dtype:
-            dtype = str(x.dtype).removeprefix("torch.")
-            wanted = f"{dtype}, ({blocks}, {heads}, {block_size}, {name}'s head size)"
-            raise _misfit(f"{name}_cache", cache, wanted)
-        if x.shape != (slot_mapping.shape[0], heads, cache.shape[3]):
-            wanted = f"({slot_mapping.shape[0]}, {heads}, {cache.shape[3]})"
-            raise _misfit(name, x, wanted)
-
-
-def _misfit(name: str, tensor: Tensor, wanted: str) -> ValueError:
-    found = f"{str(tensor.dtype).removeprefix('torch.')}, {tuple(tensor.shape)}"
-    return ValueError(f"reshape_and_cache: {name} must be {wanted}; found {found}.")
+            wanted = f"{plain(x.dtype)}, ({blocks}, {heads}, {block_size}, {name}'s head size)"
+            raise misfit(op, f"{name}_cache", cache, wanted)
+        check_shape(op, name, x, slot_mapping.shape[0], heads, cache.shape[3])
 
 
 @reshape_and_cache.register_input_generator
@@ -185,5 +180,5 @@ for _dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
     reshape_and_cache.override_tolerance(_dtype, atol=0, rtol=0)  # copies
 
 for _dtype in (torch.bfloat16, torch.float16):
-    _atol, _rtol = rotary_embedding.get_tolerance(_dtype)  # the rest is copied
+    _atol, _rtol = rotary_embedding.get_tolerance(_dtype)  # the caches are copies
     rope_reshape_and_cache.override_tolerance(_dtype, atol=_atol, rtol=_rtol)

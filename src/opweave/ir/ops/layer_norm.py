@@ -12,12 +12,11 @@ from opweave.ir.traits import ROWWISE
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     """``(x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias`` over the last dimension.
 
-    Everything is in float32 (float64 stays), rounded once at the end; the variance is that of the
-    population.
+    Computed in float32 (float64 stays), rounded once, with the population variance.
 
     Args:
         x: ``(..., hidden)``, floating point.
-        weight, bias: ``(hidden,)``, any floating dtype, or None for one and zero.
+        weight, bias: ``(hidden,)``, any floating dtype; None for 1 and 0.
         epsilon: added to the variance.
 
     Returns:

@@ -1,7 +1,6 @@
-"""The linear map, with weights of the dtype of the activations or of 8 bits.
+"""Linear layers: weights in the dtype of the activations, and weight-only int8 and float8.
 
-Weights of 8 bits are quantised and activations are not: torchao calls int8 weight-only, float8
-weight-only. The convention is that of :mod:`opweave.ir.ops.quant`: ``weight ~ q * scale``.
+Quantised weights follow the convention of :mod:`opweave.ir.ops.quant`: ``weight ~ q * scale``.
 """
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir.registry import register_op
+from opweave.ir.rule import plain
 
 
 @register_op
@@ -28,20 +28,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @register_op
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ (weight * scale).T + bias`` with weights of 8 bits, in float32, rounded once.
+    """``x @ (weight * scale).T + bias`` with 8-bit weights, in float32, rounded once.
 
     Args:
         x: ``(..., in_features)``, floating point; float64 is computed in float64.
         weight: ``(out_features, in_features)``, int8 or float8_e4m3fn.
-        scale: float32; one element of any shape for all of ``weight``, or one for each of its rows:
-            ``(out_features,)`` or ``(out_features, 1)``.
+        scale: float32; one element of any shape, or one per row of ``weight``: ``(out_features,)``
+            or ``(out_features, 1)``.
         bias: ``(out_features,)``, any floating dtype, or None.
 
     Returns:
         ``(..., out_features)`` in the dtype of ``x``.
 
     Raises:
-        ValueError: ``weight`` has another dtype, or ``scale`` another shape.
+        ValueError: the dtype of ``weight`` or the shape of ``scale`` is not supported.
 
     Source: LLM.int8(), arXiv:2208.07339, for one scale per row; arXiv:2209.05433 for float8.
     """
@@ -52,15 +52,15 @@ def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None =
 
 
 def scales_rows(scale: Tensor, weight: Tensor) -> bool:
-    """Whether *scale* is one scale for *weight*, or one for each of its rows."""
+    """Whether *scale* has one element, or one per row of *weight*."""
     return scale.numel() == 1 or scale.shape in (weight.shape[:1], (*weight.shape[:1], 1))
 
 
 def _check_w8(weight: Tensor, scale: Tensor) -> None:
     if weight.dtype not in (torch.int8, torch.float8_e4m3fn):
         raise ValueError(
-            "linear_w8a16: weight must be int8 or float8_e4m3fn; it is "
-            f"{str(weight.dtype).removeprefix('torch.')}. linear takes weights of the dtype of x."
+            "linear_w8a16: weight must be int8 or float8_e4m3fn; found "
+            f"{plain(weight.dtype)}. For weights in the dtype of x, use linear."
         )
     if not scales_rows(scale, weight):
         raise ValueError(
@@ -78,7 +78,7 @@ def _linear_inputs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """An *output_size* of 0 is twice the *hidden_size*."""
+    """An *output_size* of 0 stands for twice the *hidden_size*."""
     output_size = output_size or 2 * hidden_size
     x = torch.randn(num_tokens, hidden_size, device=device)
     weight = torch.randn(output_size, hidden_size, device=device) / hidden_size**0.5
@@ -104,7 +104,7 @@ def _linear_w8a16_inputs(
     return x.to(dtype), quantised.to(weight_dtype), scale, bias.to(dtype)
 
 
-# Sums of the same products in another order: the error grows with the number of terms.
+# Sums in a different order: the error grows with the number of terms.
 for _op in (linear, linear_w8a16):
     _op.override_tolerance(torch.float32, atol=1e-4, rtol=1e-5)
     _op.override_tolerance(torch.bfloat16, atol=1e-2, rtol=1.6e-2)

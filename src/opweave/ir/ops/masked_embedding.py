@@ -1,4 +1,4 @@
-"""Embedding lookup in a part of the vocabulary."""
+"""Embedding lookup in a shard of the vocabulary."""
 
 import torch
 from torch import Tensor
@@ -18,18 +18,18 @@ def masked_embedding(
     added_end: int = 0,
     added_row: int = 0,
 ) -> Tensor:
-    """The rows of two ranges of ids; zeros for every other id.
+    """Look up the rows of two ranges of ids; zeros for every other id.
 
-    Ids in ``[start, end)`` have the rows of *weight* from 0 on, those in ``[added_start,
-    added_end)`` the rows from *added_row* on. Summed over the ranks of a vocabulary-parallel
-    embedding, of which each id has one, it is the lookup in the whole table, bit for bit.
+    The rows of *weight* for ids in ``[start, end)`` start at 0, those for ids in ``[added_start,
+    added_end)`` at *added_row*. The sum over the ranks of a vocabulary-parallel embedding, where
+    each id belongs to one rank, equals the lookup in the whole table bit for bit.
 
     Args:
         input_ids: any shape, int32 or int64, any values.
         weight: ``(rows, hidden)``, at least one row.
         start, end: the first range.
-        added_start, added_end: the second, which does not overlap the first; by default empty.
-        added_row: where the rows of the second range begin.
+        added_start, added_end: the second range, disjoint from the first; empty by default.
+        added_row: first row of the second range.
 
     Returns:
         ``(*input_ids.shape, hidden)`` in the dtype of *weight*.

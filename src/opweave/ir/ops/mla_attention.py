@@ -1,10 +1,10 @@
-"""Multi-head latent attention (MLA): keys and values of all heads from one small row per token.
+"""Multi-head latent attention (MLA): keys and values of all heads from one latent row per token.
 
-A token's row is ``[kv_c | k_pe]``: the latent vector, normalised, and one rotated key part that all
-heads share. A head's key is ``[kv_c @ W_UK.T | k_pe]``, its value ``kv_c @ W_UV.T``.
-The two ops evaluate the same attention. *Prefill* expands keys and values, which costs least where
-many queries share them. *Decode* multiplies the queries by ``W_UK`` and the result by ``W_UV``
-instead, and so attends to the rows as they are cached.
+The row of a token is ``[kv_c | k_pe]``: the normalised latent vector, and a rotated key part shared
+by all heads. The key of a head is ``[kv_c @ W_UK.T | k_pe]``, its value ``kv_c @ W_UV.T``.
+Both ops compute the same attention. *Prefill* expands keys and values, which is cheaper if many
+queries share them. *Decode* uses the absorbed form: it multiplies the queries by ``W_UK`` and the
+result by ``W_UV``, and attends to the cached rows directly.
 
 Both are written in other ops and round where those round.
 
@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 from opweave.ir.ops.attention import varlen_attention
+from opweave.ir.ops.checks import misfit
 from opweave.ir.ops.linear import linear
 from opweave.ir.ops.paged_attention import paged_attention
 from opweave.ir.ops.sequences import boundaries, sequence_lengths
 from opweave.ir.registry import register_op
+from opweave.ir.rule import plain
 from opweave.ir.traits import BATCH_INVARIANT
 
 
-# Where batch invariance is required, it is required of linear and varlen_attention, too.
+# Batch invariant because a required trait applies to linear and varlen_attention too.
 @register_op(composite=True, native_traits={BATCH_INVARIANT})
 def mla_attention_prefill(
     query: Tensor,
@@ -38,8 +40,7 @@ def mla_attention_prefill(
 ) -> Tensor:
     """Latent attention over packed sequences, with expanded keys and values.
 
-    ``varlen_attention`` of the queries, and the keys and values that ``linear(kv_c, kv_b_weight)``
-    holds.
+    ``varlen_attention`` with the keys and values from ``linear(kv_c, kv_b_weight)``.
 
     Args:
         query: ``(q_tokens, heads, nope + rope)``; the last ``rope`` dimensions are rotated.
@@ -58,9 +59,9 @@ def mla_attention_prefill(
     """
     name = "mla_attention_prefill"
     if kv_c.ndim != 2:
-        raise _misfit(name, "kv_c", kv_c, "(k_tokens, latent)")
+        raise misfit(name, "kv_c", kv_c, "(k_tokens, latent)")
     if k_pe.ndim != 2 or k_pe.shape[0] != kv_c.shape[0]:
-        raise _misfit(name, "k_pe", k_pe, f"({kv_c.shape[0]}, rope)")
+        raise misfit(name, "k_pe", k_pe, f"({kv_c.shape[0]}, rope)")
     sizes = _sizes(name, query, kv_b_weight, kv_c.shape[1], k_pe.shape[1])
     expanded = torch.unflatten(linear(kv_c, kv_b_weight), -1, (sizes.heads, -1))
     k_nope, value = expanded.split_with_sizes([sizes.nope, sizes.value], -1)
@@ -69,7 +70,7 @@ def mla_attention_prefill(
     return out
 
 
-@register_op  # no composite to look for: where its slices cut depends on the sizes of a model
+@register_op  # not a composite: its slices depend on model sizes, so it cannot be recognised
 def mla_attention_decode(
     query: Tensor,
     kv_cache: Tensor,
@@ -81,8 +82,8 @@ def mla_attention_decode(
 ) -> Tensor:
     """Causal latent attention over a paged cache of rows, in the absorbed form.
 
-    ``paged_attention`` of one key head, whose keys are the rows and whose values are their latent
-    parts, between two products with ``W_UK`` and ``W_UV``.
+    ``paged_attention`` with one key head, between products with ``W_UK`` and ``W_UV``. Its keys are
+    the cached rows, its values their latent parts.
 
     Args:
         query: ``(tokens, heads, nope + rope)``; the last ``rope`` dimensions are rotated.
@@ -97,15 +98,15 @@ def mla_attention_decode(
 
     Raises:
         ValueError: shapes or dtypes do not fit.
-        IndexError: a block that is used is not in the cache (RuntimeError from native kernels,
-            which also check lengths).
+        IndexError: a used block is not in the cache (RuntimeError from native kernels, which also
+            check lengths).
     """
     latent, sizes = kv_b_weight.shape[-1], check_decode(query, kv_cache, kv_b_weight)
     weights = torch.unflatten(kv_b_weight, 0, (sizes.heads, -1))
     w_uk, w_uv = weights.split_with_sizes([sizes.nope, sizes.value], 1)
     absorbed = torch.einsum("tnp,npl->tnl", query[..., : sizes.nope], w_uk)
     rows = kv_cache[:, None]  # one key head
-    # A row as its own value: kernels want whole rows, and the rotated part is cut off afterwards.
+    # Values are whole rows, as kernels require; the rotated part is cut off afterwards.
     attended = paged_attention(
         torch.cat((absorbed, query[..., sizes.nope :]), -1),
         rows,
@@ -119,7 +120,7 @@ def mla_attention_decode(
 
 
 class Sizes(NamedTuple):
-    """Of a latent attention: heads, and the parts of a head that are not rotated."""
+    """Number of heads, and the sizes of the key part without rotation and of the value."""
 
     heads: int
     nope: int
@@ -130,35 +131,30 @@ def check_decode(query: Tensor, kv_cache: Tensor, kv_b_weight: Tensor) -> Sizes:
     """Return the sizes; raise ValueError if they do not fit together."""
     name, latent = "mla_attention_decode", kv_b_weight.shape[-1]
     if kv_cache.ndim != 3 or kv_cache.shape[2] < latent:
-        raise _misfit(name, "kv_cache", kv_cache, f"(blocks, block_size, {latent} + rope)")
+        raise misfit(name, "kv_cache", kv_cache, f"(blocks, block_size, {latent} + rope)")
     return _sizes(name, query, kv_b_weight, latent, kv_cache.shape[2] - latent)
 
 
 def _sizes(name: str, query: Tensor, kv_b_weight: Tensor, latent: int, rope: int) -> Sizes:
     if query.ndim != 3 or query.shape[1] == 0 or query.shape[2] < rope:
-        raise _misfit(name, "query", query, f"(tokens, heads, nope + {rope})")
+        raise misfit(name, "query", query, f"(tokens, heads, nope + {rope})")
     heads, nope = query.shape[1], query.shape[2] - rope
     rows = kv_b_weight.shape[0]
     fits = kv_b_weight.ndim == 2 and kv_b_weight.shape[1] == latent
     if not fits or rows % heads or rows // heads < nope:
         wanted = f"({heads} * ({nope} + value_size), {latent})"
-        raise _misfit(name, "kv_b_weight", kv_b_weight, wanted)
+        raise misfit(name, "kv_b_weight", kv_b_weight, wanted)
     if kv_b_weight.dtype != query.dtype:
-        wanted = f"{str(query.dtype).removeprefix('torch.')}, as query is"
-        raise _misfit(name, "kv_b_weight", kv_b_weight, wanted)
+        wanted = f"{plain(query.dtype)}, as query is"
+        raise misfit(name, "kv_b_weight", kv_b_weight, wanted)
     return Sizes(heads, nope, rows // heads - nope)
-
-
-def _misfit(name: str, argument: str, tensor: Tensor, wanted: str) -> ValueError:
-    found = f"{str(tensor.dtype).removeprefix('torch.')}, {tuple(tensor.shape)}"
-    return ValueError(f"{name}: {argument} must be {wanted}; found {found}.")
 
 
 def _queries_and_weight(
     num_tokens: int, num_heads: int, head_size: int, rope: int, latent: int, device: str
 ) -> tuple[Tensor, Tensor]:
     query = torch.randn(num_tokens, num_heads, head_size + rope, device=device)
-    # Values are as large as the latents, so that results have magnitude about one.
+    # Scaled so that results are of order one.
     weight = torch.randn(num_heads * 2 * head_size, latent, device=device) / latent**0.5
     return query, weight
 
@@ -174,7 +170,7 @@ def _prefill_inputs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, None, bool]:
-    """Sequences with 2, 3, 4, ... tokens before their queries."""
+    """Make sequences with 2, 3, 4, ... cached tokens before their queries."""
     query, weight = _queries_and_weight(
         num_tokens, num_heads, head_size, rope_size, latent_size, device
     )
@@ -198,7 +194,7 @@ def _decode_inputs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, None]:
-    """One new token for each sequence, after 3, 4, 5, ... cached ones.
+    """Make one new token per sequence, after 3, 4, 5, ... cached ones.
 
     The first sequence of a *long_context* has more than 4,096 tokens.
     """
@@ -224,8 +220,8 @@ def _decode_inputs(
 
 
 for _op in (mla_attention_prefill, mla_attention_decode):
-    # As for attention, but 16 bits also round what is expanded or absorbed on the way: scores and
-    # values are then off by some units in their last place.
+    # As for attention, but 16-bit dtypes also round the expanded or absorbed tensors, which adds
+    # some ulps to scores and values.
     _op.override_tolerance(torch.float32, atol=2e-5, rtol=1e-4)
     _op.override_tolerance(torch.bfloat16, atol=4e-2, rtol=1.6e-2)
     _op.override_tolerance(torch.float16, atol=5e-3, rtol=2e-3)

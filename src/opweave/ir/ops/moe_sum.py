@@ -1,4 +1,4 @@
-"""The sum over the experts of a token."""
+"""Sum over the experts of a token."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from opweave.ir.traits import ROWWISE
 
 @register_op(native_traits={ROWWISE})
 def moe_sum(x: Tensor) -> Tensor:
-    """The sum over the middle dimension, in float32 (float64 stays), rounded once.
+    """Sum over the middle dimension, in float32 (float64 stays), rounded once.
 
     Args:
         x: ``(T, K, hidden)``, floating point: the weighted results of each token's experts.
@@ -18,7 +18,7 @@ def moe_sum(x: Tensor) -> Tensor:
         ``(T, hidden)`` in the dtype of ``x``.
 
     Raises:
-        ValueError: ``x`` has not three dimensions.
+        ValueError: ``x`` does not have three dimensions.
     """
     if x.ndim != 3:
         raise ValueError(

@@ -20,8 +20,7 @@ def rms_norm(
         x: ``(..., hidden)``, floating point, any strides.
         weight: ``(hidden,)``, any floating dtype, or None for no scaling.
         epsilon: added to the mean square.
-        variance_size: take the statistics over ``x[..., :variance_size]`` only; all of ``x`` is
-            scaled.
+        variance_size: compute the mean square over ``x[..., :variance_size]`` only.
 
     Returns:
         Shape and dtype of ``x``.
@@ -36,13 +35,13 @@ def rms_norm(
         raise ValueError(f"rms_norm: x is {x.dtype}, not floating point.")
     if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(
-            f"rms_norm: weight has shape {tuple(weight.shape)}; it needs one element for each in "
-            f"the last dimension of x, {tuple(x.shape)}."
+            f"rms_norm: weight must have shape {tuple(x.shape[-1:])}, the last dimension of x; "
+            f"found {tuple(weight.shape)}."
         )
     if variance_size is not None and not 0 < variance_size <= x.shape[-1]:
         raise ValueError(
-            f"rms_norm: variance_size={variance_size} is not between 1 and the size of the last "
-            f"dimension, {x.shape[-1]}."
+            f"rms_norm: variance_size={variance_size} is not between 1 and the last dimension of "
+            f"x, {x.shape[-1]}."
         )
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     measured = y if variance_size is None else y[..., :variance_size]
@@ -62,8 +61,7 @@ def fused_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add a residual, then normalise: ``s = x + x_residual``; ``(rms_norm(s, ...), s)``.
 
-    A composite: it rounds where the composition rounds, so the norm sees the sum in the dtype of
-        ``x``.
+    A composite: the sum is rounded to the dtype of ``x`` before the norm.
 
     Args:
         x: ``(..., hidden)``, floating point.
@@ -74,7 +72,7 @@ def fused_add_rms_norm(
         The normalised sum and the sum, both with the shape and dtype of ``x``.
 
     Raises:
-        ValueError: ``x_residual`` has another shape or dtype than ``x``; and as ``rms_norm``.
+        ValueError: ``x_residual`` differs from ``x`` in shape or dtype; or as ``rms_norm``.
     """
     if x_residual.shape != x.shape or x_residual.dtype != x.dtype:
         raise ValueError(
@@ -109,5 +107,5 @@ def _fused_add_rms_norm_inputs(
 
 
 for _op in (rms_norm, fused_add_rms_norm):
-    # Kernels may round once less than native does, and a float16 unit in the last place is large.
+    # Kernels may round once less than native, and 1 ulp of float16 is large.
     _op.override_tolerance(torch.float16, atol=1e-2, rtol=2e-3)

@@ -1,7 +1,7 @@
-"""Softmax attention over the paged cache of keys and values.
+"""Softmax attention over the paged KV cache.
 
-Source: Kwon et al., arXiv:2309.06180; the softmax is that of :mod:`opweave.ir.ops.attention`, the
-cache that of :mod:`opweave.ir.ops.kv_cache`.
+Source: Kwon et al., arXiv:2309.06180. See :mod:`opweave.ir.ops.attention` for the softmax,
+:mod:`opweave.ir.ops.kv_cache` for the layout of the cache.
 """
 
 import functools
@@ -19,9 +19,11 @@ from opweave.ir.ops.attention import (
     check_window,
     locate,
 )
+from opweave.ir.ops.checks import misfit
 from opweave.ir.ops.quant import static_quant_fp8
 from opweave.ir.ops.sequences import boundaries, sequence_lengths
 from opweave.ir.registry import register_op
+from opweave.ir.rule import plain
 
 
 @register_op
@@ -41,9 +43,9 @@ def paged_attention(
 
     Sequence ``i`` has queries ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and ``seq_lens[i]`` keys, the
     last of which belong to its queries; position ``p`` is at ``p % block_size`` of block
-    ``block_tables[i, p // block_size]``. What else is in the cache or the tables is not used, and
-    what a query does not see adds nothing to its result, though it be NaN. Queries after the last
-    sequence, and queries without a key, give zeros.
+    ``block_tables[i, p // block_size]``. Other contents of the cache and the tables are not used,
+    and masked keys contribute nothing, even if they are NaN. Queries after the last sequence, and
+    queries without keys, give zeros.
 
     Args:
         query: ``(tokens, query_heads, head_size)``.
@@ -52,21 +54,21 @@ def paged_attention(
             query heads.
         value_cache: ``(blocks, kv_heads, block_size, value_size)``.
         block_tables: ``(sequences, max_blocks)``, int32.
-        seq_lens: ``(sequences,)``, int32: the keys of each sequence, new ones included.
+        seq_lens: ``(sequences,)``, int32: the number of keys of each sequence, including new ones.
         cu_seqlens_q: ``(sequences + 1,)``, int32, non-decreasing, from 0.
         scale: factor on the scores; by default ``head_size ** -0.5``.
-        causal: a query sees no later key; the last query of a sequence sits at its last key.
-        window: attend to this many positions at most, the query's own included; needs ``causal``.
+        causal: mask later keys; the last query of a sequence is aligned with its last key.
+        window: size of the sliding window, including the query's own position; needs ``causal``.
         soft_cap: replace a score ``s`` by ``soft_cap * tanh(s / soft_cap)``.
 
     Returns:
         ``(tokens, query_heads, value_size)`` in the dtype of the query, contiguous.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, ``window`` is not positive, or comes without
+        ValueError: shapes or dtypes do not fit, or ``window`` is not positive or given without
             ``causal``.
-        IndexError: a block that is used is not in the cache (RuntimeError from native kernels,
-            which also check lengths).
+        IndexError: a used block is not in the cache (RuntimeError from native kernels, which also
+            check lengths).
     """
     _check_layout(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q)
     check_heads(query.shape[1], key_cache.shape[1], value_cache.shape[1], "paged_attention")
@@ -74,7 +76,7 @@ def paged_attention(
     num_seqs, block_size = seq_lens.shape[0], key_cache.shape[2]
     k_pos = torch.arange(block_tables.shape[1] * block_size, device=query.device)
     used = k_pos < seq_lens[:, None]  # (sequences, positions)
-    # Negative numbers would count from the end: what is out of bounds stays so.
+    # Negative indices would count from the end; make them invalid, so that torch raises.
     blocks = torch.where(block_tables < 0, key_cache.shape[0], block_tables)
     tables = torch.where(used[:, ::block_size], blocks, 0)
     keys, values = (_gather(cache, tables, used) for cache in (key_cache, value_cache))
@@ -102,20 +104,21 @@ def attention_quant(
 ) -> Tensor:
     """``static_quant_fp8(paged_attention(query, ...).flatten(1), out_scale)``.
 
-    What an output projection with quantised inputs takes. A composite: the result of the attention
-    is rounded to the dtype of the queries before it is quantised.
+    The input of a quantised output projection. A composite: the result of the attention is rounded
+    to the dtype of the queries before it is quantised.
 
     Args:
         query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q: as in
             ``paged_attention``.
-        out_scale: the scale of ``static_quant_fp8``, for ``(tokens, query_heads * value_size)``.
+        out_scale: as ``scale`` in ``static_quant_fp8``, for ``(tokens, query_heads * value_size)``.
         scale, causal, window, soft_cap: as in ``paged_attention``.
 
     Returns:
         float8_e4m3fn, ``(tokens, query_heads * value_size)``, contiguous.
 
     Raises:
-        ValueError, IndexError: as in ``paged_attention``; or ``out_scale`` has another shape.
+        ValueError, IndexError: as in ``paged_attention``; or the shape of ``out_scale`` does not
+            fit.
     """
     attended = paged_attention(
         query,
@@ -134,7 +137,7 @@ def attention_quant(
 
 
 def _gather(cache: Tensor, tables: Tensor, used: Tensor) -> Tensor:
-    """Return the positions of all sequences, ``(sequences * positions, heads, size)``."""
+    """Return the cached rows of all sequences, ``(sequences * positions, heads, size)``."""
     found = cache[tables].transpose(2, 3).flatten(1, 2)  # (sequences, positions, heads, size)
     return torch.where(used[..., None, None], found, 0).flatten(0, 1)
 
@@ -157,12 +160,12 @@ def _check_layout(
         raise _misfit("value_cache", value_cache, wanted)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.dtype != query.dtype:
-            raise _misfit(name, cache, f"{_plain(query.dtype)}, as query is")
+            raise _misfit(name, cache, f"{plain(query.dtype)}, as query is")
     check_tables(block_tables, seq_lens, cu_seqlens_q)
 
 
 def check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> None:
-    """Raise ValueError unless these describe the same number of sequences, in int32."""
+    """Raise ValueError unless these are int32 and describe the same number of sequences."""
     if block_tables.ndim != 2 or block_tables.dtype != torch.int32:
         raise _misfit("block_tables", block_tables, "int32, (sequences, max_blocks)")
     sequences = block_tables.shape[0]
@@ -175,12 +178,7 @@ def check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -
 
 
 def _misfit(name: str, tensor: Tensor, wanted: str) -> ValueError:
-    found = f"{_plain(tensor.dtype)}, {tuple(tensor.shape)}"
-    return ValueError(f"paged_attention: {name} must be {wanted}; found {found}.")
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return misfit("paged_attention", name, tensor, wanted)
 
 
 @paged_attention.register_input_generator
@@ -198,11 +196,11 @@ def _inputs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, None, bool, None, None]:
-    """A sequence that is decoded and others whose prompts continue, with cached keys before all.
+    """Make one decoding sequence, and others in chunked prefill, all with cached keys.
 
-    A *value_size* of 0 is the size of the keys; *padding* tokens come after the last sequence; what
-    no query may use of the cache may be NaN. The first sequence of a *long_context* has more than
-    4,096 keys.
+    A *value_size* of 0 stands for the *head_size*. There are *padding* tokens after the last
+    sequence. With *rest_is_nan*, unused slots of the cache are NaN; with *long_context*, the first
+    sequence has more than 4,096 keys.
     """
     queries = sequence_lengths(num_tokens, num_seqs)
     lengths = torch.tensor(queries) + torch.randint(block_size, 3 * block_size + 1, (num_seqs,))
@@ -240,16 +238,16 @@ def _inputs(
 def _quant_inputs(
     *args: Any, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, bool, int, float]:
-    """Every option is given, so that a search for the composite finds them all."""
+    """Give every option, so that recognition of the composite covers them."""
     tensors = _inputs(*args, **options)[:6]
     return *tensors, torch.full((1,), 0.02, device=tensors[0].device), 0.3, True, 11, 25.0
 
 
-# Sums of the same terms in another order, and an exponential of another make; averages over keys
-# have magnitude about one. In 16 bits the result's own rounding comes on top.
+# Sums in a different order, and a different exponential; results are of order one. In 16-bit
+# dtypes, the rounding of the result comes on top.
 paged_attention.override_tolerance(torch.float32, atol=2e-5, rtol=1e-4)
 paged_attention.override_tolerance(torch.bfloat16, atol=1e-2, rtol=1.6e-2)
 paged_attention.override_tolerance(torch.float16, atol=2e-3, rtol=2e-3)
-# Codes as such: where keys cancel out, a difference from above counts in full after the division by
-# the scale, and next to a boundary it is the neighbouring code, up to 1/8 of the value away.
+# Tolerance in units of codes: where keys cancel, the difference above is divided by the scale, and
+# next to a boundary it gives the neighbouring code, up to 1/8 of the value away.
 attention_quant.override_tolerance(torch.float8_e4m3fn, atol=0.25, rtol=0.125)

@@ -1,6 +1,6 @@
-"""Activations of single elements.
+"""Elementwise activations.
 
-Every step is in the dtype of ``x`` and rounds to it, as in the models that were trained with them.
+Every step is computed in the dtype of ``x``, as in the models that were trained with them.
 """
 
 import math
@@ -17,7 +17,7 @@ _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 
 @register_op(native_traits={ROWWISE})
 def gelu_new(x: Tensor) -> Tensor:
-    """``0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))``: GELU by tanh.
+    """``0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))``: the tanh GELU.
 
     Args:
         x: any shape, floating point.
@@ -25,7 +25,7 @@ def gelu_new(x: Tensor) -> Tensor:
     Returns:
         Shape and dtype of ``x``.
 
-    Source: Hendrycks and Gimpel, arXiv:1606.08415; in steps of the dtype, as in GPT-2.
+    Source: Hendrycks and Gimpel, arXiv:1606.08415; rounded in every step, as in GPT-2.
     """
     inner = _SQRT_2_OVER_PI * (x + 0.044715 * (x * x * x))
     return 0.5 * x * (1.0 + torch.tanh(inner))
@@ -35,8 +35,8 @@ def gelu_new(x: Tensor) -> Tensor:
 def gelu_fast(x: Tensor) -> Tensor:
     """``0.5 * x * (1 + tanh(0.7978845608 * x * (1 + 0.044715 * x * x)))``.
 
-    :func:`gelu_new` with its constant cut to ten digits and the inner sum factored, so that in 16
-    bits it rounds elsewhere.
+    :func:`gelu_new` with its constant truncated to ten digits and the inner sum factored, which
+    gives other roundings in 16-bit dtypes.
 
     Args:
         x: any shape, floating point.
@@ -67,7 +67,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 @register_op(native_traits={ROWWISE})
 def relu2(x: Tensor) -> Tensor:
-    """``relu(x) ** 2``; NaN stays.
+    """``relu(x) ** 2``; NaN propagates.
 
     Args:
         x: any shape, floating point.
@@ -84,23 +84,23 @@ def relu2(x: Tensor) -> Tensor:
 def xielu(
     x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6
 ) -> Tensor:
-    """xIELU: quadratic above zero, exponential below, with a learned curvature for each side.
+    """xIELU: quadratic above zero, exponential below, with a learned curvature on each side.
 
     With ``p = softplus(alpha_p)`` and ``n = beta + softplus(alpha_n)``:
     ``p * x**2 + beta * x`` where ``x > 0``, else ``n * (expm1(min(x, eps)) - x) + beta * x``.
 
     Args:
         x: any shape, floating point.
-        alpha_p, alpha_n: one learned number each, of any shape with one element; cast to the dtype
-            of ``x``.
+        alpha_p, alpha_n: learned scalars, of any shape with one element; cast to the dtype of
+            ``x``.
         beta: the slope at zero.
-        eps: a small negative number, the largest argument of ``expm1``.
+        eps: a small negative number, the upper bound of the argument of ``expm1``.
 
     Returns:
         Shape and dtype of ``x``.
 
     Raises:
-        ValueError: ``alpha_p`` or ``alpha_n`` has not exactly one element.
+        ValueError: ``alpha_p`` or ``alpha_n`` does not have exactly one element.
 
     Source: Huang and Schlag, arXiv:2411.13010; used by Apertus.
     """
@@ -145,8 +145,7 @@ def _xielu_inputs(
 
 
 for _op in (gelu_new, gelu_fast, xielu):
-    # A tanh or expm1 that lies between two numbers of the dtype may round to either, and near -1
-    # the sum that follows keeps that unit as its only digit.
+    # tanh and expm1 may round either way, and near -1 the following sum cancels all other digits.
     _op.override_tolerance(torch.bfloat16, atol=3e-2, rtol=1.6e-2)
     _op.override_tolerance(torch.float16, atol=4e-3, rtol=2e-3)
 

@@ -1,8 +1,7 @@
-"""Quantisation of activations to 8 bits: float8_e4m3fn and int8.
+"""Quantisation of activations to float8_e4m3fn and int8.
 
-One convention for all: ``x ~ q * scale``, the scale is float32, and everything is computed in
-float32. A value is clamped before it is cast, so that it saturates on every device; the cast rounds
-to nearest even.
+All ops share a convention: ``x ~ q * scale`` with a float32 scale, computed in float32. Values are
+clamped before the cast, so that they saturate on every device; the cast rounds to nearest even.
 """
 
 import math
@@ -17,29 +16,29 @@ FP8_MAX = 448.0
 """The largest float8_e4m3fn."""
 
 FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
-"""The smallest scale that is computed, so that a row of zeros has one to divide by."""
+"""The minimum of computed scales, which avoids division by zero for rows of zeros."""
 
 INT8_MAX = 127.0
 INT8_MIN_SCALE = torch.finfo(torch.float32).eps
-"""The smallest scale that is computed, as in torch's quantisation observers."""
+"""The minimum of computed scales, as in torch's quantisation observers."""
 
 
 @register_op(native_traits={BATCH_INVARIANT})
 def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantise to float8_e4m3fn by given scales: ``cast(clamp(x * (1 / scale), -448, 448))``.
+    """Quantise to float8_e4m3fn with given scales: ``cast(clamp(x * (1 / scale), -448, 448))``.
 
     Args:
         x: ``(..., n)``, floating point; the leading dimensions count as one of size ``m``.
         scale: one element of any shape for all of ``x``; or ``(a, b)`` where ``a`` divides ``m``
             and ``b`` divides ``n``: each scale covers a block of ``m / a`` rows and ``n / b``
-            columns. So ``(m, 1)`` is one scale per token, ``(1, n)`` one per channel, and
+            columns. ``(m, 1)`` is one scale per token, ``(1, n)`` one per channel, and
             ``(m, n / g)`` one per group of ``g`` columns.
 
     Returns:
         float8_e4m3fn in the shape of ``x``. NaN stays NaN.
 
     Raises:
-        ValueError: ``scale`` has another shape.
+        ValueError: the shape of ``scale`` does not fit.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
     """
@@ -48,7 +47,7 @@ def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
 
 @register_op
 def dynamic_per_tensor_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise to float8_e4m3fn by one scale, ``max(amax(|x|) / 448, FP8_MIN_SCALE)``.
+    """Quantise to float8_e4m3fn with one scale, ``max(amax(|x|) / 448, FP8_MIN_SCALE)``.
 
     Args:
         x: floating point, any shape.
@@ -65,19 +64,20 @@ def dynamic_per_tensor_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @register_op(native_traits={BATCH_INVARIANT, ROWWISE})
 def dynamic_per_token_quant_fp8(x: Tensor, scale_ub: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise every row to float8_e4m3fn by ``max(min(amax(|row|), scale_ub) / 448, floor)``.
+    """Quantise to float8_e4m3fn with one scale per row.
 
-    The floor is ``FP8_MIN_SCALE``; then ``cast(clamp(x * (1 / scale), -448, 448))``.
+    ``scale = max(min(amax(|row|), scale_ub) / 448, FP8_MIN_SCALE)``, then
+    ``cast(clamp(x * (1 / scale), -448, 448))``.
 
     Args:
         x: ``(..., n)``, floating point.
-        scale_ub: one float32: no row's largest magnitude counts for more than this.
+        scale_ub: one float32: upper bound of the magnitude that determines a scale.
 
     Returns:
         float8_e4m3fn in the shape of ``x``, and the scales: float32 ``(..., 1)``, contiguous.
 
     Raises:
-        ValueError: ``x`` has no dimension, or ``scale_ub`` more than one element.
+        ValueError: ``x`` is 0-d, or ``scale_ub`` has more than one element.
 
     Source: arXiv:2209.05433; the bound is that of FBGEMM's row-wise quantisation.
     """
@@ -85,7 +85,7 @@ def dynamic_per_token_quant_fp8(x: Tensor, scale_ub: Tensor | None = None) -> tu
     if scale_ub is not None:
         if scale_ub.numel() != 1:
             raise ValueError(
-                "dynamic_per_token_quant_fp8: scale_ub is one number for all rows; it has shape "
+                "dynamic_per_token_quant_fp8: scale_ub must have one element; found shape "
                 f"{tuple(scale_ub.shape)}."
             )
         largest = torch.minimum(largest, scale_ub.to(torch.float32).reshape(()))
@@ -97,35 +97,35 @@ def dynamic_per_token_quant_fp8(x: Tensor, scale_ub: Tensor | None = None) -> tu
 def per_token_group_quant_fp8(
     x: Tensor, group_size: int, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantise every group of neighbours in a row to float8_e4m3fn by a scale of its own.
+    """Quantise to float8_e4m3fn with one scale per group of neighbours in a row.
 
     ``scale = max(amax(|group|) / 448, FP8_MIN_SCALE)``, then ``cast(clamp(x / scale, -448, 448))``.
 
     Args:
         x: ``(..., n)``, floating point.
-        group_size: how many neighbours share a scale; the last group of a row may be shorter.
-        use_ue8m0: round the scale up to a power of two, which an exponent of 8 bits can hold.
+        group_size: elements per group; the last group of a row may be shorter.
+        use_ue8m0: round the scale up to a power of two, as the 8-bit exponent format needs.
 
     Returns:
         float8_e4m3fn in the shape of ``x``, and the scales: float32
         ``(..., ceil(n / group_size))``; both contiguous.
 
     Raises:
-        ValueError: ``x`` has no dimension, or ``group_size`` is less than 1.
+        ValueError: ``x`` is 0-d, or ``group_size`` is less than 1.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.3; OCP Microscaling Formats (MX) for E8M0.
     """
     if group_size < 1 or x.ndim == 0:
         raise ValueError(
-            "per_token_group_quant_fp8: needs rows and a group_size of at least 1; x has shape "
-            f"{tuple(x.shape)}, group_size={group_size}."
+            "per_token_group_quant_fp8: x must have a last dimension and group_size must be at "
+            f"least 1; found x of shape {tuple(x.shape)}, group_size={group_size}."
         )
     wide = x.to(torch.float32).contiguous()
     whole = x.shape[-1] // group_size * group_size
     if whole == x.shape[-1]:
         return _by_groups(wide, group_size, use_ue8m0)
-    # The shorter last group by itself: where rows are padded to whole groups, and cut again,
-    # Inductor's C++ leaves it out (pytorch issue 195582).
+    # Quantise the shorter last group separately: if rows are padded to whole groups and cut again,
+    # Inductor's C++ code drops it (pytorch issue 195582).
     codes, scales = _by_groups(wide[..., :whole].contiguous(), group_size, use_ue8m0)
     last, scale = _by_groups(wide[..., whole:].contiguous(), x.shape[-1] - whole, use_ue8m0)
     joined = torch.cat((codes.view(torch.uint8), last.view(torch.uint8)), dim=-1)
@@ -133,7 +133,7 @@ def per_token_group_quant_fp8(
 
 
 def _by_groups(x: Tensor, group_size: int, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
-    """Return the codes and the scales of groups of *group_size*, which divides the rows of *x*."""
+    """Return the codes and scales; *group_size* divides the last dimension of *x*."""
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
     scale = _fp8_scale(blocks.abs().amax(dim=-1))
     if use_ue8m0:
@@ -143,9 +143,9 @@ def _by_groups(x: Tensor, group_size: int, use_ue8m0: bool) -> tuple[Tensor, Ten
 
 @register_op(native_traits={BATCH_INVARIANT})
 def static_quant_int8(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantise to int8 by given scales: ``cast(clamp(round(x * (1 / scale)), -128, 127))``.
+    """Quantise to int8 with given scales: ``cast(clamp(round(x * (1 / scale)), -128, 127))``.
 
-    Symmetric: zero is zero. Rounds half to even; NaN becomes 0.
+    Symmetric (zero point 0). Rounds half to even; NaN becomes 0.
 
     Args:
         x: ``(..., n)``, floating point.
@@ -155,19 +155,19 @@ def static_quant_int8(x: Tensor, scale: Tensor) -> Tensor:
         int8 in the shape of ``x``.
 
     Raises:
-        ValueError: ``scale`` has another shape.
+        ValueError: the shape of ``scale`` does not fit.
 
-    Source: Jacob et al., arXiv:1712.05877, with a zero point of 0; torch's
-        ``quantize_per_tensor``, which multiplies by the reciprocal too.
+    Source: Jacob et al., arXiv:1712.05877; multiplies by the reciprocal, as torch's
+    ``quantize_per_tensor``.
     """
     return _to_int8(x.to(torch.float32) * _inverse_scales(x, scale, "static_quant_int8"))
 
 
 @register_op(native_traits={BATCH_INVARIANT, ROWWISE})
 def dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise every row to int8 by ``max(amax(|row|) / 127, INT8_MIN_SCALE)``.
+    """Quantise to int8 with one scale per row, ``max(amax(|row|) / 127, INT8_MIN_SCALE)``.
 
-    Symmetric, as :func:`static_quant_int8`; a row with a NaN becomes zeros with the scale NaN.
+    Symmetric, as :func:`static_quant_int8`; a row with a NaN becomes zeros with a NaN scale.
 
     Args:
         x: ``(..., n)``, floating point.
@@ -176,7 +176,7 @@ def dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
         int8 in the shape of ``x``, and the scales: float32 ``(..., 1)``, contiguous.
 
     Raises:
-        ValueError: ``x`` has no dimension.
+        ValueError: ``x`` is 0-d.
 
     Source: arXiv:1712.05877; LLM.int8(), arXiv:2208.07339, for one scale per row.
     """
@@ -186,7 +186,7 @@ def dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_covers(scale: Tensor, x: Tensor) -> bool:
-    """Whether *scale* is one scale for *x*, or one for each of equal blocks of it."""
+    """Whether *scale* has one element, or one for each of equal blocks of *x*."""
     if scale.numel() == 1:
         return True
     if scale.ndim != 2 or x.ndim == 0:
@@ -204,7 +204,7 @@ def _to_fp8(values: Tensor) -> Tensor:
 
 
 def _to_int8(values: Tensor) -> Tensor:
-    # Casting a NaN to an integer means something else on every device.
+    # The result of casting NaN to an integer depends on the device.
     return values.round().clamp(-INT8_MAX - 1, INT8_MAX).nan_to_num(nan=0.0).to(torch.int8)
 
 
@@ -213,17 +213,17 @@ def _fp8_scale(largest: Tensor) -> Tensor:
 
 
 def _largest_of_rows(x: Tensor, name: str) -> Tensor:
-    """Return the largest magnitude of every row as float32 ``(..., 1)``, 0 for an empty row."""
+    """Return the largest magnitude of each row, float32 ``(..., 1)``; 0 for an empty row."""
     if x.ndim == 0:
-        raise ValueError(f"{name}: x needs a last dimension, the row that shares a scale.")
+        raise ValueError(f"{name}: x must have at least one dimension; found a 0-d tensor.")
     if x.shape[-1] == 0:
         return x.new_zeros((*x.shape[:-1], 1), dtype=torch.float32)
     return x.abs().amax(dim=-1, keepdim=True).to(torch.float32).contiguous()
 
 
 def _rounded_up_to_power_of_two(scale: Tensor) -> Tensor:
-    # Exact, on the bits: any mantissa but 0 carries into the exponent. Through log2, a scale one
-    # unit above a power of two would be rounded down.
+    # Adding the mantissa mask to the bits carries any nonzero mantissa into the exponent: exact.
+    # With log2, a scale 1 ulp above a power of two would be rounded down.
     bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
     return torch.where(scale.isnan(), scale, bits.view(torch.float32))
 
@@ -236,8 +236,8 @@ def _inverse_scales(x: Tensor, scale: Tensor, name: str) -> Tensor:
     if not scale_covers(scale, x):
         raise ValueError(
             f"{name}: scale must have one element, or shape (a, b) where a divides the rows of x "
-            "and b its last dimension ((tokens, 1) is one scale per token, (1, n) one per "
-            f"channel); x has shape {tuple(x.shape)}, scale {tuple(scale.shape)}."
+            "and b its last dimension, such as (tokens, 1) for one scale per token; x has shape "
+            f"{tuple(x.shape)}, scale {tuple(scale.shape)}."
         )
     rows = math.prod(x.shape[:-1])
     for dim, size in enumerate((rows, x.shape[-1])):
@@ -268,7 +268,7 @@ def _static_inputs(
 
 
 def block_scales(x: Tensor, row_block_size: int, column_block_size: int) -> Tensor:
-    """Return random scales for :func:`static_quant_fp8`; without block sizes, one of 0.02."""
+    """Return random scales for :func:`static_quant_fp8`; 0.02 without block sizes."""
     if not row_block_size and not column_block_size:
         return torch.full((1,), 0.02, device=x.device)
     sizes = zip(x.shape, (row_block_size, column_block_size), strict=True)
@@ -314,6 +314,6 @@ for _op in (
     dynamic_per_token_quant_fp8,
     per_token_group_quant_fp8,
 ):
-    # A kernel may divide where native multiplies by the reciprocal: neighbouring codes are up to
-    # 1/8 of the value, or 2**-9, apart.
+    # A kernel may divide instead of multiplying by the reciprocal, which may give the neighbouring
+    # code, up to 1/8 of the value (or 2**-9) away.
     _op.override_tolerance(torch.float8_e4m3fn, atol=2**-9, rtol=0.125)

@@ -1,4 +1,4 @@
-"""The linear recurrence behind every state-space scan, in blocks that a compiler can trace."""
+"""The linear recurrence of state-space scans, in blocks, so that it can be traced."""
 
 import torch
 from torch import Tensor
@@ -10,15 +10,15 @@ _BLOCK = 16
 def linear_recurrence(gate: Tensor, value: Tensor, begins: Tensor) -> Tensor:
     """Return ``h`` with ``h[t] = gate[t] * h[t - 1] + value[t]``, or ``value[t]`` if it *begins*.
 
-    Steps go through all blocks of 16 at once; then the last steps of the blocks are a recurrence of
-    their own. So the number of operations is that of ``log16`` of the length, and what is traced
-    for one length holds up to the next power of 16.
+    Each of 16 steps runs in all blocks of 16 at once; the last steps of the blocks form a shorter
+    recurrence. The number of operations is proportional to ``log16(length)``, and a trace for one
+    length is valid up to the next power of 16.
 
     Args:
         gate: ``(length, ...)``; broadcasts to the shape of *value*.
         value: ``(length, ...)``.
-        begins: bool, ``(length, ...)``; broadcasts to the shape of *value*. A gate of zero would
-            not do: zero times NaN is NaN. The first step begins whatever it says.
+        begins: bool, ``(length, ...)``; broadcasts to the shape of *value*. Not the same as a gate
+            of zero, since 0 * NaN is NaN. Ignored for the first step, which always begins.
     """
     length = value.shape[0]
     if length == 0:
@@ -38,12 +38,12 @@ def linear_recurrence(gate: Tensor, value: Tensor, begins: Tensor) -> Tensor:
 
 
 def one_before(t: Tensor) -> Tensor:
-    """Return at each place what *t* has at the place before; zeros at the first."""
+    """Shift *t* by one along dimension 0; the first element becomes zeros."""
     return torch.cat((torch.zeros_like(t[:1]), t[:-1]))
 
 
 def _in_blocks(t: Tensor) -> Tensor:
-    """Return *t* as ``(blocks, 16, ...)``, with zeros at the end."""
+    """Return *t* as ``(blocks, 16, ...)``, padded with zeros."""
     blocks = (t.shape[0] + _BLOCK - 1) // _BLOCK
     missing = blocks * _BLOCK - t.shape[0]
     padded = functional.pad(t, (0, 0) * (t.ndim - 1) + (0, missing))

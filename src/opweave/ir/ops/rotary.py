@@ -1,12 +1,10 @@
 """Rotary position embedding (RoPE).
 
-Every step is one exactly rounded operation per element, so the native implementations are batch
-invariant.
+The *neox* layout pairs dimension ``i`` with ``i + r/2``; the *interleaved* layout (GPT-J) pairs
+``2i`` with ``2i + 1``. The native implementations are batch invariant, because every step is an
+elementwise operation.
 
 Source: Su et al., "RoFormer", arXiv:2104.09864.
-
-The *neox* layout pairs dimension ``i`` with ``i + r/2``; the other, *interleaved* (GPT-J), pairs
-``2i`` with ``2i + 1``.
 """
 
 import math
@@ -34,9 +32,9 @@ def apply_rotary_emb(
     Args:
         x: ``(..., tokens, heads, head_size)``.
         cos, sin: ``(tokens, r / 2)`` with ``r <= head_size``: the first ``r`` dimensions of a head
-            are rotated, the rest pass through.
+            are rotated, the rest is unchanged.
         is_neox_style: the layout of the pairs.
-        enable_fp32_compute: compute in float32; otherwise in the dtype of ``x``.
+        enable_fp32_compute: compute in float32 instead of the dtype of ``x``.
 
     Returns:
         Shape and dtype of ``x``.
@@ -62,16 +60,16 @@ def rotary_embedding(
         x_query: ``(*positions.shape, query_heads * head_size)`` or ``(*positions.shape,
             query_heads, head_size)``.
         x_key: the same with the number of key heads.
-        positions: integer, any shape: rows of the table, of which negative ones count from its
-            end, so that -1, if it stands for padding, is rotated by the last row.
+        positions: integer, any shape: rows of ``cos_sin_cache``. Negative ones count from the end,
+            so padding of -1 uses the last row.
         cos_sin_cache: ``(max_position, r)`` with ``r <= head_size``: each row holds ``r / 2``
             cosines, then ``r / 2`` sines. Cast to the dtype of the queries.
-        head_size: the size of a head; its first ``r`` dimensions are rotated, the rest pass
-            through.
+        head_size: the size of a head; its first ``r`` dimensions are rotated, the rest is
+            unchanged.
         is_neox_style: the layout of the pairs.
 
     Returns:
-        The rotated queries and keys, in the shapes and dtypes that came in.
+        The rotated queries and keys, in the shapes and dtypes of the inputs.
 
     Raises:
         ValueError: ``r`` exceeds the head size.
@@ -94,7 +92,7 @@ def rotary_embedding_single(
     head_size: int,
     is_neox_style: bool = True,
 ) -> Tensor:
-    """Rotate one tensor, where queries come without keys, by the angles of its positions.
+    """Rotate a single tensor, such as queries without keys, by the angles of its positions.
 
     Args:
         x: ``(*positions.shape, heads * head_size)`` or ``(*positions.shape, heads, head_size)``.
@@ -126,8 +124,7 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """Normalise every head of queries and keys, then rotate them: ``rotary_embedding(rms_norm)``.
 
-    A composite: it rounds where the composition rounds, so the rotation sees the normalised heads
-    in their dtype.
+    A composite: the normalised heads are rounded to their dtype before the rotation.
 
     Args:
         x_query, x_key, positions, cos_sin_cache, head_size, is_neox_style: as in
@@ -136,7 +133,7 @@ def qk_norm_rope(
         epsilon: added to the mean square of a head.
 
     Returns:
-        The normalised and rotated queries and keys, in the shapes and dtypes that came in.
+        The normalised and rotated queries and keys, in the shapes and dtypes of the inputs.
 
     Raises:
         ValueError: ``r`` exceeds the head size.
@@ -168,7 +165,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, neox: bool, in_float32: bool) -
     half = cos.shape[-1]
     if 2 * half > x.shape[-1]:
         raise ValueError(
-            f"rotary embedding: {2 * half} dimensions to rotate, but a head has {x.shape[-1]}."
+            f"rotary embedding: cannot rotate {2 * half} dimensions of a head of {x.shape[-1]}."
         )
     dtype = torch.promote_types(x.dtype, torch.float32) if in_float32 else x.dtype
     rotated, rest = x[..., : 2 * half].to(dtype), x[..., 2 * half :]
@@ -209,7 +206,10 @@ def _rotary_embedding_inputs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, bool]:
-    """A *rotary_size* of 0 is the size of a head; about half of *negative_positions* are."""
+    """Make queries and keys; a *rotary_size* of 0 stands for the *head_size*.
+
+    With *negative_positions*, about half of the positions are negative.
+    """
     query = torch.randn(num_tokens, num_heads * head_size, device=device).to(dtype)
     key = torch.randn(num_tokens, num_kv_heads * head_size, device=device).to(dtype)
     if split_heads:
@@ -279,11 +279,11 @@ def _qk_norm_rope_inputs(
 
 
 for _op in (apply_rotary_emb, rotary_embedding, rotary_embedding_single):
-    # A kernel may keep the products in float32 where native rounds each to the dtype.
+    # A kernel may keep the products in float32; native rounds each to the dtype.
     _op.override_tolerance(torch.bfloat16, atol=2e-2, rtol=1.6e-2)
     _op.override_tolerance(torch.float16, atol=4e-3, rtol=2e-3)
 
-# One step of rounding in the norm, then as above.
+# One more rounding, in the norm.
 qk_norm_rope.override_tolerance(torch.float32, atol=1e-5, rtol=1e-5)
 qk_norm_rope.override_tolerance(torch.bfloat16, atol=4e-2, rtol=1.6e-2)
 qk_norm_rope.override_tolerance(torch.float16, atol=1e-2, rtol=2e-3)

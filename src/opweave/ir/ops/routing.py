@@ -1,7 +1,7 @@
-"""Routing: which experts a token goes to, and with what weights.
+"""Routing of tokens to experts.
 
-Scores that are not finite count as zero, and of equal scores the expert of the lower number wins:
-every row has ``topk`` different experts and finite weights, whatever the logits.
+Non-finite scores count as zero, and ties go to the lower expert id. Every row thus has ``topk``
+different experts and finite weights, regardless of the logits.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import functional
 from opweave.ir.registry import register_op
 from opweave.ir.traits import ROWWISE
 
-_SMALLEST_SUM = 1e-20  # keeps 0 / 0 away; added to any other sum it is rounded off
+_SMALLEST_SUM = 1e-20  # avoids 0 / 0, and vanishes in any other sum
 
 
 @register_op(activations=["gating_output"], native_traits={ROWWISE})
@@ -26,14 +26,14 @@ def topk_softmax(
 
     Args:
         gating_output: ``(T, E)``, the logits of ``E`` experts for each token, floating point.
-        topk: how many experts a token goes to.
+        topk: number of experts per token.
         renormalize: divide the weights of a token by their sum: a softmax over the chosen logits.
-        bias: ``(E,)`` or None; added to the scores to choose by, not to the weights.
-        routed_scaling_factor: multiplies the weights, last.
+        bias: ``(E,)`` or None; added to the scores for the choice, but not to the weights.
+        routed_scaling_factor: final factor of the weights.
 
     Returns:
         The weights ``(T, topk)``, float32 (float64 for float64 logits), and the experts ``(T,
-        topk)``, int32; the highest score first.
+        topk)``, int32, in descending order of scores.
 
     Raises:
         ValueError: there are fewer than ``topk`` experts, or a shape does not fit.
@@ -91,33 +91,33 @@ def grouped_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The *topk* best experts out of the *topk_group* best groups of neighbouring experts.
+    """The *topk* best experts out of the *topk_group* best groups of consecutive experts.
 
-    A group is as good as its best expert; with a bias, as the sum of its two best.
+    The score of a group is that of its best expert, or with a bias the sum of its two best.
 
     Args:
         gating_output: ``(T, E)``, the logits of ``E`` experts for each token, floating point.
-        topk: how many experts a token goes to.
-        num_expert_group: into how many groups of the same size the experts fall.
-        topk_group: from how many groups a token takes its experts.
+        topk: number of experts per token.
+        num_expert_group: number of groups, all of the same size.
+        topk_group: number of groups to choose experts from.
         renormalize: divide the weights of a token by their sum.
-        scoring_func: makes scores of logits: ``"softmax"`` or ``"sigmoid"``.
-        routed_scaling_factor: multiplies the weights, last.
-        e_score_correction_bias: ``(E,)`` or None; added to the scores to choose by, not to the
-            weights.
+        scoring_func: maps logits to scores: ``"softmax"`` or ``"sigmoid"``.
+        routed_scaling_factor: final factor of the weights.
+        e_score_correction_bias: ``(E,)`` or None; added to the scores for the choice, but not to
+            the weights.
 
     Returns:
         As :func:`topk_softmax`.
 
     Raises:
-        ValueError: ``scoring_func`` is not known, the groups do not divide the experts, or there
-            are not enough of either.
+        ValueError: ``scoring_func`` is unknown, the number of groups does not divide the number of
+            experts, or there are too few groups or experts.
 
     Source: DeepSeek-V2, arXiv:2405.04434; with a bias DeepSeek-V3, arXiv:2412.19437.
     """
     if scoring_func not in ("softmax", "sigmoid"):
         raise ValueError(
-            f"grouped_topk: scoring_func={scoring_func!r} is neither 'softmax' nor 'sigmoid'."
+            f"grouped_topk: scoring_func must be 'softmax' or 'sigmoid', not {scoring_func!r}."
         )
     logits = _wide(gating_output)
     raw = torch.softmax(logits, dim=-1) if scoring_func == "softmax" else torch.sigmoid(logits)
@@ -135,7 +135,7 @@ def grouped_topk(
 
 
 def _wide(logits: Tensor) -> Tensor:
-    # Contiguous, so that results are: sorting keeps the order of dimensions in memory.
+    # Sorting keeps the memory order of dimensions, and results must be contiguous.
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).contiguous()
 
 
@@ -147,7 +147,7 @@ def _plain(
 
 
 def _choice(raw: Tensor, topk: int, bias: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
-    """Return the scores that weigh, and those that choose."""
+    """Return the scores for the weights, and those for the choice."""
     if raw.ndim != 2:
         raise ValueError(
             f"{name}: gating_output must have shape (tokens, experts); found {tuple(raw.shape)}."
@@ -166,7 +166,7 @@ def _choice(raw: Tensor, topk: int, bias: Tensor | None, name: str) -> tuple[Ten
 
 
 def _highest(choice: Tensor, count: int) -> Tensor:
-    """Return where the highest of each row are; the first of equal ones, unlike torch.topk."""
+    """Return the indices of the highest of each row; ties go to the first, unlike torch.topk."""
     return torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
@@ -197,8 +197,8 @@ def _group_size(experts: int, topk: int, groups: int, kept: int, has_bias: bool)
         )
     if has_bias and size < 2:
         raise ValueError(
-            "grouped_topk: with a bias a group counts as its two best experts, but "
-            f"num_expert_group={groups} leaves one of the {experts} in each. Take fewer groups, or "
+            "grouped_topk: with a bias, a group needs at least two experts, but "
+            f"num_expert_group={groups} gives one of the {experts} to each. Use fewer groups, or "
             "topk_sigmoid."
         )
     return size

@@ -1,4 +1,4 @@
-"""The selective state space of Mamba: a scan over packed sequences, and one step of it.
+"""The selective state-space scan of Mamba over packed sequences.
 
 Names follow the paper: ``h = exp(dt a) h + dt b x``, ``y = c h + d x``, then ``y silu(z)``.
 
@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir.ops.attention import locate
+from opweave.ir.ops.checks import check_shape, misfit
 from opweave.ir.ops.recurrence import linear_recurrence
 from opweave.ir.ops.state_slots import (
     check_sequences,
-    check_shape,
     initial_states,
     is_computed,
-    misfit,
     sequence_inputs,
     write_states,
 )
@@ -40,35 +39,33 @@ def selective_scan(
     has_initial_state: Tensor,
     dt_softplus: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Scan packed sequences: for each channel, ``N`` states that decay at their own rates.
+    """Scan packed sequences: ``N`` states per channel, each with its own decay rate.
 
-    ``dt`` is ``softplus(dt + dt_bias)`` with *dt_softplus*. A sequence begins with the state in its
-    slot if it *has_initial_state*, else with zeros. Everything is in float32 (float64 stays),
-    rounded once. Tokens after the last sequence, and those of a sequence with slot -1, give zeros.
-    Two sequences must not have one slot. What is not finite stays in its sequence, and reaches no
-    token before it.
+    ``dt`` is ``softplus(dt + dt_bias)`` with *dt_softplus*. A sequence starts from the state in its
+    slot if it *has_initial_state*, else from zeros. Computed in float32 (float64 stays), rounded
+    once. Tokens after the last sequence and of sequences with slot -1 give zeros. Sequences must
+    not share a slot. Non-finite values affect only later tokens of their own sequence.
 
     Args:
         x: ``(tokens, channels)``, floating point.
         dt: the shape of ``x``: the time step of each channel.
         a: ``(channels, N)``, negative.
-        b, c: ``(tokens, N)``, or ``(tokens, groups, N)`` where each group serves as many
-            consecutive channels.
+        b, c: ``(tokens, N)``, or ``(tokens, groups, N)`` where consecutive channels share a group.
         d: ``(channels,)`` or None.
         z: the gate, the shape of ``x``, or None.
         dt_bias: ``(channels,)`` or None.
-        x_state: ``(slots, channels, N)``, any floating dtype; float32 is best.
+        x_state: ``(slots, channels, N)``, any floating dtype; float32 recommended.
         query_start_loc: ``(sequences + 1,)``, integer, non-decreasing, from 0.
-        slot_idx: ``(sequences,)``, integer: where each state is; -1 for padding.
+        slot_idx: ``(sequences,)``, integer: the slot of each sequence; -1 for padding.
         has_initial_state: ``(sequences,)``, bool.
-        dt_softplus: whether the time step goes through softplus.
+        dt_softplus: apply softplus to the time step.
 
     Returns:
-        The result in the shape and dtype of ``x``, and the states after the sequences' tokens.
+        The result in the shape and dtype of ``x``, and the updated ``x_state``.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
-        IndexError: there is no such slot.
+        IndexError: a slot does not exist.
     """
     check_scan(x, dt, a, b, c, d, z, dt_bias, x_state)
     check_sequences("selective_scan", query_start_loc, slot_idx, has_initial_state)
@@ -79,11 +76,11 @@ def selective_scan(
     step = time_step(dt, dt_bias, dt_softplus, None, None, dtype)
     gate = torch.exp(step[..., None] * a.to(dtype))  # (tokens, channels, N)
     value = (step * x.to(dtype))[..., None] * by_channel(b.to(dtype), x.shape[1])
-    # One token more, so that sequences without tokens have somewhere to look.
+    # An extra token that empty sequences can index.
     gate, value = (functional.pad(t, (0, 0, 0, 0, 0, 1)) for t in (gate, value))
     starts, ends = query_start_loc[:-1], query_start_loc[1:]
     some = (ends > starts)[:, None, None]
-    # Each sequence begins with what it knows, and with nothing of the one before.
+    # Each sequence starts from its initial state, independent of the previous one.
     first = torch.where(some[:, 0, 0], starts, tokens).long()
     value = value.index_add(0, first, torch.where(some, gate[first] * known, 0))
     begins = functional.pad((position == 0) & (sequence < count), (0, 1), value=True)
@@ -102,7 +99,7 @@ def time_step(
     largest: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the time step of a scan, within its limits."""
+    """Return the time step of a scan, clamped to its limits."""
     step = dt.to(dtype)
     if dt_bias is not None:
         step = step + dt_bias.to(dtype)
@@ -112,7 +109,7 @@ def time_step(
 
 
 def by_channel(t: Tensor, channels: int) -> Tensor:
-    """Return *t*, ``(tokens, N)`` or ``(tokens, groups, N)``, so that it fits every channel."""
+    """Expand *t*, ``(tokens, N)`` or ``(tokens, groups, N)``, for *channels* channels or heads."""
     if t.ndim == 2:
         return t[:, None]
     return t.repeat_interleave(channels // t.shape[1], dim=1)
@@ -178,7 +175,7 @@ def _fake(
     has_initial_state: Tensor,
     dt_softplus: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Shapes alone: native asks how long the sequences are, which would bind a graph to that."""
+    """Check shapes only; the native function would specialise a graph on the sequence length."""
     check_scan(x, dt, a, b, c, d, z, dt_bias, x_state)
     check_sequences("selective_scan", query_start_loc, slot_idx, has_initial_state)
     return x.new_empty(x.shape), x_state.new_empty(x_state.shape)
@@ -196,7 +193,7 @@ def _inputs(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     bool,
 ]:  # fmt: skip
-    """Sequences that begin and that continue, one after the other."""
+    """Make packed sequences; every second one has an initial state."""
     x, dt, z = torch.randn(3, num_tokens, hidden_size, device=device).to(dtype)
     b, c = torch.randn(2, num_tokens, state_size, device=device).to(dtype)
     d, dt_bias = torch.randn(2, hidden_size, device=device).to(dtype)
@@ -207,8 +204,8 @@ def _inputs(
     return x, dt, a.to(wide), b, c, d, z, dt_bias, state.to(wide), *where, True
 
 
-# Sums over many tokens in another order, and an exponential of another make; results have
-# magnitude up to ten, whose own rounding is what counts in 16 bits.
+# Sums over many tokens in a different order, and a different exponential. Results are up to about
+# ten; in 16-bit dtypes, their rounding dominates.
 selective_scan.override_tolerance(torch.float32, atol=1e-4, rtol=1e-4)
 selective_scan.override_tolerance(torch.bfloat16, atol=2e-2, rtol=1.6e-2)
 selective_scan.override_tolerance(torch.float16, atol=4e-3, rtol=2e-3)

@@ -1,4 +1,4 @@
-"""One step of a selective state space, for many sequences at once: decoding.
+"""One decode step of a selective state-space model, for a batch of sequences.
 
 Source: Gu and Dao, arXiv:2312.00752; with heads, Dao and Gu, arXiv:2405.21060.
 """
@@ -6,15 +6,9 @@ Source: Gu and Dao, arXiv:2312.00752; with heads, Dao and Gu, arXiv:2405.21060.
 import torch
 from torch import Tensor
 
+from opweave.ir.ops.checks import check_shape, misfit
 from opweave.ir.ops.selective_scan import by_channel, check_groups, finish, time_step
-from opweave.ir.ops.state_slots import (
-    check_shape,
-    check_slots,
-    misfit,
-    read_states,
-    some_slots,
-    write_states,
-)
+from opweave.ir.ops.state_slots import check_slots, read_states, some_slots, write_states
 from opweave.ir.registry import register_op
 
 
@@ -36,10 +30,9 @@ def selective_state_update(
 ) -> tuple[Tensor, Tensor]:
     """Advance every sequence by one token: a step of ``selective_scan`` or ``ssd_chunk_scan``.
 
-    Without heads, *x* is ``(sequences, channels)`` and the other shapes are those of
-    ``selective_scan``. With heads, *x* is ``(sequences, heads, head_size)`` and they are those of
-    ``ssd_chunk_scan``; or ``dt``, ``d`` and ``dt_bias`` have a head's elements too, and ``a`` those
-    and the states, where they differ within a head.
+    Without heads, *x* is ``(sequences, channels)`` and the other shapes are as in
+    ``selective_scan``. With heads, *x* is ``(sequences, heads, head_size)`` and the other shapes
+    are as in ``ssd_chunk_scan``; ``dt``, ``a``, ``d`` and ``dt_bias`` may also vary within a head.
 
     Args:
         x: ``(sequences, channels)`` or ``(sequences, heads, head_size)``, floating point.
@@ -49,17 +42,17 @@ def selective_state_update(
         d, dt_bias: ``(channels,)``, ``(heads,)`` or ``(heads, head_size)``; or None.
         z: the gate, the shape of ``x``, or None.
         x_state: ``(slots, channels, N)`` or ``(slots, heads, head_size, N)``.
-        slot_idx: ``(sequences,)``, integer: where each state is, no two at one place; -1 for
+        slot_idx: ``(sequences,)``, integer: the slot of each sequence, all different; -1 for
             padding, whose result is zeros.
-        dt_softplus: whether the time step goes through softplus.
-        dt_min, dt_max: limits of the time step; None: none.
+        dt_softplus: apply softplus to the time step.
+        dt_min, dt_max: limits of the time step, or None.
 
     Returns:
-        The result in the shape and dtype of ``x``, and the states after the tokens.
+        The result in the shape and dtype of ``x``, and the updated ``x_state``.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
-        IndexError: there is no such slot.
+        IndexError: a slot does not exist.
     """
     check_update(x, dt, a, b, c, d, z, dt_bias, x_state, slot_idx)
     state = read_states(x_state, slot_idx)
@@ -82,9 +75,9 @@ def scan_step(
     dt_min: float | None,
     dt_max: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of one token for each sequence, and the sequences' new states."""
+    """Return the results of one token per sequence, and the new states."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    one = x.ndim - 1  # the dimensions of a token
+    one = x.ndim - 1  # number of dimensions of a token
     bias = None if dt_bias is None else _filled(dt_bias, one)
     step = time_step(_filled(dt, x.ndim), bias, dt_softplus, dt_min, dt_max, dtype)[..., None]
     b, c = (by_channel(t.to(dtype), x.shape[1]) for t in (b, c))
@@ -125,7 +118,7 @@ def check_update(
 
 
 def _filled(t: Tensor, ndim: int) -> Tensor:
-    """Return *t* with dimensions of size 1 at the end, up to *ndim* of them."""
+    """Append dimensions of size 1 to *t* until it has *ndim* dimensions."""
     return t.view(*t.shape, *[1] * (ndim - t.ndim))
 
 
@@ -141,7 +134,7 @@ def _inputs(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     bool, float | None, float | None,
 ]:  # fmt: skip
-    """One token for each of as many sequences, the first of which is padding if they are some."""
+    """Make one token for each of *num_tokens* sequences; the first quarter is padding."""
     x, z = torch.randn(2, num_tokens, num_heads, head_size, device=device).to(dtype)
     dt = torch.randn(num_tokens, num_heads, device=device).to(dtype)
     b, c = torch.randn(2, num_tokens, 1, state_size, device=device).to(dtype)
@@ -153,8 +146,8 @@ def _inputs(
     return x, dt, a, b, c, d, z, dt_bias, state, slots, True, None, None
 
 
-# A sum over the states in another order; results have magnitude up to ten, whose own rounding is
-# what counts in 16 bits.
+# A sum over the states in a different order. Results are up to about ten; in 16-bit dtypes, their
+# rounding dominates.
 selective_state_update.override_tolerance(torch.float32, atol=2e-5, rtol=1e-5)
 selective_state_update.override_tolerance(torch.bfloat16, atol=2e-2, rtol=1.6e-2)
 selective_state_update.override_tolerance(torch.float16, atol=4e-3, rtol=2e-3)

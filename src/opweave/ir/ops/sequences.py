@@ -1,4 +1,4 @@
-"""Packed sequences for input generators."""
+"""Lengths of packed sequences for input generators."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def sequence_lengths(num_tokens: int, num_seqs: int) -> list[int]:
-    """Divide tokens over sequences: one for the first, the rest as evenly as it goes.
+    """Divide tokens among sequences: one for the first, the rest as evenly as possible.
 
-    As many sequences as tokens are a batch that decodes; with more, some have none.
+    With as many sequences as tokens, all of them decode; with more, some are empty.
 
     >>> sequence_lengths(8, 3), sequence_lengths(3, 3), sequence_lengths(1, 2)
     ([1, 4, 3], [1, 1, 1], [1, 0])
@@ -22,6 +22,6 @@ def sequence_lengths(num_tokens: int, num_seqs: int) -> list[int]:
 
 
 def boundaries(lengths: Sequence[int], device: str) -> Tensor:
-    """Return where each sequence starts, and the last one ends: int32, ``(len(lengths) + 1,)``."""
+    """Return cumulative sequence lengths from 0 on, int32, ``(len(lengths) + 1,)``."""
     sums = torch.tensor([0, *lengths], device=device).cumsum(0)
     return sums.to(torch.int32)

@@ -1,6 +1,6 @@
-"""The scan of Mamba-2, a selective state space with one rate of decay for each head, by chunks.
+"""The chunked scan of Mamba-2, a selective state-space model with one decay rate per head.
 
-Within a chunk the scan is a product of matrices; between chunks it is a recurrence of their states.
+Within a chunk the scan is a matrix product; between chunks it is a recurrence of their states.
 
 Source: Dao and Gu, "Transformers are SSMs", arXiv:2405.21060, section 6.
 """
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from opweave.ir.ops.attention import locate
+from opweave.ir.ops.checks import check_shape
 from opweave.ir.ops.recurrence import linear_recurrence, one_before
 from opweave.ir.ops.selective_scan import check_groups, finish, time_step
 from opweave.ir.ops.state_slots import (
     check_sequences,
-    check_shape,
     initial_states,
     is_computed,
     sequence_inputs,
@@ -43,36 +43,35 @@ def ssd_chunk_scan(
 ) -> tuple[Tensor, Tensor]:
     """Scan packed sequences of heads: ``h = exp(dt a) h + dt x bᵀ``, ``y = h c + d x``.
 
-    ``dt`` is ``softplus(dt + dt_bias)`` with *dt_softplus*, within its limits; with *z*, the result
-    is ``y silu(z)``. A sequence begins with the state in its slot if it *has_initial_state*, else
-    with zeros. Everything is in float32 (float64 stays), rounded once. Tokens after the last
-    sequence, and those of a sequence with slot -1, give zeros. Two sequences must not have one
-    slot. The chunk size changes nothing but the order of sums. What is not finite stays in its
-    sequence, and reaches no token before it.
+    ``dt`` is ``softplus(dt + dt_bias)`` with *dt_softplus*, clamped to its limits; with *z*, the
+    result is ``y silu(z)``. A sequence starts from the state in its slot if it
+    *has_initial_state*, else from zeros. Computed in float32 (float64 stays), rounded once. Tokens
+    after the last sequence and of sequences with slot -1 give zeros. Sequences must not share a
+    slot. The chunk size affects only the order of sums. Non-finite values affect only later tokens
+    of their own sequence.
 
     Args:
         x: ``(tokens, heads, head_size)``, floating point.
         dt: ``(tokens, heads)``: the time step of each head.
         a: ``(heads,)``, negative.
-        b, c: ``(tokens, groups, N)``, where each group serves as many consecutive heads; or
-            ``(tokens, N)`` for all of them.
+        b, c: ``(tokens, groups, N)`` where consecutive heads share a group, or ``(tokens, N)``.
         d: ``(heads,)`` or None.
         z: the gate, the shape of ``x``, or None.
         dt_bias: ``(heads,)`` or None.
-        x_state: ``(slots, heads, head_size, N)``, any floating dtype; float32 is best.
+        x_state: ``(slots, heads, head_size, N)``, any floating dtype; float32 recommended.
         query_start_loc: ``(sequences + 1,)``, integer, non-decreasing, from 0.
-        slot_idx: ``(sequences,)``, integer: where each state is; -1 for padding.
+        slot_idx: ``(sequences,)``, integer: the slot of each sequence; -1 for padding.
         has_initial_state: ``(sequences,)``, bool.
-        chunk_size: so many tokens of a sequence are computed together.
-        dt_softplus: whether the time step goes through softplus.
-        dt_min, dt_max: limits of the time step; None: none.
+        chunk_size: number of tokens of a sequence per chunk.
+        dt_softplus: apply softplus to the time step.
+        dt_min, dt_max: limits of the time step, or None.
 
     Returns:
-        The result in the shape and dtype of ``x``, and the states after the sequences' tokens.
+        The result in the shape and dtype of ``x``, and the updated ``x_state``.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or *chunk_size* is not positive.
-        IndexError: there is no such slot.
+        IndexError: a slot does not exist.
     """
     check_ssd(x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
     check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
@@ -85,13 +84,13 @@ def ssd_chunk_scan(
     parts = (step * a.to(dtype), x.to(dtype) * step[..., None], grouped(b), grouped(c))
     decay, inputs, keys, queries = (chunks.pack(t.to(dtype), place) for t in parts)
     y, ends, total = scan_chunks(decay, inputs, keys, queries)
-    # What enters a chunk is what left the one before it, or what its sequence begins with.
+    # The state entering a chunk is the one that leaves the previous chunk, or the initial state.
     first, some = chunks.first[:-1].long(), (query_start_loc.diff() > 0)[:, None, None, None]
     begins = torch.zeros_like(total[:, 0], dtype=torch.bool).index_fill(0, first, True)
     begins = begins[:, None, None, None]
     gate = one_before(torch.exp(total))[..., None, None]
     value = torch.where(begins, 0, one_before(ends))
-    # An empty sequence has the place of the next one's first chunk, to which it adds nothing.
+    # An empty sequence shares the index of the next one's first chunk, and adds zeros there.
     value = value.index_add(0, first, torch.where(some, known, 0))
     enter = linear_recurrence(gate, value, begins)
     y = y + read_out(enter, queries, decay)
@@ -103,10 +102,10 @@ def ssd_chunk_scan(
 
 
 class _Chunks:
-    """Where each sequence's chunks are, if a chunk never holds two sequences.
+    """The division of packed sequences into chunks that never span two sequences.
 
-    As many as there may be at most: how many there are is not known to a compiler. The last one is
-    for tokens after the last sequence, and for the first chunk of empty sequences at the end.
+    Allocates the maximum number of chunks, since the actual number depends on data. The last chunk
+    is for tokens after the last sequence, and the first chunk of empty sequences at the end.
     """
 
     def __init__(self, query_start_loc: Tensor, tokens: int, size: int) -> None:
@@ -114,11 +113,11 @@ class _Chunks:
         before = torch.cat((query_start_loc.new_zeros(1), counts.cumsum(0)))
         self.first = before  # the first chunk of each sequence, and the number of all chunks
         self.size = size
-        # Tokens after the last sequence may need chunks like any other.
+        # Tokens after the last sequence need chunks too.
         self.number = tokens // size + query_start_loc.shape[0] + 1
 
     def pack(self, t: Tensor, place: Tensor) -> Tensor:
-        """Return ``(chunks, size, ...)`` with the tokens at their places, and zeros."""
+        """Return ``(chunks, size, ...)`` with the tokens at their places, padded with zeros."""
         room = t.new_zeros(self.number * self.size, *t.shape[1:])
         return torch.unflatten(room.index_copy(0, place, t), 0, (self.number, self.size))
 
@@ -126,7 +125,7 @@ class _Chunks:
 def scan_chunks(
     decay: Tensor, inputs: Tensor, keys: Tensor, queries: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scan each chunk alone, from zeros.
+    """Scan each chunk separately, starting from zeros.
 
     Args:
         decay: ``dt a``, ``(chunks, size, heads)``.
@@ -134,19 +133,20 @@ def scan_chunks(
         keys, queries: ``b`` and ``c``, ``(chunks, size, groups, N)``.
 
     Returns:
-        The results, like *inputs*; the states at the end, ``(chunks, heads, head_size, N)``; and
-        the logarithm of how much of a state passes through, ``(chunks, heads)``.
+        The results, like *inputs*; the final states, ``(chunks, heads, head_size, N)``; and the
+        logarithm of the decay over each chunk, ``(chunks, heads)``.
     """
     size, heads = decay.shape[1:]
     share = heads // keys.shape[2]
     passed = decay.cumsum(1).transpose(1, 2)  # (chunks, heads, size)
     later = torch.ones(size, size, dtype=torch.bool, device=decay.device).triu(1)
-    # Masked before the exponential: what is above the diagonal could overflow.
+    # Masked before the exponential, which could overflow above the diagonal.
     kept = (passed[..., :, None] - passed[..., None, :]).masked_fill(later, float("-inf")).exp()
     scores = queries.transpose(1, 2) @ keys.permute(0, 2, 3, 1)  # (chunks, groups, size, size)
     weights = kept * scores.masked_fill(later, 0).repeat_interleave(share, dim=1)
     values = inputs.transpose(1, 2)  # (chunks, heads, size, head_size)
-    # Zero times NaN is NaN: what is not finite is not weighed, but spoils what comes after it.
+    # 0 * NaN is NaN, so non-finite inputs are left out of the product; adding x - x (NaN for them,
+    # else 0), summed over tokens, makes the later results NaN.
     spoilt = (inputs - inputs).detach().cumsum(1)
     y = (weights @ values.nan_to_num(0, 0, 0)).transpose(1, 2) + spoilt
     total = passed[..., -1]
@@ -156,7 +156,7 @@ def scan_chunks(
 
 
 def read_out(enter: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
-    """Return what the states that *enter* chunks add to their results."""
+    """Return the contribution of the states that *enter* chunks to their results."""
     share = enter.shape[1] // queries.shape[2]
     queries_of_heads = queries.transpose(1, 2).repeat_interleave(share, dim=1)
     read = (queries_of_heads @ enter.transpose(-1, -2)).transpose(1, 2)
@@ -164,7 +164,7 @@ def read_out(enter: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
 
 
 def grouped(t: Tensor) -> Tensor:
-    """Return ``(tokens, groups, N)``; without groups, there is one."""
+    """Return *t* as ``(tokens, groups, N)``, with one group if it has none."""
     return t[:, None] if t.ndim == 2 else t
 
 
@@ -214,7 +214,7 @@ def _fake(
     dt_min: float | None = None,
     dt_max: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Shapes alone: native asks how long the sequences are, which would bind a graph to that."""
+    """Check shapes only; the native function would specialise a graph on the sequence length."""
     check_ssd(x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
     check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
     return x.new_empty(x.shape), x_state.new_empty(x_state.shape)
@@ -235,7 +235,7 @@ def _inputs(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     int, bool, float | None, float | None,
 ]:  # fmt: skip
-    """Sequences that begin and that continue, one after the other."""
+    """Make packed sequences; every second one has an initial state."""
     x, z = torch.randn(2, num_tokens, num_heads, head_size, device=device).to(dtype)
     dt = torch.randn(num_tokens, num_heads, device=device).to(dtype)
     b, c = torch.randn(2, num_tokens, num_groups, state_size, device=device).to(dtype)
@@ -247,8 +247,8 @@ def _inputs(
     return x, dt, a, b, c, d, z, dt_bias, state, *where, chunk_size, True, None, None
 
 
-# Sums over many tokens in another order, and exponentials of another make; results have magnitude
-# up to ten, whose own rounding is what counts in 16 bits.
+# Sums over many tokens in a different order, and different exponentials. Results are up to about
+# ten; in 16-bit dtypes, their rounding dominates.
 ssd_chunk_scan.override_tolerance(torch.float32, atol=1e-4, rtol=1e-4)
 ssd_chunk_scan.override_tolerance(torch.bfloat16, atol=2e-2, rtol=1.6e-2)
 ssd_chunk_scan.override_tolerance(torch.float16, atol=4e-3, rtol=2e-3)

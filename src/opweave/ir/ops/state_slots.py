@@ -1,46 +1,46 @@
-"""Packed sequences whose states lie in slots: what the state-space ops have in common.
+"""Packed sequences with states in slots, as the state-space ops use them.
 
 A state tensor is ``(slots, ...)``. Sequence ``i`` has the tokens
-``query_start_loc[i]:query_start_loc[i + 1]`` and its state in slot ``slot_idx[i]``; slot -1 is for
-padding, a sequence that is computed by nobody.
+``query_start_loc[i]:query_start_loc[i + 1]`` and its state in slot ``slot_idx[i]``; slot -1 marks
+padding, a sequence that is not computed.
 """
 
 import torch
 from torch import Tensor
 
+from opweave.ir.ops.checks import misfit
 from opweave.ir.ops.sequences import boundaries, sequence_lengths
 
 
 def read_states(x_state: Tensor, slot_idx: Tensor) -> Tensor:
-    """Return the state of every sequence, zeros for padding (IndexError: there is no such slot)."""
+    """Return the state of each sequence, zeros for padding; IndexError if a slot is invalid."""
     return _with_spare(x_state)[_index(slot_idx, x_state.shape[0])]
 
 
 def write_states(x_state: Tensor, slot_idx: Tensor, new: Tensor) -> Tensor:
-    """Return *x_state* with the sequences' new states in their slots."""
+    """Return *x_state* with the new states of the sequences in their slots."""
     count = x_state.shape[0]
     index = _index(slot_idx, count)
     return _with_spare(x_state).index_copy(0, index, new.to(x_state.dtype))[:count]
 
 
 def initial_states(x_state: Tensor, slot_idx: Tensor, has_initial_state: Tensor) -> Tensor:
-    """Return what each sequence begins with: its state, or zeros if it has none."""
+    """Return the initial state of each sequence: that of its slot, or zeros."""
     known = has_initial_state.view(-1, *[1] * (x_state.ndim - 1))
     return torch.where(known, read_states(x_state, slot_idx), 0)
 
 
 def is_computed(sequence: Tensor, slot_idx: Tensor) -> Tensor:
-    """Return whether each token is one of a sequence, and that no padding: ``(tokens,)``."""
+    """Return whether each token belongs to a sequence that is not padding, ``(tokens,)``."""
     after_the_last = slot_idx.new_full((1,), -1)
     return torch.cat((slot_idx, after_the_last))[sequence] >= 0
 
 
 def check_slots(op: str, slot_idx: Tensor, count: int | None = None) -> None:
     """Raise ValueError unless *slot_idx* is a vector of indices, one for each of *count* rows."""
-    length = "sequences" if count is None else str(count)
-    if slot_idx.ndim != 1 or slot_idx.dtype not in (torch.int32, torch.int64):
-        raise misfit(op, "slot_idx", slot_idx, f"int32 or int64, ({length},)")
-    if count is not None and slot_idx.shape[0] != count:
+    is_vector = slot_idx.ndim == 1 and slot_idx.dtype in (torch.int32, torch.int64)
+    if not is_vector or (count is not None and slot_idx.shape[0] != count):
+        length = "sequences" if count is None else str(count)
         raise misfit(op, "slot_idx", slot_idx, f"int32 or int64, ({length},)")
 
 
@@ -57,26 +57,10 @@ def check_sequences(
         raise misfit(op, "has_initial_state", has_initial_state, f"bool, ({count},)")
 
 
-def check_shape(op: str, name: str, tensor: Tensor, *shape: int) -> None:
-    """Raise ValueError unless *tensor* has *shape*; -1 stands for any size."""
-    fits = tensor.ndim == len(shape) and all(
-        wanted in (-1, found) for wanted, found in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
-        sizes = ", ".join("any" if size == -1 else str(size) for size in shape)
-        raise misfit(op, name, tensor, f"({sizes}{',' * (len(shape) == 1)})")
-
-
-def misfit(op: str, name: str, tensor: Tensor, wanted: str) -> ValueError:
-    """Return the error that says what argument *name* of *op* is, and what it must be."""
-    found = f"{str(tensor.dtype).removeprefix('torch.')}, {tuple(tensor.shape)}"
-    return ValueError(f"{op}: {name} must be {wanted}; found {found}.")
-
-
 def sequence_inputs(num_tokens: int, num_seqs: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Make where sequences are: starts, slots below ``num_seqs + 2``, and which of them continue.
+    """Make starts, slots below ``num_seqs + 2``, and flags for initial states of sequences.
 
-    Every other one does, from the second on.
+    Every second sequence has an initial state.
     """
     return (
         boundaries(sequence_lengths(num_tokens, num_seqs), device),
@@ -86,18 +70,18 @@ def sequence_inputs(num_tokens: int, num_seqs: int, device: str) -> tuple[Tensor
 
 
 def some_slots(num_tokens: int, device: str) -> Tensor:
-    """Make a slot below ``num_tokens + 4`` for each token; the first of several are padding."""
+    """Make a slot below ``num_tokens + 4`` for each token; the first quarter is padding."""
     slots = torch.randperm(num_tokens + 4, device=device)[:num_tokens].to(torch.int32)
     slots[: num_tokens // 4] = -1
     return slots
 
 
 def _with_spare(x_state: Tensor) -> Tensor:
-    """Return the states and one more, which is the padding's."""
+    """Append a spare state for padding."""
     return torch.cat((x_state, x_state.new_zeros(1, *x_state.shape[1:])))
 
 
 def _index(slot_idx: Tensor, count: int) -> Tensor:
-    """Return where each sequence's state is; what is out of bounds stays so."""
+    """Return the index of each state; invalid slots stay out of range, so that torch raises."""
     valid = (slot_idx >= -1) & (slot_idx < count)
     return torch.where(valid, slot_idx % (count + 1), count + 1).long()
