@@ -1,4 +1,4 @@
-// How the values of a call become the parameters of a C++ function, and back.
+// Conversion between the values of a call and the parameters and results of a C++ function.
 //
 //   schema    parameter              schema    result
 //   Tensor    const View&            ()        void
@@ -28,8 +28,8 @@ union Scalar {
   bool flag;
 };
 
-// One argument of a call; which member holds it follows from the schema. Deliberately without
-// initialisers: a call builds kMaxArguments of these on its stack and fills the ones it uses.
+// One argument of a call; the schema determines which member is set. Not initialised on purpose: a
+// call has kMaxArguments of these on its stack and only fills those it uses.
 struct Value {
   Value() {}
   union {
@@ -40,12 +40,13 @@ struct Value {
   bool present;  // false: None was passed for an optional argument
 };
 
-// What a parameter or result of type T is in a schema. Only the specialisations below exist.
+// Maps the parameter or result type T to a schema type. Only the specialisations below are defined.
 template <class T>
 struct Binding {
   static constexpr bool kKnown = false;
   static constexpr bool kIsResult = false;
-  // So that the one message a wrong type gets is that of Caller or Returns.
+  // Declared for unsupported types too, so that the only compile error is the static_assert of
+  // Caller or Returns.
   static constexpr Type kType{Kind::kTensor, false};
   static T get(const Value& value);
   static Scalar put(const T& result);
@@ -55,7 +56,7 @@ struct Parameter {
   static constexpr bool kKnown = true;
   static constexpr bool kIsResult = false;
   template <class T>
-  static Scalar put(const T& result);  // never defined, as above
+  static Scalar put(const T& result);  // not defined, as above
 };
 
 struct ParameterOrResult {
@@ -119,7 +120,7 @@ struct Binding<std::optional<T>> : Parameter {
   }
 };
 
-// What a function returns: nothing, one number, or several.
+// The result of a function: void, one number, or a tuple.
 template <class Result>
 struct Returns {
   static_assert(Binding<Result>::kIsResult,
@@ -150,7 +151,7 @@ struct Returns<std::tuple<Results...>> {
   }
 };
 
-// Calls a function with the values of one call.
+// Calls a function with the converted values of a call.
 template <class Result, class... Parameters>
 struct Caller {
   static_assert((Binding<Parameters>::kKnown && ...),

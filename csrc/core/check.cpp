@@ -19,13 +19,13 @@ bool same_layout(const View& a, const View& b) {
   return true;
 }
 
-// Tensors of one layout that lie side by side in wider rows, such as two slices of a fused
-// projection: their address ranges overlap, their elements do not.
+// Return whether two tensors of one layout lie next to each other in wider rows, such as two slices
+// of a fused projection: their address ranges overlap, but their elements do not.
 bool interleaves(const View& a, const View& b) {
   if (!same_layout(a, b) || a.rank == 0) return false;
   const int last = a.rank - 1;
   const bool has_rows = a.sizes[last] > 1 && a.strides[last] == 1;
-  const int outer = has_rows ? last : a.rank;  // dimensions; of columns the elements are rows of one
+  const int outer = has_rows ? last : a.rank;  // with a strided last dimension, rows are elements
   int64_t pitch = 0;
   for (int d = 0; d < outer; ++d) {
     if (a.sizes[d] > 1 && (pitch == 0 || a.strides[d] < pitch)) pitch = a.strides[d];
@@ -69,7 +69,7 @@ void check_dtype(const View& view, std::initializer_list<OpweaveDtype> admitted)
   }
   std::string names;
   for (auto dtype = admitted.begin(); dtype != admitted.end(); ++dtype) {
-    if (std::find(admitted.begin(), dtype, *dtype) != dtype) continue;  // named already
+    if (std::find(admitted.begin(), dtype, *dtype) != dtype) continue;  // already listed
     if (!names.empty()) names += " or ";
     names += dtype_name(*dtype);
   }
@@ -113,7 +113,7 @@ void check_contiguous(const View& view) {
 }
 
 void check_no_self_overlap(const View& written) {
-  // Dimensions by ascending stride: each must step over everything that the smaller ones reach.
+  // Sort the dimensions by stride. Each stride must exceed the extent of all smaller dimensions.
   int order[OPWEAVE_MAX_RANK];
   int count = 0;
   for (int d = written.rank - 1; d >= 0; --d) {

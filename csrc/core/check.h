@@ -1,5 +1,5 @@
-// Checks of arguments. A message names the argument, what was found and what is possible; run()
-// puts the op's name in front.
+// Argument checks. Messages name the argument, the value found and the accepted values; run()
+// prepends the name of the op.
 #pragma once
 
 #include <initializer_list>
@@ -15,7 +15,7 @@ class CheckFailed : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A condition of the op's own.
+// Throw CheckFailed unless a condition of the op holds.
 inline void check(bool holds, const char* message) {
   if (!holds) throw CheckFailed(message);
 }
@@ -24,7 +24,7 @@ inline void check(bool holds, const char* message) {
 [[noreturn]] void fail_device(const View& view, const View& first);
 void check_overlapping_ranges(const View& written, const View& other);
 
-// At most OPWEAVE_MAX_RANK dimensions.
+// Check that the view has at most OPWEAVE_MAX_RANK dimensions.
 inline void check_rank(const View& view) {
   if (view.rank > OPWEAVE_MAX_RANK) fail_rank(view);
 }
@@ -37,28 +37,28 @@ inline void check_same_device(const View& view, const View& first) {
 
 void check_dtype(const View& view, std::initializer_list<OpweaveDtype> admitted);
 
-// view has the dtype of other.
+// Check that view has the dtype of other.
 void check_same_dtype(const View& view, const View& other);
 
-// view has the sizes of other.
+// Check that view has the sizes of other.
 void check_same_sizes(const View& view, const View& other);
 
-// The last dimension exists and is contiguous.
+// Check that the last dimension exists and is contiguous.
 void check_unit_stride(const View& view);
 
-// The elements lie side by side, in the order of their indices.
+// Check that the view is contiguous in row-major order.
 void check_contiguous(const View& view);
 
-// No two indices of a tensor that is written lead to the same memory.
+// Check that no two indices of an output refer to the same element.
 void check_no_self_overlap(const View& written);
 
-// Writing one does not change the other.
+// Check that an output does not overlap another tensor.
 inline void check_disjoint(const View& written, const View& other) {
   if (written.end() <= other.data || other.end() <= written.data) return;
   check_overlapping_ranges(written, other);
 }
 
-// As check_disjoint, but both may be the very same tensor.
+// Like check_disjoint, but both may be the same tensor.
 void check_disjoint_or_same(const View& written, const View& other);
 
 }  // namespace opweave

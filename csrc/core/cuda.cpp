@@ -23,7 +23,7 @@ void bind(void* library, const char* symbol, Function* target) {
   }
 }
 
-// Bound by the first call with a CUDA tensor, so after torch has loaded its CUDA library.
+// Bound on the first call with a CUDA tensor, when torch has already loaded its CUDA library.
 const CudaShim& cuda_shim() {
   static const CudaShim shim = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);

@@ -1,12 +1,11 @@
-// CUDA calls, as far as the call paths and the functions behind them need torch for them. Nothing
-// here needs CUDA to build.
+// The CUDA functions of torch that the call paths need, bound at run time. Builds without CUDA.
 #pragma once
 
 #include "view.h"
 
 namespace opweave {
 
-// Makes the device of a view current, in CUDA's sense, for as long as this lives; nothing on a CPU.
+// A guard that makes the CUDA device of a view current; a no-op for the CPU.
 class CurrentDevice {
  public:
   explicit CurrentDevice(const View& view) {
@@ -25,7 +24,7 @@ class CurrentDevice {
   void* guard_ = nullptr;
 };
 
-// The stream (a cudaStream_t) that torch uses on the device of a view. Throws on a CPU.
+// Return torch's current stream (a cudaStream_t) on the device of a view. Throws for the CPU.
 void* current_stream(const View& view);
 
 }  // namespace opweave

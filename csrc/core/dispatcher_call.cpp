@@ -13,14 +13,14 @@
 namespace opweave {
 namespace {
 
-// The torch whose calling convention the boxed kernels speak: 2.11.0.
+// The torch ABI version of the boxed kernels: 2.11.0.
 constexpr uint64_t kBuiltFor = (uint64_t{2} << 56) | (uint64_t{11} << 48);
 
 void require(TorchError error, const char* what) {
   if (error != 0) throw std::runtime_error(std::string("torch could not ") + what);
 }
 
-// A boxed kernel owns what is on its stack; this releases one argument of it.
+// Owns one argument on the stack of a boxed kernel, which must release its arguments.
 class OwnedArgument {
  public:
   OwnedArgument() = default;
@@ -37,7 +37,7 @@ class OwnedArgument {
     present_ = true;
     slot_ = slot;
     if (!type.optional) return;
-    // An optional that is not None comes in a heap cell, which is ours to free as well.
+    // A present optional is stored in a heap cell, which must be freed too.
     auto* cell = reinterpret_cast<StackValue*>(slot);
     present_ = cell != nullptr;
     if (!present_) return;
@@ -127,7 +127,7 @@ StackValue to_stack(const Scalar& result, Kind kind) {
 
 void call_boxed(const Op& op, StackValue* stack) {
   const std::vector<Argument>& arguments = op.schema.arguments;
-  // Take every argument before anything can throw, so that none leaks.
+  // Take ownership of all arguments before anything can throw.
   OwnedArgument owned[kMaxArguments];
   for (size_t i = 0; i < arguments.size(); ++i) owned[i].take(stack[i], arguments[i].type);
   Value values[kMaxArguments];
@@ -145,7 +145,7 @@ void call_boxed(const Op& op, StackValue* stack) {
   for (size_t i = 0; i < returns.size(); ++i) stack[i] = to_stack(results[i], returns[i]);
 }
 
-// Long enough for any message; a longer one is cut.
+// Longer messages are truncated.
 thread_local char message[4096];
 
 bool succeeds(const Op& op, StackValue* stack) noexcept {
@@ -159,9 +159,9 @@ bool succeeds(const Op& op, StackValue* stack) noexcept {
   }
 }
 
-// An exception must not cross into torch: this library has its own copy of the C++ runtime. So
-// every one ends in succeeds(), and torch throws its own from check(), through a frame with nothing
-// to clean up.
+// Exceptions must not propagate into torch, because this library has its own copy of the C++
+// runtime. So succeeds() catches them, and torch throws its own in check(), through a frame without
+// destructors.
 template <size_t I>
 struct BoxedSlot {
   static void call(StackValue* stack, uint64_t, uint64_t) {
@@ -173,7 +173,7 @@ struct BoxedSlot {
 
 constexpr auto kBoxedSlots = make_slots<BoxedSlot>();
 
-// What torch said about its last failure, where it can say.
+// Return the message of torch's last error, if this torch provides it.
 std::string because() {
   const auto last_error = torch_shim().last_error;
   const char* text = last_error == nullptr ? nullptr : last_error();
@@ -184,7 +184,7 @@ void require_registered(TorchError error, const std::string& what) {
   if (error != 0) throw std::runtime_error("torch could not " + what + because());
 }
 
-// The libraries are never released: the registrations live as long as they do.
+// The libraries are never released, because this would remove the registrations.
 TorchLibrary open_library(const char* torch_namespace, const char* key) {
   const TorchShim& torch = torch_shim();
   TorchLibrary library = nullptr;

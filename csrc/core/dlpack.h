@@ -1,5 +1,5 @@
-// The part of DLPack 1.x's C layout that opweave reads (dlpack.h of the dmlc/dlpack project is the
-// specification).
+// The part of the C layout of DLPack 1.x that opweave reads. Specification: dlpack.h of
+// dmlc/dlpack.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ struct Tensor {
   uint64_t byte_offset;
 };
 
-// What torch.Tensor.__dlpack_c_exchange_api__ points to.
+// The struct behind torch.Tensor.__dlpack_c_exchange_api__.
 struct ExchangeApi {
   uint32_t major;
   uint32_t minor;

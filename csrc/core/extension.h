@@ -1,5 +1,5 @@
-// What the integration file of a native module includes: registration, views, checks, and the
-// parallel loop. Needs neither Python nor torch.
+// The header for users of the kit: registration, views, checks, and the parallel loop. Needs
+// neither Python nor torch.
 #pragma once
 
 #include "check.h"

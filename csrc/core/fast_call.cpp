@@ -12,8 +12,8 @@
 namespace opweave {
 namespace {
 
-// A call with a tensor of more elements than this lets other Python threads run meanwhile. Those
-// that are read count as well: one token meets all of a weight.
+// Calls with a larger tensor release the GIL. Inputs count too: even one token reads all of a
+// weight.
 constexpr int64_t kReleaseGilElements = int64_t{1} << 16;
 
 const dlpack::ExchangeApi* exchange = nullptr;
@@ -76,8 +76,8 @@ OpweaveDtype dtype_of(const dlpack::Tensor& tensor) {
   }
 }
 
-// torch refuses what it cannot describe as plain memory (a sparse, meta or batched tensor). That is
-// a TypeError here, as is a device without an implementation: the dispatcher call takes those.
+// Tensors without plain memory (sparse, meta, batched) and devices without an implementation raise
+// TypeError, and the caller falls back to the dispatcher call.
 bool raise_not_plain(const Op& op, const Argument& argument) {
   PyErr_Clear();
   const bool on_cuda = op.runs_on(Device::kCuda);
@@ -93,7 +93,7 @@ bool read_by_exchange(PyObject* object, View* view) {
   const bool is_cpu = tensor.device_type == dlpack::kCpu;
   if (!is_cpu && tensor.device_type != dlpack::kCuda) return false;
   view->device = is_cpu ? Device::kCpu : Device::kCuda;
-  view->device_index = tensor.device_id;  // 0 for a CPU
+  view->device_index = tensor.device_id;  // 0 for the CPU
   view->data = static_cast<char*>(tensor.data) + tensor.byte_offset;
   view->sizes = tensor.sizes;
   view->strides = tensor.strides;
@@ -117,7 +117,7 @@ bool read_tensor(const Op& op, const Argument& argument, PyObject* object, View*
 
 bool is_integer(PyObject* object) { return PyLong_Check(object) && !PyBool_Check(object); }
 
-// Python's own error names neither the op nor the argument.
+// Python's own error does not name the op and the argument.
 bool raise_too_large(const Op& op, const Argument& argument, const char* limit) {
   PyErr_Clear();
   return raise(PyExc_TypeError, op, argument.name + " must be " + limit);
@@ -152,7 +152,7 @@ bool read_list(const Op& op, const Argument& argument, PyObject* object, IntStor
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject* item = is_tuple ? PyTuple_GetItem(object, i) : PyList_GetItem(object, i);
     if (item == nullptr || !read_integer(op, argument, item, &integers[i])) {
-      // Of the elements only their type can be wrong here; say which one it is.
+      // Only the type of an element can be wrong here; name the first one.
       if (item != nullptr && !is_integer(item)) {
         raise(PyExc_TypeError, op,
               argument.name + "[" + std::to_string(i) + "] must be an int, found " +
@@ -187,7 +187,7 @@ PyObject* to_python(const Scalar& result, Kind kind) {
   }
 }
 
-// None, one number, or a tuple of several, as torch returns them.
+// Return None, a number, or a tuple of numbers, as torch does.
 PyObject* to_python(const Scalar* results, const std::vector<Kind>& returns) {
   if (returns.empty()) Py_RETURN_NONE;
   if (returns.size() == 1) return to_python(results[0], returns[0]);
@@ -267,7 +267,7 @@ const dlpack::ExchangeApi* find_exchange(PyObject* type) {
     PyErr_Clear();
     return nullptr;
   }
-  // The table outlives the capsule: DLPack asks producers to keep it for the whole process.
+  // DLPack requires producers to keep the table alive for the whole process.
   auto* api = static_cast<const dlpack::ExchangeApi*>(
       PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   Py_DECREF(capsule);
@@ -279,7 +279,7 @@ const dlpack::ExchangeApi* find_exchange(PyObject* type) {
 }  // namespace
 
 bool open_fast_call(PyObject* tensor, PyObject* parameter) {
-  // Kept for the whole process, as the types themselves are.
+  // Kept alive for the whole process.
   Py_INCREF(tensor);
   Py_INCREF(parameter);
   tensor_type = reinterpret_cast<PyTypeObject*>(tensor);

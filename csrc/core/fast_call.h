@@ -1,7 +1,7 @@
-// The fast call: the ops as functions of the Python module, about six times cheaper than through
-// torch's dispatcher. They take exactly torch.Tensor or torch.nn.Parameter, positionally, and
-// bypass autograd, dispatch modes and version counters: the caller guarantees that none of them
-// matters.
+// The fast call path: the ops as functions of the Python module, about six times cheaper than
+// torch's dispatcher. They accept exactly torch.Tensor or torch.nn.Parameter, as positional
+// arguments, and bypass autograd, dispatch modes and version counters. The caller must make sure
+// that none of these is needed.
 #pragma once
 
 #include <Python.h>
@@ -10,11 +10,11 @@
 
 namespace opweave {
 
-// Fetch torch's DLPack exchange table. Returns false, without a Python error, if this torch has
-// none that we understand; the functions then raise.
+// Fetch torch's DLPack exchange table. Returns false, without a Python error, if this torch does
+// not have one with a supported version; the functions then raise.
 bool open_fast_call(PyObject* tensor_type, PyObject* parameter_type);
 
-// One method per op, for the module's method table.
+// Return one method per op, for the module's method table.
 std::vector<PyMethodDef> dlpack_methods();
 
 }  // namespace opweave

@@ -1,4 +1,4 @@
-// A list of integers that an op is called with.
+// Integer list arguments.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace opweave {
 
-// Borrowed: the integers live as long as the call.
+// A borrowed list of integers, valid during the call.
 class IntList {
  public:
   IntList() = default;
@@ -26,7 +26,7 @@ class IntList {
   size_t size_;
 };
 
-// Where the lists of one call lie. Short ones need no allocation.
+// Storage for the lists of one call. Short lists are stored inline.
 class IntStorage {
  public:
   int64_t* allocate(size_t count) {
@@ -40,14 +40,14 @@ class IntStorage {
   }
 
  private:
-  // A chain: one pointer, where calls without a list pay for constructing and destroying it.
+  // A linked list: only one pointer to construct and destroy for calls without a list.
   struct Long {
     std::unique_ptr<int64_t[]> integers;
     std::unique_ptr<Long> others;
   };
 
   static constexpr size_t kInline = 32;
-  int64_t inline_[kInline];  // uninitialised on purpose: most calls have no list
+  int64_t inline_[kInline];  // not initialised on purpose: most calls do not have a list
   size_t used_ = 0;
   std::unique_ptr<Long> long_;
 };

@@ -1,5 +1,6 @@
-// The entry point of a module that is built with the kit, with
-//   -DOPWEAVE_MODULE_NAME=<last part of the module's name> -DOPWEAVE_NAMESPACE=<of torch.ops>
+// The entry point of modules built with the kit, which defines
+//   -DOPWEAVE_MODULE_NAME=<last part of the module's name>
+//   -DOPWEAVE_NAMESPACE=<namespace in torch.ops>
 // opweave's own module has its entry point in csrc/module.
 #ifdef OPWEAVE_MODULE_NAME
 

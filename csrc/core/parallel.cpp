@@ -5,8 +5,9 @@
 namespace opweave {
 namespace {
 
-// The least work for a thread: 2 us of the fastest kernel here (18 bfloat16 elements per ns, in
-// cache), 10 to 30 us of most. Less does not pay for waking it. torch's own loops use the same.
+// The minimum work per thread: 2 us for the fastest kernel (18 bfloat16 elements per ns, in cache),
+// 10 to 30 us for most. Less does not pay for waking a thread. torch's own loops use the same
+// value.
 constexpr int64_t kGrainElements = int64_t{1} << 15;
 
 }  // namespace

@@ -9,12 +9,12 @@
 
 namespace opweave {
 
-// Run kernel over [0, rows), each row being `row_elements` of work. Small calls stay on the
-// caller's thread; others share torch's thread pool, or stay serial where torch offers none.
+// Run kernel over [0, rows), with `row_elements` of work per row. Small calls run on the calling
+// thread, others in torch's thread pool, or serially if torch does not have one.
 void for_rows(int64_t rows, int64_t row_elements, OpweaveRangeKernel kernel, void* call);
 
-// The same for a lambda body(begin, end). What it throws, in whatever thread, is thrown when all
-// have ended; of several exceptions, the first.
+// Run body(begin, end), a lambda, in the same way. If it throws in any thread, the first exception
+// is rethrown when all threads have finished.
 template <class Body>
 void for_rows(int64_t rows, int64_t row_elements, const Body& body) {
   static_assert(std::is_invocable_v<const Body&, int64_t, int64_t>,
@@ -37,7 +37,7 @@ void for_rows(int64_t rows, int64_t row_elements, const Body& body) {
   if (call.error) std::rethrow_exception(call.error);
 }
 
-// How many threads share such a loop; two where torch does not say.
+// Return the number of threads of such a loop, or 2 if torch does not provide it.
 int64_t thread_count();
 
 }  // namespace opweave

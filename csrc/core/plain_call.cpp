@@ -15,7 +15,7 @@ constexpr const char* kCoreLibrary = "libc10.dylib";
 constexpr const char* kCoreLibrary = "libc10.so";
 #endif
 
-// bool c10::GradMode::is_enabled(). Before anything is bound no call is plain.
+// bool c10::GradMode::is_enabled(). The initial value rejects all calls until it is bound.
 bool (*grad_mode_enabled)() = [] { return true; };
 // bool at::impl::torch_function_mode_enabled()
 bool (*function_mode_enabled)() = nullptr;
@@ -62,7 +62,7 @@ PyObject* open_plain_check(PyObject*, PyObject* args) {
                   &function_mode_enabled) &&
       bind_symbol(kCoreLibrary, "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE",
                   &key_included);
-  // Kept for the whole process, as the types themselves are.
+  // Kept alive for the whole process.
   Py_INCREF(tensor);
   Py_INCREF(parameter);
   tensor_type = reinterpret_cast<PyTypeObject*>(tensor);

@@ -13,7 +13,7 @@ namespace {
 
 const char* torch_namespace = nullptr;
 
-// _open(Tensor, Parameter) -> (fast call is available, why torch.ops has no ops or None)
+// _open(Tensor, Parameter) -> (fast call is available, why torch.ops is not available or None)
 PyObject* open_call_paths(PyObject*, PyObject* args) {
   PyObject* tensor = nullptr;
   PyObject* parameter = nullptr;
@@ -25,7 +25,7 @@ PyObject* open_call_paths(PyObject*, PyObject* args) {
                        problem.empty() ? nullptr : problem.c_str());
 }
 
-// _namespace() -> where torch has the ops: torch.ops.<namespace>
+// _namespace() -> the namespace of the ops in torch.ops
 PyObject* find_namespace(PyObject*, PyObject*) { return PyUnicode_FromString(torch_namespace); }
 
 std::vector<PyMethodDef> collect_methods(const PyMethodDef* extra) {
@@ -40,7 +40,7 @@ std::vector<PyMethodDef> collect_methods(const PyMethodDef* extra) {
 }  // namespace
 
 PyObject* create_python_module(const char* name, const char* space, const PyMethodDef* extra) {
-  // Python keeps pointers into both for as long as the process lives.
+  // Static, because Python keeps pointers to both.
   static std::vector<PyMethodDef> methods;
   static PyModuleDef definition = {PyModuleDef_HEAD_INIT, nullptr, nullptr, -1, nullptr, nullptr,
                                    nullptr, nullptr, nullptr};

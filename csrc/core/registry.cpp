@@ -60,7 +60,7 @@ Op& find_or_add(const Schema& schema) {
   return ops().back();
 }
 
-// What holds for the tensors of every op.
+// The checks that apply to the tensors of every op.
 void check_tensors(const Op& op, const Value* values) {
   const std::vector<Argument>& arguments = op.schema.arguments;
   const View& first = values[op.schema.first_tensor].view;
@@ -105,7 +105,7 @@ const Op* op_table = nullptr;
 
 const std::vector<Op>& all_ops() {
   if (op_table == nullptr) {
-    ops().clear();  // of an import that failed half way
+    ops().clear();  // left over from a failed import
     Module module;
     for (auto* define : definitions()) define(module);
     op_table = ops().data();

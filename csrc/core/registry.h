@@ -4,9 +4,9 @@
 //     m.def("scale(Tensor(a!) out, Tensor x, float factor) -> ()", scale);
 //   }
 //
-// where `void scale(const View& out, const View& x, double factor)`. The schema decides what an
-// argument is (see binding.h); a function that does not match it is an error when the module is
-// loaded. A function for CUDA tensors is registered with m.def_cuda and the same schema.
+// where `void scale(const View& out, const View& x, double factor)`. The schema determines the
+// parameter types (see binding.h); loading the module fails if a function does not match its
+// schema. A function for CUDA tensors is registered with m.def_cuda and the same schema.
 #pragma once
 
 #include <string>
@@ -21,7 +21,7 @@ namespace opweave {
 constexpr size_t kMaxArguments = 16;
 constexpr size_t kMaxResults = 8;
 
-// An op's function for one kind of device.
+// The function of an op for one device type.
 struct Implementation {
   using Function = void (*)();
   using Invoke = void (*)(Function, const Value*, Scalar*);
@@ -40,8 +40,8 @@ struct Op {
   bool runs_on(Device device) const { return on(device).function != nullptr; }
 };
 
-// Run an op on arguments that match its schema: the one entry behind both call paths. Throws
-// std::runtime_error with a message that starts with the op's name.
+// Run an op on arguments that match its schema. Both call paths use it. Throws std::runtime_error
+// with a message that starts with the name of the op.
 void run(const Op& op, const Value* values, Scalar* results);
 
 class Module {
@@ -79,11 +79,11 @@ class Module {
                   Implementation implementation);
 };
 
-// Every op of every OPWEAVE_EXTENSION_MODULE; the first call collects them, and may throw
-// std::invalid_argument for a bad registration.
+// Return the ops of every OPWEAVE_EXTENSION_MODULE. The first call collects them, and throws
+// std::invalid_argument for an invalid registration.
 const std::vector<Op>& all_ops();
 
-// The same ops for the call path: set by all_ops(), null before.
+// The ops for the call paths: set by all_ops(), null before.
 extern const Op* op_table;
 
 struct ModuleRegistration {
@@ -98,7 +98,7 @@ struct ModuleRegistration {
   static void define(::opweave::Module&);                          \
   static const ::opweave::ModuleRegistration registration(define); \
   static void define([[maybe_unused]] ::opweave::Module& m)
-// Numbered by the compiler: two files that one source includes may have blocks on the same line.
+// Uses __COUNTER__, because __LINE__ may repeat in two files that one source includes.
 #define OPWEAVE_NUMBERED_(number, m)                         \
   OPWEAVE_REGISTER_(OPWEAVE_CONCAT(opweave_define_, number), \
                     OPWEAVE_CONCAT(opweave_registration_, number), m)

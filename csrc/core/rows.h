@@ -6,7 +6,7 @@
 
 namespace opweave {
 
-// The rows of two tensors of one shape with at least one dimension.
+// Return the rows of two tensors of the same shape with at least one dimension.
 OpweaveRows rows_of(const View& first, const View& second);
 
 }  // namespace opweave

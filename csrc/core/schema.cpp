@@ -11,7 +11,7 @@ namespace {
   throw std::invalid_argument("schema '" + text + "': " + why);
 }
 
-// A schema may be written in several lines.
+// Replace line breaks and repeated whitespace with single spaces.
 std::string in_one_line(const std::string& text) {
   std::istringstream words(text);
   std::string line;
@@ -25,7 +25,7 @@ std::string trimmed(const std::string& text) {
   return text.substr(begin, text.find_last_not_of(' ') - begin + 1);
 }
 
-// The parts of "a, b"; none of "".
+// Split "a, b" at commas; "" gives an empty list.
 std::vector<std::string> split(const std::string& list) {
   std::vector<std::string> parts;
   if (trimmed(list).empty()) return parts;
@@ -67,7 +67,7 @@ Type parse_type(const std::string& schema, const std::string& type) {
                      "' is not one of Tensor, int, float, bool, int[], or one of these with '?'");
 }
 
-// "Tensor(a!)?" -> "Tensor?", noting the mutation
+// Return "Tensor?" for "Tensor(a!)?", and set *written.
 std::string without_alias(const std::string& schema, const std::string& type, bool* written) {
   const size_t open = type.find('(');
   if (open == std::string::npos) return type;
@@ -115,7 +115,7 @@ std::vector<Kind> parse_returns(const std::string& schema, const std::string& te
   return returns;
 }
 
-// torch chooses a kernel by the tensors of a call, so there must be one.
+// torch dispatches on the tensors of a call, so there must be at least one.
 size_t find_first_tensor(const Schema& schema) {
   const Type tensor{Kind::kTensor, false};
   for (size_t i = 0; i < schema.arguments.size(); ++i) {
@@ -125,7 +125,7 @@ size_t find_first_tensor(const Schema& schema) {
 }
 
 void check_names(const Schema& schema) {
-  // A leading underscore is the module's own: _open.
+  // Names with a leading underscore are reserved for the module, such as _open.
   if (!is_identifier(schema.name) || schema.name[0] == '_') {
     reject(schema.text, "'" + schema.name + "' is not a name for an op (letters, digits and "
                         "underscores, starting with a letter)");

@@ -1,4 +1,4 @@
-// What a torch schema string says about an op.
+// Parser for torch schema strings.
 #pragma once
 
 #include <cstddef>
@@ -30,18 +30,18 @@ struct Schema {
   std::string name;
   std::vector<Argument> arguments;
   std::vector<Kind> returns;
-  size_t first_tensor;  // the first argument that is always a tensor: its device is the call's
+  size_t first_tensor;  // the first non-optional tensor, which determines the device
 };
 
 // Parse "name(Tensor(a!) out, Tensor? weight, int[] sizes, float? epsilon) -> (int, float)".
-// Arguments are Tensor, int, float, bool and int[], each also with "?", without defaults; results
+// Arguments are Tensor, int, float, bool and int[], optionally with "?", without defaults; results
 // are int, float and bool. Throws std::invalid_argument for anything else.
 Schema parse_schema(const std::string& written);
 
-// How a schema spells a type: "Tensor?".
+// Return a type as in a schema: "Tensor?".
 std::string type_name(const Type& type);
 
-// How a schema spells results: "()", "int", "(int, float)".
+// Return results as in a schema: "()", "int", "(int, float)".
 std::string returns_name(const std::vector<Kind>& returns);
 
 }  // namespace opweave

@@ -1,5 +1,5 @@
-// One distinct function per op. Neither torch's boxed kernels nor METH_FASTCALL functions carry a
-// pointer of ours, so each op gets a function that knows its index.
+// One distinct function per op. Neither torch's boxed kernels nor METH_FASTCALL functions carry
+// user data, so each op gets its own function with its index as a template parameter.
 #pragma once
 
 #include <array>

@@ -1,11 +1,11 @@
-// Functions of libraries that this process has loaded, looked up by name.
+// Look up functions of loaded libraries by name.
 #pragma once
 
 #include <dlfcn.h>
 
 namespace opweave {
 
-// Set *target to the function; leave it as it is, and return false, where there is none.
+// Set *target to the function. Returns false and leaves *target unchanged if it does not exist.
 template <class Function>
 bool bind_symbol(const char* library_name, const char* symbol, Function* target) {
   void* library = dlopen(library_name, RTLD_LAZY | RTLD_NOLOAD);

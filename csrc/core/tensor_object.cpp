@@ -21,13 +21,14 @@ class Owned {
   PyObject* object_;
 };
 
-// An attribute that is a number, 0 if there is none.
+// Return an integer attribute, or 0 if it does not exist.
 size_t number(PyObject* object, const char* name) {
   const Owned value(PyObject_GetAttrString(object, name));
   return value.get() == nullptr ? 0 : PyLong_AsSize_t(value.get());
 }
 
-// The one place in the object that holds the address `wanted`, 0 if there is none or are several.
+// Return the only offset in the object that contains the address `wanted`, or 0 if it is missing or
+// ambiguous.
 size_t find_word(PyObject* object, size_t object_size, size_t wanted) {
   size_t found = 0;
   for (size_t at = sizeof(PyObject); at + sizeof(void*) <= object_size; at += sizeof(void*)) {
@@ -38,7 +39,7 @@ size_t find_word(PyObject* object, size_t object_size, size_t wanted) {
   return found;
 }
 
-// The layout of one object; unknown if it is not exactly of `type`.
+// Return the layout of one object; unknown if its type is not exactly `type`.
 TensorObjectLayout layout_of(PyObject* object, PyObject* type) {
   TensorObjectLayout layout;
   if (object == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(object)) != type) return layout;
@@ -49,7 +50,8 @@ TensorObjectLayout layout_of(PyObject* object, PyObject* type) {
   return layout;
 }
 
-// An empty tensor and an empty parameter agree; a sparse tensor differs in its class only.
+// Return the layout on which an empty tensor and an empty parameter agree, and from which a sparse
+// tensor differs only in its class.
 TensorObjectLayout find_layout(PyObject* tensor_type, PyObject* parameter_type) {
   const Owned tensor(PyObject_CallNoArgs(tensor_type));
   const Owned parameter(PyObject_CallNoArgs(parameter_type));
@@ -69,7 +71,7 @@ bool asks_python(PyObject* object) {
   return answer.get() != Py_False;
 }
 
-// Null if torch has no such function, or if it is wrong about one of two tensors.
+// Leave it null if torch lacks the function, or if it returns a wrong result for a test tensor.
 void find_is_negated(PyObject* tensor_type, TensorObjectLayout* layout) {
   // bool at::native::is_neg(const at::Tensor&)
   bool (*found)(TorchTensor) = nullptr;

@@ -1,9 +1,9 @@
-// The torch tensor inside a Python object of type torch.Tensor.
+// Direct access to the C++ tensor inside a Python object of type torch.Tensor.
 //
-// torch's promised way to it is DLPack's exchange, which takes longer than many kernels. Where in
-// the object the tensor lies is torch's own business. So the call paths look for it when they open,
-// and only use what they find if it is what Tensor._cdata says, for tensors of both types. The
-// exchange remains for everything else.
+// The stable API for this is the DLPack exchange, which takes longer than many kernels. The offset
+// of the tensor in the Python object is an implementation detail of torch. So the call paths search
+// for it when they open, and only use it if it agrees with Tensor._cdata for tensors of both types.
+// Otherwise, they use the DLPack exchange.
 #pragma once
 
 #include <Python.h>
@@ -13,18 +13,18 @@
 namespace opweave {
 
 struct TensorObjectLayout {
-  size_t offset = 0;            // of the tensor in the object; 0: not known
-  void* dense_class = nullptr;  // the first word of a tensor that is nothing but dense memory
-  bool (*is_negated)(TorchTensor) = nullptr;  // quicker than Tensor.is_neg; null: not known
+  size_t offset = 0;            // of the tensor in the object; 0: unknown
+  void* dense_class = nullptr;  // the first word (vtable) of a plain dense tensor
+  bool (*is_negated)(TorchTensor) = nullptr;  // faster than Tensor.is_neg; null: unknown
 };
 
 extern TensorObjectLayout tensor_object_layout;
 
-// Find the layout out, if the torch shim is bound. Leaves no Python error behind.
+// Detect the layout, if the torch shim is bound. Does not leave a Python error set.
 void find_tensor_object_layout(PyObject* tensor_type, PyObject* parameter_type);
 
-// The tensor in an object of exactly one of those types. Null where the layout is not known, and
-// for whatever may have no sizes, strides or memory of its own: sparse, batched or nested tensors.
+// Return the tensor in an object whose type is exactly one of those. Null if the layout is unknown,
+// and for tensors that may lack sizes, strides or memory: sparse, batched and nested tensors.
 inline TorchTensor dense_tensor(PyObject* object) {
   const TensorObjectLayout& layout = tensor_object_layout;
   if (layout.offset == 0) return nullptr;
@@ -34,8 +34,8 @@ inline TorchTensor dense_tensor(PyObject* object) {
   return is_dense ? static_cast<TorchTensor>(place) : nullptr;
 }
 
-// Whether memory holds the opposite of a tensor's values, as that of x.conj().imag does. `dense` is
-// dense_tensor(object).
+// Return whether the negative bit is set, as for x.conj().imag: the memory then holds the negated
+// values. `dense` is dense_tensor(object).
 bool is_negated(PyObject* object, TorchTensor dense);
 
 }  // namespace opweave

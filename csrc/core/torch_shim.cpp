@@ -27,7 +27,7 @@ DtypeCode dtype_codes[] = {
     {"aoti_torch_dtype_float8_e4m3fn", OPWEAVE_FLOAT8_E4M3FN, -1},
 };
 
-// Looks symbols up and remembers the first that is missing.
+// Looks up symbols, and records the first missing one.
 class Binder {
  public:
   explicit Binder(void* library) : library_(library) {}

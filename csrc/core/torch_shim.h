@@ -1,8 +1,8 @@
-// torch's stable C interface, as far as opweave uses it, bound at run time.
+// The part of torch's stable C ABI that opweave uses, bound at run time.
 //
-// These are opweave's own declarations of functions that libtorch exports with C linkage and
-// promises to keep (since torch 2.10). Nothing here is needed at build time, and a torch that lacks
-// them leaves the module loadable without torch ops.
+// These are opweave's own declarations of functions that libtorch exports with C linkage and a
+// stability guarantee (since torch 2.10). torch is not needed at build time, and with a torch that
+// lacks these functions, the module still loads, without torch ops.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +37,7 @@ struct TorchShim {
                              uint64_t built_for);
   TorchError (*delete_tensor)(TorchTensor tensor);
   TorchError (*get_data)(TorchTensor tensor, const void** result);
-  // Memory that this tensor shares with a lazy copy of it becomes its own first.
+  // Materialises a lazy (copy-on-write) clone first.
   TorchError (*get_mutable_data)(TorchTensor tensor, void** result);
   TorchError (*get_dim)(TorchTensor tensor, int64_t* result);
   TorchError (*get_sizes)(TorchTensor tensor, int64_t** result);
@@ -51,17 +51,17 @@ struct TorchShim {
   TorchError (*list_get)(TorchList list, size_t index, StackValue* result);
   TorchError (*delete_list)(TorchList list);
 
-  // Throws torch's own error, a RuntimeError in Python, unless condition holds.
+  // Throws torch's own error, a RuntimeError in Python, unless the condition holds.
   void (*check)(bool condition, const char* function, const char* file, uint32_t line,
                 const char* message);
 
   int32_t cpu;  // codes of device types
   int32_t cuda;
 
-  TorchError (*get_num_threads)(uint32_t* result);             // null where torch has none
+  TorchError (*get_num_threads)(uint32_t* result);             // null if torch lacks it
   TorchError (*is_defined)(TorchTensor tensor, bool* result);  // likewise
 
-  // Since torch 2.13; null before.
+  // Since torch 2.13; otherwise null.
   const char* (*last_error)();
   TorchError (*delete_stack_value)(StackValue* value);
 };
@@ -69,10 +69,10 @@ struct TorchShim {
 // The bound functions; all null until bind_torch_shim() succeeds.
 const TorchShim& torch_shim();
 
-// Bind to the libtorch of this process. Returns "" or why that is impossible.
+// Bind to the libtorch of this process. Returns "" or an error message.
 std::string bind_torch_shim();
 
-// opweave's dtype for torch's code.
+// Return opweave's dtype for torch's dtype code.
 OpweaveDtype dtype_of_torch(int32_t torch_dtype);
 
 }  // namespace opweave

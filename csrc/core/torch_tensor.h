@@ -1,4 +1,4 @@
-// Reads a torch tensor through torch's stable C interface.
+// Read torch tensors through torch's stable C ABI.
 #pragma once
 
 #include "torch_shim.h"
@@ -6,8 +6,8 @@
 
 namespace opweave {
 
-// Fill everything of `view` but its name. Returns false for a tensor that is neither in CPU nor in
-// CUDA memory. Throws std::runtime_error if torch refuses, as it does where there is no memory.
+// Fill `view` except its name. Returns false for a tensor that is neither in CPU nor in CUDA
+// memory. Throws std::runtime_error if torch fails, for example for a tensor without memory.
 bool read_torch_tensor(TorchTensor tensor, bool is_written, View* view);
 
 }  // namespace opweave

@@ -1,4 +1,4 @@
-// What kernels and the code that calls them agree on, in plain C.
+// The types that kernels share with their callers, in plain C.
 #pragma once
 
 #include <stdint.h>
@@ -25,8 +25,8 @@ enum OpweaveDtype {
 #define OPWEAVE_MAX_RANK 8
 #define OPWEAVE_MAX_ROW_OPERANDS 2
 
-// The rows of up to two operands, walked together. Dimension 0 is the innermost; dimensions that
-// all operands can walk with one stride have been merged into one.
+// The rows of up to two operands with the same shape. Dimension 0 is the innermost; dimensions that
+// are contiguous for all operands are merged.
 struct OpweaveRows {
   int64_t count;
   int32_t rank;
@@ -34,7 +34,7 @@ struct OpweaveRows {
   int64_t byte_strides[OPWEAVE_MAX_ROW_OPERANDS][OPWEAVE_MAX_RANK];
 };
 
-// Processes the rows [begin, end) of `call`; whoever calls it owns the parallel loop.
+// Processes the rows [begin, end) of `call`. The caller runs the parallel loop.
 typedef void (*OpweaveRangeKernel)(int64_t begin, int64_t end, void* call);
 
 #ifdef __cplusplus

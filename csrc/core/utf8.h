@@ -1,4 +1,4 @@
-// Text for Python, which takes UTF-8 only, from exceptions, which may say anything.
+// Convert exception messages, which may contain any bytes, to valid UTF-8 for Python.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace opweave {
 
-// The bytes of the character that begins at `text[at]`, 0 if there is none.
+// Return the length in bytes of the character at `text[at]`, or 0 if it is invalid.
 inline size_t character_size(const std::string& text, size_t at) {
   const auto byte = [&](size_t i) { return static_cast<uint8_t>(text[i]); };
   const uint8_t first = byte(at);
@@ -24,7 +24,7 @@ inline size_t character_size(const std::string& text, size_t at) {
   return code < kLeast[size] || code > 0x10ffff || is_surrogate ? 0 : size;
 }
 
-// The same text with a question mark for every byte that belongs to no character.
+// Return the text with every invalid byte replaced by a question mark.
 inline std::string valid_utf8(std::string text) {
   for (size_t at = 0; at < text.size();) {
     const size_t size = character_size(text, at);

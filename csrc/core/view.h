@@ -1,4 +1,4 @@
-// A neutral view of a strided tensor, filled by either call path.
+// A framework-independent view of a strided tensor.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace opweave {
 enum class Device : uint8_t { kCpu, kCuda };
 constexpr int kDevices = 2;
 
-// Borrowed: sizes, strides (in elements) and data live as long as the call.
+// Borrows sizes, strides (in elements) and data, which are valid during the call.
 struct View {
   const char* name;  // the argument's name in the schema
   char* data;
@@ -28,10 +28,10 @@ struct View {
     return count;
   }
 
-  // Throws for a dtype that no native kernel takes: its size is not known here.
+  // Throws for a dtype that native kernels do not support, since its size is unknown.
   int64_t element_size() const;
 
-  // The elements from the first to the last one, gaps included; 0 if there is none.
+  // The number of elements from the first to the last, including gaps; 0 for an empty tensor.
   int64_t extent() const {
     int64_t last = 0;
     for (int d = 0; d < rank; ++d) {
@@ -41,14 +41,14 @@ struct View {
     return last + 1;
   }
 
-  // Its storage was freed, or torch made zeros without one (for forward derivatives).
+  // Whether the storage was freed, or is missing (zero tensors of forward-mode AD).
   bool lacks_memory() const { return data == nullptr && element_count() > 0; }
 
-  // The address after the last element.
+  // The end address of the last element.
   const char* end() const { return data + extent() * element_size(); }
 };
 
-// Throws: x must have a dtype that native kernels take, ...
+// Throws an error for an unsupported dtype.
 [[noreturn]] void fail_unknown_dtype(const View& view);
 
 inline int64_t View::element_size() const {

@@ -1,7 +1,7 @@
 // Activations, compiled once per instruction set.
 //
-// Everything computes in float32; Lanes<T>::round stands wherever the op's definition rounds to the
-// type of x. The definitions are in src/opweave/ir/ops/activation.py.
+// All computations are in float32; Lanes<T>::round is called wherever the op's definition rounds to
+// the type of x. The definitions are in src/opweave/ir/ops/activation.py.
 #include "kernels/activation.h"
 
 #include "kernels/load_pairs.h"
@@ -16,12 +16,12 @@
 
 namespace {
 
-// sqrt(2 / pi), and the same cut to ten digits, as in the definition of gelu_fast.
+// sqrt(2 / pi), and its value with ten digits from the definition of gelu_fast.
 constexpr float kSqrt2OverPi = 0.7978845608028654f;
 constexpr float kTenDigits = 0.7978845608f;
 constexpr float kCubic = 0.044715f;
 
-inline Vec keep_positive(Vec x) { return max(splat(0), x); }  // NaN stays
+inline Vec keep_positive(Vec x) { return max(splat(0), x); }  // preserves NaN
 
 template <class T>
 struct Gelu {
@@ -33,7 +33,7 @@ template <class T>
 struct GeluTanh {
   explicit GeluTanh(const OpweaveActivation&) {}
   Vec operator()(Vec x) const {
-    // (1 + tanh(a)) / 2 = sigmoid(2 * a), which keeps the digits of small results.
+    // (1 + tanh(a)) / 2 = sigmoid(2 * a), which is accurate for small results.
     const Vec cubic = fma(mul(splat(kCubic), mul(x, x)), x, x);
     return MathFor<T>::gated(x, cubic, 2 * kSqrt2OverPi);
   }
@@ -111,7 +111,7 @@ struct Xielu {
 
   static Vec round(Vec v) { return Lanes<T>::round(v); }
 
-  // Of one learned number, rounded to its type.
+  // Return softplus of a learned parameter, rounded to its type.
   static float softplus(const void* number) {
     const float a = sum(Lanes<T>::load(static_cast<const T*>(number), Tail{1}));
     const float value = a > 20 ? a : __builtin_log1pf(__builtin_expf(a));
@@ -129,7 +129,7 @@ struct SwigluoaiGate {
   explicit SwigluoaiGate(const OpweaveActivation& call)
       : alpha(splat(call.parameters[0])), limit(Lanes<T>::round(splat(call.parameters[1]))) {}
   Vec operator()(Vec x) const {
-    const Vec gate = min(limit, x);  // the order keeps NaN
+    const Vec gate = min(limit, x);  // argument order preserves NaN
     return mul(gate, round(MathFor<T>::sigmoid(round(mul(gate, alpha)))));
   }
   static Vec round(Vec v) { return Lanes<T>::round(v); }
@@ -146,7 +146,7 @@ struct Row {
   const T* x;
 };
 
-// Calls body(row, the next row) for every row.
+// Call body(row, next row) for every row.
 template <class T, class Body>
 inline void for_each_row(int64_t begin, int64_t end, const OpweaveActivation& call, Body body,
                          int64_t ahead = 1) {
@@ -156,7 +156,7 @@ inline void for_each_row(int64_t begin, int64_t end, const OpweaveActivation& ca
   }
 }
 
-// Whether a look-up of a 16-bit result takes less time than the activation.
+// Whether looking up a 16-bit result is faster than computing the activation.
 template <class Activation>
 constexpr bool kIsLong = true;
 template <class T>
@@ -164,8 +164,8 @@ constexpr bool kIsLong<Fatrelu<T>> = false;
 template <class T>
 constexpr bool kIsLong<Relu2<T>> = false;
 
-// From so many bytes on a thread's rows are in no cache. Then the shortest work, which waits for
-// nothing but memory, has it fetched 4 KiB ahead: a whole row is too far where rows are long.
+// From this many bytes per thread, the rows are not in a CPU cache. The cheapest kernels, which are
+// memory-bound, then prefetch 4 KiB ahead, because a whole row is too far ahead for long rows.
 constexpr int64_t kInNoCache = 4 << 20;
 template <class T>
 constexpr int64_t kAhead = 4096 / static_cast<int64_t>(sizeof(T));
@@ -199,7 +199,7 @@ struct Elementwise {
   }
 
  private:
-  // Float32 that no work keeps waiting is fetched on every processor.
+  // Prefetch float32 on every CPU, because the computation is cheap.
   template <class T>
   static constexpr bool is_fetched() {
     const bool waits_for_memory = sizeof(T) == sizeof(float) && !kIsLong<Activation<T>>;
@@ -215,18 +215,18 @@ struct Elementwise {
   }
 };
 
-// Call visit with the rounded results of the activation of a call for rows from begin to end.
+// Call visit with the rounded results of the activation for rows from begin to end.
 template <class Activation, class T, bool kMayLookUp, class Visit>
 inline void with_activated(int64_t begin, int64_t end, const OpweaveActivation& call, Visit visit) {
   with_rounded<T, kMayLookUp>(Activation(call), (end - begin) * call.width, visit);
 }
 
-// One half of a row is activated and multiplies the other.
+// Activates one half of a row, and multiplies it with the other half.
 template <template <class> class Activation, bool kSecondHalf = false>
 struct Gated {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
-    // Gathered, they take longer in no cache.
+    // Gathering is slower here if the data is not in a CPU cache.
     constexpr bool kMayLookUp = kIsLong<Activation<T>> && !kGathers;
     with_activated<Activation<T>, T, kMayLookUp>(begin, end, call, [&](auto activated) {
       for_each_row<T>(begin, end, call, [&](Row<T> row, Row<const T> next) {
@@ -241,7 +241,7 @@ struct Gated {
   }
 
  private:
-  // Both halves of what is read, and what is written.
+  // Prefetch both halves of the input, and the output.
   template <class T>
   static auto ahead(Row<const T> next, const T* other) {
     if constexpr (kFollowsRows<T> && kIsLong<Activation<T>>) {
@@ -252,8 +252,7 @@ struct Gated {
   }
 };
 
-// The activated gates that are above a bound, less that bound, times the elements of `other`; the
-// products are not rounded.
+// act(relu(gate - bound)) times the elements of `other`; the products are not rounded.
 template <class T, class Activated>
 struct SparseProduct {
   template <class Part>
@@ -272,7 +271,7 @@ struct SparseProduct {
 template <class Activated>
 constexpr bool kGivesHalves<SparseProduct<Float16, Activated>> = kHasHalves;
 
-// What is `std_multiplier` standard deviations above the mean passes, less that bound.
+// Gates are relu(x - bound), where the bound is the mean plus std_multiplier standard deviations.
 template <template <class> class Activation>
 struct SparseGated {
   template <class T>
@@ -298,8 +297,8 @@ struct SparseGated {
   }
 };
 
-// The activated first of every pair, times the second within its limits plus one; the products are
-// not rounded.
+// The activated first element of every pair, times the clamped second element plus one; the
+// products are not rounded.
 template <class T, class Glu>
 struct SwigluoaiProduct {
   template <class Part>
@@ -318,7 +317,7 @@ struct SwigluoaiProduct {
 template <class Glu>
 constexpr bool kGivesHalves<SwigluoaiProduct<Float16, Glu>> = kHasHalves;
 
-// Gates that alternate with what they multiply.
+// Gates and linear units alternate in a row.
 struct Swigluoai {
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveActivation& call) {
@@ -331,7 +330,7 @@ struct Swigluoai {
         const auto* pairs = reinterpret_cast<const T(*)[2]>(next.x);
         if constexpr (kFollowsPages) {
           store_vecs(row.out, call.width, product);
-        } else if constexpr (kStep * sizeof(*pairs) > kCacheLine) {  // two lines
+        } else if constexpr (kStep * sizeof(*pairs) > kCacheLine) {  // two cache lines
           store_vecs(row.out, call.width,
                      fetching(product, next_rows(pairs, pairs + kStep / 2, next.out)));
         } else {

@@ -7,17 +7,17 @@
 extern "C" {
 #endif
 
-// Operand 0 of `rows` is out, operand 1 is x. A row of out has `width` elements; one of x has as
-// many, or twice as many where the op multiplies halves or pairs. out may be x if they are equal in
-// width.
+// Operand 0 of `rows` is out, operand 1 is x. A row of out has `width` elements; a row of x has
+// `width` elements, or twice as many if the op multiplies halves or pairs. out may be x if they
+// have the same width.
 struct OpweaveActivation {
   void* out;
   const void* x;
-  const void* alpha_p;  // xielu's learned numbers, in the dtype of x
+  const void* alpha_p;  // xielu's learned parameters, in the dtype of x
   const void* alpha_n;
   struct OpweaveRows rows;
   int64_t width;
-  float parameters[2];  // what the kernel's line below says
+  float parameters[2];  // see the comments on the kernels below
   enum OpweaveDtype dtype;
 };
 

@@ -1,7 +1,7 @@
 // advance_step_flashattn: prepares the next decode step of every sequence.
 //
-// Compiled once, for the baseline CPU: the work is a lookup per sequence, which wider vectors do
-// not speed up. Every row is checked before the first one is written.
+// Compiled once for the baseline CPU, because the work is one lookup per sequence, which wider
+// vectors do not speed up. All rows are checked before the first one is written.
 #include "kernels/adv_step_flash.h"
 
 #include <inttypes.h>
@@ -13,8 +13,8 @@ namespace {
 
 thread_local char problem[256];
 
-// Splits a position into a block of the table and an offset in it. Block sizes are powers of two in
-// practice, and a shift is several times quicker than a division.
+// Splits a position into a block of the table and an offset. Block sizes are usually powers of two,
+// and a shift is several times faster than a division.
 class BlockSize {
  public:
   explicit BlockSize(int64_t size)
@@ -29,7 +29,7 @@ class BlockSize {
     return block * size_ + offset;
   }
 
-  // The largest block whose slots fit into 64 bits.
+  // Return the largest block number whose slots fit into 64 bits.
   int64_t last_block() const {
     return (std::numeric_limits<int64_t>::max() - (size_ - 1)) / size_;
   }
@@ -80,7 +80,7 @@ class Step {
   void pad(int64_t i) const {
     call_.input_tokens[i] = 0;
     call_.input_positions[i] = 0;
-    call_.slot_mapping[i] = -1;  // the cache writer skips it
+    call_.slot_mapping[i] = -1;  // skipped by reshape_and_cache
   }
 
   const char* bad_length(int64_t i, int64_t length) const {

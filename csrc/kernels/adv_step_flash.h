@@ -7,8 +7,8 @@
 extern "C" {
 #endif
 
-// One decode step for every sequence. The vectors have num_seqs contiguous elements each, but for
-// the num_queries sampled tokens; rows from num_queries on are padding. Strides are in elements.
+// One decode step for every sequence. The vectors have num_seqs contiguous elements, except for the
+// num_queries sampled tokens; rows from num_queries on are padding. Strides are in elements.
 struct OpweaveAdvanceStep {
   int64_t num_seqs;
   int64_t num_queries;
@@ -26,8 +26,8 @@ struct OpweaveAdvanceStep {
   enum OpweaveDtype block_tables_dtype;  // OPWEAVE_INT32 or OPWEAVE_INT64
 };
 
-// Returns null, or why a sequence cannot advance; then nothing has been written. The text is valid
-// until the thread's next call.
+// Returns null, or why a sequence cannot advance; nothing is written in that case. The text is
+// valid until the thread's next call.
 const char* opweave_advance_step(const struct OpweaveAdvanceStep* call);
 
 #ifdef __cplusplus

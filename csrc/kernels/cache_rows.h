@@ -1,4 +1,4 @@
-// Where the rows of a token are in a paged cache, and how they get there.
+// Write the rows of a token into a paged cache.
 #pragma once
 
 #include <stdint.h>
@@ -14,13 +14,13 @@
 
 namespace {
 
-// The row of the first head.
+// Return the row of the first head in a slot.
 inline char* first_row(const OpweaveCacheWrite& to, int64_t slot, int64_t block_size) {
   return to.cache + slot / block_size * to.block_stride + slot % block_size * to.position_stride;
 }
 
-// Whole lines, past the caches: the memory is not asked for what they were before. Call
-// after_past_caches() at the end.
+// Copy whole cache lines with non-temporal stores, which do not read the target into the CPU
+// caches. Call after_past_caches() at the end.
 inline void copy_past_caches(char* target, const char* source, int64_t bytes) {
 #if defined(__x86_64__)
   touch(source, Tail{bytes});
@@ -34,7 +34,7 @@ inline void copy_past_caches(char* target, const char* source, int64_t bytes) {
 #endif
 }
 
-// Other threads see all of it once they see that this one has gone on.
+// Order the non-temporal stores before later stores of this thread.
 inline void after_past_caches() {
 #if defined(__x86_64__)
   _mm_sfence();
@@ -45,7 +45,7 @@ inline bool is_of_lines(const char* target, int64_t bytes) {
   return bytes % kCacheLine == 0 && reinterpret_cast<uintptr_t>(target) % kCacheLine == 0;
 }
 
-// The row of a token for every head of `call`.
+// Write the rows of a token for every head.
 inline void write_heads(const OpweaveReshapeAndCache& call, const OpweaveCacheWrite& to,
                         int64_t token) {
   char* target = first_row(to, call.slots[token], call.block_size);

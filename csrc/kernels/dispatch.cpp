@@ -1,4 +1,4 @@
-// Picks the kernels for this CPU: once, when the module is loaded.
+// Select the kernels for this CPU when the module is loaded.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -41,10 +41,10 @@ bool cpu_has_avx512bf16() {
 }
 #endif
 #if defined(OPWEAVE_HAVE_AMX)
-// A process has to ask Linux for the tiles' data, once; the answer holds for all of its threads.
+// Request permission from Linux to use AMX tile data, which holds for all threads of the process.
 bool may_use_tiles() {
   constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
-  constexpr int kTileData = 18;               // of the processor's state components
+  constexpr int kTileData = 18;               // the XSAVE state component
   static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return granted;
 }
@@ -97,7 +97,7 @@ const char* refuse(const char* isa, const char* why) {
   return error;
 }
 
-// The loader runs this before any call, so nothing on the call path has to ask whether it ran.
+// A constructor, so that the call path does not have to check for initialisation.
 __attribute__((constructor)) void select_at_load() {
   const char* forced = std::getenv("OPWEAVE_ISA");
   opweave_select_isa(forced != nullptr && *forced != '\0' ? forced : nullptr);

@@ -1,11 +1,12 @@
-// The tables of all kernel families together, compiled once per instruction set.
+// The table of all kernel families, compiled once per instruction set.
 #include "kernels/kernels.h"
 #include "kernels/table.h"
 
 #define OPWEAVE_TEXT_(name) #name
 #define OPWEAVE_TEXT(name) OPWEAVE_TEXT_(name)
 
-// One that adds to another has that one's kernels but for those that make use of what it adds.
+// An instruction set that extends another one reuses its kernels, except those of the families that
+// use the extension.
 #ifndef OPWEAVE_ISA_ADDED_TO
 #define OPWEAVE_ISA_ADDED_TO OPWEAVE_ISA
 #endif

@@ -1,10 +1,11 @@
-// The codes of float8_e4m3fn of 16-bit numbers divided by a scale, where no quotient is NaN or past
-// the largest code.
+// Quantise 16-bit numbers to float8_e4m3fn by dividing by a scale, for rows in which no quotient is
+// NaN or exceeds the largest code.
 //
-// As in vec_quant.h a sum is rounded to the unit of its power of two. Its upper word holds the
-// exponent E, 128 * E, and its lower word how many units there are. The code is those and 8 for
-// each power above 2^-6, so a product of words gives it, 16 * (units + 8 * E), for a neighbour 256
-// times as much, and their sum holds both codes.
+// As in vec_quant.h, a sum is rounded to the unit of its power of two. Its upper word then contains
+// 128 * E, where E is the exponent, and its lower word the number of units. The code is the number
+// of units plus 8 for each power of two above 2^-6. A product of words computes
+// 16 * (units + 8 * E), and 256 times as much for the neighbour, so that the sum of both contains
+// two codes.
 #pragma once
 
 #include "kernels/vec_group.h"
@@ -12,7 +13,7 @@
 
 namespace {
 
-// Whether there is such a way for numbers of T.
+// Whether this method supports T.
 template <class T>
 constexpr bool kHasQuotients = false;
 
@@ -31,7 +32,8 @@ class Fp8Quotients {
  public:
   explicit Fp8Quotients(float scale) : divisor_(splat(scale)), inverse_(splat(1.0f / scale)) {}
 
-  // Store the codes of n numbers of a row; returns of how many, a multiple of 64.
+  // Store the codes of the numbers of a row. Returns the number of codes stored, a multiple of 64
+  // that is at most n.
   template <class Ahead>
   int64_t store_codes(uint8_t* out, int64_t n, const T* row, Ahead next) const {
     constexpr int64_t kStep = 2 * kWords;
@@ -47,12 +49,12 @@ class Fp8Quotients {
   }
 
  private:
-  // Two codes in every lane: those of even_of and odd_of.
+  // Return two codes per lane: those of even_of and odd_of.
   __m512i codes_of(__m512i words, BFloat16) const {
     const __m512i magnitudes = without_signs(words);
     return joined_codes(even_of(magnitudes, BFloat16{}), odd_of(magnitudes, BFloat16{}));
   }
-  // Those of the first and the second half.
+  // Return two codes per lane: those of the first and the second half.
   __m512i codes_of(__m512i words, Float16) const {
     const __m512i magnitudes = without_signs(words);
     return joined_codes(widen(_mm512_castsi512_si256(magnitudes), Float16{}),
@@ -83,7 +85,7 @@ class Fp8Quotients {
     return _mm512_castps_si512(fma(v, splat(kFp8Unit), power));
   }
 
-  // What packing leaves, with signs.
+  // Return packed codes in order, with signs.
   static __m512i in_order(__m512i codes, __m512i signs, BFloat16) {
     return one_after_the_other(with_signs(codes, signs));
   }

@@ -1,18 +1,18 @@
-// The codes of float8_e4m3fn of 16-bit numbers times a factor, found without the product.
+// Quantise 16-bit numbers to float8_e4m3fn codes of x * factor, without computing the products.
 //
-// A code is how many steps lie below the product, and the bits of a magnitude, taken as an integer,
-// have the order of the magnitudes. So between two steps a code is (z + adjustment) >> kShift,
-// where z is that integer less a constant, and kShift is what makes 8 codes of the 2^kMantissa
-// numbers between two powers of two. Two tables of 32 adjustments do for all numbers:
+// Rounding the product to a code is a step function of x, and the bits of a magnitude, as an
+// integer, have the order of the magnitudes. Between two steps, the code is
+// (z + adjustment) >> kShift, where z is that integer minus a constant. kShift maps the 2^kMantissa
+// numbers between two powers of two to 8 codes. Two tables of 32 adjustments cover all numbers:
 //
-//   - above 7.75 * 2^-9 every power of two has the same steps, 8 of them, eight codes further on. A
-//     32nd of it holds one step at most, so its place in the power of two is the place in the
-//     table.
-//   - below, the 8 steps are 2^-9 apart, and one 8th of a power of two holds one at most. From
-//     0.5 * 2^-9 on there are fewer than 32 of these.
+//   - Above 7.75 * 2^-9, every power of two has the same 8 steps, with codes increased by 8. A 32nd
+//     of a power of two contains at most one step, so the position in the power of two is the index
+//     into the table.
+//   - Below, the 8 steps are 2^-9 apart, and an eighth of a power of two contains at most one. From
+//     0.5 * 2^-9 on, there are fewer than 32 such eighths.
 //
-// The steps are found by the product itself, rounded to float32 as elsewhere, so all codes are
-// those that the product has.
+// The positions of the steps are computed from the product itself, rounded to float32 as in the
+// other kernels, so the codes are bitwise equal.
 #pragma once
 
 #include "kernels/vec_group.h"
@@ -20,7 +20,7 @@
 
 namespace {
 
-// Whether there are steps for numbers of T.
+// Whether this method supports T.
 template <class T>
 constexpr bool kHasSteps = false;
 
@@ -32,7 +32,7 @@ class Fp8Steps;
 template <class T>
 struct StepsFormat;
 
-// Numbers and scales as they are.
+// No scaling.
 struct AsTheyAre {
   explicit AsTheyAre(float) {}
   float scaled(float scale) const { return scale; }
@@ -45,7 +45,7 @@ struct StepsFormat<BFloat16> : AsTheyAre {
   static constexpr int kMantissa = 7;
   static constexpr int kInfinity = 0x7f80;
 
-  // Whether all steps are at normal numbers: from 2^-10 to 448 times the scale.
+  // Whether all steps, 2^-10 to 448 times the scale, are normal numbers.
   static bool holds(float scale) { return scale > 0x1p-100f && scale < 0x1p100f; }
   static __m256i words_below(Vec v) { return upper_words(_mm512_castps_si512(v)); }
 };
@@ -61,8 +61,8 @@ struct Float16Steps {
 
 #if defined(__AVX512FP16__)
 
-// Numbers and scales are multiplied by a power of two, so that the step to the largest code is
-// below float16's infinity, and the first step at a normal number.
+// Scales numbers and scales by a power of two, so that the step to the largest code is below
+// float16's infinity, and the first step is a normal number.
 template <>
 struct StepsFormat<Float16> : Float16Steps {
   static bool holds(float scale) { return scale > 0x1p-18f && scale < 0x1p20f; }
@@ -95,8 +95,8 @@ template <>
 struct StepsFormat<Float16> : Float16Steps, AsTheyAre {
   using AsTheyAre::AsTheyAre;
 
-  // Whether the step to the largest code is below infinity, and 7.75 * 2^-9 times the scale a
-  // normal number. The steps below may be at denormal numbers, which are as far apart as the
+  // Whether the step to the largest code is below infinity, and 7.75 * 2^-9 times the scale is a
+  // normal number. Smaller steps may be denormal, because denormal numbers are spaced like the
   // smallest normal ones.
   static bool holds(float scale) { return scale > 0x1.2p-8f && scale < 0x1p7f; }
 };
@@ -125,8 +125,8 @@ class Fp8Steps {
     many_ = many_adjustments(steps);
   }
 
-  // Store the codes of n numbers of a row; returns of how many, a multiple of 64. Without
-  // kMayExceed no product is NaN or past the largest code.
+  // Store the codes of the numbers of a row. Returns the number of codes stored, a multiple of 64
+  // that is at most n. Without kMayExceed, no product may be NaN or exceed the largest code.
   template <bool kMayExceed, class Ahead>
   int64_t store_codes(uint8_t* out, int64_t n, const T* row, Ahead next) const {
     constexpr int64_t kStep = 2 * kWords;
@@ -141,18 +141,18 @@ class Fp8Steps {
 
  private:
   static constexpr int kMantissa = StepsFormat<T>::kMantissa;
-  static constexpr int kShift = kMantissa - 3;  // from numbers to codes
-  static constexpr int kPlace = kMantissa - 5;  // from numbers to the 32 parts of a power of two
+  static constexpr int kShift = kMantissa - 3;  // converts numbers to codes
+  static constexpr int kPlace = kMantissa - 5;  // converts numbers to 32nds of a power of two
 
   static __m512i words(int word) { return _mm512_set1_epi16(static_cast<int16_t>(word)); }
   static __m512i at(__m512i steps, int k) { return _mm512_permutexvar_epi16(words(k), steps); }
 
-  // The first number whose product has the code, for codes 1 to 16.
+  // Return the first number whose product has the code, for codes 1 to 16.
   static __m256i first_numbers(float scale) {
     const Vec unit = splat(0x1p-9f);
     const Vec ties = mul(unit, _mm512_setr_ps(0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f, 8.5f,
                                               9.5f, 10.5f, 11.5f, 12.5f, 13.5f, 14.5f, 15.5f));
-    // Ties have the even code, which of every second one is that below.
+    // Ties round to the even code, which is the lower one for every second tie.
     const __m512i bits = _mm512_castps_si512(ties);
     const Vec least =
         _mm512_castsi512_ps(_mm512_mask_add_epi32(bits, 0x5555, bits, _mm512_set1_epi32(1)));
@@ -167,8 +167,9 @@ class Fp8Steps {
     return _mm256_mask_add_epi16(number, next_is_below, number, one);
   }
 
-  // For each of 32 parts that begin at `begin`: what its numbers need to have the code of the steps
-  // among `first` to `last` up to its end, and one less below its own one.
+  // Return for each of 32 parts that begin at `begin` the adjustment of its numbers: they get the
+  // code of the last of the steps `first` to `last` before its end, or one less below a step inside
+  // it.
   static __m512i adjustments(__m512i steps, int first, int last, __m512i begin, int size,
                              __m512i least) {
     const __m512i end = _mm512_add_epi16(begin, words(size - 1));
@@ -192,8 +193,8 @@ class Fp8Steps {
                        _mm512_setzero_si512());
   }
 
-  // From the part in which `normal_` lies, the first number of the eighth code, to the one before
-  // it in the next power of two.
+  // Return the adjustments from the part that contains `normal_`, the first number of code 8, to
+  // the part before it in the next power of two.
   __m512i many_adjustments(__m512i steps) const {
     const __m512i lowest = _mm512_and_si512(normal_, words(-(1 << kPlace)));
     const __m512i past =
@@ -225,9 +226,9 @@ class Fp8Steps {
 
   StepsFormat<T> format_;
   __m512i zero_;      // the last number of code 0
-  __m512i infinity_;  // from here on, numbers less zero_
-  __m512i most_;      // the first one of the largest code
-  __m512i normal_;    // where many_ begins to hold
+  __m512i infinity_;  // this and the following are relative to zero_
+  __m512i most_;      // the first number of the largest code
+  __m512i normal_;    // the first number to which many_ applies
   __m512i few_;
   __m512i many_;
 };

@@ -1,4 +1,5 @@
-// The plain C interface of kernels that compute a row and quantise it; see kernels.h for the rules.
+// The plain C interface of norms and activations with quantised results; see kernels.h for the
+// rules.
 #pragma once
 
 #include "core/types.h"
@@ -21,7 +22,7 @@ struct OpweaveRmsNormQuant {
   struct OpweaveRows residual_rows;
   int64_t width;
   float epsilon;
-  float upper_bound;  // per token: the largest magnitude that counts
+  float upper_bound;  // per token: upper bound for the largest magnitude
   enum OpweaveDtype dtype;
   enum OpweaveDtype weight_dtype;
   enum OpweaveDtype out_dtype;  // OPWEAVE_FLOAT8_E4M3FN or OPWEAVE_INT8
@@ -31,11 +32,11 @@ struct OpweaveRmsNormQuant {
 struct OpweaveSiluAndMulQuant {
   void* out;
   const void* x;
-  float* scales;  // as above; by groups: a row of scales per row, written
+  float* scales;  // as above; for groups, a row of scales per row is written
   struct OpweaveRows rows;
   int64_t width;  // of out
   int64_t group_size;
-  int32_t power_of_two;  // by groups: round scales up to powers of two
+  int32_t power_of_two;  // for groups: round scales up to powers of two
   float upper_bound;
   enum OpweaveDtype dtype;
   enum OpweaveDtype out_dtype;

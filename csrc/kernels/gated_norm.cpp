@@ -1,4 +1,5 @@
-// Gated RMS normalisation, compiled once per instruction set. In float32, rounded once at the end.
+// Gated RMS norm, compiled once per instruction set. Computes in float32, and rounds once at the
+// end.
 #include "kernels/gated_norm.h"
 
 #include "kernels/prefetch.h"
@@ -11,7 +12,7 @@
 
 namespace {
 
-constexpr int64_t kBuffered = 4096;  // floats on the stack, half of a small first-level cache
+constexpr int64_t kBuffered = 4096;  // floats on the stack, half of a small L1 cache
 
 // One group of a row.
 template <class T, class W>
@@ -59,7 +60,7 @@ inline void norm_then_gate(const Segment<T, W> group, float epsilon) {
   store_row<W, kAtOnce>(group.out, group.size, fetching(value, group.next));
 }
 
-// Norms product(i, part); the first pass over it may remember what the second one reads.
+// Normalise product(i, part); the first pass may buffer values for the second one.
 template <class T, class W, class First, class Second>
 inline void norm_of(const Segment<T, W> group, float epsilon, First first, Second second) {
   const float squares = sum_of_squares<float>(group.size, fetching(first, group.next));

@@ -8,7 +8,7 @@ extern "C" {
 #endif
 
 // out = rms_norm(x) * weight * act(gate), or rms_norm(x * act(gate)) * weight. Operand 0 of `rows`
-// is out, operand 1 is x; both operands of `gate_rows` are the gate, or x where there is none.
+// is out, operand 1 is x; both operands of `gate_rows` are the gate, or x without a gate.
 // `weight` and `gate` may be null.
 struct OpweaveGatedNorm {
   void* out;
@@ -18,10 +18,10 @@ struct OpweaveGatedNorm {
   struct OpweaveRows rows;
   struct OpweaveRows gate_rows;
   int64_t width;
-  int64_t group_size;  // a divisor of width: each group has a norm of its own
+  int64_t group_size;  // a divisor of width; each group is normalised separately
   float epsilon;
   int32_t norm_before_gate;
-  int32_t is_sigmoid;  // else silu
+  int32_t is_sigmoid;  // otherwise silu
   enum OpweaveDtype dtype;
   enum OpweaveDtype weight_dtype;  // dtype or OPWEAVE_FLOAT32
 };

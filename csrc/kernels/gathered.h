@@ -1,7 +1,7 @@
-// What a function gives for numbers of 16 bits, gathered from a table of its results.
+// Look up the results of a function of 16-bit numbers in a table, with gather instructions.
 //
-// CPUs with AMX gather 16 numbers from their first-level cache in nine cycles: half as long as by
-// loads one by one. The numbers that occur most fit there.
+// CPUs with AMX gather 16 numbers from the L1 cache in nine cycles, half the time of single loads.
+// The entries of the most frequent numbers fit there.
 #pragma once
 
 #include "kernels/load_pairs.h"
@@ -20,11 +20,11 @@ constexpr bool kGathers = false;
 
 constexpr bool kGathers = true;
 
-// results[number.bits] is the result of a number; the elements before the first and behind the last
-// one are read, too.
+// results[number.bits] is the result of a number. One element before the first and one after the
+// last are read too.
 template <class T>
 struct Gathered {
-  // Of numbers of bfloat16, or of float16.
+  // Return the results of float32 lanes that are exactly bfloat16 or float16 numbers.
   Vec of(Vec x) const {
     return upper_half(ending_at(_mm512_srli_epi32(_mm512_castps_si512(x), 16)));
   }
@@ -33,13 +33,13 @@ struct Gathered {
   Vec load(const T* x, Part part) const {
     return of(Lanes<T>::load(x, part));
   }
-  // Of the first of every pair of neighbours.
+  // Return the results of the first element of every pair.
   template <class Part>
   auto load_first(const T* x, Part part) const {
     return of(load_pairs(x, part).first);
   }
 
-  // Those of n numbers, as they are; out may be x. next is fetched.
+  // Store the results of n numbers; out may be x. `next` is prefetched.
   template <class Ahead>
   void copy(T* out, const T* x, int64_t n, Ahead next) const {
     int64_t i = 0;
@@ -61,7 +61,7 @@ struct Gathered {
                                    ending_at(_mm512_srli_epi32(words, 16)));
   }
 
-  // 32 bits, the first or the last 16 of which are the result.
+  // Gather 32 bits, of which the first or the last 16 are the result.
   __m512i beginning_at(__m512i numbers) const {
     return _mm512_i32gather_epi32(numbers, results, sizeof(T));
   }
@@ -72,8 +72,8 @@ struct Gathered {
 
 #endif
 
-// Whether that takes less time than to compute an activation, too, which is multiplied afterwards:
-// float16 is multiplied as it is.
+// Whether this is also faster than computing an activation that is multiplied afterwards: float16
+// results are multiplied without conversion.
 template <class T>
 constexpr bool kGathersFaster = false;
 template <>

@@ -1,7 +1,7 @@
-// The plain C interface of the kernels: no torch, no Python, no C++ types cross it.
+// The plain C interface of the kernels, without torch, Python or C++ types.
 //
-// A kernel processes the rows [begin, end) of one call and nothing else, so whoever calls it owns
-// the parallel loop. A row's result depends on that row alone.
+// A kernel processes the rows [begin, end) of one call; the caller runs the parallel loop. The
+// result of a row depends only on that row.
 #pragma once
 
 #include <stddef.h>
@@ -13,24 +13,24 @@
 extern "C" {
 #endif
 
-// Every kernel family, compiled for one instruction set.
+// All kernel families, compiled for one instruction set.
 struct OpweaveKernels {
   const char* isa;
 #define OPWEAVE_FAMILY(name, Table) const struct Table* name;
 #include "kernels/families.inc"
 };
 
-// The kernels in use, or null if the instruction set asked for cannot be used.
+// Return the selected kernels, or null if the requested instruction set is not available.
 const struct OpweaveKernels* opweave_kernels(void);
 
-// Why opweave_kernels() is null, else null.
+// Return why opweave_kernels() is null, or null.
 const char* opweave_isa_error(void);
 
-// Use `isa` from now on; null picks the best one. Returns null, or why that is impossible (the
-// kernels in use then stay as they were).
+// Select `isa`, or the best instruction set if null. Returns null, or an error message; the
+// selection is then unchanged.
 const char* opweave_select_isa(const char* isa);
 
-// The i-th best instruction set that this CPU can run, or null past the last one.
+// Return the i-th best instruction set that this CPU supports, or null past the last one.
 const char* opweave_available_isa(size_t i);
 
 #ifdef __cplusplus

@@ -1,6 +1,6 @@
 // reshape_and_cache: scatters keys and values into their blocks.
 //
-// Compiled once, for the baseline CPU: the C library's copy picks its own instructions.
+// Compiled once for the baseline CPU, because memcpy selects its own instructions.
 #include "kernels/kv_cache.h"
 
 #include "kernels/cache_rows.h"

@@ -12,9 +12,9 @@ extern "C" {
 struct OpweaveCacheWrite {
   char* cache;
   const char* tokens;
-  int64_t block_stride;  // of the cache, as the next two
+  int64_t block_stride;  // of the cache, like the next two
   int64_t cache_head_stride;
-  int64_t position_stride;  // from one position of a block to the next
+  int64_t position_stride;  // between the positions of a block
   int64_t token_stride;
   int64_t head_stride;  // of tokens
   int64_t row_bytes;
@@ -23,14 +23,14 @@ struct OpweaveCacheWrite {
 struct OpweaveReshapeAndCache {
   struct OpweaveCacheWrite key;
   struct OpweaveCacheWrite value;
-  const int64_t* slots;  // below blocks * block_size; a negative one is skipped
+  const int64_t* slots;  // below blocks * block_size; negative slots are skipped
   int64_t heads;
   int64_t block_size;
-  int past_caches;  // whether to write past the caches
+  int past_caches;  // whether to use non-temporal stores
 };
 
-// call: OpweaveReshapeAndCache*; rows are tokens. A slot of two tokens that run at once has parts
-// of both.
+// call: OpweaveReshapeAndCache*; rows are tokens. If two tokens have the same slot and run
+// concurrently, the result may be a mix of both.
 void opweave_reshape_and_cache(int64_t begin, int64_t end, void* call);
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-// Layer normalisation, compiled once per instruction set. In float32, rounded once at the end.
+// Layer norm, compiled once per instruction set. Computes in float32, and rounds once at the end.
 #include "kernels/layer_norm.h"
 
 #include "kernels/moments.h"

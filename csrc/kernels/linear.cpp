@@ -1,12 +1,12 @@
-// Linear maps of few tokens, and the weights of those of many, once per instruction set. Kernels
+// Linear layers for few tokens, and widening of weights; compiled once per instruction set. Kernels
 // for many tokens are in linear_panels.h and linear_tiles.h.
 //
-// With few tokens, reading the weights is the work. Blocks of them, one row per lane, are read once
-// for all tokens. Several blocks are read at once, each of them by a stream of rows that never
-// jumps: memory is fastest when it is asked for several lines, and can foresee them. Every output
-// has one vector of partial sums, which takes the products in the order of the columns; its lanes
-// are added at the end, in one order. So the bits of an output depend on its own token and weights
-// only: not on other tokens, blocks or threads.
+// With few tokens, the kernels are bound by reading the weights. Blocks of weights, one row per
+// lane, are read once for all tokens. Several blocks are read concurrently, each as a sequential
+// stream of rows, because memory bandwidth is highest with several predictable streams. Every
+// output has one vector of partial sums, which accumulates the products in the order of the
+// columns; its lanes are added at the end in a fixed order. So an output depends only on its own
+// token and weights, not on other tokens, blocks or threads.
 #include "kernels/linear.h"
 
 #include "kernels/linear_outputs.h"
@@ -27,15 +27,15 @@
 
 namespace {
 
-constexpr int64_t kRows = kLanes;  // of a block
-constexpr int kTogether = 4;       // rows, whose sums need not wait for one another
-constexpr int kTokens = kLanes == 16 ? 4 : 2;  // whose sums with those rows fit the registers
-constexpr int64_t kColumns = 256;  // of a tile: with kRows rows, it stays in the L1 cache
+constexpr int64_t kRows = kLanes;  // per block
+constexpr int kTogether = 4;       // rows at once, with independent sums
+constexpr int kTokens = kLanes == 16 ? 4 : 2;  // at once; limited by the registers for sums
+constexpr int64_t kColumns = 256;  // per tile of kRows rows, which fits the L1 cache
 constexpr int64_t kShortToken = 12 << 10;  // bytes
 constexpr uintptr_t kLargePage = uintptr_t{2} << 20;
 #if defined(__AMX_BF16__)
-constexpr int64_t kAhead = 16 * kCacheLine;  // enough to hide the latency of memory
-constexpr int64_t kNear = 4 * kCacheLine;    // that of the L2 cache, which is longer here
+constexpr int64_t kAhead = 16 * kCacheLine;  // prefetch distance that hides the memory latency
+constexpr int64_t kNear = 4 * kCacheLine;    // prefetch distance that hides the L2 latency
 #else
 constexpr int64_t kAhead = 32 * kCacheLine;
 constexpr int64_t kNear = 0;
@@ -47,7 +47,7 @@ inline void with_weights(OpweaveDtype dtype, Visit visit) {
   switch (dtype) {
     case OPWEAVE_INT8: return visit(FewDot<int8_t, X>{});
     case OPWEAVE_FLOAT8_E4M3FN: return visit(FewDot<Float8, X>{});
-    default: return visit(Dot<X>{});  // those of 8 bits aside, weights have the type of x
+    default: return visit(Dot<X>{});  // weights other than 8-bit have the type of x
   }
 }
 
@@ -67,22 +67,22 @@ struct KeepRows {
   }
 };
 
-// Sums of one token with the rows of a block.
+// The sums of one token with the rows of a block.
 struct Sums {
   Vec rows[kRows];
 };
 
-// Some columns of rows of weights and of the tokens.
+// Some columns of weights and tokens.
 template <class D>
 struct Columns {
   using Query = typename D::Query;
 
   const typename D::Weight* weights;
-  int64_t apart;     // elements from one of the rows taken together to the next one
+  int64_t apart;     // stride between the rows processed at once, in elements
   const char* x;     // Query
   int64_t x_stride;  // in bytes
   int64_t width;
-  int64_t ahead;  // bytes from a weight to what is fetched into the cache when it is read; or 0
+  int64_t ahead;  // prefetch distance in bytes, or 0
 
   Columns from(int64_t column) const {
     const int64_t bytes = column * static_cast<int64_t>(sizeof(Query));
@@ -108,8 +108,8 @@ inline void load_weights(Operand<D> (&to)[V], const typename D::Weight* from, Pa
   }
 }
 
-// totals += products of R rows and T tokens in V steps of columns. Inlined and unrolled, so that
-// the totals stay in registers.
+// Add the products of R rows and T tokens in V steps of columns to totals. Inlined and unrolled, so
+// that the totals stay in registers.
 template <int V, int R, int T, class D, class Part>
 __attribute__((always_inline)) inline void add_product(Vec (&totals)[T][R], const Columns<D>& c,
                                                        int64_t column, Part part) {
@@ -130,7 +130,8 @@ __attribute__((always_inline)) inline void add_product(Vec (&totals)[T][R], cons
   }
 }
 
-// The same for `steps` times `kWidth` columns. total(t, r) is where token t has its sum with row r.
+// Add the products for `steps` times `kWidth` columns. total(t, r) returns the sum of token t with
+// row r.
 template <int R, int T, int kWidth, bool kFetches, class D, class Part, class Total>
 inline void add_steps(const Columns<D>& c, int64_t steps, Part part, Total total) {
   constexpr int kVectors = kWidth >= 2 * D::kWidth ? 2 : 1;
@@ -156,7 +157,7 @@ inline void add_steps(const Columns<D>& c, int64_t steps, Part part, Total total
   }
 }
 
-// The same for all columns. Each loop has the totals in registers of its own.
+// Add the products for all columns. Each loop keeps the totals in registers.
 template <int R, int T, bool kFetches, class D, class Total>
 inline void add_columns(const Columns<D>& c, Total total) {
   constexpr int kStep = static_cast<int>(D::kWidth);
@@ -173,7 +174,7 @@ inline void add_columns(const Columns<D>& c, Total total) {
   if (rest.width > 0) add_steps<R, T, kStep, false>(rest, 1, Tail{rest.width}, total);
 }
 
-// The same for `tokens` tokens, T at most; what is to come is fetched if c.ahead says so.
+// Add the products for `tokens` tokens, at most T; prefetches if c.ahead is not 0.
 template <int R, int T, class D, class Total>
 inline void add_tokens(int64_t tokens, const Columns<D>& c, Total total) {
   if constexpr (T > 1) {
@@ -215,9 +216,10 @@ struct LinearRows {
   }
 
  private:
-  // Two streams are faster than eight from large pages, whose addresses need no translation, if the
-  // sums keep up with the memory and the token, read four times as often, stays in the L1 cache.
-  // Who asks for large pages gets weights that begin at one; other allocators have a header there.
+  // Two streams are faster than eight if the weights are in huge pages, which avoid TLB misses, the
+  // sums keep up with the memory, and the token, which is read four times as often, fits the L1
+  // cache. Weights in explicitly allocated huge pages begin at a page boundary; other allocators
+  // have a header there.
   static bool needs_two_streams(const OpweaveLinear& call) {
     return call.tokens == 1 && call.dtype == OPWEAVE_BFLOAT16 && sizeof(Weight) == 2 &&
            call.x_stride <= kShortToken &&
@@ -235,7 +237,7 @@ struct LinearRows {
     }
   }
 
-  // The rows of S streams, each of which is followed by the next one. Returns what is left to do.
+  // Process the rows of S consecutive streams. Returns the first remaining row.
   template <class T, int S, int kMost>
   static int64_t add_streams(int64_t begin, int64_t end, const OpweaveLinear& call) {
     const int64_t length = (end - begin) / (S * kRows) * kRows;
@@ -255,7 +257,7 @@ struct LinearRows {
     return begin + S * length;
   }
 
-  // All rows of a block from `row` on: R together, then half as many, and so on.
+  // Add all rows of a block from `row` on: R at once, then half as many, and so on.
   template <int R, class Any>
   static void add_block(Sums* sums, int64_t tokens, int64_t row, int64_t rows,
                         const Columns<Any>& block, int64_t stride) {
@@ -269,7 +271,8 @@ struct LinearRows {
     }
   }
 
-  // Many tokens: a tile of the weights stays in the cache for all of them, widened if need be.
+  // With many tokens, a tile of the weights stays in the cache for all of them, widened if
+  // necessary.
   static void add_tiles(Sums* sums, int64_t rows, const Columns<D>& block,
                         const OpweaveLinear& call) {
     constexpr int64_t kSize = static_cast<int64_t>(sizeof(Weight));
@@ -280,7 +283,7 @@ struct LinearRows {
         tile.width = kColumns;
         tile.ahead = kColumns * kSize;
       } else {
-        tile.ahead = (kRows * tile.apart - k) * kSize;  // the first columns of the next block
+        tile.ahead = (kRows * tile.apart - k) * kSize;  // prefetch the start of the next block
       }
       if constexpr (sizeof(Weight) < sizeof(Query)) {
         for (int64_t r = 0; r < rows; ++r) {
@@ -296,7 +299,7 @@ struct LinearRows {
     }
   }
 
-  // The first tokens fetch the tile that is next, while they are multiplied.
+  // The first tokens prefetch the next tile.
   template <class Any>
   static void add_tile(Sums* sums, int64_t tokens, int64_t rows, Columns<Any> tile) {
     for (int64_t t = 0; t < tokens; t += kTokens, tile.x += kTokens * tile.x_stride) {
@@ -312,7 +315,7 @@ struct LinearRows {
   }
 };
 
-// Rows<Dot>::run<T>(begin, end, call) for the types of a call.
+// Call Rows<Dot>::run<T>(begin, end, call) for the types of a call.
 template <template <class> class Rows>
 void run_for_weights(int64_t begin, int64_t end, void* erased) {
   const OpweaveLinear& call = *static_cast<const OpweaveLinear*>(erased);
@@ -372,7 +375,7 @@ constexpr OpweaveLinearMany kManyW8 = {};
 
 #endif
 
-// Rounds as the definition does: weights are exact in float32, their products with scales are not.
+// Rounds like the definition: weights are exact in float32; their products with scales are rounded.
 template <class W>
 void widen_weights(int64_t begin, int64_t end, const OpweaveWidenRows& call) {
   constexpr int64_t kTwo = 2 * kLanes;

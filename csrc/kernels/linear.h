@@ -7,15 +7,16 @@
 extern "C" {
 #endif
 
-// The most tokens of one OpweaveLinear call.
+// The maximum number of tokens of an OpweaveLinear call.
 #define OPWEAVE_LINEAR_TOKENS 32
-// The rows of x, from one kept for the kernel to the next, are a multiple of this many bytes apart.
+// The strides of packed rows of x are multiples of this number of bytes.
 #define OPWEAVE_LINEAR_ALIGNMENT 64
-// The same for many tokens.
+// The maximum number of tokens of a call of OpweaveLinearMany.
 #define OPWEAVE_LINEAR_MANY_TOKENS 256
 
-// out + (r - begin) * stride = row r of x as it is multiplied by weights of weight_dtype, at most
-// four bytes for each element, zeros up to a whole step of the products: operand 1 of `rows` is x.
+// Pack row r of x into out + (r - begin) * stride, in the format for products with weights of
+// weight_dtype: at most four bytes per element, padded with zeros to a whole step. Operand 1 of
+// `rows` is x.
 struct OpweaveLinearTokens {
   void* out;
   const void* x;
@@ -23,17 +24,17 @@ struct OpweaveLinearTokens {
   int64_t width;
   int64_t stride;  // in bytes
   enum OpweaveDtype dtype;
-  enum OpweaveDtype weight_dtype;  // that of x, or of 8 bits
+  enum OpweaveDtype weight_dtype;  // that of x, or 8-bit
 };
 
 // out[t, n] = sum(x[t] * weight[n]) * scale[n] + bias[n]. A row of the call is an output feature n,
 // for all tokens. out is contiguous; weight_stride is in elements.
 struct OpweaveLinear {
   void* out;
-  const void* x;       // kept
+  const void* x;       // packed
   const void* weight;
-  const float* scale;  // or null for one
-  const void* bias;    // or null for zero
+  const float* scale;  // null: 1
+  const void* bias;    // null: 0
   int64_t tokens;      // at most OPWEAVE_LINEAR_TOKENS, or OPWEAVE_LINEAR_MANY_TOKENS
   int64_t width;
   int64_t out_features;
@@ -56,22 +57,22 @@ struct OpweaveWidenRows {
   enum OpweaveDtype weight_dtype;  // of 8 bits
 };
 
-// The same for many tokens of at least one column; null where there is nothing for them. Tokens are
-// kept in blocks of columns, x_stride bytes apart, and in a block one group after the other.
+// The kernels for many tokens of at least one column; null if the instruction set lacks them. Tokens
+// are packed in blocks of columns, x_stride bytes apart; a block contains one group after another.
 struct OpweaveLinearMany {
   OpweaveRangeKernel keep;    // call: OpweaveLinearTokens*; begins at a whole group
   OpweaveRangeKernel linear;  // call: OpweaveLinear*
-  int64_t group;              // of tokens: there is room for whole ones
-  int64_t columns;            // of a block
-  int64_t (*group_bytes)(enum OpweaveDtype dtype);  // of a group in a block
+  int64_t group;              // tokens per group; buffers have room for whole groups
+  int64_t columns;            // per block
+  int64_t (*group_bytes)(enum OpweaveDtype dtype);  // size of a group in a block
 };
 
 struct OpweaveLinearKernels {
   OpweaveRangeKernel keep;    // call: OpweaveLinearTokens*
   OpweaveRangeKernel linear;  // call: OpweaveLinear*
   OpweaveRangeKernel widen;   // call: OpweaveWidenRows*
-  struct OpweaveLinearMany many;     // for weights that have the type of x
-  struct OpweaveLinearMany many_w8;  // for weights of 8 bits
+  struct OpweaveLinearMany many;     // for weights of the dtype of x
+  struct OpweaveLinearMany many_w8;  // for 8-bit weights
 };
 
 #ifdef __cplusplus

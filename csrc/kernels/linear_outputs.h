@@ -1,4 +1,4 @@
-// What a linear map does with its sums: one scale, one bias, one rounding.
+// Scale the sums of a linear layer, add the bias, and round once.
 #pragma once
 
 #include "kernels/linear.h"

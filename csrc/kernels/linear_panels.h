@@ -1,11 +1,11 @@
-// Linear maps of many tokens with AVX2: a matrix product by panels, as in Goto and van de Geijn,
+// Linear layers for many tokens with AVX2: a matrix product by panels, see Goto and van de Geijn,
 // "Anatomy of high-performance matrix multiplication" (2008).
 //
-// Some columns of sixteen rows of weights make a panel: float32, one column after the other. It
-// stays in the L1 cache while groups of six tokens are multiplied with it, each element of which
-// meets two vectors of rows: twelve sums in sixteen registers. An output takes its products in the
-// order of the columns, so its bits depend on its own token and weights only. What is missing in a
-// panel or a group is zero.
+// A panel contains some columns of sixteen rows of weights in float32, column by column. It stays
+// in the L1 cache while it is multiplied with groups of six tokens. Each element of a token is
+// multiplied with two vectors of rows, which gives twelve sums in sixteen registers. Every output
+// sums its products in the order of the columns, so it depends only on its own token and weights.
+// Incomplete panels and groups are padded with zeros.
 #pragma once
 
 #include "kernels/linear.h"
@@ -21,7 +21,7 @@ namespace {
 constexpr int kGroupTokens = 6;
 constexpr int64_t kPanelRows = 2 * kLanes;
 constexpr int64_t kPanelColumns = 256;
-constexpr int64_t kGroupElements = kPanelColumns * kLanes;  // of a block: a vector for each column
+constexpr int64_t kGroupElements = kPanelColumns * kLanes;  // per block: one vector per column
 
 // to[k * apart] = column k of up to kLanes rows.
 template <class T, class Part>
@@ -37,7 +37,7 @@ inline void transpose_part(float* to, int64_t apart, const T* const (&rows)[kLan
   }
 }
 
-// The same for some columns, from `column` on. Rows that are null are zero.
+// Transpose some columns, from `column` on. Null rows are zero.
 template <class T>
 inline void transpose_rows(float* to, int64_t apart, const T* const (&rows)[kLanes], int64_t column,
                            int64_t columns) {
@@ -70,7 +70,7 @@ struct KeepPanels {
   }
 };
 
-// sums += the products of a group of tokens with a panel.
+// Add the products of a group of tokens with a panel to sums.
 __attribute__((noinline)) void add_panel(float* sums, const float* tokens, const float* panel,
                                          int64_t columns) {
   Vec totals[kGroupTokens][2];
@@ -143,7 +143,7 @@ class LinearPanels {
     }
   }
 
-  // Some rows of what the next panel is made of.
+  // Prefetch some of the rows of the next panel.
   void fetch_rows(const W* weights, int64_t begin, int64_t end) const {
     constexpr int64_t kBytes = kPanelColumns * static_cast<int64_t>(sizeof(W));
     for (int64_t r = begin; r < end; ++r) prefetch(weights + r * call_.weight_stride, kBytes);

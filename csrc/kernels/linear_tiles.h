@@ -1,13 +1,13 @@
-// Linear maps of many tokens by weights of 8 bits and a matrix unit (Intel AMX); see vec_tiles.h.
+// Linear layers for many tokens with 8-bit weights on Intel AMX; see vec_tiles.h.
 //
 //   sums [row, token] += weights [row, pair] * tokens [pair, token]
 //
-// where a pair is two neighbouring columns in 32 bits. Weights are in that order as soon as they
-// are widened to bfloat16, which holds them exactly. Tokens are brought into it once, each number
-// as one to three of bfloat16 that add up to it. A block of weights is widened into the L1 cache
-// and multiplied with all tokens, whose columns of the block stay in the L2 cache for some blocks.
-// An output takes its products in the order of the columns, so its bits depend on its own token and
-// weights only. What is missing in a tile is zero.
+// where a pair is two adjacent columns in 32 bits. Weights have this layout after they are widened
+// to bfloat16, which is exact. Tokens are packed into it once, with each number split into one to
+// three bfloat16 summands. A block of weights is widened into the L1 cache and multiplied with all
+// tokens, whose columns of the block stay in the L2 cache for several blocks. Every output sums its
+// products in the order of the columns, so it depends only on its own token and weights. Incomplete
+// tiles are padded with zeros.
 #pragma once
 
 #include "kernels/linear.h"
@@ -22,14 +22,14 @@ namespace {
 constexpr int64_t kBlockRows = 2 * kTileRows;
 constexpr int64_t kBlockColumns = 512;
 constexpr int64_t kBlockTiles = kBlockColumns / kTileColumns;
-// Elements from one row of a block to the next: no power of two, so that the rows' lines do not
-// share places of the cache.
+// Row stride of a block, in elements. It is not a power of two, so that rows map to different cache
+// sets.
 constexpr int64_t kWideStride = kBlockColumns + kTileColumns;
-constexpr int64_t kGroupRows = 4 * kBlockRows;  // whose sums fit the stack
+constexpr int64_t kGroupRows = 4 * kBlockRows;  // limited by the sums on the stack
 
 inline int64_t tiles_of(int64_t columns) { return (columns + kTileColumns - 1) / kTileColumns; }
 
-// The numbers of bfloat16 that one of type T is the sum of.
+// The number of bfloat16 summands that represent a number of type T.
 template <class T>
 constexpr int kParts = 1;
 template <>
@@ -37,7 +37,7 @@ constexpr int kParts<Float16> = 2;
 template <>
 constexpr int kParts<float> = 3;
 
-// Up to 32 columns of a token, zeros after them.
+// Load up to 32 columns of a token, padded with zeros.
 inline void load_parts(__m512i (&parts)[1], const BFloat16* from, int64_t columns) {
   const Tail tail{columns};
   touch(from, tail);
@@ -45,7 +45,7 @@ inline void load_parts(__m512i (&parts)[1], const BFloat16* from, int64_t column
   parts[0] = _mm512_maskz_loadu_epi16(mask, from);
 }
 
-// Cuts off what bfloat16 has no bits for: `rest` keeps it, or zero for an infinity or a NaN.
+// Truncate to bfloat16. `rest` becomes the remainder, or zero for infinity and NaN.
 inline __m512i cut(Vec& rest) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
   const __m512i quiet = _mm512_set1_epi32(0x7fc00000);
@@ -118,7 +118,8 @@ struct KeepTiles {
   }
 };
 
-// The sums of a block of weights with T tiles of tokens; `tokens` has all parts of a tile together.
+// Add the products of a block of weights with T tiles of tokens to sums. In `tokens`, the summands
+// of a tile are adjacent.
 template <int T>
 inline void add_products(float* sums, const BFloat16* weights, const BFloat16* tokens,
                          int64_t next_tokens, int64_t tiles, int parts, int64_t next_sums,
@@ -191,7 +192,7 @@ class LinearTiles {
     return static_cast<const W*>(call_.weight) + row * call_.weight_stride + column;
   }
 
-  // Row r of a group of `rows` rows that begins with row n.
+  // Add the block that begins with row r of a group of `rows` rows, whose first row is n.
   template <class T>
   void add_block(float* sums, int64_t n, int64_t r, int64_t rows, int64_t column) const {
     alignas(64) BFloat16 wide[kBlockRows * kWideStride];
@@ -203,7 +204,7 @@ class LinearTiles {
     for (int64_t i = 0; i < kBlockRows; ++i, next += call_.weight_stride) {
       BFloat16* to = wide + i * kWideStride;
       if (r + i < rows) {
-        prefetch(next, width);  // a byte each
+        prefetch(next, width);  // one byte per weight
         D::widen(to, weights(n + r + i, column), width);
       } else {
         memset(to, 0, kBlockColumns * sizeof(BFloat16));

@@ -1,4 +1,4 @@
-// Loads pairs of neighbours into two vectors: the first of every pair, and the second.
+// Load adjacent pairs into two vectors: the first elements of the pairs, and the second ones.
 #pragma once
 
 #include "kernels/vec_halves.h"

@@ -1,7 +1,6 @@
-// The mean of a row, and the spread of its values around it.
+// The mean and variance of a row.
 //
-// The spread takes a second pass: the mean of the squares less the square of the mean could lose
-// every digit.
+// The variance needs a second pass: computing it as E[x^2] - E[x]^2 could cancel all digits.
 #pragma once
 
 #include "kernels/prefetch.h"
@@ -15,7 +14,7 @@ inline float mean_of(const T* x, int64_t n, Ahead next = {}) {
   return total / static_cast<float>(n);
 }
 
-// The mean square of change(x) - centre, where change is a function of vectors.
+// Return the mean square of change(x) - centre, where change is a function of vectors.
 template <class T, class Change, class Ahead = Next<>>
 inline float mean_square(const T* x, int64_t n, float centre, Change change, Ahead next = {}) {
   const Vec centres = splat(centre);
@@ -31,7 +30,7 @@ inline float variance_of(const T* x, int64_t n, float mean, Ahead next = {}) {
   return mean_square(x, n, mean, [](Vec v) { return v; }, next);
 }
 
-// The root of the variance, also where the variance itself would overflow.
+// Return the standard deviation, even if the variance would overflow.
 template <class T>
 inline float deviation_of(const T* x, int64_t n, float mean) {
   const float variance = variance_of(x, n, mean);

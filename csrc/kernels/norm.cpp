@@ -1,4 +1,4 @@
-// RMS normalisation, compiled once per instruction set.
+// RMS norms, compiled once per instruction set.
 #include "kernels/norm.h"
 
 #include "kernels/prefetch.h"
@@ -25,7 +25,7 @@ struct RmsNormRows {
   }
 
  private:
-  // What to fetch in the sum and after it.
+  // Return the prefetches during and after the sum.
   template <class T>
   static auto walks_of(const Rows<T>& rows, int64_t width) {
     constexpr bool kIsWanted = kIsFetched<T> && !kFollowsRows<T>;

@@ -19,8 +19,8 @@ struct OpweaveRmsNorm {
   enum OpweaveDtype weight_dtype;
 };
 
-// sum = x + residual; out = rms_norm(sum): the operands of `rows` are out and x, those of `sum_rows`
-// sum and residual. out may be x, and sum residual.
+// sum = x + residual; out = rms_norm(sum). The operands of `rows` are out and x, those of
+// `sum_rows` are sum and residual. out may be x, and sum may be residual.
 struct OpweaveAddRmsNorm {
   void* out;
   void* sum;

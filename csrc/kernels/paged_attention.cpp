@@ -1,11 +1,12 @@
 // Paged attention, compiled once per instruction set.
 //
-// Online softmax: a row is one query of one head; it keeps the largest score so far, the sum of the
-// exponentials and the weighted sum of values, all in float32. Keys come in tiles of positions that
-// are aligned in the sequence, and every row adds them in one order. So its bits depend on its own
-// query and keys only: not on other rows, on the batch, on threads, or on how a prompt is cut.
+// Online softmax: a row is one query of one head, with the largest score so far, the sum of the
+// exponentials and the weighted sum of values, all in float32. Tiles of keys are aligned to
+// positions in the sequence, and every row adds them in the same order. So the result of a row
+// depends only on its own query and keys: not on other rows, the batch, threads, or prompt
+// chunking.
 //
-// Blocks are the outer loop and kv heads the inner one, which walks memory in order.
+// Blocks are the outer loop and kv heads the inner loop, which accesses memory sequentially.
 #include "kernels/paged_lanes.h"
 #include "kernels/paged_values.h"
 #include "kernels/storage.h"
@@ -19,15 +20,15 @@
 
 namespace {
 
-constexpr int64_t kRows = 96;  // of a kv head whose scores are there at once
-constexpr int64_t kFewRows = 8;  // take keys as they are stored, and all columns of values at once
+constexpr int64_t kRows = 96;  // rows of a kv head with scores in memory at once
+constexpr int64_t kFewRows = 8;  // up to this many rows, keys are not packed
 constexpr int64_t kColumnsAtOnce = 64;
 static_assert(kRows % kQueriesAtOnce == 0);
-static_assert(kQueriesAtOnce > kFewRows);  // few rows' keys may be of a type that lanes do not take
-static_assert(kQueriesAtOnce <= kTile);    // or there would be no room to order them in
+static_assert(kQueriesAtOnce > kFewRows);  // multiply_lanes does not support unpacked keys
+static_assert(kQueriesAtOnce <= kTile);    // the buffer for a tile of keys is used to reorder them
 
-// Rows that are multiplied at once, at most: with as many keys as there are registers for sums,
-// beside an operand for each key and one for the row.
+// The maximum number of rows multiplied at once. The number of keys follows from the registers for
+// sums, one operand per key and one for the row.
 constexpr int kMostRows = kLanes == 8 ? 6 : 4;
 
 template <int R>
@@ -36,13 +37,13 @@ constexpr int kKeysFor = R == 6 ? 2 : kLanes / R;
 template <int R>  // vectors of their products
 constexpr int kSumsFor = (R * kKeysFor<R> + kLanes - 1) / kLanes;
 
-// Rows that follow one another and see the same positions of a tile.
+// Adjacent rows that attend to the same positions of a tile.
 struct Band {
   int64_t first;
   int64_t rows;  // kMostRows, 4, 2 or 1
   Span span;
 
-  // Whole ones: a block has room for them, and what lies outside of the span is not used.
+  // The span in whole steps: blocks have room for them, and results outside the span are ignored.
   Span steps() const { return {span.begin / kStep * kStep, padded(span.end)}; }
 };
 
@@ -67,7 +68,7 @@ class Bands {
 
   int64_t rows() const { return rows_; }
 
-  // Calls visit(band, its number of rows as a Count, the number of rows before it).
+  // Call visit(band, its number of rows as a Count, the number of rows before it).
   template <class Visit>
   void for_each(Visit visit) const {
     for (int64_t i = 0; i < count_; ++i) {
@@ -91,7 +92,7 @@ class Bands {
   int64_t rows_ = 0;
 };
 
-// products[r][k] of R queries and kKeysFor<R> keys.
+// Compute products[r][k] for R queries and kKeysFor<R> keys.
 template <int R, class K>
 __attribute__((always_inline)) inline void multiply(float* products,
                                                     const typename Dot<K>::Query* queries,
@@ -185,7 +186,7 @@ class Part : PagedPart<T> {
     order_queries();
   }
 
-  // By way of the room for keys, where none are yet.
+  // Reorder queries in-place, through the buffer for keys, which is still unused.
   void order_queries() {
     for (int64_t head = 0; head < this->part_.heads; ++head) {
       for (int64_t row = 0; row < rows_in_lanes_; row += kQueriesAtOnce) {
@@ -200,7 +201,7 @@ class Part : PagedPart<T> {
 
   void visit_tile(int64_t head, int64_t base, int64_t count, const Tile<T, T>& tile) {
     if constexpr (sizeof(T) != sizeof(float)) {
-      if (rows_per_head_ > kFewRows) {  // this once is cheaper than for every band then
+      if (rows_per_head_ > kFewRows) {  // packing once is cheaper than for every band
         const auto* values = Values::keep(wide_values_, tile.values, count, call_.value_size);
         using Kept = typename Values::Kept;
         if constexpr (sizeof(Query) == sizeof(T)) {
@@ -234,8 +235,8 @@ class Part : PagedPart<T> {
     }
   }
 
-  // Rows that see different positions are apart, so that a value that a query does not see cannot
-  // reach it, not even as zero times NaN.
+  // Rows with different visible positions are in different bands, so that a masked value cannot
+  // affect a query, not even as zero times NaN.
   Bands bands_of(int64_t head, int64_t row, int64_t end, int64_t base, int64_t count) const {
     Bands bands(head * rows_per_head_ + row);
     while (row < end) {
@@ -248,15 +249,15 @@ class Part : PagedPart<T> {
     return bands;
   }
 
-  // The positions of the tile that a row sees.
+  // Return the visible positions of the tile for a row.
   Span visible(int64_t row, int64_t base, int64_t count) const {
     const int64_t token = row / call_.group;
     const int64_t begin = most(this->first_visible(token) - base, 0);
     return {begin, most(least(this->end_visible(token) - base, count), 0)};
   }
 
-  // A few keys, or columns of values, at a time meet all rows: a tile would fill the first-level
-  // cache.
+  // Process all rows for a few keys, or columns of values, at a time: a whole tile would fill the
+  // L1 cache.
   template <class K, class V>
   void attend(const Bands& bands, int64_t head, int64_t count, const Tile<K, V>& tile) {
     const int64_t end_of_lanes = head * rows_per_head_ + rows_in_lanes_;
@@ -282,8 +283,8 @@ class Part : PagedPart<T> {
     }
   }
 
-  // The products of R rows and the keys of a step. In a function of their own, or there would be no
-  // registers for all their addresses.
+  // Compute the products of R rows and the keys of a step. Not inlined, so that the addresses fit
+  // into registers.
   template <int R, class K, class V>
   __attribute__((noinline)) void score(int64_t first, int64_t step, const Tile<K, V>& tile,
                                        float (*scores)[kTile]) {
@@ -292,7 +293,7 @@ class Part : PagedPart<T> {
     const Query* queries = query(first);
     const int64_t stride = query(1) - query(0);
     for (int64_t t = step; t < step + kStep; t += kKeys) {
-      if (tile.next_keys != nullptr) {  // a little at a time: few fetches can be under way
+      if (tile.next_keys != nullptr) {  // gradually, because outstanding fetches are limited
         const int64_t bytes = static_cast<int64_t>(sizeof(K));
         prefetch(tile.next_keys + t * bytes * size, kKeys * bytes * size);
       }
@@ -304,7 +305,7 @@ class Part : PagedPart<T> {
     }
   }
 
-  // The products of the rows of kQueriesAtOnce lanes and the keys of a span.
+  // Compute the products of kQueriesAtOnce rows, one per lane, and the keys of a span.
   template <class K, class V>
   void score_lanes(int64_t first, Span span, const Tile<K, V>& tile, float (*scores)[kTile]) {
     const int64_t size = call_.head_size;
@@ -331,8 +332,8 @@ class Part : PagedPart<T> {
     }
   }
 
-  // Turns products into weights. All maxima come first: the rows do not wait for one another then,
-  // but each of the two steps waits for the end of the one before.
+  // Turn products into weights. The maxima of all rows are computed first, so that the latencies of
+  // the rows overlap.
   void soften(const Bands& bands) {
     bands.for_each([&](const Band& band, auto rows, int64_t before) {
       for (int r = 0; r < rows.kValue; ++r) {
@@ -346,8 +347,8 @@ class Part : PagedPart<T> {
     });
   }
 
-  // Turns products into scores, minus infinity outside of the span. Returns the largest of them and
-  // of `before`.
+  // Turn products into scores, with minus infinity outside the span. Returns the maximum of them
+  // and `before`.
   float limit(const Band& band, float* scores, float before) const {
     const Span steps = band.steps();
     for (int64_t t = steps.begin; t < steps.end; t += kLanes) {
@@ -369,10 +370,10 @@ class Part : PagedPart<T> {
     return mul(cap, tanh(div(scores, cap)));
   }
 
-  // Turns a row's scores into weights, and rescales what it has summed up to their maximum.
+  // Turn the scores of a row into weights, and rescale its sums to the new maximum.
   void weigh(int64_t row, Span steps, Weights& scores, float maximum) {
     Vec total = splat(0);
-    // Scores that are all minus infinity have no distance from it: their weights are zero.
+    // If all scores are minus infinity, subtract 0 instead of -inf, so that their weights are zero.
     const Vec origin = splat(maximum == -__builtin_inff() ? 0 : maximum);
     for (int64_t t = steps.begin; t < steps.end; t += kLanes) {
       const Vec distance = sub(Lanes<float>::load(scores + t, Full{}), origin);
@@ -397,7 +398,7 @@ class Part : PagedPart<T> {
     largest_[row] = maximum;
   }
 
-  int64_t rows_in_lanes_;  // of a head: the first ones, whose queries are in the order of lanes
+  int64_t rows_in_lanes_;  // the first rows of a head, whose queries are in lane order
   int64_t query_stride_;
   int64_t output_stride_;
   float* queries_;

@@ -9,11 +9,11 @@ extern "C" {
 
 // Softmax attention of packed queries [tokens, kv_heads * group, head_size] over caches
 // [blocks, kv_heads, block_size, size], whose last two dimensions are contiguous. Strides are in
-// elements; out is contiguous. block_size is a multiple of OPWEAVE_PAGED_STEP; every block that a
-// sequence uses is in the cache, and lengths are not negative.
+// elements; out is contiguous. block_size is a multiple of OPWEAVE_PAGED_STEP. Block numbers must
+// be valid, and lengths must not be negative.
 struct OpweavePagedAttention {
   void* out;
-  const float* out_scale;  // out is float8_e4m3fn of this scale; null if it has the dtype
+  const float* out_scale;  // the scale of a float8_e4m3fn out; null if out has the dtype
   const void* query;
   const void* key_cache;
   const void* value_cache;
@@ -32,7 +32,7 @@ struct OpweavePagedAttention {
   int64_t head_size;
   int64_t value_size;
   int64_t block_size;
-  int64_t window;  // positions that a query sees, its own included; 0 for all
+  int64_t window;  // visible positions per query, including its own; 0 for all
   int32_t is_causal;
   float scale;
   float soft_cap;  // 0 for none
@@ -41,7 +41,7 @@ struct OpweavePagedAttention {
 
 #define OPWEAVE_PAGED_STEP 16
 
-// Some queries of one sequence, with some kv heads and the query heads that share them.
+// Some queries of one sequence, for some kv heads and the query heads that share them.
 struct OpweavePagedPart {
   int64_t sequence;
   int64_t first_token;  // in the sequence
@@ -51,9 +51,9 @@ struct OpweavePagedPart {
 };
 
 struct OpweavePagedAttentionKernels {
-  // The number of floats that a part with this many tokens and kv heads computes in.
+  // Returns the scratch size of a part with this many tokens and kv heads, in floats.
   int64_t (*scratch_size)(const struct OpweavePagedAttention* call, int64_t tokens, int64_t heads);
-  // Writes the part's outputs. scratch is aligned to 64 bytes.
+  // Computes the outputs of the part. scratch is aligned to 64 bytes.
   void (*run)(const struct OpweavePagedAttention* call, const struct OpweavePagedPart* part,
               float* scratch);
 };

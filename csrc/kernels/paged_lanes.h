@@ -1,8 +1,8 @@
-// Products of many queries and keys with a query in each lane, which takes no shuffles for sums
-// over lanes. Their bits are those of a vector of one query times one of a key: a sum for each
-// lane, which are then added as sums() adds them.
+// Products of many queries and keys with one query per lane, which avoids horizontal sums. The
+// results are bitwise equal to those of vectors of one query and one key: one sum per lane
+// position, combined in the order of sums().
 //
-// What a lane holds is a unit: 32 bits, a number or a pair of them.
+// A unit is the content of a lane: 32 bits, one number or a pair.
 #pragma once
 
 #include "kernels/vec_dot.h"
@@ -11,8 +11,8 @@
 
 namespace {
 
-// Vectors of queries, and keys, that are multiplied at once, two lanes of each: as many as there
-// are registers for sums.
+// The numbers of query vectors and keys that are multiplied at once, limited by the registers for
+// the sums of two lanes each.
 constexpr int kQueryVecs = 3;
 constexpr int kKeysAtOnce = kLanes / 4;
 constexpr int64_t kQueriesAtOnce = kQueryVecs * kLanes;
@@ -30,8 +30,8 @@ inline __m512bh splat_unit(const BFloat16* keys) {
 }
 #endif
 
-// Brings kQueriesAtOnce queries of so many vectors into the order in which multiply_lanes reads
-// them: lane after lane, in kSumOrder, that unit of each vector of all queries.
+// Reorder kQueriesAtOnce queries of so many vectors for multiply_lanes: lane by lane, in kSumOrder,
+// the unit of this lane in each vector of all queries.
 inline void order_by_lanes(float* to, const float* queries, int64_t stride, int64_t vectors) {
   for (int64_t q = 0; q < kQueryVecs; ++q, queries += kLanes * stride) {
     for (int64_t i = 0; i < vectors; ++i) {
@@ -56,7 +56,7 @@ inline void add_to(LaneSums& sums, const LaneSums& others) {
   }
 }
 
-// Adds the products of a unit of each query and one of each key.
+// Add the products of a unit of each query and a unit of each key.
 template <class K>
 __attribute__((always_inline)) inline void add_unit(LaneSums& sums, const float* queries,
                                                     const K* keys, int64_t size) {
@@ -73,7 +73,7 @@ __attribute__((always_inline)) inline void add_unit(LaneSums& sums, const float*
   }
 }
 
-// Queries of so many vectors, in the order of lanes, and keys.
+// Queries in lane order, and keys.
 template <class K>
 struct LaneOperands {
   const float* queries;
@@ -81,9 +81,8 @@ struct LaneOperands {
   int64_t vectors;
 };
 
-// The sums of kCount lanes, from the one that is at kFirst in kSumOrder on. All calls are one
-// function: loops over the lanes would end where no processor foresees it, and take 1.1 times as
-// long.
+// Compute the sums of kCount lanes, from index kFirst in kSumOrder on. The recursion is inlined
+// into one function: loops over the lanes would mispredict branches and take 1.1 times as long.
 template <int kFirst, int kCount, class K>
 __attribute__((always_inline)) inline void sum_lanes(LaneSums& sums, LaneOperands<K> from) {
   if constexpr (kCount == 2) {
@@ -109,7 +108,7 @@ __attribute__((always_inline)) inline void sum_lanes(LaneSums& sums, LaneOperand
   }
 }
 
-// products[k][query] of kKeysAtOnce keys.
+// Compute products[k][query] for kKeysAtOnce keys.
 template <class K>
 __attribute__((noinline)) void multiply_lanes(float (*products)[kQueriesAtOnce],
                                               const float* queries, const K* keys,

@@ -1,5 +1,5 @@
-// What a part of a call of paged attention is, whatever computes it: where its queries, keys,
-// values and outputs are, which keys its queries see, and the way through the cache.
+// The part of a paged attention call, for all kernels: the addresses of its queries, keys, values
+// and outputs, the visible keys of its queries, and the iteration over the cache.
 #pragma once
 
 #include "kernels/paged_attention.h"
@@ -20,12 +20,12 @@ template <class K, class V>
 struct Tile {
   const K* keys;
   const V* values;
-  const char* next_keys;  // what to fetch into the cache meanwhile, or null
+  const char* next_keys;  // the memory to prefetch, or null
   const char* next_values;
 };
 
-// A row is one query of one head. The rows of a kv head follow one another: token by token, the
-// heads of the group for each.
+// A row is one query of one head. The rows of a kv head are adjacent: token by token, and for each
+// token the heads of the group.
 template <class T>
 class PagedPart {
  protected:
@@ -39,7 +39,7 @@ class PagedPart {
     first_position_ = length_ - queries + part.first_token;
   }
 
-  // The positions that a token sees are first_visible() to end_visible(), which may be negative.
+  // A token attends to the positions first_visible() to end_visible(), which may be negative.
   int64_t first_visible(int64_t token) const {
     return call_.window == 0 ? 0 : most(first_position_ + token - call_.window + 1, 0);
   }
@@ -48,7 +48,7 @@ class PagedPart {
     return call_.is_causal ? first_position_ + token + 1 : length_;
   }
 
-  // Calls visit(kv head of the part, row of that head, token, query head) for every row, in order.
+  // Call visit(kv head of the part, row of that head, token, query head) for every row, in order.
   template <class Visit>
   void for_each_row(Visit visit) const {
     for (int64_t head = 0; head < part_.heads; ++head) {
@@ -68,10 +68,10 @@ class PagedPart {
     return first_visible(token) < least(end_visible(token), length_);
   }
 
-  // Writes a row: what was summed up over the sum of its weights.
+  // Store a row: the weighted sum of values divided by the sum of the weights.
   void store_output(int64_t token, int64_t head, const float* output, float total) const {
     const int64_t first = (token * call_.kv_heads * call_.group + head) * call_.value_size;
-    // A query without keys gives zeros; one whose scores are all minus infinity gives NaN.
+    // A query without keys gives zeros; a query whose scores are all minus infinity gives NaN.
     const Vec factor = splat(sees_keys(token - first_query_) ? 1.0f / total : 0.0f);
     const auto value = [=](int64_t d, auto) {
       return mul(Lanes<float>::load(output + d, Full{}), factor);
@@ -80,15 +80,15 @@ class PagedPart {
       T* out = static_cast<T*>(call_.out) + first;
       for_each_vec(call_.value_size,
                    [=](int64_t d, auto part) { Lanes<T>::store(out + d, value(d, part), part); });
-    } else {  // what is quantised is the result as it would have been stored
+    } else {  // quantise the result after rounding it to the dtype
       uint8_t* out = static_cast<uint8_t*>(call_.out) + first;
       quantise<Fp8>(out, call_.value_size, *call_.out_scale,
                     [=](int64_t d, auto part) { return Lanes<T>::round(value(d, part)); });
     }
   }
 
-  // Calls visit(head, position, count, tile) for every tile that a query may see, in the order of
-  // the memory: blocks are the outer loop and kv heads the inner one.
+  // Call visit(head, position, count, tile) for every tile with visible keys, in memory order:
+  // blocks in the outer loop and kv heads in the inner loop.
   template <class Visit>
   void for_each_tile(Visit visit) const {
     const int64_t begin = first_visible(0);
@@ -126,7 +126,7 @@ class PagedPart {
                     head);
   }
 
-  // One kv head of one block; next_block and next_head are what comes after it.
+  // Visit one kv head of one block, followed by next_block and next_head.
   template <class Visit>
   void visit_block(int64_t block, int64_t head, int64_t next_block, int64_t next_head,
                    Visit visit) const {

@@ -1,16 +1,15 @@
-// Paged attention of bfloat16 by a matrix unit (Intel AMX), whose registers are tiles of sixteen
-// rows of 64 bytes. It multiplies pairs of bfloat16 and adds them up in float32:
+// Paged attention in bfloat16 on Intel AMX, whose registers are tiles of sixteen rows of 64 bytes.
+// It multiplies pairs of bfloat16 and accumulates in float32:
 //
 //   scores [key, query]      = keys [key, pair] * queries [pair, query]
 //   outputs [query, column] += weights [query, pair of keys] * values [pair of keys, column]
 //
-// where a pair is two neighbours in 32 bits. The keys are so in the cache. The queries are brought
-// into that order once for a part, the values once for a tile of keys, and the weights, which come
-// out with a query in each lane, for each product. What a query sums up depends on its own row
-// only.
+// where a pair is two adjacent elements in 32 bits. Keys have this layout in the cache. Queries are
+// packed into it once per part, values once per tile of keys, and weights, which are computed with
+// one query per lane, for each product. The sums of a query depend only on its own row.
 //
-// Few rows of a kv head, as in decoding, would leave most lanes without a query. Several heads then
-// share the lanes: each fills its own with scores, and the softmax is computed once for all.
+// With few rows per kv head, as in decoding, most lanes would be unused. Several heads then share
+// the lanes: each computes its scores in its own lanes, and the softmax is computed once for all.
 #pragma once
 
 #include "kernels/paged_part.h"
@@ -19,14 +18,14 @@
 
 namespace {
 
-constexpr int64_t kQueries = kTileRows;  // and the lanes of a vector
-// Of memory, fetched for the next tile in each step of this one, and with each tile of keys:
-// together as many as a tile of a head of 128 has.
+constexpr int64_t kQueries = kTileRows;  // equal to the number of lanes
+// Cache lines to prefetch for the next tile, per step of this tile and per tile of keys. Together
+// they cover a tile with a head size of 128.
 constexpr int kLinesPerStep = 8;
 constexpr int kLinesPerKeys = 16;
 
-// Fetches what the next tile reads, a few lines at a time: few fetches can be under way at once,
-// and there should be some all the time.
+// Prefetches the next tile, a few lines at a time: the number of outstanding fetches is limited,
+// and there should always be some.
 class Ahead {
  public:
   Ahead(const Tile<BFloat16, BFloat16>& tile, int64_t key_bytes, int64_t value_bytes)
@@ -52,7 +51,7 @@ class Ahead {
   const char* end_of_values_ = nullptr;
 };
 
-// scores[key][query] for `count` keys, a multiple of 16 and at most kTile.
+// Compute scores[key][query] for `count` keys, a multiple of 16 and at most kTile.
 inline void multiply_keys(float* scores, const BFloat16* keys, int64_t size, int64_t count,
                           const BFloat16* queries, Ahead& ahead) {
   const int64_t stride = size * static_cast<int64_t>(sizeof(BFloat16));
@@ -88,7 +87,7 @@ inline void multiply_keys(float* scores, const BFloat16* keys, int64_t size, int
   if (count > 48) _tile_stored(3, scores + 48 * kQueries, 64);
 }
 
-// outputs[query][column] += the weights of kTile keys times their values.
+// Add the weights of kTile keys times their values to outputs[query][column].
 inline void add_products(float* outputs, const BFloat16* weights, const BFloat16* values,
                          int64_t size) {
   const int64_t output_stride = size * static_cast<int64_t>(sizeof(float));
@@ -129,7 +128,7 @@ class TiledPart : PagedPart<BFloat16> {
     for (int tile = 4; tile < 6; ++tile) for_outputs_.set(tile, lanes_, 64);           // weights
   }
 
-  // Whole tiles only: what lies beside a row would be multiplied, too.
+  // Only whole tiles, because the memory next to a row would be multiplied too.
   static bool fits(const OpweavePagedAttention& call) {
     return call.dtype == OPWEAVE_BFLOAT16 && call.head_size % kTileColumns == 0 &&
            call.value_size % kTileColumns == 0;
@@ -158,16 +157,16 @@ class TiledPart : PagedPart<BFloat16> {
   }
 
  private:
-  // Sixteen rows of a kv head, the last of which may be missing, or those of several heads.
+  // Up to sixteen rows of one kv head, or of several heads that share the lanes.
   struct Block {
     BFloat16* queries;  // tiles [pairs, queries]
-    float* outputs;     // [queries, columns], not yet divided by the totals
-    float* largest;     // score of each query so far, as limited() gives it
-    float* totals;      // sum of its weights
-    int64_t first_row;  // of a kv head's
+    float* outputs;     // [queries, columns], before the division by the totals
+    float* largest;     // largest score per query so far, after limited()
+    float* totals;      // sum of the weights per query
+    int64_t first_row;  // in the kv head
   };
 
-  // The positions of a tile that the queries of a block see: from `first` to `end` in each lane.
+  // The visible positions of a tile: from `first` to `end` for the query in each lane.
   struct Seen {
     __m512i first;
     __m512i end;
@@ -215,7 +214,7 @@ class TiledPart : PagedPart<BFloat16> {
     Lanes<float>::store(block.largest, splat(-__builtin_inff()), Full{});
   }
 
-  // First as rows of 64 bytes in the place of the tiles that they become.
+  // Load rows of 64 bytes into the place of the tiles, and transpose them there.
   void load_queries() {
     const int64_t tiles = call_.head_size / kTileColumns;
     for_each_row([&](int64_t part_head, int64_t row, int64_t token, int64_t head) {
@@ -255,7 +254,7 @@ class TiledPart : PagedPart<BFloat16> {
     }
   }
 
-  // What the scores of a tile add to the rows of a block, which are those of so many heads.
+  // Add a tile of keys to the rows of a block, which belong to `heads` heads.
   void add_tile(const Block& rows, int64_t base, int64_t keys, int64_t heads, Ahead& ahead) {
     alignas(64) BFloat16 weights[2 * kTileElements];
     soften(rows, scores_, keys, seen_by(rows, base, keys), ahead);
@@ -286,7 +285,7 @@ class TiledPart : PagedPart<BFloat16> {
     }
     alignas(64) int32_t first[kQueries];
     alignas(64) int32_t end[kQueries];
-    for (int64_t lane = 0; lane < kQueries; ++lane) {  // a missing row is like the last one
+    for (int64_t lane = 0; lane < kQueries; ++lane) {  // missing rows repeat the last one
       const int64_t row = rows.first_row + lane % lanes_;
       const int64_t token = least(row, rows_per_head_ - 1) / call_.group;
       first[lane] = static_cast<int32_t>(most(first_visible(token) - base, 0));
@@ -295,9 +294,9 @@ class TiledPart : PagedPart<BFloat16> {
     return {_mm512_load_si512(first), _mm512_load_si512(end), false};
   }
 
-  // Keeps the values of a tile in pairs of keys, zeros up to kTile. A key with an infinity or a NaN
-  // counts as zero, because zero times such a value would be NaN for queries that do not see it.
-  // Returns such keys, a bit for each.
+  // Pack the values of a tile in pairs of keys, padded with zeros to kTile. A key with an infinity
+  // or NaN is replaced with zeros, because zero times its values would be NaN for queries that do
+  // not attend to it. Returns a bit mask of these keys.
   uint64_t pair_values(int64_t place, int64_t count, const BFloat16* values, Ahead& ahead) const {
     const uint64_t there = count == kTile ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
     if (pair_finite_values(place, there, values, ahead)) return 0;
@@ -314,7 +313,8 @@ class TiledPart : PagedPart<BFloat16> {
     return odd;
   }
 
-  // The keys whose bits are set in `there`, zeros for the others. Returns whether all are finite.
+  // Pack the keys whose bits are set in `there`, and zeros for the others. Returns whether all
+  // values are finite.
   bool pair_finite_values(int64_t place, uint64_t there, const BFloat16* values,
                           Ahead& ahead) const {
     const int64_t size = call_.value_size;
@@ -336,7 +336,7 @@ class TiledPart : PagedPart<BFloat16> {
     return !has_infinity_or_nan(largest);
   }
 
-  // Turns scores into weights, and rescales what the queries have summed up to their new maxima.
+  // Turn scores into weights, and rescale the sums of the queries to the new maxima.
   void soften(const Block& rows, float* scores, int64_t keys, const Seen& seen,
               Ahead& ahead) const {
     constexpr int kAtOnce = 4;
@@ -353,7 +353,7 @@ class TiledPart : PagedPart<BFloat16> {
       }
     }
     const Vec largest = max(max(maxima[0], maxima[1]), max(maxima[2], maxima[3]));
-    // A query that has seen no key yet has no maximum: its weights are 2^(-inf - 0).
+    // For a query without a key so far, the maximum is -inf: use 0, so that its weights are 2^-inf.
     const Vec none = splat(-__builtin_inff());
     const Vec shift = select(_mm512_cmp_ps_mask(largest, none, _CMP_EQ_OQ), splat(0), largest);
     Vec totals[kAtOnce] = {splat(0), splat(0), splat(0), splat(0)};
@@ -390,17 +390,18 @@ class TiledPart : PagedPart<BFloat16> {
     }
   }
 
-  // In units of the logarithm to base 2.
+  // Scale and cap scores, in units of log2.
   Vec limited(Vec scores) const {
     constexpr float kLog2OfE = 1.44269504f;
     if (call_.soft_cap == 0) return mul(scores, splat(call_.scale * kLog2OfE));
-    constexpr float kMost = 0x1.fffffep127f;  // or scores of zero would become NaN
+    constexpr float kMost = 0x1.fffffep127f;  // an infinite scale would turn scores of 0 into NaN
     const Vec factor = min(splat(kMost), splat(call_.scale / call_.soft_cap));
     const Vec scaled = mul(scores, max(splat(-kMost), factor));
     return mul(splat(call_.soft_cap * kLog2OfE), tanh(scaled));
   }
 
-  // Two tiles [queries, keys] of bfloat16 from weights [keys, queries], zeros up to kTile.
+  // Pack weights [keys, queries] into two bfloat16 tiles [queries, keys], padded with zeros to
+  // kTile.
   static void pair_weights(BFloat16* tiles, const float* weights, int64_t keys) {
     const __m512i order =
         _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
@@ -424,7 +425,7 @@ class TiledPart : PagedPart<BFloat16> {
     }
   }
 
-  // Adds what pair_values() has left out to those rows of a head that see it.
+  // Add the keys that pair_values() replaced with zeros to the rows of a head that attend to them.
   void add_odd_values(const Block& rows, float* outputs, int64_t place, int64_t base,
                       const BFloat16* weights) const {
     const int64_t count = least(lanes_, rows_per_head_ - rows.first_row);
@@ -452,16 +453,16 @@ class TiledPart : PagedPart<BFloat16> {
     Lanes<float>::store(output, fma(weight, value, before), Full{});
   }
 
-  int64_t lanes_;   // of a block, for each of its heads
-  int64_t heads_;   // that share the blocks
-  int64_t blocks_;  // of so many heads
+  int64_t lanes_;   // per head of a block
+  int64_t heads_;   // heads that share a block
+  int64_t blocks_;  // per heads_ heads
   int64_t block_floats_;
-  BFloat16* values_;  // of a tile for each of the heads, two keys next to each other
+  BFloat16* values_;  // packed values of a tile, for each of the heads
   float* scratch_;
   TileShapes for_scores_;
   TileShapes for_outputs_;
-  const BFloat16* values_of_[kQueries];  // of the tile, for each of the heads, and its keys that
-  uint64_t odd_[kQueries];               // pair_values() has left out
+  const BFloat16* values_of_[kQueries];  // unpacked values of the tile, for each of the heads
+  uint64_t odd_[kQueries];               // keys that pair_values() replaced with zeros
   alignas(64) float scores_[kTile * kQueries] = {};
 };
 

@@ -1,10 +1,9 @@
-// What rows add up in paged attention: their weights times the values of a tile.
+// Paged attention: add the weights of rows times the values of a tile.
 //
-// In float32, or for bfloat16 by products of pairs where the processor has them: the values of two
-// keys, of which the first is at an even position, lie in pairs, and so do a row's two weights,
-// rounded to bfloat16 (torch's own attention rounds them, too). A key that a row does not see
-// counts as zero in its pair. Outputs are then summed up in the order of columns that unpacking two
-// rows gives.
+// This uses float32, or products of bfloat16 pairs if the CPU supports them. The values of two
+// keys, the first at an even position, then form pairs, and so do the two weights of a row, rounded
+// to bfloat16 (as in torch's own attention). A masked key counts as zero in its pair. The columns
+// of the sums have the order that results from unpacking two rows.
 #pragma once
 
 #include "kernels/paged_part.h"
@@ -14,7 +13,7 @@
 
 namespace {
 
-// Positions of a tile.
+// A range of positions in a tile.
 struct Span {
   int64_t begin;
   int64_t end;
@@ -24,12 +23,12 @@ struct Span {
   bool operator==(const Span& other) const { return begin == other.begin && end == other.end; }
 };
 
-// A row of weights: 64 of float32, or of bfloat16 in the first half.
+// A row of weights: 64 float32, or 64 bfloat16 in the first half.
 using Weights = float[kTile];
 
-// What some rows have summed up, and the weights of what they add.
+// The sums of some rows, and the weights of the values to add.
 struct RowSums {
-  // C vectors of columns from d on, of R rows.
+  // Load C vectors of columns from d on, for R rows.
   template <int R, int C>
   void load(Vec (&totals)[R][C], int64_t d) const {
     OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
@@ -55,8 +54,8 @@ struct RowSums {
 // The values of a tile.
 template <class V>
 struct TileValues {
-  // Has some of the next tile's fetched: the columns of key t from column d on. All at once would
-  // be more than the memory serves meanwhile.
+  // Prefetch a part of the next tile: the columns of key t from column d on. Prefetching everything
+  // at once would exceed the number of outstanding fetches.
   void fetch_next(int64_t t, int64_t d, int64_t columns) const {
     if (next == nullptr) return;
     const int64_t bytes = static_cast<int64_t>(sizeof(V));
@@ -68,7 +67,7 @@ struct TileValues {
   const char* next;  // or null
 };
 
-// Adds weights * values to the sums of R rows, in C vectors of columns from d on.
+// Add weights * values to the sums of R rows, in C vectors of columns from d on.
 template <int R, int C, class V, class Part>
 inline void add_values(RowSums sums, Span span, TileValues<V> tile, int64_t d, Part part) {
   Vec totals[R][C];
@@ -87,12 +86,12 @@ inline void add_values(RowSums sums, Span span, TileValues<V> tile, int64_t d, P
   sums.store(totals, d);
 }
 
-// How values of T meet weights:
-//   Kept, keep       what the values of a tile are made into for many rows
-//   store_weights    of kLanes keys from t on, the places of whose scores they may take
+// The operations for values of T:
+//   Kept, keep       the packed values of a tile, for many rows
+//   store_weights    stores the weights of kLanes keys from t on, possibly over their scores
 //   add              adds weights * values to the sums of R rows, in C vectors of columns from d on
-//   kFewest          the fewest of these
-//   order_columns    brings an output into the order of columns
+//   kFewest          the minimum C
+//   order_columns    restores the order of the columns of an output
 template <class T>
 struct WeightedValues {
   using Kept = float;
@@ -119,7 +118,7 @@ struct ValuePair {
   BFloat16 second;
 };
 
-// The values of keys t and t + 1 in G times 32 columns from d on.
+// Load the values of keys t and t + 1 in G times 32 columns from d on.
 template <int G, class Part>
 inline void load_pairs(__m512i (&pairs)[2 * G], const BFloat16* values, int64_t size, int64_t t,
                        int64_t d, Part part) {
@@ -132,7 +131,7 @@ inline void load_pairs(__m512i (&pairs)[2 * G], const BFloat16* values, int64_t 
   }
 }
 
-// The same of values that pair_values has brought into this order.
+// Load them from packed values.
 template <int G, class Part>
 inline void load_pairs(__m512i (&pairs)[2 * G], const ValuePair* values, int64_t size, int64_t t,
                        int64_t d, Part) {
@@ -149,14 +148,14 @@ inline void pair_values(ValuePair* to, const BFloat16* values, int64_t keys, int
       to += kLanes;
     }
   };
-  for (int64_t t = 0; t < keys; t += 2) {  // a block has room for the last one
+  for (int64_t t = 0; t < keys; t += 2) {  // the block size is even, so the last key can be read
     int64_t d = 0;
     for (; d + kPairedColumns <= size; d += kPairedColumns) write(t, d, Full{});
     if (d < size) write(t, d, Tail{size - d});
   }
 }
 
-// In a function of its own, or there would be no registers for what it needs in each step.
+// Not inlined, so that the operands of a step fit into registers.
 template <int R, int G, class V, class Part>
 __attribute__((noinline)) void add_pairs(RowSums sums, Span span, TileValues<V> tile, int64_t d,
                                          Part part) {
@@ -214,8 +213,8 @@ struct WeightedValues<BFloat16> {
 template <int R>
 constexpr int kValuesFor = kLanes == 16 ? (R == 4 ? 4 : 8) : R == 6 ? 2 : 8 / R;
 
-// Adds columns d to `end`: as many vectors at once as there are registers for, then half as many,
-// and so on. Only the last columns of all may be part of a vector.
+// Add columns d to `end`: as many vectors at once as fit into registers, then half as many, and so
+// on. Only the very last columns may be a partial vector.
 template <class Values, int R, int C = kValuesFor<R>, class V>
 inline void add_weighted(RowSums sums, Span span, TileValues<V> tile, int64_t d, int64_t end) {
   constexpr int64_t kColumns = C * kLanes;

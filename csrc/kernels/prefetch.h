@@ -1,4 +1,4 @@
-// Fetching memory before it is needed.
+// Software prefetching.
 #pragma once
 
 #include "kernels/vec_halves.h"
@@ -13,17 +13,16 @@ inline void prefetch_lines(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(line + i, 0, kLocality);
 }
 
-// Into the L2 cache, which can wait for more lines at once than the L1 can.
+// Prefetch into the L2 cache, which supports more outstanding fetches than the L1 cache.
 inline void prefetch(const void* from, int64_t bytes) { prefetch_lines<2>(from, bytes); }
 
-// Into the L1 cache, shortly before it is needed.
+// Prefetch into the L1 cache, shortly before the memory is needed.
 inline void prefetch_near(const void* from, int64_t bytes) { prefetch_lines<3>(from, bytes); }
 
-// Rows that come next: fetch(i) has element i of each brought into the L2 cache, while there is
-// work on the rows before them. By itself a processor fetches no further than to the end of a page.
-// Fetches are spread over the time as evenly as can be: a burst makes loads wait that need the same
-// buffers. After the last row comes the first one. Rows that are written count as well: a line is
-// read before it is written.
+// The next rows: fetch(i) prefetches element i of each row into the L2 cache, during the work on
+// the current rows. Hardware prefetchers stop at page boundaries. Prefetches are spread as evenly
+// as possible, because a burst delays loads that need the same fill buffers. The first row follows
+// the last one. Output rows are prefetched too, because a line is read before it is written.
 template <class... Rows>
 struct Next {
   void fetch(int64_t) const {}
@@ -59,7 +58,7 @@ inline Next<T, Rows...> next_rows(const T* row, const Rows*... others) {
   return {row, next_rows(others...)};
 }
 
-// The same if such rows are to be fetched.
+// Return Next for these rows if kIsWanted, otherwise a no-op.
 template <bool kIsWanted, class... Rows>
 inline auto next_rows_if(const Rows*... rows) {
   if constexpr (kIsWanted) {
@@ -69,7 +68,7 @@ inline auto next_rows_if(const Rows*... rows) {
   }
 }
 
-// Half of what comes next, from element `first` on, for one of several walks along a row.
+// Prefetches half of the next rows, from element `first` on, in one of several passes over a row.
 template <class Ahead>
 struct Half {
   template <int64_t kElements>
@@ -88,7 +87,7 @@ inline Half<Ahead> half_of(Ahead next, int64_t first) {
   return {next, first};
 }
 
-// What to fetch in the first of two walks along a row, and in the second one; in one walk, both.
+// The prefetches of the first and of the second of two passes over a row.
 template <class First, class Second>
 struct Walks {
   template <int64_t kElements>
@@ -108,8 +107,8 @@ inline Walks<First, Second> walks(First first, Second second) {
   return {first, second};
 }
 
-// Half of what comes next in either walk of n elements. If the first one is the longer one, a Zen 4
-// has all of it fetched there.
+// Return prefetches of half of the next rows in each of two passes over n elements. If the first
+// pass takes longer, Zen 4 prefetches everything there.
 template <bool kFirstIsLong = false, class Ahead>
 inline auto two_walks(Ahead next, int64_t n) {
   if constexpr (kFirstIsLong && kIsZen) {
@@ -119,7 +118,7 @@ inline auto two_walks(Ahead next, int64_t n) {
   }
 }
 
-// The same where a quick walk, a sum or a maximum, comes before the two.
+// The prefetches of three passes: a quick one, such as a sum or a maximum, and the two others.
 template <class Quick, class First, class Second>
 struct ThreeWalks {
   Quick quick;
@@ -131,7 +130,8 @@ inline ThreeWalks<Quick, First, Second> three_walks(Quick quick, First first, Se
   return {quick, walks(first, second)};
 }
 
-// A quarter in the quick walk of n elements, or nothing, and half in the last one, or as two_walks.
+// Return prefetches of a quarter in the quick pass over n elements and of half in the last one, or
+// of nothing in the quick pass and otherwise as in two_walks.
 template <bool kInQuick, bool kFirstIsLong = false, class Ahead>
 inline auto three_walks(Ahead next, int64_t n) {
   const auto others = two_walks<kFirstIsLong>(next, n);
@@ -142,20 +142,20 @@ inline auto three_walks(Ahead next, int64_t n) {
   }
 }
 
-// How many rows ahead to fetch where work begins with a quick walk along the whole row, a sum or a
-// maximum: the end of a short row would come too late for it.
+// Return how many rows ahead to prefetch if the work begins with a quick pass over the whole row,
+// such as a sum or a maximum: with one row ahead, the end of a short row would arrive too late.
 template <class T>
 inline int64_t rows_ahead(int64_t width) {
   return width * static_cast<int64_t>(sizeof(T)) <= 4096 ? 2 : 1;
 }
 
-// Odd elements lie between even ones, whose line has been fetched.
+// Odd elements are in the same cache lines as even ones, which are already prefetched.
 template <class Part>
 constexpr bool kIsOdd = false;
 template <>
 constexpr bool kIsOdd<Odd> = true;
 
-// The values of a row, and a fetch for each.
+// Computes the values of a row, and prefetches for each vector.
 template <class Value, class Ahead>
 struct Fetching {
   template <class Part>
@@ -176,8 +176,8 @@ inline Fetching<Value, Ahead> fetching(Value value, Ahead next) {
   return {value, next};
 }
 
-// The same, for loops that say where a step of so many elements begins: announce<kElements>(value, i)
-// fetches once for the whole step.
+// Like Fetching, for loops that call announce<kElements>(value, i) at the beginning of a step,
+// which prefetches once for the whole step.
 template <class Value, class Ahead>
 struct Paced {
   template <class Part>
@@ -202,19 +202,18 @@ __attribute__((always_inline)) inline void announce(const Paced<Value, Ahead>& v
   value.next.template fetch_span<kElements>(i);
 }
 
-// Whether the processor goes on into the next page by itself while it reads one row at a time, so
-// that it takes longer if that is fetched, too. So does Zen 4.
+// Whether the hardware prefetcher crosses page boundaries when one row is read at a time, so that
+// software prefetching is slower. This is true for Zen 4.
 constexpr bool kFollowsPages = kIsZen;
 
-// Whether it does so for rows of T, too, that are walked several times or written beside two that
-// are read.
+// Whether it also does so for rows of T with several passes, or with one output and two inputs.
 template <class T>
 constexpr bool kFollowsRows = false;
 template <>
 constexpr bool kFollowsRows<BFloat16> = kFollowsPages;
 
-// Whether to fetch rows of T for work of a few steps. Those of 32 bits, which wait for the memory
-// anyway, take longer then without AVX-512.
+// Whether to prefetch rows of T for short computations. Without AVX-512, 32-bit rows are
+// memory-bound anyway, and prefetching slows them down.
 template <class T>
 constexpr bool kIsFetched = sizeof(T) == sizeof(uint16_t) || kLanes == 16;
 

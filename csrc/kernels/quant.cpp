@@ -1,7 +1,7 @@
 // Quantisation to 8 bits, compiled once per instruction set.
 //
-// The arithmetic is the ops' definition, operation by operation in float32, so results are equal to
-// native's bit by bit.
+// The arithmetic follows the ops' definitions operation by operation in float32, so results are
+// bitwise equal to native.
 #include "kernels/quant.h"
 
 #include "kernels/quant_row.h"
@@ -65,7 +65,7 @@ struct GroupQuantRows {
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
       auto* out = rows.out();
       const T* x = rows.x();
-      constexpr bool kInMaximum = sizeof(T) == sizeof(float);  // 16 bits: no difference
+      constexpr bool kInMaximum = sizeof(T) == sizeof(float);  // no effect with 16 bits
       const auto next =
           three_walks<kInMaximum, true>(next_rows_if<!kFollowsRows<T>>(rows.next_x()), call.width);
       quantise_stored_groups(out, call.scales + r * groups, call.width, call.group_size,

@@ -22,19 +22,20 @@ struct OpweaveStaticQuant {
   enum OpweaveDtype out_dtype;  // OPWEAVE_FLOAT8_E4M3FN or OPWEAVE_INT8
 };
 
-// The same with one scale per row, which is computed and written to scales[row].
+// Quantisation with one scale per row, which is computed and written to scales[row].
 struct OpweavePerTokenQuant {
   void* out;
   const void* x;
   float* scales;
   struct OpweaveRows rows;
   int64_t width;
-  float upper_bound;  // the largest magnitude that counts; infinity for no bound
+  float upper_bound;  // upper bound for the largest magnitude, or infinity
   enum OpweaveDtype dtype;
   enum OpweaveDtype out_dtype;
 };
 
-// To float8_e4m3fn with one scale per `group_size` neighbours: x / scale, not x * (1 / scale).
+// Quantisation to float8_e4m3fn with one scale per group of `group_size` adjacent elements.
+// Computes x / scale, not x * (1 / scale).
 struct OpweaveGroupQuant {
   void* out;
   const void* x;
@@ -46,7 +47,8 @@ struct OpweaveGroupQuant {
   enum OpweaveDtype dtype;
 };
 
-// largest[row] = the largest magnitude in a row of x, NaN if there is one. Operand 0 and 1 are x.
+// largest[row] = the largest magnitude in a row of x, or NaN if there is one. Operands 0 and 1 are
+// x.
 struct OpweaveLargest {
   float* largest;
   const void* x;

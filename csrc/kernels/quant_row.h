@@ -1,7 +1,7 @@
-// Rows to 8 bits: what the kernels that quantise share.
+// Quantisation of rows to 8 bits, shared by the quantising kernels.
 //
-// A row is given as value(i, part), the vector of float32 values at element i, so that a fused
-// kernel quantises what it computes without storing it first.
+// A row is a function value(i, part), which returns the vector of float32 values at element i, so
+// that fused kernels can quantise computed values without storing them first.
 #pragma once
 
 #include "kernels/fp8_quotients.h"
@@ -39,7 +39,7 @@ struct Int8 {
   }
 };
 
-// The scale for a largest magnitude; NaN for NaN.
+// Return the scale for a largest magnitude; NaN for NaN.
 template <class Q>
 inline float scale_for(float largest) {
   const float scale = largest / Q::kMax;
@@ -50,7 +50,7 @@ inline float bounded(float largest, float upper_bound) {
   return largest > upper_bound || upper_bound != upper_bound ? upper_bound : largest;
 }
 
-// Store codes(kAtOnce vectors of values), a byte for every value.
+// Store codes(kAtOnce vectors of values), one byte per value.
 template <class Value, class Codes>
 inline void store_codes(void* out, int64_t n, Value value, Codes codes) {
   char* to = static_cast<char*>(out);
@@ -88,13 +88,13 @@ __attribute__((always_inline)) inline void announce(const Scaled<Value>& scaled,
   announce<kElements>(scaled.value, i);
 }
 
-// Without kMayExceed no quotient is NaN or past the largest code.
+// Quantise a row. Without kMayExceed, no quotient may be NaN or exceed the largest code.
 template <class Q, bool kMayExceed = true, class Value>
 inline void quantise(typename Q::Storage* out, int64_t n, float scale, Value value) {
   store_codes(out, n, Scaled<Value>{value, splat(1.0f / scale)}, Q::template codes<kMayExceed>);
 }
 
-// The largest magnitude among n values; NaN if one is.
+// Return the largest magnitude of n values, or NaN if one is NaN.
 template <class Value>
 inline float largest_magnitude(int64_t n, Value value) {
   Vec most[kAtOnce] = {splat(0), splat(0), splat(0), splat(0)};
@@ -114,7 +114,7 @@ inline float largest_magnitude(int64_t n, Value value) {
       larger_magnitude(larger_magnitude(most[0], most[1]), larger_magnitude(most[2], most[3])));
 }
 
-// The same of a row in memory. 16-bit magnitudes have the order of their bits, too.
+// Return the largest magnitude of a row in memory. 16-bit magnitudes are compared as integers.
 template <class T, class Ahead = Next<>>
 inline float largest_of_row(const T* x, int64_t n, Ahead next = {}) {
   Words most{};
@@ -132,7 +132,7 @@ inline float largest_of_row(const float* x, int64_t n, Ahead next = {}) {
   return largest_magnitude(n, paced(Loaded<float>{x}, next));
 }
 
-// The elements of a row that is computed, as they would be read after they were stored as T.
+// The elements of a computed row, rounded to T.
 template <class T, class Value>
 struct Stored {
   template <class Part>
@@ -148,7 +148,7 @@ inline Stored<T, Value> stored(Value value) {
   return {value};
 }
 
-// Rows of so many elements are computed into a buffer, once, which stays in the L1 cache.
+// Computed rows of up to this many elements are buffered in the L1 cache instead of computed twice.
 constexpr int64_t kKept = 8192;
 
 template <class T, class Value>
@@ -156,7 +156,8 @@ inline void keep_row(T* kept, int64_t n, Value value) {
   store_row<float, kAtOnce>(kept, n, value);
 }
 
-// The same, and the largest magnitude: of 16-bit numbers it is found with less work afterwards.
+// Buffer a computed row, and return its largest magnitude. For 16-bit numbers, a separate pass over
+// the buffer is cheaper.
 template <class T, class Value>
 inline float keep_and_find_largest(T* kept, int64_t n, Value value) {
   keep_row(kept, n, value);
@@ -173,10 +174,10 @@ inline float keep_and_find_largest(float* kept, int64_t n, Value value) {
   return largest_or_nan(most);
 }
 
-// Rows of fewer elements are not worth the steps of a scale of their own.
+// For rows with fewer elements, computing the steps of their scale (fp8_steps.h) does not pay.
 constexpr int64_t kFewestForSteps = 512;
 
-// Quantise a row in memory by a given scale.
+// Quantise a row in memory with a given scale.
 template <class Q, bool kMayExceed, class T, class Ahead>
 inline void quantise_row(typename Q::Storage* out, int64_t n, float scale, const T* row,
                          Ahead next) {
@@ -191,7 +192,7 @@ inline void quantise_row(typename Q::Storage* out, int64_t n, float scale, const
                           paced(Loaded<T>{row + done}, next.from(done)));
 }
 
-// The same by the scale of its largest magnitude, which is returned.
+// Quantise a row in memory with the scale of its largest magnitude, and return the scale.
 template <class Q, class T, class Ahead>
 inline float quantise_row_of(typename Q::Storage* out, int64_t n, float largest, float upper_bound,
                              const T* row, Ahead next) {
@@ -204,8 +205,8 @@ inline float quantise_row_of(typename Q::Storage* out, int64_t n, float largest,
   return scale;
 }
 
-// Quantise a row that is computed by a given scale. Rows of 16 bits are kept first: to do both at
-// once takes more registers than there are.
+// Quantise a computed row with a given scale. 16-bit rows are buffered first, because doing both at
+// once needs too many registers.
 template <class Q, class T, class Value, class Ahead>
 inline void quantise_static(typename Q::Storage* out, int64_t n, float scale, Value value,
                             Ahead next) {
@@ -219,7 +220,7 @@ inline void quantise_static(typename Q::Storage* out, int64_t n, float scale, Va
   quantise<Q>(out, n, scale, paced(stored<T>(value), next));
 }
 
-// Quantise a row by the scale of its largest magnitude, which is returned.
+// Quantise a computed row with the scale of its largest magnitude, and return the scale.
 template <class Q, class T, class Value, class Ahead>
 inline float quantise_dynamic(typename Q::Storage* out, int64_t n, float upper_bound, Value value,
                               Ahead next) {
@@ -235,7 +236,7 @@ inline float quantise_dynamic(typename Q::Storage* out, int64_t n, float upper_b
   return scale;
 }
 
-// Any float, rounded up to a power of two: a mantissa other than 0 carries into the exponent.
+// Round up to a power of two: a nonzero mantissa carries into the exponent.
 inline float rounded_up_to_power_of_two(float scale) {
   if (scale != scale) return scale;
   uint32_t bits;
@@ -245,18 +246,18 @@ inline float rounded_up_to_power_of_two(float scale) {
   return scale;
 }
 
-// Turns n largest magnitudes into scales.
+// Turn n largest magnitudes into scales, in-place.
 inline void make_group_scales(float* scales, int64_t n, bool power_of_two) {
   const Vec least = splat(Fp8::kMinScale);
   for_each_vec(n, [=](int64_t i, auto part) {
     const Vec scale = div(Lanes<float>::load(scales + i, part), splat(Fp8::kMax));
-    Lanes<float>::store(scales + i, max(least, scale), part);  // the order keeps NaN
+    Lanes<float>::store(scales + i, max(least, scale), part);  // argument order preserves NaN
   });
   if (!power_of_two) return;
   for (int64_t i = 0; i < n; ++i) scales[i] = rounded_up_to_power_of_two(scales[i]);
 }
 
-// By a quotient instead of a product with the reciprocal.
+// Quantise a group with exact division instead of a product with the reciprocal.
 template <class Value>
 inline void quantise_group(uint8_t* out, int64_t n, float scale, Value value) {
   const Vec divisor = splat(scale);
@@ -274,7 +275,7 @@ inline void quantise_group(uint8_t* out, int64_t n, float scale, Value value) {
   }
 }
 
-// A row from an element on.
+// The elements of a row from an offset on.
 template <class Value>
 struct From {
   template <class Part>
@@ -294,7 +295,7 @@ __attribute__((always_inline)) inline void announce(const From<Value>& part_of_r
   announce<kElements>(part_of_row.value, part_of_row.first + i);
 }
 
-// The same of a row in memory.
+// Quantise a group in memory.
 template <class T, class Ahead>
 inline void quantise_group(uint8_t* out, int64_t n, float scale, const T* row, Ahead next) {
   int64_t done = 0;
@@ -305,8 +306,8 @@ inline void quantise_group(uint8_t* out, int64_t n, float scale, const T* row, A
   quantise_group(out + done, n - done, scale, paced(Loaded<T>{row + done}, next.from(done)));
 }
 
-// A row in memory by groups of neighbours. The scales come first, all of them: none waits for the
-// steps to another one.
+// Quantise a row in memory by groups. All scales are computed first, so that their latencies
+// overlap.
 template <class T, class Ahead>
 inline void quantise_stored_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
                                    bool power_of_two, const T* row, Ahead next) {
@@ -323,7 +324,7 @@ inline void quantise_stored_groups(uint8_t* out, float* scales, int64_t width, i
   }
 }
 
-// The same of a row that is computed.
+// Quantise a computed row by groups.
 template <class T, class Value, class Ahead>
 inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
                             bool power_of_two, Value value, Ahead next) {
@@ -346,7 +347,7 @@ inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t 
   }
 }
 
-// Rows::run<T, Q>(begin, end, call) for the call's storage type and output.
+// Call Rows::run<T, Q>(begin, end, call) for the call's storage type and output type.
 template <class Rows, class Call>
 void run_for_types(int64_t begin, int64_t end, void* erased) {
   const Call& call = *static_cast<const Call*>(erased);

@@ -1,8 +1,8 @@
-// The results of a function of one 16-bit number, computed, or for calls so large that it is less
-// work, looked up.
+// The results of a function of one 16-bit number, either computed or, for large calls, looked up in
+// a table.
 //
-// A table belongs to one call: nothing stays in memory, and what a call of this size reads drives
-// everything else out of the caches anyway.
+// A table belongs to one call and is not kept, because the data of such a large call would evict it
+// from the CPU caches anyway.
 #pragma once
 
 #if defined(__x86_64__)
@@ -19,7 +19,7 @@ namespace {
 
 typedef uint16_t Eight __attribute__((vector_size(16)));
 
-// By the intrinsic, which GCC sees to be the same for Even and Odd; an assignment it would repeat.
+// Uses the intrinsic, which GCC merges for Even and Odd, unlike an assignment.
 template <int kPlace>
 inline Eight with_word(Eight words, uint16_t word) {
 #if defined(__x86_64__)
@@ -36,10 +36,11 @@ inline Vec rounded_result(Function function, Vec x) {
   return kIsApproximate<Function> ? Lanes<T>::round_inexact(result) : Lanes<T>::round(result);
 }
 
-// The results of a function of one vector, rounded to T.
+// Computes the results of a function of one vector, rounded to T.
 template <class T, class Function>
 struct Computed {
-  // Vectors before the first is stored. A Zen 4 has registers for eight of 16 bits.
+  // Vectors in flight before the first is stored. Zen 4 has enough registers for eight with 16-bit
+  // elements.
   static constexpr int kBegun = kIsZen && sizeof(T) == sizeof(uint16_t) ? 8 : kAtOnce;
 
   Vec of(Vec x) const { return rounded_result<T>(function, x); }
@@ -47,12 +48,12 @@ struct Computed {
   Numbers of(Numbers x) const {
     return halves_of(function(first_of(x)), function(second_of(x)));
   }
-  // Of the numbers that Lanes<T>::load(x, part) loads.
+  // Return the results for the numbers that Lanes<T>::load(x, part) loads.
   template <class Part>
   Vec load(const T* x, Part part) const {
     return of(Lanes<T>::load(x, part));
   }
-  // Of the first of every pair of neighbours.
+  // Return the results for the first element of every pair.
   template <class Part>
   auto load_first(const T* x, Part part) const {
     return of(load_pairs(x, part).first);
@@ -66,7 +67,7 @@ struct Computed {
   Function function;
 };
 
-// The same from a table of the results of every number, one by one.
+// Looks up the results one by one in a table of all 16-bit numbers.
 template <class T>
 struct LookedUp {
   static constexpr int kBegun = 1;
@@ -80,7 +81,7 @@ struct LookedUp {
     return load<2>(x, part);
   }
 
-  // Those of n numbers, as they are; out may be x. With AVX-512 next is fetched.
+  // Store the results of n numbers; out may be x. With AVX-512, `next` is prefetched.
   template <class Ahead>
   void copy(T* out, const T* x, int64_t n, Ahead next) const {
     int64_t i = 0;
@@ -135,7 +136,7 @@ struct LookedUp {
   template <int kStep>
   __attribute__((always_inline)) Eight eight(const T* x) const {
     static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the first number is the lowest");
-    uint64_t numbers[2 * kStep];  // fewer loads than one by one
+    uint64_t numbers[2 * kStep];  // loads four numbers at once
     memcpy(numbers, x, sizeof numbers);
     const auto word = [&](int k) {
       return results[static_cast<uint16_t>(numbers[k * kStep / 4] >> 16 * (k * kStep % 4))].bits;
@@ -151,7 +152,8 @@ struct LookedUp {
   }
 };
 
-// Store numbers of T. They are not rounded again, which would flush denormals (AVX512-BF16).
+// Store values that are exactly numbers of T, without rounding, which would flush denormals with
+// AVX512-BF16.
 template <class T>
 inline void store_rounded(T* p, Vec v) {
 #if defined(__AVX512BF16__)
@@ -168,14 +170,14 @@ class ResultTable {
  public:
   static constexpr int64_t kSize = 65536;
 
-  // Whether to make the table is little of the work, and the caches are too small for the call.
+  // Whether the table is cheap compared with the call, and the call exceeds the CPU caches.
   static bool is_worth_it(int64_t elements) { return elements >= 8 * kSize; }
 
   template <class Function>
   explicit ResultTable(Function function)
       : ResultTable(function, [](T* p, Vec v) { Lanes<T>::store(p, v, Full{}); }) {}
 
-  // store(p, v) makes numbers of T of what the function gives.
+  // store(p, v) rounds the results of the function to T.
   template <class Function, class Store>
   ResultTable(Function function, Store store) {
     T* results = padded_ + kPadding;
@@ -199,14 +201,14 @@ class ResultTable {
   }
 
  private:
-  // With one element in front of it, no line ends inside of what is gathered for zero.
+  // With one element before the table, the gather for zero does not cross a cache line.
   static constexpr int64_t kPadding = kGathers ? 1 : 0;
 
   alignas(kCacheLine) T padded_[kPadding + kSize + kPadding];
 };
 
-// Call visit with the results of an activation as they are rounded to T: computed or, if they may
-// be, looked up. With AVX-512 a result is computed in the time of a look-up one by one.
+// Call visit with the results of an activation, rounded to T: computed or, with kMayLookUp,
+// possibly looked up. With AVX-512, computing a result is as fast as a single look-up.
 template <class T, bool kMayLookUp, class Activation, class Visit>
 inline void with_rounded(Activation activation, int64_t elements, Visit visit) {
   if constexpr (kMayLookUp && sizeof(T) == sizeof(uint16_t) && (kLanes <= 8 || kGathers)) {
@@ -219,7 +221,7 @@ inline void with_rounded(Activation activation, int64_t elements, Visit visit) {
   visit(Computed<T, Activation>{activation});
 }
 
-// The rounded results at `gate` times the elements of `other`; the products are not rounded.
+// The rounded results of `gate` times the elements of `other`; the products are not rounded.
 template <class T, class Activated>
 struct GatedProduct {
   template <class Part>

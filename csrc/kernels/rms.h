@@ -1,6 +1,6 @@
-// The two passes of RMS normalisation over one row: the sum of squares, then the scaled values.
+// RMS norm of one row in two passes: the sum of squares, then the scaled values.
 //
-// The rounding is part of the op's definition: normalise in float32, round to the weight's type,
+// The rounding follows the op's definition: normalise in float32, round to the weight's type,
 // multiply, round to the weight's type, round to x's type.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace {
 
-// Adds squares: of a block, kLeast elements of it to each of four sums, or of kLeast or fewer.
+// Adds squares: kLeast elements of a block to each of four sums, or up to kLeast elements to one.
 template <class T>
 struct Squares {
   static constexpr int64_t kLeast = kLanes;
@@ -28,14 +28,15 @@ struct Squares {
   static Vec add(const T* x, Part part, Vec total) {
     return accumulate_square(Lanes<T>::load(x, part), total);
   }
-  // The sum, made again if denormals that were flushed count in it.
+  // Return the sum, recomputed if flushed denormals would have contributed to it.
   static float exact(float sum, const T*, int64_t) { return sum; }
-  // Whether four sums stay as they are. Stored again one by one, a vector of them would be late.
+  // Return whether four sums need no correction. Correcting them one by one would stall the load of
+  // the vector.
   static bool are_exact(const float*) { return true; }
 };
 
 #if defined(__AVX512BF16__)
-// Pairs are squared as they are. That flushes denormals, squares and sums too.
+// Squares pairs of bfloat16 without widening, which flushes denormal inputs, squares and sums.
 template <>
 struct Squares<BFloat16> {
   using Pairs = Dot<BFloat16>;
@@ -61,7 +62,7 @@ struct Squares<BFloat16> {
 };
 #endif
 
-// Lanes whose sum is that of the squares of a row.
+// Return partial sums of the squares of a row, one per lane.
 template <class T, class Ahead = Next<>>
 inline Vec lanes_of_squares(const T* x, int64_t width, Ahead next = {}) {
   using Step = Squares<T>;
@@ -83,8 +84,8 @@ inline float sum_of_squares(const T* x, int64_t width, Ahead next = {}) {
   return Squares<T>::exact(sum(lanes_of_squares(x, width, next)), x, width);
 }
 
-// sum = x + residual; returns the sum of its squares. The norm sees the sum as it is stored. sum
-// may be x or residual.
+// Compute sum = x + residual, and return the sum of squares of the rounded sum. sum may be x or
+// residual.
 template <class T, class Ahead = Next<>>
 inline float add_and_sum_squares(T* sum, const T* x, const T* residual, int64_t width,
                                  Ahead next = {}) {
@@ -112,7 +113,7 @@ inline float inverse_rms(float squares, int64_t width, float epsilon) {
   return 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + epsilon);
 }
 
-// The same of four rows at once, or of one.
+// Store the inverse RMS of four rows at once, or of one.
 template <class T>
 inline void store_inverse_rms(float* to, const T* const (&rows)[1], int64_t width, float epsilon) {
   *to = inverse_rms(sum_of_squares(rows[0], width), width, epsilon);
@@ -128,8 +129,7 @@ inline void store_inverse_rms(float* to, const T* const (&rows)[4], int64_t widt
   for (int k = 0; k < 4; ++k) to[k] = inverse_rms(to[k], width, epsilon);
 }
 
-// apply() leaves the last rounding, to x's type, to whoever stores the value: x's type is the
-// weight's or the narrower one.
+// apply() does not round to x's type, which is not wider than the weight's: the store does that.
 struct NoWeight {
   template <class T>
   using Widest = T;
@@ -144,7 +144,7 @@ struct NoWeight {
   }
 };
 
-// A weight of type W, which lies in memory as Stored.
+// A weight of type W, which is stored in memory as Stored.
 template <class W, class Stored = W>
 struct Weight {
   template <class T>
@@ -165,7 +165,7 @@ struct Weight {
   const Stored* values;
 };
 
-// Call visit with the weight of rows of T, which is null, of type T or of float32.
+// Call visit with the weight for rows of T: null, of type T, or float32.
 template <class T, class Visit>
 inline void with_weight(const void* weight, OpweaveDtype dtype, Visit visit) {
   if (weight == nullptr) return visit(NoWeight{});
@@ -173,19 +173,19 @@ inline void with_weight(const void* weight, OpweaveDtype dtype, Visit visit) {
   visit(Weight<T>(weight));
 }
 
-// Whether to widen a weight of T once for many rows, into a table: without arithmetic in float16
-// the conversion takes as long as the product.
+// Whether to widen a weight of T once for many rows: without float16 arithmetic, the conversion
+// costs as much as the product.
 template <class T>
 constexpr bool kWidensSlowly = false;
 template <>
 constexpr bool kWidensSlowly<Float16> = !kHasHalves;
 
-// Call visit with the weight of a call, for so many rows.
+// Call visit with the weight of a call for `rows` rows.
 template <class T, class Call, class Visit>
 inline void with_weight_of(const Call& call, int64_t rows, Visit visit) {
   if constexpr (kWidensSlowly<T>) {
     constexpr int64_t kLeastRows = 4;
-    constexpr int64_t kMostElements = 4096;  // half of a first-level cache
+    constexpr int64_t kMostElements = 4096;  // half of an L1 cache
     const bool is_of_t = call.weight != nullptr && call.weight_dtype != OPWEAVE_FLOAT32;
     if (is_of_t && rows >= kLeastRows && call.width <= kMostElements) {
       alignas(64) float widened[kMostElements];
@@ -196,7 +196,7 @@ inline void with_weight_of(const Call& call, int64_t rows, Visit visit) {
   with_weight<T>(call.weight, call.weight_dtype, visit);
 }
 
-// The elements of a normalised row, before they are rounded to T.
+// The elements of a normalised row, before rounding to T.
 template <class T, class W>
 struct Normalised {
   template <class Part>
@@ -209,7 +209,7 @@ struct Normalised {
   const T* x;
   W weight;
   Vec scale;
-  Condition has_finite_scale;  // no element exceeds the root of the row's width then
+  Condition has_finite_scale;  // then no element exceeds the square root of the width
 
  private:
   template <class Part>
@@ -235,7 +235,7 @@ inline Normalised<T, W> normalised(const T* x, W weight, float scale) {
   return {x, weight, splat(scale), is_finite(splat(scale))};
 }
 
-// Store a row of values that a weight of type W has made.
+// Store a row of values that were multiplied with a weight of type W.
 template <class W, class T, class Values>
 inline void store_normalised(T* out, int64_t width, Values values) {
   store_row<typename W::template Widest<T>, 1>(out, width, values);

@@ -1,10 +1,10 @@
 // Rotary position embedding, alone, after RMS normalisation, or into a paged cache; compiled once
 // per instruction set.
 //
-// Angles are rounded to x's type, as in the op's definition. What they make of x is rounded once:
-// products of 16-bit numbers are exact in float32, and the sum of two is rounded there and to x's
-// type, with the same bits on every instruction set that has no arithmetic in float16 itself. With
-// that, each step is rounded, as in the op's definition.
+// Angles are rounded to x's type, as in the op's definition. Results are computed in float32:
+// products of 16-bit numbers are exact, and the sum of two is rounded to float32 and then to x's
+// type. The results are bitwise equal on all instruction sets without float16 arithmetic. With
+// float16 arithmetic, each step is rounded, as in the op's definition.
 #include "kernels/rotary.h"
 
 #include "kernels/cache_rows.h"
@@ -19,13 +19,13 @@
 
 namespace {
 
-// Vectors of the two halves of a neox head.
+// Rotated vectors of the two halves of a neox head.
 struct Rotated {
   Vec first;
   Vec second;
 };
 
-// Call visit with the angles of one token: half of them cosines, then the sines.
+// Call visit with the angles of one token: the cosines, then the sines.
 template <class T, class Visit>
 inline void with_angles(const OpweaveRotary& call, int64_t token, Visit visit) {
   int64_t position = call.positions_dtype == OPWEAVE_INT64
@@ -40,7 +40,7 @@ inline void with_angles(const OpweaveRotary& call, int64_t token, Visit visit) {
   }
 }
 
-// Past the dimensions that rotate.
+// Copy the elements after the rotated ones.
 template <class T>
 inline void copy_rest(const OpweaveRotary& call, T* out, const T* x) {
   if (out == x) return;
@@ -48,8 +48,8 @@ inline void copy_rest(const OpweaveRotary& call, T* out, const T* x) {
   memcpy(out + call.rotary_size, x + call.rotary_size, static_cast<size_t>(rest) * sizeof(T));
 }
 
-// Cosines and sines of one token, rounded to T and laid out as the vectors of a head need them.
-// Past their end is room for one vector, so that they are always read in full.
+// Cosines and sines of one token, rounded to T, in the layout of the vectors of a head. The buffers
+// are padded by one vector, so that whole vectors can be read.
 template <class T>
 class Angles {
  public:
@@ -63,8 +63,8 @@ class Angles {
     if (!call_.is_neox && !kHoldsPairs<T>) interleave();
   }
 
-  // Rotate the halves of a neox head, whose elements are value(i, part), into one another. It may
-  // read what is written to its own elements.
+  // Rotate the halves of a neox head, whose elements are value(i, part). value may read the
+  // elements of out at the same positions.
   template <class Value>
   void write_halves(T* out, Value value) const {
     int64_t i = 0;
@@ -77,7 +77,7 @@ class Angles {
     if (grouped_ < half_) write_rest(out, value);
   }
 
-  // out may be x; next is fetched.
+  // Rotate a head; out may be x. `next` is prefetched.
   template <class Ahead>
   void rotate(T* out, const T* x, Ahead next) const {
     if (call_.is_neox) {
@@ -92,12 +92,12 @@ class Angles {
 
  private:
   static constexpr int64_t kCapacity = OPWEAVE_MAX_ROTARY_SIZE + kLanes;
-  // Groups of one half that are read and written in turn, before those of the other one: lines of
-  // float32 come one after the other so. With AVX2 there are not enough registers.
+  // Groups of one half that are processed before those of the other half, so that float32 cache
+  // lines are accessed sequentially. AVX2 does not have enough registers.
   static constexpr int kInTurn = kLanes == 16 && sizeof(T) == sizeof(float) ? 4 : 1;
 
-  // Of halves that no groups fill. Not inlined: usual heads have none, and take 1.1 times as long
-  // with it among their own steps.
+  // Process the rest of halves that are not a multiple of groups. Not inlined, because usual heads
+  // do not have a rest, and would be 1.1 times slower.
   template <class Value>
   __attribute__((noinline)) void write_rest(T* out, Value value) const {
     for_each_vec(half_ - grouped_, [=](int64_t past, auto part) {
@@ -108,7 +108,7 @@ class Angles {
     });
   }
 
-  // In the order of groups. Zeros follow the last angle, up to a whole vector.
+  // Load angles in the order of groups, padded with zeros to a whole vector.
   template <class Row>
   void load_row(Row row) {
     for (int64_t i = 0; i < grouped_; i += kGroup<T>) {
@@ -135,8 +135,8 @@ class Angles {
     return sizeof(*row.values) == sizeof(T) ? v : Lanes<T>::round_any(v);
   }
 
-  // Both lanes of a pair get its cosine; the first one gets minus its sine, the second one the
-  // sine, so that a sum does for both.
+  // Both lanes of a pair get its cosine; the first lane gets minus its sine and the second lane its
+  // sine, so that both need the same sum.
   void interleave() {
     for (int64_t i = half_ - 1; i >= 0; --i) {  // from the end: the values move up
       cos_[2 * i] = cos_[2 * i + 1] = cos_[i];
@@ -159,7 +159,7 @@ class Angles {
     }
   }
 
-  // From element i of both halves on.
+  // Write kCount groups from element i of both halves on.
   template <int kCount, class Value>
   __attribute__((always_inline)) void write_groups(T* out, int64_t i, Value value) const {
     Group<T> first[kCount];
@@ -179,7 +179,7 @@ class Angles {
     }
   }
 
-  // A group has what turns together in the same lane of its two vectors.
+  // Interleaved pairs: the elements of a pair are in the same lane of the two vectors of a group.
   template <class Ahead>
   void write_groups_of_pairs(T* out, const T* x, Ahead next) const {
     const int64_t grouped = 2 * half_ / kGroup<T> * kGroup<T>;
@@ -214,13 +214,13 @@ class Angles {
 
   const OpweaveRotary& call_;
   int64_t half_;
-  int64_t grouped_;  // how much of a half falls into groups
+  int64_t grouped_;  // the number of elements of a half in whole groups
   alignas(64) float cos_[kCapacity];
   alignas(64) float sin_[kCapacity];
 };
 
 #if defined(__AVX512FP16__)
-// In float16 itself.
+// Rotation in float16 arithmetic.
 template <>
 class Angles<Float16> {
  public:
@@ -269,7 +269,7 @@ class Angles<Float16> {
     return halves_of(i, row, part);
   }
 
-  // As without float16.
+  // As in the primary template.
   void interleave() {
     for (int64_t i = (half_ - 1) / kLanes * kLanes; i >= 0; i -= kLanes) {
       const __m512i cosines = words_at(cos_ + i);
@@ -305,8 +305,8 @@ inline P* moved(P* p, int64_t bytes) {
   return reinterpret_cast<P*>(reinterpret_cast<intptr_t>(p) + bytes);
 }
 
-// The heads of one token after the other, and what is to be fetched: 4 KiB ahead, and so many heads
-// more.
+// The heads of the tokens in order, and the addresses to prefetch: 4 KiB plus a number of heads
+// ahead.
 template <class T>
 class Heads {
  public:
@@ -315,13 +315,13 @@ class Heads {
         tokens_(heads.tokens, heads.out, heads.x, token),
         ahead_(heads_ahead(heads.count, heads.x_stride, more_ahead)) {}
 
-  // Calls visit(out, x, what to fetch) for every head, and goes on to the next token.
+  // Call visit(out, x, prefetch) for every head of the token, and advance to the next token.
   template <class Visit>
   void for_each(Visit visit) {
     T* out = tokens_.out();
     const T* x = tokens_.x();
     const T* next = moved(x, ahead_ * heads_.x_stride);
-    const int64_t last = heads_.count - ahead_;  // that has the one to fetch in its own token
+    const int64_t last = heads_.count - ahead_;  // from here on, prefetch from the next token
     for (int64_t h = 0; h < heads_.count; ++h) {
       if (h == last) next = tokens_.next_x();
       visit(out, x, next_rows_if<!kFollowsPages>(next));
@@ -333,7 +333,7 @@ class Heads {
   }
 
  private:
-  // Those of a token at the most.
+  // Return how many heads ahead to prefetch, at most those of a token.
   static int64_t heads_ahead(int64_t count, int64_t stride, int64_t more) {
     constexpr int64_t kAhead = 4096;
     const int64_t heads = (stride <= 0 || stride > kAhead ? 1 : kAhead / stride) + more;
@@ -352,7 +352,7 @@ class RotatedHeads {
       : heads_(heads, token), is_in_place_(heads.out == heads.x) {}
 
   void run(const Angles<T>& angles) {
-    if (sizeof(T) == sizeof(float) && !is_in_place_) {  // takes longer with anything fetched
+    if (sizeof(T) == sizeof(float) && !is_in_place_) {  // slower with prefetching
       heads_.for_each([&](T* out, const T* x, auto) { angles.rotate(out, x, next_rows()); });
     } else {
       heads_.for_each([&](T* out, const T* x, auto next) { angles.rotate(out, x, next); });
@@ -364,8 +364,7 @@ class RotatedHeads {
   bool is_in_place_;
 };
 
-// The heads of a call in the order in which they are rotated: a token's queries, its keys, and so
-// on.
+// The heads of a call in processing order: the queries of a token, its keys, the next token, ...
 template <class T>
 class HeadWalk {
  public:
@@ -374,10 +373,10 @@ class HeadWalk {
         tokens_{RowCursor(call.query.tokens, begin), RowCursor(call.key.tokens, begin)},
         rest_of_lists_(2 * (end - begin)) {}
 
-  // The next heads; after the last one, that one again.
+  // Return the next heads; repeats the last one at the end.
   template <size_t kCount>
   void next(const T* (&heads)[kCount]) {
-    Place at = place_;  // in registers: in memory, each head would wait for the one before
+    Place at = place_;  // a copy in registers; in memory, each head would wait for a store
     for (const T*& head : heads) {
       while (at.rest == 0 && rest_of_lists_ > 0) begin_list(at);
       if (at.rest > 0) {
@@ -413,15 +412,16 @@ class HeadWalk {
   Place place_;
 };
 
-// The scales of heads, in that order. A scale takes long to come, so it is begun before the heads
-// in front of it are rotated: those of four heads at once in 16 bits, for which the next four are
-// brought into the L1 cache; heads of 32 bits wait for the memory anyway.
+// The norm scales of heads, in the same order. A scale has a long latency, so its computation
+// begins before the previous heads are rotated. With 16 bits, the scales of four heads are computed
+// at once and the next four heads are prefetched into the L1 cache; 32-bit heads are memory-bound
+// anyway.
 template <class T>
 class HeadScales {
  public:
   static constexpr int kAtOnce = sizeof(T) == sizeof(uint16_t) ? 4 : 1;
   static constexpr int kAhead = kAtOnce == 1 ? 2 : kAtOnce;
-  // How many heads further ahead they are read than where there are no scales.
+  // How many heads further ahead the heads are read than without norms.
   static constexpr int64_t kReadAhead = kAtOnce == 1 ? 0 : kAhead + kAtOnce;
 
   HeadScales(const OpweaveRotary& call, int64_t begin, int64_t end)
@@ -457,20 +457,20 @@ class HeadScales {
   float scales_[kKept];
 };
 
-// The usual heads: all of them rotates, as neox.
+// Return whether heads have the usual form: neox, and all elements are rotated.
 inline bool has_usual_heads(const OpweaveRotary& call) {
   return call.is_neox && call.rotary_size == call.head_size;
 }
 
-// The weights of a norm of usual heads, if there is a quicker way for numbers of T.
+// A faster product with the norm weights of usual heads, if there is one for T.
 template <class T>
 struct HeadWeights {
   static constexpr bool kExist = false;
   HeadWeights(const OpweaveRotary&, const OpweaveHeads&) {}
 };
 
-// A product of two numbers of bfloat16 is exact in float32. Rounded, it is 2^16 times the product
-// less (2^16 - 1) times it, which is rounded to the unit that it is to have: two steps for both. A
+// A product p of two bfloat16 numbers is exact in float32. 2^16 p - (2^16 - 1) p, with the second
+// term rounded to float32, is p rounded to bfloat16: two instructions for product and rounding. A
 // zero loses its sign.
 template <>
 class HeadWeights<BFloat16> {
@@ -482,10 +482,10 @@ class HeadWeights<BFloat16> {
     if (call.weight_dtype != OPWEAVE_FLOAT32) load(heads.weight, call.head_size);
   }
 
-  // Whether there are any, and no scale of the norm is infinite and no product is too large.
+  // Whether there are weights, all norm scales are finite, and no product is too large.
   bool serve() const { return serve_; }
 
-  // v, which is element i of a normalised head, times its weight.
+  // Return v, element i of a normalised head, times its weight, rounded.
   template <class Part>
   Vec rounded_product(Vec v, int64_t i, Part) const {
     return fma(v, at<Part>(powers_ + i), mul(v, at<Part>(rests_ + i)));
@@ -517,13 +517,12 @@ class HeadWeights<BFloat16> {
   }
 
   bool serve_ = false;
-  // In the order of groups; past the last one is room for one vector.
+  // In the order of groups, padded by one vector.
   alignas(64) float powers_[OPWEAVE_MAX_ROTARY_SIZE + kLanes];
   alignas(64) float rests_[OPWEAVE_MAX_ROTARY_SIZE + kLanes];
 };
 
-// A product of two numbers of float16, without arithmetic of its own, is rounded as any value is;
-// the weights are widened once.
+// Without float16 arithmetic, the weights are widened once, and products are rounded as usual.
 template <>
 class HeadWeights<Float16> {
  public:
@@ -547,7 +546,7 @@ class HeadWeights<Float16> {
   alignas(64) float weights_[OPWEAVE_MAX_ROTARY_SIZE];
 };
 
-// Heads are normalised, then rotated.
+// Normalises and rotates heads.
 template <class T>
 class NormalisedHeads {
  public:
@@ -592,7 +591,8 @@ class NormalisedHeads {
     });
   }
 
-  // What was made of values of T alone has no NaN that the quicker rounding could lose.
+  // Results computed only from values of T cannot contain a NaN that the faster rounding would
+  // lose.
   template <class W>
   static Vec stored(Vec v) {
     constexpr bool is_of_t = sizeof(typename W::template Widest<T>) == sizeof(T);
@@ -638,7 +638,7 @@ struct NormalisedTokens {
   }
 };
 
-// The keys of a token go to its slot, and nowhere if it has none.
+// Write the rotated keys of a token into its slot; skipped for negative slots.
 template <class T>
 inline void rotate_into_slot(const OpweaveRotaryToCache& call, int64_t token, const RowCursor& key,
                              const Angles<T>& angles) {

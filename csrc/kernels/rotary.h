@@ -42,9 +42,9 @@ struct OpweaveRotary {
 
 #define OPWEAVE_MAX_ROTARY_SIZE 1024
 
-// The same, but the rotated keys are written into the slots of their tokens in a paged cache (both
-// operands of key.tokens are x, and key.out is not used), and so are values. cache.key says where,
-// not what from.
+// Rotation that writes the rotated keys and the values into the slots of their tokens in a paged
+// cache. Both operands of key.tokens are x; key.out is not used, and cache.key describes only the
+// target.
 struct OpweaveRotaryToCache {
   struct OpweaveRotary rotary;
   struct OpweaveReshapeAndCache cache;
@@ -53,8 +53,8 @@ struct OpweaveRotaryToCache {
 struct OpweaveRotaryKernels {
   OpweaveRangeKernel rotary_embedding;  // call: OpweaveRotary*; rows are tokens
   OpweaveRangeKernel qk_norm_rope;      // call: OpweaveRotary*; rows are tokens
-  // call: OpweaveRotaryToCache*; rows are tokens. A slot of two tokens that run at once has parts
-  // of both.
+  // call: OpweaveRotaryToCache*; rows are tokens. If two tokens have the same slot and run
+  // concurrently, the result may be a mix of both.
   OpweaveRangeKernel rope_reshape_and_cache;
 };
 

@@ -1,4 +1,4 @@
-// Walks the rows of a call in order, keeping the byte offset of every operand.
+// Iterates over the rows of a call, and keeps the byte offset of every operand.
 #pragma once
 
 #include "kernels/kernels.h"

@@ -1,15 +1,15 @@
 // Sums over a row.
 //
-// Four accumulators hide the latency of the addition, and their fixed order makes a row's result
-// independent of everything but the row.
+// Four accumulators hide the latency of the addition. They are combined in a fixed order, so the
+// result depends only on the row.
 #pragma once
 
 #include "kernels/vec_group.h"
 
 namespace {
 
-// Rows are read as groups of T: group_at(i) is the one at element i. What is left takes
-// value(i, part), which is zero past the end. accumulate(v, total) adds a vector to a running total.
+// Sum a row. group_at(i) returns the group of T at element i; value(i, part) returns the remaining
+// vectors, with zeros past the end. accumulate(v, total) adds a vector to a running total.
 template <class T, class GroupAt, class Value, class Accumulate>
 inline float sum_over(int64_t n, GroupAt group_at, Value value, Accumulate accumulate) {
   constexpr int kVecs = Group<T>::kVecs;

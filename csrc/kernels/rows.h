@@ -1,12 +1,12 @@
-// The rows of a call, read and written in order.
+// The input and output rows of a call, in order.
 #pragma once
 
 #include "kernels/row_cursor.h"
 
 namespace {
 
-// Rows of T that are read, rows of Out that are written, operands 1 and 0, and those that come next,
-// or so many rows ahead.
+// Input rows of T (operand 1) and output rows of Out (operand 0), and the rows one or more rows
+// ahead, for prefetching.
 template <class T, class Out = T>
 class Rows {
  public:

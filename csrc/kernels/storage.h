@@ -1,4 +1,4 @@
-// Chooses the instance of a kernel for the storage types of a call.
+// Select the template instance of a kernel for the storage types of a call.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -13,11 +13,11 @@ inline void with_storage(OpweaveDtype dtype, Visit visit) {
     case OPWEAVE_FLOAT32: return visit(float{});
     case OPWEAVE_BFLOAT16: return visit(BFloat16{});
     case OPWEAVE_FLOAT16: return visit(Float16{});
-    default: return;  // the callers admit no other type
+    default: return;  // callers check the dtype
   }
 }
 
-// Rows::run<T>(begin, end, call) for the call's storage type.
+// Call Rows::run<T>(begin, end, call) for the call's storage type.
 template <class Rows, class Call>
 void run_for_type(int64_t begin, int64_t end, void* erased) {
   const Call& call = *static_cast<const Call*>(erased);
@@ -26,7 +26,7 @@ void run_for_type(int64_t begin, int64_t end, void* erased) {
   });
 }
 
-// Rows::run<T, W>(begin, end, call) for the call's storage type and that of its weights.
+// Call Rows::run<T, W>(begin, end, call) for the call's storage type and that of its weights.
 template <class Rows, class Call>
 void run_for_weight_type(int64_t begin, int64_t end, void* erased) {
   const Call& call = *static_cast<const Call*>(erased);

@@ -1,5 +1,5 @@
-// Unrolls the loop that follows, early enough for an array that its counter indexes to be
-// registers: loops that GCC unrolls on its own it unrolls later, and keeps the array in memory, too.
+// Unrolls the following loop early enough that an array indexed by its counter is kept in
+// registers. GCC's automatic unrolling comes too late for that.
 #pragma once
 
 #define OPWEAVE_UNROLL _Pragma("GCC unroll 16")

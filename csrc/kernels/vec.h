@@ -1,4 +1,4 @@
-// The vector layer of the kernels: everything computes in float32 lanes, whatever the storage type.
+// The vector layer of the kernels: computations are in float32 lanes for every storage type.
 //
 // Each vec_*.h defines, in an anonymous namespace:
 //   Vec, kLanes           a vector of float32 lanes
@@ -7,28 +7,29 @@
 //   negative_abs          -|a|
 //   with_sign             the magnitude of a with the sign of b
 //   less, at_most, select  a < b and a <= b per lane; condition ? a : b per lane
-//   keep                  the lanes of a part, the others zero
-//   ratio                 a / b for 1 <= b, within two units in the last place; 0 for a finite a and
-//                         an infinite b
+//   keep                  the lanes of a part; the other lanes become zero
+//   ratio                 a / b for b >= 1, within 2 ulp; 0 for a finite a and an infinite b
 //   scale_by_power        a * 2^n for an integral n in [-160, 130], rounded once
-//   power_of_bits(v)      2^(n - 127) for the lowest eight bits n of v, zero for n = 0, if the
-//                         ninth is not set: it would be the sign
-//   Exponent(x)           x as an integer n and a fraction: raise(p) is 2^x, where p is kPolynomial
-//                         of the fraction, within 2^-18; 0 from -126 down (or denormals), infinity
-//                         above float32
+//   power_of_bits(v)      2^(n - 127), where n is the lowest eight bits of v; zero for n = 0. The
+//                         ninth bit must be zero, because it would become the sign
+//   Exponent(x)           splits x into an integer and a fraction: raise(p) is 2^x within 2^-18,
+//                         where p is kPolynomial of the fraction; 0 (or denormal) below -126,
+//                         infinity above the range of float32
 //   sum                   the sum over lanes, in a fixed order
-//   Lanes<T>              load, store and round for storage type T; round(v) may lose a NaN that
-//                         was read from float32, and round_any(v) loses none; in fewer steps,
-//                         round_moderate(v) is for |v| < 2^111, and rounds what is denormal to more
-//                         digits, and round_inexact(v) for v that an approximation has made: ties
-//                         go away from zero; stored(v) is what a store and a load make of v: as
-//                         round_any, but denormals may become zero
-// A load or store takes Full{} for kLanes elements or Tail{n} for the first n of them; lanes past
-// the tail load as zero and are never written.
+//   Lanes<T>              load, store and round for storage type T:
+//                           round(v) may lose a NaN that was read from float32
+//                           round_any(v) preserves every NaN
+//                           round_moderate(v) is faster, for |v| < 2^111; it rounds denormals to
+//                           more digits
+//                           round_inexact(v) is faster, for approximate v; ties round away from 0
+//                           stored(v) is the result of a store and a load: like round_any, but
+//                           denormals may become zero
+// Loads and stores take Full{} for kLanes elements, or Tail{n} for the first n; lanes past the tail
+// load as zero and are not written.
 //
-// Only functions with internal linkage may appear here: one that the linker may share between
-// instruction sets (an inline function of the standard library, say) could put AVX-512 code on the
-// path of a CPU without it. A test audits the object files for such symbols.
+// Only functions with internal linkage are allowed here: the linker may merge others (such as
+// inline functions of the standard library) between instruction sets, and a CPU could execute
+// AVX-512 code that it does not support. A test checks the object files for such symbols.
 #pragma once
 
 #include <stdint.h>
@@ -46,7 +47,7 @@ struct Float16 {
   uint16_t bits;
 };
 
-// Of all processors with AVX512-BF16 only Zen 4, Zen 5 and Cooper Lake have no AMX.
+// Only Zen 4, Zen 5 and Cooper Lake have AVX512-BF16 but not AMX.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 constexpr bool kIsZen = true;
 #else
@@ -59,12 +60,12 @@ struct Tail {
   int64_t count;
 };
 
-// Parts of 2 * kLanes elements, with AVX2: those at even places, and those after them.
+// Parts of 2 * kLanes elements, with AVX2: the elements at even and at odd positions.
 struct Even {};
 struct Odd {};
 
-// Call this before a masked instruction accesses memory: the sanitizer looks into ordinary
-// accesses only, so there have to be some.
+// Access the memory of a masked instruction with ordinary loads, since the sanitizer does not check
+// masked ones.
 template <class T>
 inline void touch([[maybe_unused]] const T* p, [[maybe_unused]] Tail tail) {
 #if defined(__SANITIZE_ADDRESS__)
@@ -88,8 +89,7 @@ inline void touch([[maybe_unused]] const T* p, [[maybe_unused]] Tail tail) {
 
 namespace {
 
-// The same vector, of which the compiler does not know that it is in memory, too: GCC would read it
-// from there again for each use.
+// Hide from the compiler that a vector was loaded from memory: GCC would reload it for each use.
 template <class V>
 inline V in_register(V v) {
 #if defined(__x86_64__)
@@ -98,7 +98,8 @@ inline V in_register(V v) {
   return v;
 }
 
-// Call visit(i, Full{}) for every whole vector of n elements, then visit(i, Tail{rest}) once.
+// Call visit(i, Full{}) for every whole vector of n elements, then visit(i, Tail{rest}) if there is
+// a rest.
 template <class Visit>
 inline void for_each_vec(int64_t n, Visit visit) {
   int64_t i = 0;
@@ -106,13 +107,12 @@ inline void for_each_vec(int64_t n, Visit visit) {
   if (i < n) visit(i, Tail{n - i});
 }
 
-// What a loop calls at each step of so many elements, for values that make use of it (Paced).
+// A hook that loops call at each step of kElements elements; see Paced.
 template <int64_t kElements, class Value>
 __attribute__((always_inline)) inline void announce(const Value&, int64_t) {}
 
-// Call store(i, value(i, part), part) for every vector, for a value that takes many steps, each on
-// the one before: so many of them are begun before the first is stored that their steps overlap.
-// value may read what store(i) writes.
+// Call store(i, value(i, part), part) for every vector. kAtOnce values are computed before the
+// first is stored, so that their latencies overlap. value may read what store(i) writes.
 constexpr int kAtOnce = 4;
 
 template <class Value, class Store>

@@ -34,7 +34,7 @@ inline Vec at_most(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
 inline Vec select(Vec condition, Vec a, Vec b) { return _mm256_blendv_ps(b, a, condition); }
 inline Vec ratio(Vec a, Vec b) { return div(a, b); }
 
-// In two steps, because 2^n itself may be no normal number.
+// In two steps, because 2^n may not be a normal number.
 inline Vec scale_by_power(Vec a, Vec n) {
   const __m256i whole = _mm256_cvtps_epi32(n);
   const __m256i half = _mm256_srai_epi32(whole, 1);
@@ -59,7 +59,7 @@ inline Vec keep(Vec v, Even) { return v; }
 inline Vec keep(Vec v, Odd) { return v; }
 inline Vec keep(Vec v, Tail tail) { return _mm256_and_ps(v, _mm256_castsi256_ps(mask_of(tail))); }
 
-// Both lanes get all of the half, by the load itself, and one shuffle puts their words in place.
+// A broadcast load copies the half into both lanes, and one shuffle moves the words into place.
 inline Vec widen(__m128i half, BFloat16) {
   const __m256i to_upper =
       _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
@@ -74,8 +74,8 @@ inline __m256i rounding_bias(__m256i bits) {
   return _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
 }
 
-// The bfloat16 nearest to v, in the upper half of each lane. A NaN is not rounded: arithmetic has
-// made it quiet, and a quiet NaN survives the cut.
+// Return the bfloat16 nearest to v, in the upper half of each lane. A NaN is truncated instead: it
+// is quiet after arithmetic, and a quiet NaN survives truncation.
 inline __m256i rounded_any_bits(Vec v) {
   const __m256i bits = _mm256_castps_si256(v);
   const __m256i ordered = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_ORD_Q));
@@ -92,7 +92,7 @@ inline Vec upper_half(__m256i bits) {
   return _mm256_castsi256_ps(_mm256_and_si256(bits, upper));
 }
 
-// Pairs of bfloat16 are halves of 32 bits already.
+// Each bfloat16 of a pair is the upper half of a float32, after a shift or mask.
 inline Vec even_of(__m256i pairs, BFloat16) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
 }
@@ -100,8 +100,8 @@ inline Vec odd_of(__m256i pairs, BFloat16) { return upper_half(pairs); }
 
 inline Vec round_any_to(Vec v, BFloat16) { return upper_half(rounded_any_bits(v)); }
 
-// The same in fewer steps, without a look for NaN: one without bits in the lower half, and such is
-// all that arithmetic makes of 16-bit numbers, stays as it is.
+// Like rounded_any_bits, without the check for NaN: a NaN with a zero lower half, the only kind
+// that arithmetic with 16-bit numbers produces, does not change.
 inline __m256i rounded_bits(Vec v) {
   const __m256i bits = _mm256_castps_si256(v);
   return _mm256_add_epi32(bits, rounding_bias(bits));
@@ -113,7 +113,7 @@ inline Vec round_inexact_to(Vec v, BFloat16) {
   return upper_half(_mm256_add_epi32(_mm256_castps_si256(v), _mm256_set1_epi32(0x8000)));
 }
 
-// 2^16 v less 2^16 v - v, which is rounded to the unit that v is to have.
+// Rounds by computing 2^16 v - (2^16 v - v); the inner difference rounds to the target precision.
 inline Vec round_moderate_to(Vec v, BFloat16) {
   const Vec power = splat(0x1p16f);
   return _mm256_fmsub_ps(v, power, _mm256_fmsub_ps(v, power, v));
@@ -145,7 +145,7 @@ inline void store_words(void* p, __m256i words) {
   _mm256_storeu_si256(static_cast<__m256i*>(p), words);
 }
 
-// Elements of two vectors that kSelect finds in each half of both, in order.
+// Return the elements of two vectors that kSelect selects in each half of both, in order.
 template <int kSelect>
 inline Vec shuffled(Vec a, Vec b) {
   const __m256d halves = _mm256_castps_pd(_mm256_shuffle_ps(a, b, kSelect));
@@ -153,7 +153,7 @@ inline Vec shuffled(Vec a, Vec b) {
 }
 
 template <class T>
-struct Lanes {  // a 16-bit storage type; AVX2 has no masked access for those, so tails go by memory
+struct Lanes {  // a 16-bit type; AVX2 has no masked access for these, so tails use a buffer
   static Vec load(const T* p, Full) {
     return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), T{});
   }

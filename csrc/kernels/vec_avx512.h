@@ -31,12 +31,12 @@ inline Vec select(__mmask16 condition, Vec a, Vec b) {
   return _mm512_mask_blend_ps(condition, b, a);
 }
 
-// Division takes three times as long as an estimate and one step of Newton's method, but Zen's
-// divider works beside all else.
+// An estimate and one step of Newton's method take a third of the time of a division, except on
+// Zen, whose divider runs in parallel with other instructions.
 inline Vec ratio(Vec a, Vec b) {
   if constexpr (kIsZen) return div(a, b);
   const Vec estimate = _mm512_rcp14_ps(b);
-  // For infinity the step is NaN, which min replaces; the estimate, 0, is then the reciprocal.
+  // For infinity, the step is NaN, which min replaces with 1; the estimate 0 is then the result.
   const Vec step = min(_mm512_fnmadd_ps(b, estimate, splat(1)), splat(1));
   return mul(a, fma(step, estimate, estimate));
 }
@@ -46,7 +46,7 @@ inline Vec power_of_bits(Vec v) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23));
 }
 
-// The instruction that scales takes the integer below, so the fraction is what is above it.
+// The scale instruction takes the floor of its argument, so the fraction is relative to the floor.
 struct Exponent {
   static constexpr float kPolynomial[] = {1.0000026f, 0.69300383f, 0.24144275f, 0.05201146f,
                                           0.013534168f};
@@ -72,8 +72,8 @@ inline Vec widen(__m256i half, BFloat16) {
 
 inline Vec widen(__m256i half, Float16) { return _mm512_cvtph_ps(half); }
 
-// The bfloat16 nearest to v, in the upper half of each lane. A NaN is not rounded: arithmetic has
-// made it quiet, and a quiet NaN survives the cut.
+// Return the bfloat16 nearest to v, in the upper half of each lane. A NaN is truncated instead: it
+// is quiet after arithmetic, and a quiet NaN survives truncation.
 inline __m512i rounded_any_bits(Vec v) {
   const __m512i bits = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -90,7 +90,7 @@ inline __m256i upper_words(__m512i bits) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
 }
 
-// Pairs of bfloat16 are halves of 32 bits already.
+// Each bfloat16 of a pair is the upper half of a float32, after a shift or mask.
 inline Vec even_of(__m512i pairs, BFloat16) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
 }
@@ -98,8 +98,8 @@ inline Vec odd_of(__m512i pairs, BFloat16) { return upper_half(pairs); }
 
 inline Vec round_any_to(Vec v, BFloat16) { return upper_half(rounded_any_bits(v)); }
 
-// The same in fewer steps, without a look for NaN: one without bits in the lower half, and such is
-// all that arithmetic makes of 16-bit numbers, stays as it is.
+// Like rounded_any_bits, without the check for NaN: a NaN with a zero lower half, the only kind
+// that arithmetic with 16-bit numbers produces, does not change.
 inline __m512i rounded_bits(Vec v) {
   const __m512i bits = _mm512_castps_si512(v);
   const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
@@ -113,15 +113,15 @@ inline Vec round_inexact_to(Vec v, BFloat16) {
   return upper_half(_mm512_add_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(0x8000)));
 }
 
-// 2^16 v less 2^16 v - v, which is rounded to the unit that v is to have.
+// Rounds by computing 2^16 v - (2^16 v - v); the inner difference rounds to the target precision.
 inline Vec round_moderate_to(Vec v, BFloat16) {
   const Vec power = splat(0x1p16f);
   return _mm512_fmsub_ps(v, power, _mm512_fmsub_ps(v, power, v));
 }
 
 #if defined(__AVX512BF16__)
-// Rounds to nearest even and keeps NaN, but flushes denormals (below 1.2e-38) to zero. That does for
-// results; intermediate values, which a large factor may follow, are rounded by round_to.
+// Rounds to nearest even and preserves NaN, but flushes denormals (below 1.2e-38) to zero. This is
+// acceptable for results; intermediate values, which a large factor may follow, use round_to.
 inline __m256i narrow(Vec v, BFloat16) { return (__m256i)_mm512_cvtneps_pbh(v); }
 inline Vec stored_as(Vec v, BFloat16) { return widen(narrow(v, BFloat16{}), BFloat16{}); }
 
@@ -159,13 +159,13 @@ inline Vec round_inexact_to(Vec v, Float16) { return round_to(v, Float16{}); }
 inline Vec round_moderate_to(Vec v, Float16) { return round_to(v, Float16{}); }
 inline Vec stored_as(Vec v, Float16) { return round_to(v, Float16{}); }
 
-// Bytes of seven bits, with the uppermost bits of others.
+// Return 7-bit bytes combined with the sign bits of other bytes.
 inline __m512i with_signs(__m512i bytes, __m512i signs) {
   // 0xf8: bytes | (signs & 0x80), bit by bit.
   return _mm512_ternarylogic_epi32(bytes, signs, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
 }
 
-// What packing two vectors leaves, eight bytes of either in turn.
+// Restore the order after packing two vectors, which interleaves them by eight bytes.
 inline __m512i one_after_the_other(__m512i packed) {
   return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed);
 }

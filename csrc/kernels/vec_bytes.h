@@ -1,10 +1,10 @@
-// Weights of 8 bits as float32 lanes: int8, and float8_e4m3fn in units of kUnit<Float8>.
+// 8-bit weights as float32 lanes: int8, and float8_e4m3fn in units of kUnit<Float8>.
 //   Lanes<T>::load  kLanes weights, as for other types
-//   load_two        twice kLanes weights, of any type
+//   load_two        2 * kLanes weights, of any type
 //
-// float8_e4m3fn has the layout of the upper byte of float16 with one bit less of exponent. Moved to
-// where float16 has its fields, a code means 2^-8 of its value, denormals included; only NaN, the
-// code above the largest number, has to be given float16's exponent of NaN.
+// float8_e4m3fn has the layout of the upper byte of float16 with one exponent bit less. Shifted to
+// the fields of float16, a code represents 2^-8 of its value, including denormals. Only NaN, the
+// code above the largest number, needs float16's exponent of NaN.
 #pragma once
 
 #include "kernels/vec.h"
@@ -36,14 +36,14 @@ inline Vec widen_bytes(__m128i bytes, int8_t) {
 }
 
 inline Vec widen_bytes(__m128i bytes, Float8) {
-  const __m256i signs = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);  // in two bits
+  const __m256i signs = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);  // twice: bits 14, 15
   const __m256i half = _mm256_and_si256(signs, _mm256_set1_epi16(static_cast<short>(0xbfff)));
   const __m256i above = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
   // 0xf8: half | (above & 0x4000), bit by bit.
   return widen(_mm256_ternarylogic_epi32(half, above, _mm256_set1_epi16(0x4000), 0xf8), Float16{});
 }
 
-// As above, for 32 codes in as many instructions.
+// Like load, for 32 codes with the same number of instructions.
 inline void load_two(Vec (&to)[2], const Float8* from) {
   const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   const __m512i signs = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 7);
@@ -72,7 +72,7 @@ inline Vec widen_bytes(__m128i bytes, int8_t) {
 }
 
 inline Vec widen_bytes(__m128i bytes, Float8) {
-  const __m128i signs = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7);  // in two bits
+  const __m128i signs = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7);  // twice: bits 14 and 15
   const __m128i half = _mm_and_si128(signs, _mm_set1_epi16(static_cast<short>(0xbfff)));
   const __m128i above = _mm_add_epi16(half, _mm_set1_epi16(0x80));
   return widen(_mm_or_si128(half, _mm_and_si128(above, _mm_set1_epi16(0x4000))), Float16{});

@@ -1,4 +1,4 @@
-// The order of columns that unpacking two rows of bfloat16 into pairs gives, with AVX-512.
+// The column order that results from unpacking two rows of bfloat16 into pairs with AVX-512.
 #pragma once
 
 #include "kernels/vec.h"
@@ -13,8 +13,8 @@ inline int64_t padded_columns(int64_t size) {
 
 #if defined(__AVX512BF16__)
 
-// Of 32 columns, two rows in pairs are two vectors: `low` has columns 0 to 3, 8 to 11, 16 to 19 and
-// 24 to 27, `high` has the others. Outputs are summed up in this order.
+// The pairs of two rows of 32 columns form two vectors: `low` contains columns 0 to 3, 8 to 11, 16
+// to 19 and 24 to 27, `high` contains the others. Outputs are accumulated in this order.
 struct PairedColumns {
   Vec low;
   Vec high;

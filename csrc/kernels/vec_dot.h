@@ -1,10 +1,10 @@
-// Dot products of keys or weights of type W with values of type X, summed lane by lane:
-//   Dot<W, X>::Query       what values of type X are kept as
-//   Dot<W, X>::kWidth      how many elements a step takes
-//   Dot<W, X>::kUnit       what the sums are in units of
-//   Dot<W, X>::keep        stores n values of type X as Query, zeros up to a whole step
-//   Dot<W, X>::widen       the same for values of type W; Dot<Query> multiplies them
-//   Dot<W, X>::query, key  load a step of either operand; of keys also a Tail
+// Dot products of keys or weights of type W with values of type X, accumulated per lane:
+//   Dot<W, X>::Query       the packed type of values of type X
+//   Dot<W, X>::kWidth      the number of elements per step
+//   Dot<W, X>::kUnit       the unit of the sums
+//   Dot<W, X>::keep        packs n values of type X as Query, padded with zeros to a whole step
+//   Dot<W, X>::widen       packs values of type W, for multiplication with Dot<Query>
+//   Dot<W, X>::query, key  load a step of either operand; keys also support a Tail
 //   Dot<W, X>::step        adds the products of a step to the totals
 #pragma once
 
@@ -40,23 +40,23 @@ struct WideDot {
 template <class W, class X = W>
 struct Dot : WideDot<W, X> {};
 
-// The same for queries of one or a few tokens, where reading and widening the keys is the work.
+// Dot for one or a few tokens, where the time is spent on loading and widening the keys.
 template <class W, class X>
 struct FewDot : Dot<W, X> {};
 
 #if defined(__AVX512BF16__)
 
-// Copies n values, and fills the last `width` of them up with zeros.
+// Copy n values, padded with zeros to a multiple of `width`.
 inline void copy_padded(BFloat16* to, const BFloat16* from, int64_t n, int64_t width) {
   const size_t bytes = static_cast<size_t>(n) * sizeof(BFloat16);
   const size_t whole = static_cast<size_t>((n + width - 1) / width * width) * sizeof(BFloat16);
-  if (n > 0) memcpy(to, from, bytes);  // an empty row may be nowhere
+  if (n > 0) memcpy(to, from, bytes);  // an empty row may be a null pointer
   memset(reinterpret_cast<char*>(to) + bytes, 0, whole - bytes);
 }
 
 inline __m512bh load_bfloat16(const BFloat16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 
-// Both operands stay as they are; denormals count as zero.
+// Multiplies bfloat16 pairs without widening; denormals count as zero.
 template <>
 struct Dot<BFloat16> {
   using Weight = BFloat16;

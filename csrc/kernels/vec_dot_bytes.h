@@ -1,5 +1,5 @@
-// Weights of 8 bits times bfloat16: a table has the two bytes of each weight, which bfloat16 can
-// hold exactly, so that products are those of pairs.
+// 8-bit weights times bfloat16: a table converts each weight to bfloat16, which is exact, so that
+// bfloat16 pairs can be multiplied.
 #pragma once
 
 #include "kernels/vec_dot.h"
@@ -7,7 +7,7 @@
 
 namespace {
 
-// The bits of magnitude * 2^exponent, for a magnitude of 8 bits.
+// Return the bits of magnitude * 2^exponent, for an 8-bit magnitude.
 constexpr uint16_t bfloat16_bits(int magnitude, int exponent) {
   if (magnitude == 0) return 0;
   int top = 7;
@@ -15,7 +15,7 @@ constexpr uint16_t bfloat16_bits(int magnitude, int exponent) {
   return static_cast<uint16_t>(((top + exponent + 127) << 7) | ((magnitude << (7 - top)) & 0x7f));
 }
 
-// The bfloat16 of 128 codes, byte by byte.
+// The lower and upper bytes of the bfloat16 values of 128 codes.
 struct CodeTable {
   alignas(64) uint8_t low[128];
   alignas(64) uint8_t high[128];
@@ -39,13 +39,13 @@ constexpr uint16_t float8_bits(int code) {
 constexpr CodeTable kFloat8Codes(float8_bits);
 constexpr CodeTable kMagnitudes([](int code) { return bfloat16_bits(code, 0); });
 
-// Looks up the lower seven bits of each byte.
+// Look up the lower seven bits of each byte.
 inline __m512i look_up(const uint8_t (&table)[128], __m512i bytes) {
   return _mm512_permutex2var_epi8(_mm512_load_si512(table), bytes,
                                   _mm512_load_si512(table + 64));
 }
 
-// The lower and the upper byte of each weight.
+// The lower and upper bytes of the converted weights.
 struct TwoBytes {
   __m512i low;
   __m512i high;
@@ -57,7 +57,7 @@ inline TwoBytes split_codes(__m512i codes, Float8) {
 
 inline TwoBytes split_codes(__m512i codes, int8_t) {
   const __m512i magnitudes = _mm512_abs_epi8(codes);
-  // 128 is in no table of seven bits: it has the lower byte of zero, and this upper one.
+  // The table lacks 128, which needs eight bits. Its lower byte is that of zero; set the upper one.
   const __m512i high = _mm512_mask_mov_epi8(look_up(kMagnitudes.high, magnitudes),
                                             _mm512_movepi8_mask(magnitudes),
                                             _mm512_set1_epi8(bfloat16_bits(128, 0) >> 8));
@@ -100,8 +100,8 @@ struct DotOfBytes {
 
  private:
   static BFloat16x64 widened(__m512i codes) {
-    // Bytes are joined within each quarter, the lower half of it first; so the halves of the codes
-    // are dealt out to the quarters.
+    // Unpacking works within each quarter of the vector, so distribute the codes over the quarters
+    // first.
     const __m512i dealt =
         _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes);
     const TwoBytes bytes = split_codes(dealt, W{});
@@ -115,8 +115,8 @@ struct Dot<int8_t, BFloat16> : DotOfBytes<int8_t> {};
 template <>
 struct Dot<Float8, BFloat16> : DotOfBytes<Float8> {};
 
-// In float32, of which the bfloat16 that is looked up is the upper half: even elements of 32, then
-// odd ones. What is no whole step keeps its order.
+// Multiplies in float32, with the converted bfloat16 as the upper half: the even elements of 32,
+// then the odd ones. A partial step keeps its order.
 template <class X>
 struct DotOfCodes {
   using Weight = Float8;
@@ -173,7 +173,7 @@ template <>
 struct FewDot<Float8, Float16> : DotOfCodes<Float16> {};
 
 #if defined(__AMX_BF16__)
-// On the CPUs that have tiles, two products of float32 take less time than one of pairs.
+// On CPUs with AMX, two float32 products are faster than one product of pairs.
 template <>
 struct FewDot<int8_t, BFloat16> : WideDot<int8_t, BFloat16> {};
 #endif

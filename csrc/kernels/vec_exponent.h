@@ -1,10 +1,10 @@
-// The exponent of a vector without an instruction for it; AVX-512 has one.
+// Exponent for instruction sets other than AVX-512, which has an instruction for it.
 #pragma once
 
 namespace {
 
-// Adding 1.5 * 2^23 leaves an integer in the low bits, and 126 more make it the exponent of half
-// the power.
+// Adding 1.5 * 2^23 rounds to an integer in the low bits. With 126 more, it is the biased exponent
+// of half the power.
 struct Exponent {
   static constexpr float kPolynomial[] = {2 * 9.999993e-01f, 2 * 6.931218e-01f, 2 * 2.4024744e-01f,
                                           2 * 5.591786e-02f, 2 * 9.570102e-03f};

@@ -12,14 +12,14 @@ constexpr int64_t kLanes = 4;
 inline Vec splat(float value) { return Vec{value, value, value, value}; }
 inline Vec add(Vec a, Vec b) { return a + b; }
 inline Vec mul(Vec a, Vec b) { return a * b; }
-inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }  // two roundings: not every CPU has one
+inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }  // rounds twice without hardware FMA
 inline float sum(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 
 inline Bits bits_of(Vec v) { return reinterpret_cast<Bits>(v); }
 inline Vec as_float(Bits bits) { return reinterpret_cast<Vec>(bits); }
 inline Bits splat_bits(uint32_t value) { return Bits{value, value, value, value}; }
 
-// Lane-wise condition ? a : b, where condition is all ones or all zeros per lane.
+// Return condition ? a : b per lane, where condition is all ones or all zeros.
 inline Bits choose(Bits condition, Bits a, Bits b) { return (condition & a) | (~condition & b); }
 
 inline Vec sub(Vec a, Vec b) { return a - b; }
@@ -37,9 +37,9 @@ inline Vec with_sign(Vec a, Vec b) {
 }
 inline Vec ratio(Vec a, Vec b) { return div(a, b); }
 
-// In two steps, because 2^n itself may be no normal number.
+// In two steps, because 2^n may not be a normal number.
 inline Vec scale_by_power(Vec a, Vec n) {
-  // Adding 1.5 * 2^23 leaves the integer in the low bits; 256 more keep it positive.
+  // Adding 1.5 * 2^23 rounds to an integer in the low bits; an offset of 256 keeps it positive.
   const Bits whole = bits_of(n + splat(0x1.8p23f)) - splat_bits(0x4b400000 - 256);
   const Bits half = whole >> 1;
   const auto power = [](Bits exponent) {
@@ -62,7 +62,7 @@ inline Vec widen(Bits half, BFloat16) { return as_float(half << 16); }
 inline Vec widen(Bits half, Float16) {
   const Bits magnitude = half & splat_bits(0x7fff);
   const Bits sign = (half & splat_bits(0x8000)) << 16;
-  // Move the fields into place, then let one exact product correct the exponent bias: 2^(127 - 15).
+  // Move the fields into place, then correct the exponent bias with an exact product: 2^(127 - 15).
   const Bits scaled = bits_of(as_float(magnitude << 13) * splat(0x1p112f));
   const Bits special = reinterpret_cast<Bits>(magnitude >= splat_bits(0x7c00));
   const Bits infinite_or_nan = (magnitude << 13) | splat_bits(0x7f800000);
@@ -80,10 +80,10 @@ inline Bits narrow(Vec v, Float16) {
   const Bits bits = bits_of(v);
   const Bits sign = (bits >> 16) & splat_bits(0x8000);
   const Bits magnitude = bits & splat_bits(0x7fffffff);
-  // A carry out of the mantissa turns 65520 and above into infinity, as it should.
+  // A carry out of the mantissa correctly turns 65520 and above into infinity.
   const Bits odd = (magnitude >> 13) & splat_bits(1);
   const Bits normal = (magnitude + odd + splat_bits(0xfff - (112u << 23))) >> 13;
-  // Below 2^-14, adding 0.5 makes the hardware round at half precision's denormal step, 2^-24.
+  // Below 2^-14, adding 0.5 makes the hardware round to float16's denormal step, 2^-24.
   const Bits shifted = bits_of(as_float(magnitude) + splat(0.5f));
   const Bits denormal = shifted - splat_bits(0x3f000000);
   const Bits is_denormal = reinterpret_cast<Bits>(magnitude < splat_bits(113u << 23));
@@ -94,7 +94,7 @@ inline Bits narrow(Vec v, Float16) {
   return choose(overflows, infinite_or_nan, finite) | sign;
 }
 
-// 2^16 v less 2^16 v - v, which is rounded to the unit that v is to have.
+// Rounds by computing 2^16 v - (2^16 v - v); the inner difference rounds to the target precision.
 inline Vec round_moderate_to(Vec v, BFloat16) {
   const Vec scaled = v * splat(0x1p16f);
   return scaled - (scaled - v);

@@ -1,15 +1,15 @@
-// Neighbours that are computed together: one vector, or two where that is quicker.
+// Groups of adjacent elements that are computed together: one vector, or two if that is faster.
 //
-// A group may have an order of its own, which does not matter to what is computed lane by lane: a
-// value(i, part) that hands its part on to Lanes<T>::load fits any group. Tables in float32 that meet
-// groups of T often are brought into its order by order_groups<T>.
+// The elements of a group may be permuted, which does not affect lane-wise computations: a
+// value(i, part) that passes its part to Lanes<T>::load supports any group. float32 tables that are
+// combined with groups of T are permuted with order_groups<T>.
 #pragma once
 
 #include "kernels/vec_halves.h"
 
 namespace {
 
-// A row that lies in memory.
+// A row in memory.
 template <class T>
 struct Loaded {
   template <class Part>
@@ -26,17 +26,17 @@ template <class T, int kCount>
 struct PlainGroup {
   static constexpr int kVecs = kCount;
 
-  // The vectors that value(i, part) gives for the group at element i.
+  // Set the vectors to value(i, part) for the group at element i.
   template <class Value>
   void set(int64_t i, Value value) {
     for (int k = 0; k < kVecs; ++k) v[k] = value(i + k * kLanes, Full{});
   }
-  // Made of values of type W: those of 16 bits have no NaN that rounding could lose.
+  // Store results computed from values of type W: for 16-bit W, rounding cannot lose a NaN.
   template <class W>
   void store(T* p) const {
     for (int k = 0; k < kVecs; ++k) Lanes<T>::store(p + k * kLanes, v[k], Full{});
   }
-  // Store, and become what was stored.
+  // Store, and set the vectors to the rounded values.
   void round_and_store(T* p) {
     store<T>(p);
     for (int k = 0; k < kVecs; ++k) v[k] = Lanes<T>::load(p + k * kLanes, Full{});
@@ -49,8 +49,7 @@ struct PlainGroup {
 template <class T>
 struct Group : PlainGroup<T, 1> {};
 
-// Whether a group's first vector holds the first one of every two neighbours, and its second vector
-// the second one.
+// Whether the first vector of a group contains the even elements, and the second one the odd ones.
 template <class T>
 constexpr bool kHoldsPairs = false;
 
@@ -61,7 +60,7 @@ template <>
 struct Group<Float16> : PlainGroup<Float16, 2> {};
 #endif
 
-// Even elements, then odd ones: each is half of 32 bits already, which spares shuffles.
+// Even elements, then odd ones: each is half of 32 bits, which avoids shuffles.
 template <>
 struct Group<BFloat16> {
   static constexpr int kVecs = 2;
@@ -107,13 +106,13 @@ inline Group<T> group_of(int64_t i, Value value) {
   return group;
 }
 
-// Bring n values of a table, whole groups, into the order of groups of T.
+// Permute the n values of a table, whole groups, into the order of groups of T.
 template <class T>
 inline void order_groups(float* values, int64_t n) {
   for (int64_t i = 0; i < n; i += kGroup<T>) Group<T>::order(values + i);
 }
 
-// Store a row of value(i, part), for which there are no parts but whole vectors and the rest.
+// Store a row of value(i, part) that only supports whole vectors and tails.
 template <class T, class Value>
 inline void store_vecs(T* out, int64_t n, Value value) {
 #if defined(__AVX512FP16__)
@@ -123,9 +122,8 @@ inline void store_vecs(T* out, int64_t n, Value value) {
            [=](int64_t i, Vec v, auto part) { Lanes<T>::store(out + i, v, part); });
 }
 
-// Store a row of value(i, part), made of values of type W. So many vectors are begun before the
-// first is stored that the steps of one, each of which waits for the one before, overlap with those
-// of others. out may be what value reads.
+// Store a row of value(i, part), computed from values of type W. kBegun vectors are computed before
+// the first is stored, so that their latencies overlap. value may read out.
 template <class W, int kBegun, class T, class Value>
 inline void store_row(T* out, int64_t n, Value value) {
 #if defined(__AVX512FP16__)

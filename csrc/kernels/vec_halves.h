@@ -1,23 +1,23 @@
-// Arithmetic in float16 itself, 32 lanes, where the CPU has it: one step that takes the place of
-// two conversions, the same step in float32 and a rounding, with the same bits.
+// float16 arithmetic with 32 lanes, if the CPU supports it. One instruction replaces two
+// conversions, the float32 instruction and a rounding, with bitwise equal results.
 #pragma once
 
 #include "kernels/vec.h"
 
 namespace {
 
-// As Full and Tail, of kHalves elements: value(i, part) is Halves.
+// Like Full and Tail, for kHalves elements: value(i, part) then returns Halves.
 struct FullHalves {};
 
 struct TailHalves {
   int64_t count;
 };
 
-// Whether value(i, part) takes those parts, too.
+// Whether value(i, part) supports these parts.
 template <class Value>
 constexpr bool kGivesHalves = false;
 
-// Those whose lanes are as those of the first argument.
+// Convert to the vector type of the first argument.
 inline Vec like(Vec, Vec v) { return v; }
 
 template <class T>
@@ -39,10 +39,10 @@ using Halves = __m512h;
 inline Halves add(Halves a, Halves b) { return _mm512_add_ph(a, b); }
 inline Halves sub(Halves a, Halves b) { return _mm512_sub_ph(a, b); }
 inline Halves mul(Halves a, Halves b) { return _mm512_mul_ph(a, b); }
-inline Halves min(Halves a, Halves b) { return _mm512_min_ph(a, b); }  // of NaN, as those of Vec
+inline Halves min(Halves a, Halves b) { return _mm512_min_ph(a, b); }  // NaN: as for Vec
 inline Halves max(Halves a, Halves b) { return _mm512_max_ph(a, b); }
 
-// Exchanges the lanes of every pair.
+// Swap the lanes of every pair.
 inline Halves swap_pairs(Halves v) {
   return _mm512_castsi512_ph(_mm512_rol_epi32(_mm512_castph_si512(v), 16));
 }
@@ -82,7 +82,7 @@ inline Halves rounded(Halves v) {
   return v;
 }
 
-// Vectors of float32 at element i, rounded.
+// Return the float32 vectors at element i, rounded to float16.
 template <class Value>
 inline Halves halves_of(int64_t i, Value value, FullHalves) {
   return halves_of(value(i, Full{}), value(i + kLanes, Full{}));
@@ -102,7 +102,7 @@ inline void for_each_halves(int64_t n, Visit visit) {
   if (i < n) visit(i, TailHalves{n - i});
 }
 
-// Store a row of value(i, part); kCount vectors are begun before the first is stored.
+// Store a row of value(i, part); kCount vectors are computed before the first is stored.
 template <int kCount, class Value>
 inline void store_row_of_halves(Float16* out, int64_t n, Value value) {
   int64_t i = 0;

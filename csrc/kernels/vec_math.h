@@ -1,24 +1,25 @@
-// Elementary functions of a vector, each one polynomial without branches.
+// Elementary functions of a vector, as polynomials without branches.
 //
-// Largest errors over all arguments that are named, in units in the last place of the exact result;
-// tests/native/test_vec_math.py measures them.
+// Maximum errors over the given range, in ulp of the exact result; tests/native/test_vec_math.py
+// measures them.
 //
-//   exp      1.1    0 and infinity where float32 ends; denormal results too
-//   exp_of_negative  1.1  of x <= 0; 0 where float32 has denormals only
-//   expm1    1.7    of x <= 88.7; loses the sign of -0
-//   sigmoid  2.7    denormal results too
+//   exp      1.1    0 and infinity outside the range of float32; supports denormal results
+//   exp_of_negative  1.1  for x <= 0; denormal results are 0
+//   expm1    1.7    for x <= 88.7; loses the sign of -0
+//   sigmoid  2.7    supports denormal results
 //   tanh     2.6    odd
 //   erf      2.5    odd
 //
-// For results that are rounded to 16 bits, in fewer steps (errors relative to the result):
+// Faster approximations for results that are rounded to 16 bits (relative errors):
 //
-//   rough_exp2     2^-17  of |x| <= 32; above, 2^-22 * |x|
-//   rough_sigmoid  2^-17  of |x| <= 22; above, 2^-22 * 1.45 |x|
-//   rough_tanh     2^-19, absolute: near zero it has few digits, for 1 + tanh enough
-//   rough_normal   2^-16  of |x| <= 4: the distribution function of the normal distribution
+//   rough_exp2     2^-17  for |x| <= 32; above, 2^-22 * |x|
+//   rough_sigmoid  2^-17  for |x| <= 22; above, 2^-22 * 1.45 |x|
+//   rough_tanh     2^-19, absolute: inaccurate near zero, but sufficient for 1 + tanh
+//   rough_normal   2^-16  for |x| <= 4: the cumulative distribution function of the normal
+//                         distribution
 //
-// NaN gives NaN. The polynomials are minimax fits: exp's is within 2^-28 of the
-// function, that of ln(1 - erf) so near that erf is within 2^-27, the rough ones within 2^-18.
+// NaN gives NaN. The polynomials are minimax fits: within 2^-28 for exp, 2^-27 of erf for
+// ln(1 - erf), and 2^-18 for the rough functions.
 #pragma once
 
 #include "kernels/vec.h"
@@ -39,7 +40,7 @@ struct Exponential {
     const Vec magic = splat(0x1.8p23f + bias);  // adding 1.5 * 2^23 rounds to an integer
     n_and_bias = fma(x, splat(1.44269504f), magic);
     n = sub(n_and_bias, magic);
-    // ln(2) in two parts, the first with so few bits that its product with n is exact.
+    // ln(2) in two parts; the first has few enough bits for an exact product with n.
     Vec r = fma(n, splat(-0.693359375f), x);
     r = fma(n, splat(2.12194440e-4f), r);
     const Vec q = polynomial(r, 4.9999994e-01f, 1.666652e-01f, 4.1668408e-02f, 8.3689215e-03f,
@@ -60,7 +61,7 @@ inline Vec exp_in_range(Vec x) {
 
 inline Vec exp(Vec x) { return exp_in_range(min(splat(89), max(splat(-104), x))); }
 
-// With 127 more, n is the exponent of 2^n; from -127 down, 2^n is zero.
+// With a bias of 127, n is the exponent field of 2^n; for n <= -127, 2^n becomes zero.
 inline Vec exp_of_negative(Vec x) {
   const Exponential e(max(splat(-88), x), 127);
   const Vec power = power_of_bits(e.n_and_bias);
@@ -69,19 +70,19 @@ inline Vec exp_of_negative(Vec x) {
 
 inline Vec expm1(Vec x) {
   const Exponential e(min(splat(88.7f), max(splat(-30), x)));
-  const Vec half = scale_by_power(splat(0.5f), e.n);  // 2^n may exceed float32 where exp does not
+  const Vec half = scale_by_power(splat(0.5f), e.n);  // 2^n may overflow even if exp does not
   const Vec halved = fma(half, e.m, sub(half, splat(0.5f)));
   return add(halved, halved);
 }
 
 inline Vec sigmoid(Vec x) {
-  // From exp(-|x|), which cannot overflow, so that every step is finite.
+  // Uses exp(-|x|), which cannot overflow.
   const Vec e = exp_in_range(max(splat(-104), negative_abs(x)));
   const Vec numerator = select(less(x, splat(0)), e, splat(1));
   return ratio(numerator, add(e, splat(1)));
 }
 
-// exp(x) and a constant, -1 or 1, of x <= 0.
+// exp(x) plus a constant, -1 or 1, for x <= 0.
 struct ExponentialOfNegative {
   explicit ExponentialOfNegative(Vec x)
       : e(max(splat(-30), x), 127), power(power_of_bits(e.n_and_bias)) {}
@@ -98,7 +99,7 @@ inline Vec tanh(Vec x) {
 }
 
 inline Vec erf(Vec x) {
-  // ln(1 - erf) is smooth, its first coefficient in two parts; at 4, erf rounds to 1.
+  // Fits ln(1 - erf), which is smooth; its first coefficient has two parts. At 4, erf rounds to 1.
   const Vec t = min(splat(4), sub(splat(0), negative_abs(x)));
   const Vec p =
       polynomial(t, 5.41e-8f, -6.3661938e-01f, -1.0277783e-01f, 1.9153064e-02f, 1.6039576e-04f,
@@ -113,7 +114,7 @@ inline Vec rough_exp2(Vec x) {
   return e.raise(polynomial(e.fraction, c[0], c[1], c[2], c[3], c[4]));
 }
 
-// a * sigmoid(factor * x), as exact as rough_sigmoid.
+// Return a * sigmoid(factor * x), with the accuracy of rough_sigmoid.
 inline Vec rough_gated(Vec a, Vec x, float factor) {
   return ratio(a, add(rough_exp2(mul(x, splat(-1.44269504f * factor))), splat(1)));
 }
@@ -125,7 +126,8 @@ inline Vec rough_tanh(Vec x) {
 }
 
 inline Vec rough_normal(Vec x) {
-  // The logarithm of the lower tail is smooth; beyond the fit it falls to minus infinity.
+  // Fits the logarithm of the lower tail, which is smooth; outside the fitted range, the polynomial
+  // decreases to minus infinity.
   const Vec log = polynomial(negative_abs(x), -9.999958e-01f, 1.1512374e+00f, -4.5851728e-01f,
                              5.3886298e-02f, 8.4604565e-03f, 9.1528567e-04f, 5.9225848e-05f,
                              1.69259e-06f);
@@ -133,7 +135,7 @@ inline Vec rough_normal(Vec x) {
   return select(less(x, splat(0)), tail, sub(splat(1), tail));
 }
 
-// The functions to use for results that are rounded to T.
+// The functions for results that are rounded to T.
 template <class T>
 struct MathFor {
   static Vec sigmoid(Vec x) { return rough_sigmoid(x); }
@@ -152,7 +154,7 @@ struct MathFor<float> {
   }
 };
 
-// Whether a function is found approximately, so that its results are no ties but by chance.
+// Whether a function is an approximation, so that exact ties do not matter in its results.
 template <class Function>
 constexpr bool kIsApproximate = false;
 
@@ -161,7 +163,7 @@ template <class T>
 struct Silu {
   Silu() = default;
   template <class Call>
-  explicit Silu(const Call&) {}  // it has no parameters
+  explicit Silu(const Call&) {}  // no parameters
 
   Vec operator()(Vec x) const { return MathFor<T>::gated(x, x, 1); }
 };

@@ -5,7 +5,7 @@
 
 namespace {
 
-// Exchanges the lanes of every pair.
+// Swap the lanes of every pair.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 inline Vec swap_pairs(Vec v) { return _mm512_permute_ps(v, 0xb1); }
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)

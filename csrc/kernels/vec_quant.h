@@ -1,26 +1,27 @@
 // The vector operations of quantisation, for every instruction set of vec.h:
-//   larger_magnitude   max(so_far, |v|) of non-negative so_far; a NaN wins
-//   largest_or_nan     the largest lane of non-negative ones; a NaN wins
-//   Words              a vector of 16-bit magnitudes, kWords of them, with
-//   larger_words       the larger ones of two vectors
-//   load_magnitudes    kWords or fewer 16-bit numbers from memory, without their signs
-//   largest_word       the largest one; above infinity's is NaN
+//   larger_magnitude   max(so_far, |v|) for a non-negative so_far; propagates NaN
+//   largest_or_nan     the largest of non-negative lanes; propagates NaN
+//   Words              a vector of kWords 16-bit magnitudes
+//   larger_words       the element-wise maximum of two vectors
+//   load_magnitudes    loads up to kWords 16-bit numbers without their signs
+//   largest_word       the largest word; a word above infinity is NaN
 //   float_of           a 16-bit number as float32
-//   fp8_of             kAtOnce vectors to float8_e4m3fn, nearest even, saturated; NaN stays. The
-//                      signs are those of another kAtOnce vectors
-//   int8_of            kAtOnce vectors to int8, nearest even, saturated; NaN becomes 0. Without
-//                      kMayExceed there is neither NaN nor anything past 128
-//   store_bytes        stores what these give, or the first bytes of it
-//   quotient           v / divisor, given 1 / divisor; all finite, the divisor at least 2^-18
+//   fp8_of             converts kAtOnce vectors to float8_e4m3fn, nearest even, saturated, with NaN
+//                      preserved. Takes the signs from another kAtOnce vectors
+//   int8_of            converts kAtOnce vectors to int8, nearest even, saturated; NaN becomes 0.
+//                      Without kMayExceed, values must not be NaN or exceed 128
+//   store_bytes        stores these results, or the first bytes of them
+//   quotient           v / divisor, given 1 / divisor; all must be finite, the divisor >= 2^-18
 //
-// Magnitudes are compared as integers: there the order of non-negative floats is the same, and NaN
-// is above infinity.
+// Magnitudes are compared as integers, which have the same order as non-negative floats, with NaN
+// above infinity.
 //
-// To float8_e4m3fn, with its 3 bits of mantissa, normal from 2^-6 on: let p be the power of two of
-// |v|, or 2^-6 if that is more. p + 2^-20 |v| is rounded to the unit of p, and that is as much of
-// 2^-20 |v| as rounding |v| to a code is of |v|. So as integers the sum less p is how many of these
-// units, 8 to 16 of a normal number and 0 to 8 of a denormal one; and 8 more per power of two above
-// 2^-6 make the code. Saturation is left to the instructions that narrow lanes to bytes.
+// Conversion to float8_e4m3fn, which has 3 mantissa bits and normal numbers from 2^-6 on: let p be
+// the power of two of |v|, but at least 2^-6. The sum p + 2^-20 |v| in float32 rounds 2^-20 |v| to
+// the unit of p, which has the same ratio to it as the step between codes has to |v|. So, as
+// integers, the sum minus p is the number of these steps: 8 to 16 for a normal number and 0 to 8
+// for a denormal one. Adding 8 per power of two above 2^-6 gives the code. The instructions that
+// narrow lanes to bytes saturate.
 #pragma once
 
 #include "kernels/vec.h"
@@ -31,8 +32,8 @@ constexpr float kFp8Max = 448.0f;
 constexpr float kFp8SmallestNormal = 0x1p-6f;
 constexpr float kFp8Unit = 0x1p-20f;
 constexpr uint32_t kFp8Powers = 0x7f800000;  // the exponent of a float32
-constexpr int kFp8Shift = 20;                // from there to steps of 8
-constexpr int kFp8Bias = 8 * (127 - 6);      // what 2^-6 has then
+constexpr int kFp8Shift = 20;                // converts an exponent to multiples of 8
+constexpr int kFp8Bias = 8 * (127 - 6);      // the multiple of 8 for 2^-6
 
 constexpr int64_t kWords = 2 * kLanes;
 
@@ -41,7 +42,7 @@ constexpr int64_t kWords = 2 * kLanes;
 inline uint16_t largest_half(__m256i words) {
   const __m128i most =
       _mm_max_epu16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-  // The instruction finds the smallest one.
+  // The instruction finds the minimum, so invert the words.
   const __m128i inverted = _mm_minpos_epu16(_mm_xor_si128(most, _mm_set1_epi16(-1)));
   return static_cast<uint16_t>(~_mm_cvtsi128_si32(inverted));
 }
@@ -90,8 +91,8 @@ inline uint16_t largest_word(Words words) {
       _mm256_max_epu16(_mm512_castsi512_si256(words), _mm512_extracti64x4_epi64(words, 1)));
 }
 
-// Per lane, the code plus kFp8Bias; more than that of the largest number where |v| is above it, and
-// negative for NaN, which takes the sign of negative_abs.
+// Return the code plus kFp8Bias per lane. It exceeds that of the largest number if |v| does, and is
+// negative for NaN, because negative_abs sets the sign.
 inline __m512i biased_fp8_of(Vec v) {
   const __m512i exponent = _mm512_set1_epi32(static_cast<int>(kFp8Powers));
   const Vec power = max(splat(kFp8SmallestNormal),
@@ -102,7 +103,7 @@ inline __m512i biased_fp8_of(Vec v) {
   return _mm512_sub_epi32(rounded, _mm512_sub_epi32(bits, _mm512_srli_epi32(bits, kFp8Shift)));
 }
 
-// What packing four vectors twice leaves: four lanes of each in every quarter.
+// Restore the order after packing four vectors twice, which leaves four lanes of each per quarter.
 inline __m512i in_order(__m512i packed) {
   const __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   return _mm512_permutexvar_epi32(lanes, packed);
@@ -116,8 +117,8 @@ inline __m512i fp8_of(const Vec (&v)[kAtOnce], const Vec (&signs)[kAtOnce]) {
   const auto sign_words = [](Vec a, Vec b) {
     return _mm512_packs_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b));
   };
-  // One more than the code, so that what is too large becomes that of the largest number; and -128
-  // for NaN, whose code is one less as well.
+  // Pack the code plus one, so that saturation to 127 gives the code of the largest number, 126,
+  // and NaN saturates to -128, which becomes 127.
   const __m512i above = _mm512_packs_epi16(words(v[0], v[1]), words(v[2], v[3]));
   const __m512i codes = _mm512_add_epi8(above, _mm512_set1_epi8(-1));
   const __m512i sign =
@@ -125,7 +126,7 @@ inline __m512i fp8_of(const Vec (&v)[kAtOnce], const Vec (&signs)[kAtOnce]) {
   return in_order(with_signs(codes, sign));
 }
 
-// Below the range the conversion gives the lowest integer.
+// Below the range of int32, the conversion returns the lowest integer.
 template <bool kMayExceed>
 inline __m512i int32_of(Vec v) {
   if constexpr (!kMayExceed) return _mm512_cvtps_epi32(v);
@@ -263,7 +264,7 @@ struct CodeBytes {
   uint8_t values[kAtOnce * kLanes];
 };
 
-// The low byte of every lane of lanes(k).
+// Return the low byte of every lane of lanes(k).
 template <class LanesOf>
 inline CodeBytes low_bytes(LanesOf lanes) {
   typedef uint8_t ByteLanes __attribute__((vector_size(kLanes)));
@@ -299,7 +300,7 @@ inline Bits fp8_of(Vec v) {
   const Bits power = bits_of(max(splat(kFp8SmallestNormal), as_float(bounded & exponent)));
   const Bits rounded = bits_of(as_float(power) + as_float(bounded) * splat(kFp8Unit));
   const Bits code = rounded - power + (power >> kFp8Shift) - splat_bits(kFp8Bias);
-  return code | (is_nan & splat_bits(1));  // the code above the largest number's
+  return code | (is_nan & splat_bits(1));  // NaN is the code after the largest number
 }
 
 inline CodeBytes fp8_of(const Vec (&v)[kAtOnce], const Vec (&signs)[kAtOnce]) {
@@ -310,7 +311,7 @@ inline CodeBytes fp8_of(const Vec (&v)[kAtOnce], const Vec (&signs)[kAtOnce]) {
 template <bool>  // kMayExceed
 inline CodeBytes int8_of(const Vec (&v)[kAtOnce]) {
   return low_bytes([&](int k) {
-    // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits.
+    // Adding 1.5 * 2^23 rounds to an integer in the low bits.
     const Bits rounded = bits_of(min(splat(127), max(splat(-128), v[k])) + splat(0x1.8p23f));
     return rounded & reinterpret_cast<Bits>(v[k] == v[k]);
   });
@@ -325,8 +326,8 @@ inline void store_bytes(void* p, const CodeBytes& bytes, Tail tail) {
 #endif
 
 #if defined(__FMA__)
-// The quotient correctly rounded by one step of correction, which loses the sign of -0: cheaper
-// than a division. Where the remainder is too small to be exact, the code is 0 anyway.
+// Return the correctly rounded quotient with one correction step, which is cheaper than a division
+// but loses the sign of -0. If the remainder is too small to be exact, the code is 0 anyway.
 inline Vec quotient(Vec v, Vec divisor, Vec reciprocal) {
   const Vec estimate = mul(v, reciprocal);
   const Vec remainder = fma(estimate, sub(splat(-0.0f), divisor), v);

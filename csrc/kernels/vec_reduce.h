@@ -1,8 +1,8 @@
 // Reductions over lanes:
 //   sums     lane i is the sum over the lanes of v[i], added in one order for every i
-//   kSumOrder  that order: lanes 0 and 1 of it are added, 2 and 3, and so on, then these sums are
-//   store_sums  sum of each of four vectors, with the bits of sum
-//   largest  the largest lane; of several NaN and numbers, which one is unspecified
+//   kSumOrder  that order: entries 0 and 1 are added, 2 and 3, and so on, then the sums likewise
+//   store_sums  the sum of each of four vectors, bitwise equal to sum
+//   largest  the largest lane; unspecified if some lanes are NaN
 #pragma once
 
 #include "kernels/vec.h"
@@ -33,7 +33,7 @@ inline void store_sums(float* to, const Vec (&v)[4]) {
   };
   const Vec low = halves(v[0], v[1]);
   const Vec high = halves(v[2], v[3]);
-  // A quarter for each vector.
+  // One quarter per vector.
   Vec sums = add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
   sums = add(sums, _mm512_permute_ps(sums, 0x4e));
   sums = add(sums, _mm512_permute_ps(sums, 0xb1));
@@ -47,8 +47,7 @@ inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
 constexpr int kSumOrder[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7};
 
 inline Vec sums(const Vec (&v)[kLanes]) {
-  // Each step adds the halves of two vectors: those that are in place already, and the others,
-  // which one shuffle brings there. A horizontal addition takes two.
+  // Each step adds the halves of two vectors with one shuffle; a horizontal addition needs two.
   const auto pair = [](Vec a, Vec b) {
     return add(_mm256_blend_ps(a, b, 0xaa), _mm256_permute_ps(_mm256_blend_ps(b, a, 0xaa), 0xb1));
   };

@@ -1,7 +1,7 @@
-// Tiles of the matrix unit (Intel AMX): registers of sixteen rows of 64 bytes, whose product adds up
-// pairs of bfloat16 in float32:
+// Intel AMX tiles: registers of sixteen rows of 64 bytes, whose product accumulates pairs of
+// bfloat16 in float32:
 //
-//   TileShapes, TilesBorrowed  what the tiles of a thread are, for a while
+//   TileShapes, TilesBorrowed  set the tile configuration of the thread, and restore it
 #pragma once
 
 #include "kernels/vec_columns.h"
@@ -13,7 +13,7 @@ constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileColumns = 32;  // of bfloat16
 constexpr int64_t kTileElements = kTileRows * kTileColumns;
 
-// The instructions that load tiles do not tell the compiler that they read memory.
+// A compiler barrier, because the compiler does not know that tile loads read memory.
 inline void finish_stores() { __asm__ volatile("" ::: "memory"); }
 
 // The rows of each tile, 16 at most, and the bytes of a row, 64 at most.
@@ -35,7 +35,7 @@ struct alignas(64) TileShapes {
   }
 };
 
-// Puts back the shapes that the thread's tiles had: they are the library's that set them last.
+// Restores the thread's tile configuration, which may belong to another library.
 class TilesBorrowed {
  public:
   TilesBorrowed() { _tile_storeconfig(before_); }
@@ -51,7 +51,7 @@ inline Vec splat_of(BFloat16 value) {
   return widen(_mm256_set1_epi16(static_cast<short>(value.bits)), BFloat16{});
 }
 
-// The largest magnitudes of bfloat16, lane by lane, in 15 bits that a zero follows.
+// Return the largest bfloat16 magnitudes per lane, as 15 bits shifted left by one.
 inline __m512i largest_magnitudes(__m512i largest, __m512i values) {
   return _mm512_max_epu16(largest, _mm512_add_epi16(values, values));
 }

@@ -1,4 +1,4 @@
-// transpose: lane i of vector k becomes lane k of vector i. With AVX-512 also of integers.
+// transpose: lane i of vector k becomes lane k of vector i. With AVX-512, also for integers.
 #pragma once
 
 #include "kernels/vec.h"

@@ -1,7 +1,7 @@
-// Runs a native op by name: argument checks and kernel, as behind torch's call paths.
+// Run a native op by name: argument checks and kernel, as in torch's call paths.
 //
-// A C interface, because the two sides are built with different C++ standard libraries' layouts:
-// MindSpore's builder compiles for the old one (_GLIBCXX_USE_CXX11_ABI=0).
+// This is a C interface, because the two sides use different C++ ABIs: MindSpore's builder compiles
+// with _GLIBCXX_USE_CXX11_ABI=0.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -16,17 +16,17 @@ struct OpweaveTensor {
   const int64_t* strides;  // in elements
   int32_t rank;
   enum OpweaveDtype dtype;
-  int32_t present;  // 0: None, for an optional tensor
+  int32_t present;  // 0: an optional tensor is None
 };
 
-// Which member holds the value follows from the op's schema.
+// The schema of the op determines which member is set.
 struct OpweaveArgument {
   struct OpweaveTensor tensor;
   int64_t integer;
   double number;
 };
 
-// Returns null, or why the op did not run. The text is valid until the thread's next call.
+// Returns null, or an error message, which is valid until the thread's next call.
 const char* opweave_run_op(const char* name, const struct OpweaveArgument* arguments, size_t count);
 
 #ifdef __cplusplus

@@ -11,7 +11,7 @@ namespace {
 
 using Kernel = OpweaveRangeKernel OpweaveActivationKernels::*;
 
-// An exponential takes about as long as a norm takes for this many elements.
+// An exponential costs about as much as this many elements of a norm.
 constexpr int64_t kWork = 4;
 
 void run(const View& out, const View& x, Kernel kernel, OpweaveActivation& call) {
@@ -24,7 +24,7 @@ void run(const View& out, const View& x, Kernel kernel, OpweaveActivation& call)
   for_rows(call.rows.count, kWork * call.width, range, &call);
 }
 
-// out (..., d) from x (..., 2 * d).
+// Run a kernel that computes out (..., d) from x (..., 2 * d).
 void run_gated(const View& out, const View& x, Kernel kernel, double first = 0, double second = 0) {
   check_activation(x);
   check_half_of(out, x);
@@ -37,7 +37,7 @@ void run_gated(const View& out, const View& x, Kernel kernel, double first = 0, 
   run(out, x, kernel, call);
 }
 
-// out from x, of one shape; out may be x itself.
+// Run a kernel whose out has the shape of x; out may be x.
 void run_elementwise(const View& out, const View& x, Kernel kernel) {
   check_activation(x);
   check_rows_like(out, x);
@@ -71,7 +71,7 @@ void fatrelu_and_mul(const View& out, const View& x, double threshold) {
 }
 
 void swigluoai_and_mul(const View& out, const View& x, double alpha, double limit) {
-  const double factor = std::isnan(limit) ? limit : alpha;  // what is clamped by NaN is NaN
+  const double factor = std::isnan(limit) ? limit : alpha;  // clamping to NaN gives NaN
   run_gated(out, x, &OpweaveActivationKernels::swigluoai_and_mul, factor, limit);
 }
 

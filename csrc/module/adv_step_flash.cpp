@@ -41,7 +41,7 @@ void check_block_tables(const View& view, int64_t num_seqs) {
   check_unit_stride(view);
 }
 
-// No output shares memory with another tensor of the call.
+// Check that no output shares memory with another tensor of the call.
 void check_separate(const View* const (&outputs)[4], const View& sampled_token_ids,
                     const View& block_tables) {
   for (int i = 0; i < 4; ++i) {

@@ -1,4 +1,4 @@
-// What ops that write tokens into a paged cache ask of their arguments.
+// Argument checks of the ops that write tokens into a paged cache.
 #pragma once
 
 #include "kernels/kv_cache.h"
@@ -50,8 +50,7 @@ inline OpweaveCacheWrite write_of(const View& cache, const View& x) {
   return write;
 }
 
-// The bytes from the first to the last element, of dimensions whose strides are not multiples of
-// step.
+// Return the extent in bytes over the dimensions whose strides are not multiples of step.
 inline int64_t width_within(const View& view, int64_t step) {
   int64_t width = view.element_size();
   for (int d = 0; d < view.rank; ++d) {
@@ -61,8 +60,8 @@ inline int64_t width_within(const View& view, int64_t step) {
   return width;
 }
 
-// Whether two caches alternate in one tensor, by blocks, heads or positions: within each step of
-// some stride both have a place of their own.
+// Return whether two caches are interleaved in one tensor, by blocks, heads or positions: within
+// each step of some stride, they occupy disjoint ranges.
 inline bool alternate(const View& a, const View& b) {
   for (const View* view : {&a, &b}) {
     for (int d = 0; d < view->rank; ++d) {
@@ -76,11 +75,12 @@ inline bool alternate(const View& a, const View& b) {
   return false;
 }
 
-// A call that writes so many bytes writes them past the caches. It is a long prompt, whose attention
-// reads each key many times, but the first of them only after the last one is written.
+// Calls that write at least this many bytes use non-temporal stores. These are long prompts: by the
+// time attention reads the first keys, the last ones would have evicted them from the CPU caches.
 constexpr int64_t kPastCaches = int64_t{8} << 20;
 
-// The call that writes key and value, [tokens, heads, size], into their slots of the caches.
+// Check the arguments, and return the call that writes key and value, [tokens, heads, size], into
+// their slots of the caches.
 inline OpweaveReshapeAndCache cache_write(const View& key, const View& value, const View& key_cache,
                                           const View& value_cache, const View& slot_mapping) {
   check_dtype(slot_mapping, {OPWEAVE_INT64});

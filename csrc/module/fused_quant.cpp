@@ -1,4 +1,4 @@
-// A norm or an activation and the quantisation of its result: argument checks, then the kernels.
+// Norms and activations with quantised results: argument checks, then the kernels.
 #include "kernels/fused_quant.h"
 
 #include "module/module.h"
@@ -36,7 +36,7 @@ OpweaveRmsNormQuant rms_norm_call(const View& out, const View& x, const View* we
   return call;
 }
 
-// Adds x + residual to a call; residual_out may be either of them.
+// Add the residual to a call: residual_out = x + residual, which may be either of them.
 void add_residual(OpweaveRmsNormQuant* call, const View& out, const View& residual_out,
                   const View& x, const View& residual, const View* weight, const View& scale) {
   for (const View* other : {&residual, &residual_out}) {

@@ -7,7 +7,7 @@
 namespace opweave {
 namespace {
 
-// An exponential takes about as long as a norm takes for this many elements.
+// An exponential costs about as much as this many elements of a norm.
 constexpr int64_t kWork = 4;
 
 void check_group_size(int64_t group_size, const View& x) {
@@ -17,7 +17,7 @@ void check_group_size(int64_t group_size, const View& x) {
                     ", the last dimension of x, found " + std::to_string(group_size));
 }
 
-// out may be x or the gate itself.
+// out may be x or the gate.
 void rms_norm_gated(const View& out, const View& x, const View* weight, const View* gate,
                     double epsilon, int64_t group_size, bool norm_before_gate, bool sigmoid) {
   check_activation(x);

@@ -7,7 +7,7 @@
 namespace opweave {
 namespace {
 
-// out may be x itself.
+// out may be x.
 void layer_norm(const View& out, const View& x, const View* weight, const View* bias,
                 double epsilon) {
   check_activation(x);

@@ -1,4 +1,4 @@
-// Linear maps, and the weights of those that torch multiplies: argument checks, then the kernels.
+// Linear layers, and widening of weights for torch's product: argument checks, then the kernels.
 #include "kernels/linear.h"
 
 #include <algorithm>
@@ -52,13 +52,13 @@ void check_scale(const View& scale, int64_t out_features) {
 
 int64_t scale_stride_of(const View& scale) { return scale.element_count() > 1 ? 1 : 0; }
 
-// A weight counts as this many elements of the loop's work: read alone, it takes as long as the
-// products with four tokens.
+// The work of the parallel loop per weight: reading a weight costs as much as the products with
+// four tokens.
 int64_t work_per_weight(int64_t tokens) { return 1 + tokens / 4; }
 
-// Bytes of a row of x, with room for a whole step, four lines, at its end. They are an odd number of
-// cache lines: the tokens of a power of two of columns would otherwise share the few places of the cache
-// that have one remainder of the address.
+// Return the row stride of x in bytes, with room for a whole step (four cache lines) at the end. It
+// is an odd number of cache lines: with a power-of-two stride, all tokens would map to the same few
+// cache sets.
 int64_t x_stride_of(int64_t width) {
   const int64_t bytes = width * static_cast<int64_t>(sizeof(float));
   const int64_t lines = bytes / OPWEAVE_LINEAR_ALIGNMENT + 5;
@@ -121,7 +121,7 @@ void run(const View& out, const View& x, const View& weight, const View* scale, 
   }
 }
 
-// Tokens of a call of a kernel for many of them: whole groups, about as many in each call.
+// Return the tokens per call of a kernel for many tokens: whole groups, evenly distributed.
 int64_t tokens_of_call(int64_t count, int64_t group) {
   const int64_t most = OPWEAVE_LINEAR_MANY_TOKENS / group;
   const int64_t groups = (count + group - 1) / group;
@@ -129,7 +129,7 @@ int64_t tokens_of_call(int64_t count, int64_t group) {
   return (groups + calls - 1) / calls * group;
 }
 
-// The same by a kernel for many tokens.
+// Run a linear layer with a kernel for many tokens.
 void run_many(const OpweaveLinearMany& kernels, const View& out, const View& x, const View& weight,
               const View* scale, const View* bias) {
   check_operands(out, x, weight, scale, bias);
@@ -158,7 +158,7 @@ void run_many(const OpweaveLinearMany& kernels, const View& out, const View& x, 
   }
 }
 
-// Whether there are enough tokens for the kernel for many of them, if there is one.
+// Return whether there is a kernel for many tokens, and x has enough tokens for it.
 bool takes_many(const OpweaveLinearMany& kernels, const View& x, int64_t fewest) {
   const int64_t width = x.sizes[x.rank - 1];
   return kernels.linear != nullptr && width > 0 && x.element_count() / width >= fewest;
@@ -176,7 +176,7 @@ void linear(const View& out, const View& x, const View& weight, const View* bias
   run(out, x, weight, nullptr, bias);
 }
 
-// The same; from `fewest` tokens on by the kernel for many of them, if there is one.
+// Like linear, but with at least `fewest` tokens, use the kernel for many tokens, if there is one.
 void linear_many(const View& out, const View& x, const View& weight, const View* bias,
                  int64_t fewest) {
   check_linear(x, weight);
@@ -198,7 +198,8 @@ void linear_w8a16(const View& out, const View& x, const View& weight, const View
   run(out, x, weight, &scale, bias);
 }
 
-// The same; from `fewest` tokens on by the kernel for many of them, if there is one.
+// Like linear_w8a16, but with at least `fewest` tokens, use the kernel for many tokens, if there is
+// one.
 void linear_w8a16_many(const View& out, const View& x, const View& weight, const View& scale,
                        const View* bias, int64_t fewest) {
   check_w8a16(x, weight);

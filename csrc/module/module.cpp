@@ -1,5 +1,4 @@
-// The Python module opweave._C_ops: the ops, and the functions that opweave.native needs to open
-// their call paths.
+// The Python module opweave._C_ops: the ops, and the functions for opweave.native.
 #include <Python.h>
 
 #include "core/plain_call.h"
@@ -17,14 +16,14 @@ PyObject* isa(PyObject*, PyObject*) {
   return text_or_none(kernels == nullptr ? nullptr : kernels->isa);
 }
 
-// _isa_error() -> why no instruction set is in use, or None
+// _isa_error() -> why no instruction set could be selected, or None
 PyObject* isa_error(PyObject*, PyObject*) {
   const char* error = opweave_isa_error();
-  // It quotes what was asked for, of whatever bytes.
+  // The message quotes OPWEAVE_ISA, which may contain any bytes.
   return text_or_none(error == nullptr ? nullptr : opweave::valid_utf8(error).c_str());
 }
 
-// _available_isas() -> what this CPU can run, best first
+// _available_isas() -> the instruction sets that this CPU supports, best first
 PyObject* available_isas(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);
   if (names == nullptr) return nullptr;
@@ -42,7 +41,7 @@ PyObject* available_isas(PyObject*, PyObject*) {
   return result;
 }
 
-// _select_isa(name or None): for tests; raises ValueError for one that this CPU cannot run
+// _select_isa(name or None), for tests. Raises ValueError for an unsupported instruction set.
 PyObject* select_isa(PyObject*, PyObject* args) {
   const char* name = nullptr;
   if (!PyArg_ParseTuple(args, "z", &name)) return nullptr;

@@ -1,4 +1,4 @@
-// What an integration file includes: one file per op family, each with any number of ops.
+// The header of the integration files: one file per op family, with any number of ops.
 #pragma once
 
 #include "core/check.h"
@@ -10,7 +10,7 @@
 
 namespace opweave {
 
-// The kernels in use. Throws if OPWEAVE_ISA asked for some that cannot be used.
+// Return the selected kernels. Throws if OPWEAVE_ISA requests unsupported ones.
 inline const OpweaveKernels& active_kernels() {
   const OpweaveKernels* kernels = opweave_kernels();
   if (kernels == nullptr) throw CheckFailed(opweave_isa_error());

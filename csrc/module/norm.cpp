@@ -7,7 +7,7 @@
 namespace opweave {
 namespace {
 
-// out[..., h] = rms_norm(x)[..., h]; out may be x itself.
+// out = rms_norm(x), over the last dimension; out may be x.
 void rms_norm(const View& out, const View& x, const View* weight, double epsilon) {
   check_activation(x);
   check_rows_like(out, x);
@@ -27,7 +27,7 @@ void rms_norm(const View& out, const View& x, const View* weight, double epsilon
   for_rows(call.rows.count, call.width, active_kernels().norm->rms_norm, &call);
 }
 
-// sum = x + residual, then out = rms_norm(sum).
+// sum = x + residual; out = rms_norm(sum).
 void run_add_rms_norm(const View& out, const View& sum, const View& x, const View& residual,
                       const View* weight, double epsilon) {
   check_activation(x);
@@ -57,12 +57,12 @@ void run_add_rms_norm(const View& out, const View& sum, const View& x, const Vie
   for_rows(call.rows.count, call.width, active_kernels().norm->add_rms_norm, &call);
 }
 
-// residual += x, then x = rms_norm(residual), both in place.
+// residual += x; x = rms_norm(residual), both in-place.
 void fused_add_rms_norm(const View& x, const View& residual, const View* weight, double epsilon) {
   run_add_rms_norm(x, residual, x, residual, weight, epsilon);
 }
 
-// The same into new memory.
+// Out-of-place fused_add_rms_norm.
 void add_rms_norm(const View& out, const View& sum, const View& x, const View& residual,
                   const View* weight, double epsilon) {
   for (const View* input : {&x, &residual}) {

@@ -1,4 +1,4 @@
-// paged_attention and attention_quant: argument checks, the division of the work, then the kernel.
+// paged_attention and attention_quant: argument checks, work partitioning, then the kernel.
 #include "kernels/paged_attention.h"
 
 #include <algorithm>
@@ -17,10 +17,10 @@
 namespace opweave {
 namespace {
 
-// Rows (queries times heads) of a part: their state of float32 fits the second-level cache, and six
-// and sixteen, as many as kernels multiply at once, divide it.
+// Rows (queries times heads) per part: their float32 state fits the L2 cache, and it is a multiple
+// of 6 and 16, the numbers of rows that the kernels multiply at once.
 constexpr int64_t kPartRows = 96;
-// So many parts for each thread balance the work of all.
+// Parts per thread for load balancing.
 constexpr int64_t kEnoughParts = 4;
 
 void check_cache(const View& cache, const View& query) {
@@ -74,7 +74,7 @@ void check_vector(const View& view, int64_t count) {
 
 std::string of_sequence(int64_t i) { return "sequence " + std::to_string(i) + ": "; }
 
-// Every length, block and query range is usable, so that the kernel may trust them.
+// Check all lengths, blocks and query ranges, so that the kernel can rely on them.
 void check_sequences(const View& block_tables, const OpweavePagedAttention& call, int64_t blocks,
                      int64_t tokens) {
   const int64_t sequences = block_tables.sizes[0];
@@ -105,13 +105,14 @@ void check_sequences(const View& block_tables, const OpweavePagedAttention& call
   }
 }
 
-// The parts of a call, and the largest of them. How the work is cut changes no bit of the results.
-// All tokens of a head come before the next head: the caches do not hold the keys of all heads.
+// The parts of a call, and the size of the largest. The partitioning does not affect the results.
+// All tokens of a head come before the next head, because the CPU caches cannot hold the keys of
+// all heads.
 struct Plan {
   std::vector<OpweavePagedPart> parts;
   int64_t tokens = 1;  // per part, at most
   int64_t heads = 1;
-  int64_t keys = 0;  // that all parts read, for each kv head
+  int64_t keys = 0;  // read by all parts, per kv head
 };
 
 Plan plan_of(const OpweavePagedAttention& call, int64_t sequences) {
@@ -125,8 +126,9 @@ Plan plan_of(const OpweavePagedAttention& call, int64_t sequences) {
   }
   const int64_t fitting = std::max<int64_t>(1, kPartRows / (plan.tokens * call.group));
   const int64_t threads = thread_count();
-  // Heads of a part share its lanes, so they are spread no further than threads need: those of each
-  // sequence over all threads, or those of many sequences over enough parts.
+  // The heads of a part share its lanes, so they are only split as far as necessary to occupy all
+  // threads: the heads of each sequence over all threads, or those of many sequences over enough
+  // parts.
   const int64_t of_each = (call.kv_heads + threads - 1) / threads;
   const int64_t of_all = call.kv_heads * cuts / (threads * kEnoughParts);
   plan.heads = std::min({fitting, std::max(of_each, of_all), call.kv_heads});
@@ -150,11 +152,11 @@ void run_parts(const OpweavePagedAttention& call, const Plan& plan) {
   const int64_t count = static_cast<int64_t>(plan.parts.size());
   const int64_t elements =
       plan.keys * call.kv_heads * call.group * (call.head_size + call.value_size) / count;
-  // Parts differ in size: a thread takes the next one when it is done with its last.
+  // Parts differ in size, so threads take them dynamically.
   std::atomic<int64_t> next{0};
   for_rows(count, elements + 1, [&](int64_t, int64_t) {
     float* scratch = scratch_or_null(floats);
-    if (scratch == nullptr) return;  // the parts are left to threads that have memory
+    if (scratch == nullptr) return;  // other threads take its parts
     for (int64_t i = next++; i < count; i = next++) {
       kernels.run(&call, &plan.parts[static_cast<size_t>(i)], scratch);
     }
@@ -162,7 +164,7 @@ void run_parts(const OpweavePagedAttention& call, const Plan& plan) {
   if (next < count) fail_without_scratch(floats);
 }
 
-// The byte that every zero is stored as: zero, or of a zero that a scale has been applied to.
+// Return the byte that represents a zero output: 0, or the quantised code of 0 / out_scale.
 int stored_zero(const float* out_scale) {
   if (out_scale == nullptr) return 0;
   const float zero = 0.0f * (1.0f / *out_scale);
@@ -177,7 +179,7 @@ struct Options {
   std::optional<double> soft_cap;
 };
 
-// Everything is checked here but the sizes, out and its scale.
+// Check everything except the shape of out and out_scale, and run the kernel.
 void attend(const View& out, const float* out_scale, const View& query, const View& key_cache,
             const View& value_cache, const View& block_tables, const View& seq_lens,
             const View& cu_seqlens_q, const Options& options) {
@@ -220,11 +222,12 @@ void attend(const View& out, const float* out_scale, const View& query, const Vi
   call.head_size = query.sizes[2];
   call.value_size = value_cache.sizes[3];
   call.block_size = key_cache.sizes[2];
-  // Lengths are of 32 bits.
+  // Lengths have 32 bits.
   call.window = std::min<int64_t>(window.value_or(0), std::numeric_limits<int32_t>::max());
   call.is_causal = options.causal ? 1 : 0;
   call.scale = static_cast<float>(options.scale);
-  // Zero is none. With a cap as small as this one all scores are as good as zero.
+  // Zero means no cap, so a cap that underflows to zero is raised; all scores are close to zero
+  // then.
   call.soft_cap =
       soft_cap.has_value()
           ? std::max(static_cast<float>(*soft_cap), std::numeric_limits<float>::min())
@@ -240,7 +243,7 @@ void attend(const View& out, const float* out_scale, const View& query, const Vi
   if (!plan.parts.empty()) run_parts(call, plan);
 }
 
-// out[token] = attention of the token's query over the keys of its sequence in the cache.
+// out[token] = attention of the token's query over the cached keys of its sequence.
 void paged_attention(const View& out, const View& query, const View& key_cache,
                      const View& value_cache, const View& block_tables, const View& seq_lens,
                      const View& cu_seqlens_q, double scale, bool causal,
@@ -252,7 +255,7 @@ void paged_attention(const View& out, const View& query, const View& key_cache,
          {scale, causal, window, soft_cap});
 }
 
-// The same, quantised by one scale.
+// paged_attention, quantised by one scale.
 void attention_quant(const View& out, const View& query, const View& key_cache,
                      const View& value_cache, const View& block_tables, const View& seq_lens,
                      const View& cu_seqlens_q, const View& out_scale, double scale, bool causal,

@@ -22,7 +22,7 @@ int64_t row_count(const View& x) {
 
 bool divides(int64_t part, int64_t whole) { return part == 0 ? whole == 0 : whole % part == 0; }
 
-// How many blocks of rows and of columns have a scale of their own.
+// The numbers of row blocks and column blocks with a scale each.
 struct Blocks {
   int64_t rows;
   int64_t columns;
@@ -108,7 +108,7 @@ void per_token_group_quant_fp8(const View& out, const View& scale, const View& x
   for_rows(call.rows.count, call.width, active_kernels().quant->group_quant, &call);
 }
 
-// As Python's max(): a NaN among the values is the result.
+// Return the largest value, or NaN if there is one.
 float largest_of(const std::vector<float>& values) {
   float most = 0;
   for (const float value : values) {

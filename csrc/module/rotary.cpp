@@ -8,10 +8,10 @@
 namespace opweave {
 namespace {
 
-// Whether the heads of x are a dimension of their own: [tokens..., heads, head_size].
+// Return whether x has a dimension for heads: [tokens..., heads, head_size].
 bool has_heads_dim(const View& x, const View& positions) { return x.rank == positions.rank + 2; }
 
-// x as [tokens..., anything]: rows_of() then walks its tokens.
+// Return x as [tokens..., row], so that rows_of() iterates over its tokens.
 View token_rows(const View& x, const View& positions) {
   View rows = x;
   rows.rank = positions.rank + 1;
@@ -89,7 +89,7 @@ void check_weight(const View& weight, const View& x, int64_t head_size) {
   check_unit_stride(weight);
 }
 
-// The bytes of one token, or -1 if the tokens do not lie at one distance from each other.
+// Return the stride of tokens in bytes, or -1 if it is not uniform.
 int64_t token_distance(const OpweaveRows& tokens, int operand) {
   return tokens.rank == 1 ? tokens.byte_strides[operand][0] : -1;
 }
@@ -100,7 +100,7 @@ int64_t token_width(const View& x, const View& positions) {
   return (last + 1) * x.element_size();
 }
 
-// Slices of the rows of one projection, of whatever widths: no element of one is in the other.
+// Return whether two tensors are disjoint slices of the rows of one projection, of any widths.
 bool lie_side_by_side(const View& a, const OpweaveRows& a_tokens, int a_operand, const View& b,
                       const OpweaveRows& b_tokens, int b_operand, const View& positions) {
   const int64_t distance = token_distance(a_tokens, a_operand);
@@ -142,7 +142,7 @@ struct Arguments {
   bool is_neox;
 };
 
-// What is written, operand 0 of its tokens, shares no element with the other tensor.
+// Check that an output, operand 0 of its tokens, does not share elements with another tensor.
 void check_apart(const View& written, const OpweaveRows& written_tokens, const View& other,
                  const OpweaveRows& tokens, int operand, const View& positions) {
   if (!lie_side_by_side(written, written_tokens, 0, other, tokens, operand, positions)) {
@@ -150,7 +150,7 @@ void check_apart(const View& written, const OpweaveRows& written_tokens, const V
   }
 }
 
-// A tensor that is written shares no element with one that belongs to the other heads.
+// Check that the outputs do not share elements with tensors of the other heads.
 void check_separate(const Arguments& a, const OpweaveRotary& call) {
   const OpweaveRows& query = call.query.tokens;
   const OpweaveRows& key = call.key.tokens;
@@ -211,7 +211,7 @@ void run(const Arguments& a, OpweaveRangeKernel kernel) {
   for_rows(tokens, (call.query.count + call.key.count) * a.head_size, kernel, &call);
 }
 
-// The heads of query and key, rotated by the angles of their positions; an out may be its input.
+// Rotate the heads of query and key by the angles of their positions; an out may be its input.
 void rotary_embedding(const View& out_query, const View& out_key, const View& query,
                       const View& key, const View& positions, const View& cos_sin_cache,
                       int64_t head_size, bool is_neox_style) {
@@ -220,7 +220,7 @@ void rotary_embedding(const View& out_query, const View& out_key, const View& qu
       active_kernels().rotary->rotary_embedding);
 }
 
-// The same after rms_norm of every head.
+// rotary_embedding after rms_norm of every head.
 void qk_norm_rope(const View& out_query, const View& out_key, const View& query, const View& key,
                   const View& positions, const View& cos_sin_cache, const View* query_weight,
                   const View* key_weight, double epsilon, int64_t head_size, bool is_neox_style) {
@@ -229,7 +229,7 @@ void qk_norm_rope(const View& out_query, const View& out_key, const View& query,
       active_kernels().rotary->qk_norm_rope);
 }
 
-// The same without norms, and the keys go, with the values, to the slots of their tokens.
+// rotary_embedding, with the keys and values written into the slots of their tokens.
 void rope_reshape_and_cache(const View& out_query, const View& query, const View& key,
                             const View& value, const View& positions, const View& cos_sin_cache,
                             const View& key_cache, const View& value_cache,

@@ -1,4 +1,4 @@
-// What ops that work on rows ask of their arguments.
+// Argument checks of row-wise ops.
 #pragma once
 
 #include <limits>
@@ -8,13 +8,13 @@
 
 namespace opweave {
 
-// Rows of a type that kernels compute with.
+// Check that x has a float dtype and contiguous rows.
 inline void check_activation(const View& x) {
   check_dtype(x, {OPWEAVE_FLOAT32, OPWEAVE_BFLOAT16, OPWEAVE_FLOAT16});
   check_unit_stride(x);
 }
 
-// Rows of the type and the shape of x; out may be x itself.
+// Check that out has contiguous rows with the dtype and shape of x; out may be x.
 inline void check_rows_like(const View& out, const View& x) {
   check_same_sizes(out, x);
   check_same_dtype(out, x);
@@ -22,7 +22,7 @@ inline void check_rows_like(const View& out, const View& x) {
   check_disjoint_or_same(out, x);
 }
 
-// Rows with half as many elements as those of x have.
+// Check that out has the shape of x with half of its last dimension.
 inline void check_half_of(const View& out, const View& x) {
   const int last = x.rank - 1;
   bool fits = out.rank == x.rank && 2 * out.sizes[last] == x.sizes[last];
@@ -33,7 +33,7 @@ inline void check_half_of(const View& out, const View& x) {
                     "; the last dimension of x must be even");
 }
 
-// A weight or a bias: one element per position in the last dimension of x, in x's type or float32.
+// Check a weight or bias: one element per column of x, in the dtype of x or float32.
 inline void check_per_column(const View& vector, const View& x) {
   if (vector.dtype != x.dtype) check_dtype(vector, {x.dtype, OPWEAVE_FLOAT32});
   const int64_t width = x.sizes[x.rank - 1];
@@ -45,7 +45,7 @@ inline void check_per_column(const View& vector, const View& x) {
   check_unit_stride(vector);
 }
 
-// Rows of 8 bits.
+// Check that out has an 8-bit dtype and contiguous rows.
 inline void check_quantised(const View& out) {
   check_dtype(out, {OPWEAVE_FLOAT8_E4M3FN, OPWEAVE_INT8});
   check_unit_stride(out);
@@ -57,7 +57,7 @@ inline void check_one_scale(const View& scale) {
   throw CheckFailed(std::string(scale.name) + " must have one element, found " + describe(scale));
 }
 
-// scale has the sizes of x but for the last one, which is `last`.
+// Check that scale is float32 with the sizes of x, except for the last one, which is `last`.
 inline void check_row_scales(const View& scale, const View& x, int64_t last) {
   check_dtype(scale, {OPWEAVE_FLOAT32});
   check_contiguous(scale);
@@ -70,7 +70,7 @@ inline void check_row_scales(const View& scale, const View& x, int64_t last) {
                     describe(scale));
 }
 
-// scale has one element for each group of a row of x, the last of which may be smaller.
+// Check that scale has one element per group of a row of x; the last group may be smaller.
 inline void check_group_scales(const View& scale, const View& x, int64_t width, int64_t size) {
   if (size < 1) {
     throw CheckFailed("group_size must be at least 1, found " + std::to_string(size));
@@ -78,7 +78,7 @@ inline void check_group_scales(const View& scale, const View& x, int64_t width, 
   check_row_scales(scale, x, width / size + (width % size != 0));
 }
 
-// What no magnitude may count above.
+// Return the upper bound for the largest magnitude; infinity without scale_ub.
 inline float read_bound(const View* scale_ub) {
   if (scale_ub == nullptr) return std::numeric_limits<float>::infinity();
   check_dtype(*scale_ub, {OPWEAVE_FLOAT32});

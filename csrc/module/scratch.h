@@ -1,4 +1,4 @@
-// Memory to compute in.
+// Scratch memory.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,9 @@
 
 namespace opweave {
 
-// At least `floats` floats, aligned to a cache line, until the thread's next call of this function;
-// null if there is no memory for them. Kept between calls: fresh memory would fault page by page.
+// Return at least `floats` floats, aligned to a cache line and valid until the thread's next call
+// of this function, or null if out of memory. The memory is kept between calls to avoid page
+// faults.
 inline float* scratch_or_null(int64_t floats) noexcept {
   constexpr size_t kAlignment = 64;
   thread_local std::unique_ptr<float[]> memory;
@@ -34,7 +35,7 @@ inline float* scratch_or_null(int64_t floats) noexcept {
                     " bytes to compute in; free some, or take fewer tokens at once");
 }
 
-// The same, where an exception may be thrown.
+// Return scratch memory, or throw if out of memory.
 inline float* scratch_of(int64_t floats) {
   float* scratch = scratch_or_null(floats);
   if (scratch == nullptr) fail_without_scratch(floats);

@@ -1,4 +1,4 @@
-// What ops with arguments of a fixed number of dimensions ask of them.
+// Shape checks of ops whose arguments have a fixed number of dimensions.
 #pragma once
 
 #include <string>
@@ -12,8 +12,9 @@ namespace opweave {
                     describe(view));
 }
 
-// The positions of each head in a block of a paged cache [blocks, heads, block_size, size] are
-// contiguous. Heads and blocks may lie apart, as in a tensor that holds keys and values.
+// Check that the positions of each head in a block of a paged cache [blocks, heads, block_size,
+// size] are contiguous. Heads and blocks may have any strides, as in one tensor for both keys and
+// values.
 inline void check_contiguous_heads(const View& cache) {
   if (cache.element_count() == 0) return;
   View head = cache;

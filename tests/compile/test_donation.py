@@ -84,7 +84,7 @@ def test_reading_what_was_given_up_names_both_lines(function: Callable[..., Any]
     assert len(lines) == 2, text
     assert first < lines[0] <= lines[1]
     assert "maybe_inplace" in text.split("donated:")[1].split("\n")[0]
-    assert "Call fused_add_rms_norm itself" in text
+    assert "Call fused_add_rms_norm instead" in text
 
 
 def test_returning_what_was_given_up() -> None:

@@ -209,7 +209,7 @@ MISSES: dict[str, tuple[str, str, Callable[..., Any]]] = {
     ),
     "the call site names a provider": (
         "fused_add_rms_norm",
-        "names its providers itself",
+        "sets its own priority",
         lambda a, r: (o.rms_norm.using("native")(a + r, W, 1e-5),),
     ),
     "different weights": (

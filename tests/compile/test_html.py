@@ -205,7 +205,7 @@ def test_hostile_text_stays_text() -> None:
     [
         ([], "Nothing was compiled"),
         ([Report()], "TORCHINDUCTOR_FORCE_DISABLE_CACHES"),
-        ([Report(complete=True)], "No op of opweave"),
+        ([Report(complete=True)], "does not call any opweave op"),
         ([replace(full_report(), from_cache=True)], "this one came from the cache"),
     ],
 )

@@ -40,11 +40,9 @@ BANNED = [(re.compile(pattern), hint) for pattern, hint in PHRASES.items()]
 
 # Files whose prose has not been rewritten yet. Remove a line when its folder passes.
 NOT_YET_CHECKED = (
-    "csrc",
-    "src/opweave/compile",
+    "csrc/kernels/adv_step_flash.cpp",
     "src/opweave/config",
     "src/opweave/integrations",
-    "src/opweave/kernels",
     "src/opweave/native",
     "src/opweave/platforms",
     "tests",

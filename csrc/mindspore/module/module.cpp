@@ -1,4 +1,4 @@
-// The Python module _C_ops: everything that the integration files registered.
+// The Python module _C_ops with everything that the integration files register.
 #include "mindspore/module/module.h"
 
 namespace opweave_mindspore {
@@ -17,7 +17,7 @@ Registration::Registration(void (*define)(pybind11::module_&)) {
 
 }  // namespace opweave_mindspore
 
-// The builder passes the module's name.
+// The builder defines the module's name.
 PYBIND11_MODULE(MS_EXTENSION_NAME, m) {
   for (auto* define : opweave_mindspore::definitions()) define(m);
 }

@@ -1,5 +1,5 @@
-// What an integration file includes: registration in the one Python module, and calls of native ops
-// as operators of MindSpore's PyNative mode.
+// The header of the integration files: registration in the Python module, and calls of native ops
+// as operators in MindSpore's PyNative mode.
 //
 //   OPWEAVE_MS_EXTENSION_MODULE(m) { m.def("scale", &scale, pybind11::arg("x")); }
 #pragma once
@@ -13,7 +13,8 @@
 
 namespace opweave_mindspore {
 
-// One argument of a native op, in the order of its schema. A tensor says what the op does with it.
+// One argument of a native op, in the order of its schema. For a tensor, it includes whether the op
+// reads or writes it.
 class Argument {
  public:
   Argument(int64_t integer) : integer_(integer) {}  // NOLINT: a number is an argument
@@ -42,11 +43,11 @@ class Argument {
   double number_ = 0;
 };
 
-// Hand a native op to MindSpore, which launches it when its inputs are ready. What the op refuses
-// is raised where MindSpore next synchronises; it has then changed nothing.
+// Queue a native op in MindSpore, which launches it when its inputs are ready. Errors of the op are
+// raised at MindSpore's next synchronisation; the op has then not written anything.
 void run_native(const std::string& name, std::vector<Argument> arguments);
 
-// Native ops take strides, so no tensor needs a contiguous copy (and a written one must have none).
+// Native ops support strides, so tensors need not be copied (and outputs must not be).
 inline void keep_strides(const ms::Tensor& tensor) { tensor.SetNeedContiguous(false); }
 inline void keep_strides(const std::optional<ms::Tensor>& tensor) {
   if (tensor.has_value()) keep_strides(*tensor);
@@ -54,7 +55,7 @@ inline void keep_strides(const std::optional<ms::Tensor>& tensor) {
 template <class Number>
 void keep_strides(const Number&) {}
 
-// Queue eval(arguments...), which returns as many tensors as the operator makes.
+// Queue eval(arguments...), which returns the Made outputs of the operator.
 template <int Made, class Eval, class... Arguments>
 pybind11::object call(const std::string& name, Eval eval, const Arguments&... arguments) {
   (keep_strides(arguments), ...);

@@ -36,9 +36,9 @@ class NativeOp : public ms::pynative::PyboostRunner {
   }
 
  protected:
-  // MindSpore's own CPU operators run on the device thread, where this is called, and do not wait
-  // for the launch thread, to which PyboostRunner passes its kernels: with MindSpore 2.10.0 an
-  // operator that follows would read outputs before they are written.
+  // Launch on the device thread, which calls this. PyboostRunner would use the launch thread, but
+  // MindSpore's own CPU operators run on the device thread without waiting for it: with MindSpore
+  // 2.10.0, the next operator would read outputs before they are written.
   void _DispatchLaunchTask() override { LaunchKernel(); }
 
  private:
@@ -55,7 +55,7 @@ class NativeOp : public ms::pynative::PyboostRunner {
     passed.tensor.rank = static_cast<int32_t>(tensor.shape().size());
     passed.tensor.sizes = tensor.shape().data();
     passed.tensor.strides = strides_[i].data();
-    // An empty tensor has no memory to ask for.
+    // GetDataPtr() is not valid for an empty tensor.
     passed.tensor.data = tensor.numel() > 0 ? tensor.GetDataPtr() : nullptr;
     return passed;
   }

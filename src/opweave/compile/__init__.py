@@ -1,6 +1,7 @@
-"""The compile pipeline: from ops that stay whole in a graph to the kernels that were selected.
+"""The ``torch.compile`` backend: fuses IR ops and lowers them to the selected kernels.
 
-``torch.compile(model, backend="opweave")``, or :func:`install` and plain ``torch.compile``.
+Use ``torch.compile(model, backend="opweave")``, or call :func:`install` and use plain
+``torch.compile``.
 """
 
 from opweave.compile.backend import backend, install, uninstall

@@ -1,4 +1,4 @@
-"""Which nodes of a graph share memory, and who reads it when."""
+"""Alias analysis: which nodes of a graph share memory, and which nodes read it later."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from opweave.compile.nodes import tensors_of
 from opweave.ir import memory
 from opweave.ir.memory import covers, disjoint
 
-# Functions of a tensor's metadata; they read none of its elements.
+# Functions that read the metadata of a tensor but not its elements.
 _METADATA = {"dim", "getattr", "numel", "size", "storage_offset", "stride"}
 
 
 class Aliases:
-    """The nodes of *graph* by storage, and their order, as they are now.
+    """The nodes of *graph* by storage, and their order.
 
-    Storages are those of the fake tensors that the tracer noted: views of one tensor have one
-    storage. Nodes that are added later must be entered with :meth:`add`.
+    The storage of a node is that of its fake tensor; views of a tensor have the same storage. New
+    nodes must be added with :meth:`add`.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -31,48 +31,48 @@ class Aliases:
         self.renumber(graph)
         self._by_storage: dict[int, dict[Node, None]] = {}
         self._storages: dict[Node, set[int]] = {}
-        # By storage; as long as they live, no other storage has their keys.
+        # By storage key. Holding the tensors keeps their storages alive, and the keys unique.
         self._owned: dict[int, list[Tensor]] = {}
         for node in graph.nodes:
             self._enter(node)
 
     def renumber(self, graph: Graph) -> None:
-        """Note the order of the nodes as it is now."""
+        """Update the order of the nodes."""
         self.order = {node: position for position, node in enumerate(graph.nodes)}
 
     def add(self, node: Node, after: Node) -> None:
-        """Enter a node that now stands where *after* stands."""
+        """Add a node at the position of *after*."""
         self.order[node] = self.order[after]
         self._enter(node)
 
     def forget(self, nodes: Iterable[Node]) -> None:
-        """Note that nodes are gone."""
+        """Remove nodes."""
         for node in nodes:
             for key in self._storages.pop(node, ()):
                 del self._by_storage[key][node]
 
     def renew(self, nodes: Iterable[Node]) -> None:
-        """Read the storages of nodes anew: they are views of something else now."""
+        """Update nodes whose fake values have changed."""
         for node in dict.fromkeys(nodes):
             self.forget([node])
             self._enter(node)
 
     def own(self, node: Node) -> None:
-        """Note that the memory of *node* is the graph's own, even if it came from the caller."""
+        """Record that the graph owns the memory of *node*, which the caller donated."""
         for tensor in tensors_of(node):
             self._owned.setdefault(_key(tensor), []).append(tensor)
 
     def owns(self, node: Node) -> bool:
-        """Whether :meth:`own` was told so of all elements of *node*."""
+        """Return whether :meth:`own` recorded all elements of *node*."""
         return all(
             any(covers(owned, tensor) for owned in self._owned.get(_key(tensor), ()))
             for tensor in tensors_of(node)
         )
 
     def sharing(self, node: Node, *, certainly: bool = False) -> list[Node]:
-        """Return the nodes that may share elements with *node*, itself included.
+        """Return the nodes that may share elements with *node*, including itself.
 
-        With *certainly*, only those that are known to share some.
+        With *certainly*, return only the nodes that provably share some.
         """
         share = coincide if certainly else share_elements
         found: dict[Node, None] = {node: None}
@@ -83,10 +83,10 @@ class Aliases:
         return list(found)
 
     def readers_after(self, node: Node, position: Node, *, certainly: bool = False) -> list[Node]:
-        """Return the nodes that use the memory of *node*, under any name, after *position*.
+        """Return the nodes that read the memory of *node*, through any alias, after *position*.
 
-        With *certainly*, only those that are known to use some of its elements. Making a view, or
-        asking for a size, uses none.
+        With *certainly*, return only the nodes that provably read some of its elements. Creating a
+        view or reading a size is not a read.
         """
         limit = self.order[position]
         aliases = self.sharing(node, certainly=certainly)
@@ -109,21 +109,22 @@ class Aliases:
 
 
 def overlap(a: Node, b: Node) -> bool:
-    """Whether two nodes may share elements: they have one storage and are not provably apart."""
+    """Return whether two nodes may share elements."""
     return _any(share_elements, a, b)
 
 
 def share_elements(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors, real or fake, may share elements."""
-    key = compat.storage_key(a)
-    if key is None or key != compat.storage_key(b):
-        return False
-    # Where a transform's elements lie, its strides don't say.
-    return a is b or compat.is_wrapped(a) or compat.is_wrapped(b) or not disjoint(a, b)
+    """Return whether two tensors, real or fake, may share elements."""
+    return _same_storage(a, b) and (a is b or _is_wrapped(a, b) or not disjoint(a, b))
+
+
+def coincide(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors, real or fake, provably share elements."""
+    return _same_storage(a, b) and (a is b or (not _is_wrapped(a, b) and memory.coincide(a, b)))
 
 
 def overlaps_another(inputs: Sequence[object], positions: Iterable[int]) -> bool:
-    """Whether a tensor at one of *positions* may share elements with another of *inputs*."""
+    """Return whether a tensor at one of *positions* may share elements with another input."""
     return any(
         other != position and isinstance(value, Tensor) and share_elements(given, value)
         for position in positions
@@ -134,21 +135,26 @@ def overlaps_another(inputs: Sequence[object], positions: Iterable[int]) -> bool
 
 
 def note_writes(inputs: Sequence[Any], positions: Iterable[int]) -> None:
-    """Let a backward pass that has saved a donated input raise torch's error."""
+    """Bump the version counters of donated inputs.
+
+    A backward pass that has saved one of them then raises torch's error instead of returning a
+    wrong gradient.
+    """
     if torch.is_inference_mode_enabled():
         return
     written = [inputs[position] for position in positions]
-    # What requires a gradient is not reused.
+    # The memory of tensors that require a gradient is never reused.
     torch.autograd.graph.increment_version([t for t in written if not t.requires_grad])
 
 
-def coincide(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors, real or fake, are known to share elements."""
+def _same_storage(a: Tensor, b: Tensor) -> bool:
     key = compat.storage_key(a)
-    if key is None or key != compat.storage_key(b):
-        return False
-    wrapped = compat.is_wrapped(a) or compat.is_wrapped(b)
-    return a is b or (not wrapped and memory.coincide(a, b))
+    return key is not None and key == compat.storage_key(b)
+
+
+def _is_wrapped(a: Tensor, b: Tensor) -> bool:
+    """Return whether a functorch transform wraps a tensor, whose strides then say nothing."""
+    return compat.is_wrapped(a) or compat.is_wrapped(b)
 
 
 def _any(test: Callable[[Tensor, Tensor], bool], a: Node, b: Node) -> bool:

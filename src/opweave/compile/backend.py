@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="opweave")``."""
+"""The entry points: the ``"opweave"`` backend, :func:`install` and :func:`uninstall`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from opweave.compile.plan import Plan
 from opweave.compile.report import Report
 
 _undo: list[Callable[[], None]] = []
-_logged = False  # that a graph has no ops, once in a process
+_logged = False  # whether the warning about a graph without ops was logged; once per process
 
 
 def backend(
@@ -36,18 +36,18 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile a graph that Dynamo traced; the backend ``"opweave"`` of ``torch.compile``.
+    """Compile a graph traced by Dynamo: the ``"opweave"`` backend of ``torch.compile``.
 
-    What it raises reaches the user of ``torch.compile`` as ``BackendCompilerFailed``, with the name
-    and the text of the error in its message.
+    ``torch.compile`` wraps errors in ``BackendCompilerFailed``, whose message contains the type
+    and text of the original error.
 
     Args:
-        options: see :class:`CompileOptions`; what is not there goes to Inductor.
-        mode: as for ``torch.compile``.
+        options: see :class:`CompileOptions`; other options are passed to Inductor.
+        mode: the ``mode`` argument of ``torch.compile``.
 
     Raises:
-        OptionError: an option is unknown.
-        UseAfterDonationError: the program reads what it gave to ``maybe_inplace``.
+        OptionError: an option is unknown or has an invalid value.
+        UseAfterDonationError: the program reads a tensor that it donated to ``maybe_inplace``.
         IrError: a priority names an unknown op or provider.
     """
     parsed = CompileOptions.parse(options, mode)
@@ -64,16 +64,16 @@ def backend(
 
 
 def install(**options: Any) -> None:
-    """Give plain ``torch.compile`` (its backend ``"inductor"``) the passes of opweave.
+    """Add opweave's passes to the ``"inductor"`` backend, the default of ``torch.compile``.
 
-    Graphs without ops of the IR are compiled as before. AOTInductor and ``torch.export`` go the
-    same way. A second call replaces the options of the first.
+    This includes AOTInductor and ``torch.export``. Graphs without IR ops are compiled as before.
+    Calling it again replaces the options.
 
     Args:
         options: see :class:`CompileOptions`.
 
     Raises:
-        OptionError: an option is unknown.
+        OptionError: an option is unknown or has an invalid value.
     """
     CompileOptions.parse(options)
     uninstall()
@@ -85,15 +85,15 @@ def install(**options: Any) -> None:
             patches = kwargs.pop("config_patches", None) or {}
             parsed = CompileOptions.parse({**options, **patches})
             compile_ = partial(compat.compile_fx, **kwargs)
-            if "inner_compile" in kwargs:  # AOTInductor wants an artifact, not a function
+            if "inner_compile" in kwargs:  # AOTInductor expects an artifact, not a callable
                 context = Context(Plan.capture(registries_of(model), parsed))
                 artifact = compile_with(model, inputs, context, compile_)
                 remember(ReportLog([context.report], context.report))
                 return artifact
             if compat.compiles_ahead_of_time():
                 raise CompileError(
-                    "aot_compile cannot save a graph with ops of opweave for the backend "
-                    "'inductor'. Use torch.compile(..., backend='opweave')."
+                    "aot_compile cannot save a graph with opweave ops for the backend 'inductor'. "
+                    "Use torch.compile(..., backend='opweave')."
                 )
             return CompiledGraph(model, inputs, parsed, compile_)
 

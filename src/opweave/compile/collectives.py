@@ -1,7 +1,4 @@
-"""Functional collectives as nodes of a graph, and the process groups that they run in.
-
-Reads private names of ``torch.distributed`` through :mod:`opweave.compile.compat`.
-"""
+"""Functional collectives in graphs, and their process groups."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ class Group:
     """A process group, seen from this process.
 
     Attributes:
-        name: what graphs call it.
-        size: the number of its ranks.
-        rank: which of them this process is.
+        name: its name in graphs.
+        size: the number of ranks.
+        rank: the rank of this process.
     """
 
     name: Any
@@ -37,7 +34,7 @@ class Group:
 
 
 def find_group(name: Any) -> Group | None:
-    """Return the process group *name*, or None if this process is in no such group."""
+    """Return the process group *name*, or None if it does not exist or excludes this process."""
     try:
         group = cast("Any", distributed.distributed_c10d)._resolve_process_group(name)
     except (RuntimeError, ValueError, LookupError):
@@ -47,9 +44,9 @@ def find_group(name: Any) -> Group | None:
 
 
 def collective(node: Node) -> str:
-    """Return which functional collective *node* calls, or an empty string.
+    """Return the functional collective that *node* calls, or an empty string.
 
-    ``reduce_scatter_tensor`` and ``all_gather_into_tensor`` go by the names ``reduce_scatter`` and
+    ``reduce_scatter_tensor`` and ``all_gather_into_tensor`` are called ``reduce_scatter`` and
     ``all_gather``; the wait is ``wait_tensor``.
     """
     target = node.target
@@ -60,7 +57,7 @@ def collective(node: Node) -> str:
 
 
 def count_collectives(graph: Graph) -> dict[str, int]:
-    """Return how often each collective is in *graph*."""
+    """Return the number of collectives in *graph* by name, without waits."""
     names = Counter(filter(None, map(collective, graph.nodes)))
     del names[WAIT]
     return dict(sorted(names.items()))
@@ -72,7 +69,7 @@ def overload(name: str) -> Any:
 
 
 def _groups() -> str:
-    """What a graph may have been specialised to: every group, its size, and our rank in it."""
+    """Return every group, its size and this process's rank, which a graph may be specialised to."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return ""
     return repr(

@@ -1,7 +1,7 @@
-"""The private parts of torch that opweave.compile touches, in one place.
+"""All uses of private torch APIs in opweave.compile.
 
 The counterpart of :mod:`opweave.base.compat` for Dynamo, AOTAutograd and Inductor, which are slow
-to import. ``tests/compile/test_compat.py`` has a canary for each name.
+to import. ``tests/compile/test_compat.py`` tests each name.
 """
 
 from __future__ import annotations
@@ -49,25 +49,28 @@ __all__ = [
 
 InductorConfig = Mapping[str, Any]
 
-# What a ``with torch.autocast(...)`` block is in a graph.
+# The calls in a graph that begin and end a ``with torch.autocast(...)`` block.
 ENTER_AUTOCAST: Callable[..., Any] = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST: Callable[..., Any] = torch.amp.autocast_mode._exit_autocast
-# The operator ``_foreach_copy_``, which copies a list of tensors into another.
+# Copies a list of tensors into another.
 FOREACH_COPY: Any = torch.ops.aten._foreach_copy_.default
 
 
 def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:
-    """Return the mode that the fake tensors among *values* belong to."""
+    """Return the mode of the fake tensors in *values*, or None without fake tensors."""
     return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether *tensor* is one of a transform's (``torch.vmap``, ``torch.func.grad``), of others."""
+    """Return whether a transform (``torch.vmap``, ``torch.func.grad``) wraps *tensor*."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """Return what two tensors, real or fake, have in common if they are views of one storage."""
+    """Return a key that two tensors, real or fake, share if they have the same storage.
+
+    Tensors that are not strided have None.
+    """
     *_, tensor = unwrapped(tensor)
     if tensor.layout is not torch.strided:
         return None
@@ -75,10 +78,10 @@ def storage_key(tensor: Tensor) -> int | None:
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[object]) -> GraphModule:
-    """Trace *function* of fake tensors and symbolic integers into aten, as Inductor would have it.
+    """Trace *function* on fake tensors and symbolic integers into an aten graph.
 
-    The decompositions are those of Inductor, so that code inlined from here and code that went
-    through AOTAutograd come out the same.
+    It uses Inductor's decompositions, so that inlined implementations generate the same code as
+    graphs from AOTAutograd.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.traceback import preserve_node_meta
@@ -89,20 +92,20 @@ def trace(function: Callable[..., Any], inputs: Sequence[object]) -> GraphModule
 
 
 def is_plain_fake(tensor: Tensor) -> bool:
-    """Whether sizes, strides, dtype, device and memory are all that there is to a fake tensor."""
+    """Return whether a fake tensor has no state besides layout, dtype, device and storage."""
     plain = type(tensor) is FakeTensor and tensor.layout is torch.strided
     return plain and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
 
 def fresh_fake(fake: FakeTensor) -> Tensor:
-    """Return a fake tensor like *fake* in memory of its own."""
+    """Return a fake tensor like *fake* in a new storage."""
     size, stride = fake.shape, fake.stride()
     with fake.fake_mode:
         return torch.empty_strided(size, stride, dtype=fake.dtype, device=fake.device)
 
 
 class _Memory(Tensor):
-    """A tensor for the sake of its storage, whose size may vary: torch has no way to make one."""
+    """A tensor that only serves to create a storage of dynamic size."""
 
     @classmethod
     def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -110,11 +113,7 @@ class _Memory(Tensor):
 
 
 def new_fake_storage(size: int | torch.SymInt) -> torch.UntypedStorage:
-    """Return memory for fake tensors.
-
-    Args:
-        size: in bytes.
-    """
+    """Return a storage of *size* bytes for fake tensors."""
     make = cast("Any", Tensor)._make_wrapper_subclass
     holder = make(_Memory, (0,), (1,), dtype=torch.uint8, device="meta", storage_size=size)
     return cast("torch.UntypedStorage", holder.untyped_storage())
@@ -123,9 +122,9 @@ def new_fake_storage(size: int | torch.SymInt) -> torch.UntypedStorage:
 def fake_in(
     mode: FakeTensorMode, storage: torch.UntypedStorage, like: Tensor, offset: int | torch.SymInt
 ) -> Tensor:
-    """Return a fake tensor of *mode* in *storage*, at *offset* in elements, that is *like* another.
+    """Return a fake tensor like *like* in *storage*, at *offset* in elements.
 
-    Call it without modes that are active (:func:`no_modes`).
+    Call it without active modes (:func:`no_modes`).
     """
     whole = torch.empty(0, dtype=like.dtype, device="meta")
     whole.set_(storage, 0, (0,), (1,))
@@ -134,17 +133,17 @@ def fake_in(
 
 
 def leaves(value: object) -> list[Any]:
-    """Return what is in *value*, however deep in lists, tuples and mappings."""
+    """Return the leaves of nested lists, tuples and mappings."""
     return pytree.tree_leaves(value)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return *value* with what *function* makes of each tensor in it."""
+    """Apply *function* to the tensors in *value*."""
     return pytree.tree_map_only(Tensor, function, value)
 
 
 def data_dependent(values: Sequence[object]) -> set[Any]:
-    """Return the symbols in fake tensors and numbers that stand for what only the data tell."""
+    """Return the symbols for data-dependent sizes in fake tensors and symbolic numbers."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     kinds = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -154,7 +153,7 @@ def data_dependent(values: Sequence[object]) -> set[Any]:
 
 @contextmanager
 def no_modes() -> Iterator[None]:
-    """Run the block as if nothing was being traced or compiled around it."""
+    """Disable active tracing and dispatch modes for the block."""
     from torch._guards import tracing
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -163,32 +162,32 @@ def no_modes() -> Iterator[None]:
 
 
 def is_mutable(target: object) -> bool:
-    """Whether the operator *target* writes to an argument."""
+    """Return whether *target* is an operator that writes to an argument."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 def let_inductor_call(operator: torch._ops.OpOverload[..., Any]) -> None:
-    """Have Inductor call *operator* as it is, unless it knows how to lower it.
+    """Make Inductor call *operator* as a fallback, unless it has a lowering.
 
-    It would do so by itself, but where the environment has ``CI``, it first raises for an operator
-    that has a decomposition.
+    Inductor does so by default, but if the environment variable ``CI`` is set, it raises for
+    operators that have a decomposition.
     """
     if operator.namespace != "aten":
         return
-    from torch._inductor import lowering  # takes a second, and most operators do not need it
+    from torch._inductor import lowering  # the import takes a second, and is rarely needed
 
     if operator not in lowering.lowerings:
         cast("Any", lowering).make_fallback(operator, warn=False)
 
 
 def process_groups() -> Mapping[torch.distributed.ProcessGroup, str]:
-    """Return the name of every process group, once torch.distributed is initialised."""
+    """Return the names of all process groups; torch.distributed must be initialised."""
     names: Any = torch.distributed.distributed_c10d._world.pg_names
     return cast("Mapping[torch.distributed.ProcessGroup, str]", names)
 
 
 def function_name(node: Node) -> str:
-    """Return what the function that *node* calls is called, without its overload."""
+    """Return the name of the function that *node* calls, without the overload."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.rpartition("::")[2].removeprefix("sym_")
@@ -196,7 +195,7 @@ def function_name(node: Node) -> str:
 
 
 def makes_views(node: Node) -> bool:
-    """Whether the function that *node* calls reads nothing where it returns views."""
+    """Return whether the function that *node* calls can return a view."""
     if isinstance(node.target, torch._ops.OpOverload):
         return _is_view(node.target)
     name = function_name(node)
@@ -211,18 +210,18 @@ def _is_view(operator: torch._ops.OpOverload[..., Any]) -> bool:
     return any(info is not None and not info.is_write for info in returned)
 
 
-_inside = threading.local()  # .count: how deep this thread is in Inductor's own entry point
+_inside = threading.local()  # .count: nested calls of compile_fx in this thread
 
 
 def is_inside() -> bool:
-    """Whether this thread is in :func:`compile_fx`: Inductor calls its own entry point again."""
+    """Return whether this thread is in :func:`compile_fx`; Inductor calls it recursively."""
     return getattr(_inside, "count", 0) > 0
 
 
 def compile_fx(
     graph_module: GraphModule, example_inputs: Sequence[Any], config: InductorConfig, **more: Any
 ) -> Callable[..., Any]:
-    """Compile with Inductor. Takes *graph_module* over, and may change it."""
+    """Compile with Inductor, which may change *graph_module*."""
     from torch._inductor import compile_fx as module
 
     mutation_compat.correct_mutations()
@@ -237,20 +236,20 @@ def compile_fx(
 
 
 def compiles_ahead_of_time() -> bool:
-    """Whether torch is compiling for ``aot_compile``."""
+    """Return whether torch is compiling for ``aot_compile``."""
     from torch._functorch import config
 
     return bool(getattr(config, "bypass_autograd_cache_key", False))
 
 
 def serialize(compiled: Callable[..., Any]) -> bytes:
-    """Return a function that Inductor compiled ahead of time as bytes."""
+    """Serialize a function that Inductor compiled ahead of time."""
     bundled = BundledAOTAutogradSerializableCallable
     return bundled.serialize_compile_artifacts(bundled(compiled))
 
 
 def deserialize(data: bytes) -> Callable[..., Any]:
-    """Return the function that :func:`serialize` was given."""
+    """Load a function from the output of :func:`serialize`."""
     found = BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts(data)
     return cast("Callable[..., Any]", found.compiled_fn)
 
@@ -258,7 +257,7 @@ def deserialize(data: bytes) -> Callable[..., Any]:
 def replace_compile_fx(
     make: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Callable[[], None]:
-    """Put ``make(original)`` in place of Inductor's entry point; return what undoes it."""
+    """Replace Inductor's entry point with ``make(original)``; return a function to undo it."""
     from torch._inductor import compile_fx as module
 
     mutation_compat.correct_mutations()
@@ -274,7 +273,7 @@ def replace_compile_fx(
 def compile_aot(
     graph_module: GraphModule, example_inputs: Sequence[Any], change: Callable[[GraphModule], None]
 ) -> Callable[..., Any]:
-    """Compile with AOTAutograd only: *change* its graphs, then run them op by op."""
+    """Compile with AOTAutograd only: apply *change* to its graphs, and run them op by op."""
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._inductor.decomposition import select_decomp_table
 
@@ -283,7 +282,7 @@ def compile_aot(
 
         def run(inputs: list[Any]) -> Any:
             given = list(inputs)
-            inputs.clear()  # so that nobody but the graph holds them
+            inputs.clear()  # lets the graph free inputs early, as the boxed convention demands
             return module(*given)
 
         cast("Any", run)._boxed_call = True
@@ -300,14 +299,14 @@ def compile_aot(
 
 
 def propagate_fakes(graph_module: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Note fake values in a graph whose tracer left none."""
+    """Compute the fake values of a graph that does not have any."""
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     FakeTensorProp(graph_module).propagate(*example_inputs)
 
 
 def configured_passes(name: str) -> list[Any]:
-    """Return the custom passes that Inductor's configuration holds under *name*."""
+    """Return the custom passes in the Inductor option *name*."""
     from torch._inductor import config
 
     found = getattr(config, name)
@@ -317,7 +316,7 @@ def configured_passes(name: str) -> list[Any]:
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
-    """Return the Inductor options that ``torch.compile(mode=...)`` stands for."""
+    """Return the Inductor options for ``torch.compile(mode=...)``."""
     if mode is None or mode == "default":
         return {}
     from torch._inductor import list_mode_options
@@ -326,25 +325,25 @@ def mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def inductor_option_names() -> set[str]:
-    """Return the options that Inductor knows."""
+    """Return the names of Inductor's options."""
     from torch._inductor import list_options
 
     return {name.replace("-", "_") for name in list_options()}
 
 
 def cache_directory() -> str:
-    """Return the folder of Inductor's caches."""
+    """Return Inductor's cache directory."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
 
 
 def record_artifact(path: str, content: Any) -> None:
-    """Let a JSON file travel with ``torch.compiler.save_cache_artifacts()``.
+    """Include a JSON file in ``torch.compiler.save_cache_artifacts()``.
 
-    *path* is relative to :func:`cache_directory`. Of the kinds of artifacts that torch knows, that
-    of autotuning results is the one that restores such a file. One of our own would make loading
-    fail where opweave was not imported before.
+    *path* is relative to :func:`cache_directory`. The file is recorded as an autotuning result,
+    the only artifact type of torch that restores such a file. Loading a custom type would fail in
+    processes that have not imported opweave.
     """
     from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
     from torch.compiler._cache import CacheArtifactManager
@@ -353,7 +352,7 @@ def record_artifact(path: str, content: Any) -> None:
 
 
 def sort_topologically(graph: Graph) -> None:
-    """Order the nodes so that each comes after its inputs, as little changed as possible."""
+    """Sort the nodes of *graph* topologically; the sort is stable."""
     from torch._inductor.pattern_matcher import stable_topological_sort
 
     stable_topological_sort(graph)

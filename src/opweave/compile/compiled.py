@@ -1,4 +1,4 @@
-"""A graph that Dynamo traced, compiled for the priorities that hold when it is called."""
+"""The callable that the backend returns: one graph, compiled per set of priorities."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from opweave.ir.scope import Scope, current_scope
 
 Runner = Callable[..., Any]
 Compile = Callable[[GraphModule, Sequence[Any], dict[str, Any]], Runner]
-Moment = tuple[Scope | None, tuple[int, ...], int | None]
+Moment = tuple[Scope | None, tuple[int, ...], int | None]  # scope, registry versions, size
 
 
 class CompiledGraph(compat.SerializableCallable):
-    """What the backend returns: a callable that never runs a selection that is out of date.
+    """A compiled graph that recompiles when its kernel selection is out of date.
 
-    The graph is compiled at once for what holds now. A call under other priorities or required
-    traits (a scope, a changed default, a new implementation), or with a size in another compile
-    range, runs the graph compiled for those, which is compiled when it is first needed.
+    The graph is compiled at once for the current priorities. A call under other priorities or
+    required traits (a scope, a changed default, a new implementation), or with a size in another
+    compile range, runs another variant of the graph, which is compiled on first use.
 
     Args:
-        graph_module: the graph; kept as it is.
-        example_inputs: what Dynamo gave: fake or real tensors, symbolic or real numbers.
-        options: of the backend.
-        compile: Inductor.
+        graph_module: the graph from Dynamo; it is modified.
+        example_inputs: the inputs from Dynamo: fake or real tensors, symbolic or real numbers.
+        options: backend options.
+        compile: compiles the graph after the passes of the Dynamo stage; Inductor by default.
 
     Attributes:
-        options: as given.
-        log: the reports of the graphs that were compiled.
+        options: the backend options.
+        log: the reports of the compiled variants.
     """
 
     def __init__(
@@ -65,11 +65,13 @@ class CompiledGraph(compat.SerializableCallable):
         self._lock = threading.RLock()
         self._variants: dict[str, tuple[Runner, Report]] = {}  # by digest of the plan
         self.log = ReportLog()
-        self._plans: dict[Any, str] = {}  # digests, by what holds
+        self._plans: dict[Any, str] = {}  # digests of plans, by scope, registry versions and range
         plan = Plan.capture(self._registries, options, self._size(example_inputs))
-        self._variants[plan.digest] = self._first(graph_module, example_inputs, plan)
-        run, self.log.last = self._variants[plan.digest]
-        # In one piece: threads must not see one half of it with the other half of another.
+        context = self._context(plan)
+        run = compile_with(graph_module, example_inputs, context, compile)
+        self._variants[plan.digest] = run, context.report
+        self.log.last = context.report
+        # One attribute, so that threads always see a matching pair.
         self._current = self._moment(example_inputs), run
         remember(self.log)
 
@@ -85,13 +87,13 @@ class CompiledGraph(compat.SerializableCallable):
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: CompiledGraph) -> bytes:
-        """Return the graph that was compiled at once as bytes, for ``aot_compile``."""
+        """Serialize the first variant, for ``aot_compile``."""
         run, report = next(iter(fn._variants.values()))
         return precompiled.to_bytes(run, report, fn._donated)
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> Callable[..., Any]:
-        """Return the graph in *data*, which keeps the kernels that it was compiled with."""
+        """Load a graph, which always runs the kernels that it was compiled with."""
         loaded = precompiled.Precompiled.from_bytes(data)
         remember(ReportLog([loaded.report], loaded.report))
         return loaded
@@ -110,7 +112,7 @@ class CompiledGraph(compat.SerializableCallable):
         return current_scope(), versions, self._size(inputs)
 
     def _call_variant(self, inputs: Sequence[Any]) -> Any:
-        """Call the graph compiled for what holds now."""
+        """Call the variant for the current priorities and sizes, compiling it if necessary."""
         moment = self._moment(inputs)
         with self._lock:
             key = (_content(moment[0]), moment[1], self._range(moment[2]))
@@ -121,15 +123,9 @@ class CompiledGraph(compat.SerializableCallable):
                     return self._call_another(plan, inputs)
                 self._plans[key] = plan.digest
             run, self.log.last = self._variants[self._plans[key]]
-            if moment[0] is None:  # scopes come and go
+            if moment[0] is None:  # scopes are short-lived, so the fast path is for calls without
                 self._current = moment, run
         return run(*inputs)
-
-    def _first(
-        self, graph_module: GraphModule, inputs: Sequence[Any], plan: Plan
-    ) -> tuple[Runner, Report]:
-        context = self._context(plan)
-        return compile_with(graph_module, inputs, context, self._compile), context.report
 
     def _context(self, plan: Plan) -> Context:
         context = Context(plan)
@@ -137,10 +133,10 @@ class CompiledGraph(compat.SerializableCallable):
         return context
 
     def _call_another(self, plan: Plan, inputs: Sequence[Any]) -> Any:
-        """Call the same graph compiled for another plan: through Dynamo, which guards its shapes.
+        """Compile the graph for another plan through Dynamo, which guards its shapes, and call it.
 
-        The call itself compiles it, so that the graph runs once. Where Dynamo is told to compile
-        nothing, the graph runs op by op, and is not kept.
+        The call triggers the compilation. If Dynamo is disabled, the graph runs op by op and is not
+        kept as a variant.
         """
         first = len(self.log.reports)
 
@@ -156,9 +152,9 @@ class CompiledGraph(compat.SerializableCallable):
         return result
 
     def _run_op_by_op(self, inputs: Sequence[Any]) -> Any:
-        """Run the graph as eager mode would, which copies what the ops may not have.
+        """Run the graph in eager mode, where ops copy the activations that they may not overwrite.
 
-        AOTAutograd and Inductor do not take every graph that writes to inputs which overlap.
+        AOTAutograd and Inductor do not support every graph that writes to overlapping inputs.
         """
         logger.info("a donated input overlaps another one: this call runs op by op, uncompiled")
         return self._pristine(*inputs)
@@ -171,7 +167,7 @@ class CompiledGraph(compat.SerializableCallable):
         return int(value.shape[dimension] if isinstance(value, Tensor) else value)
 
     def _range(self, size: int | None) -> int | None:
-        """Return the compile range that *size* is in, by position."""
+        """Return the index of the compile range that contains *size*, if any."""
         if size is None:
             return None
         ranges = enumerate(self._ranges)
@@ -184,7 +180,7 @@ class CompiledGraph(compat.SerializableCallable):
 def compile_with(
     graph_module: GraphModule, inputs: Sequence[Any], context: Context, compile: Compile
 ) -> Runner:
-    """Run the passes on a graph that Dynamo traced, and compile it. Takes *graph_module* over."""
+    """Run the passes on a graph from Dynamo and compile it. *graph_module* is modified."""
     for module in all_graphs(graph_module):
         pipeline.run(Stage.DYNAMO, module.graph, context)
         module.recompile()
@@ -198,7 +194,7 @@ def compile_with(
 
 
 def copy_module(graph_module: GraphModule) -> GraphModule:
-    """Copy a graph module and the graphs that control flow in it runs; parameters are shared."""
+    """Copy a graph module and its control-flow subgraphs; parameters are shared."""
     graph = Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     copied = GraphModule(graph_module, graph)
@@ -209,9 +205,9 @@ def copy_module(graph_module: GraphModule) -> GraphModule:
 
 
 def varying_size(example_inputs: Sequence[Any]) -> tuple[int, int] | None:
-    """Return which dimension of which input is the number of tokens: the first size that varies.
+    """Return the (input, dimension) that holds the number of tokens: the first dynamic size.
 
-    Where none does, it is the first dimension of the first input.
+    Without dynamic sizes, this is the first dimension of the first input; without tensors, None.
     """
     tensors = [(i, t) for i, t in enumerate(example_inputs) if isinstance(t, Tensor) and t.ndim]
     for position, tensor in tensors:
@@ -223,17 +219,17 @@ def varying_size(example_inputs: Sequence[Any]) -> tuple[int, int] | None:
 
 @dataclass
 class ReportLog:
-    """The reports of one graph: of every selection it was compiled for, and the one that ran."""
+    """The reports of one graph: those of all variants, and that of the variant that ran last."""
 
     reports: list[Report] = field(default_factory=list)
     last: Report | None = None
 
 
 def report() -> Report:
-    """Return the report of the graph that was compiled last, for the selection that ran last.
+    """Return the report of the last compiled graph, for the variant that ran last.
 
     Raises:
-        LookupError: nothing was compiled with the passes of opweave yet.
+        LookupError: opweave has not compiled a graph yet.
     """
     found = _latest.last
     if found is None:
@@ -245,7 +241,7 @@ def report() -> Report:
 
 
 def reports() -> list[Report]:
-    """Return the reports of every selection that the same graph was compiled for, oldest first."""
+    """Return the reports of all variants of the last compiled graph, oldest first."""
     return list(_latest.reports)
 
 
@@ -253,12 +249,13 @@ _latest = ReportLog()
 
 
 def remember(log: ReportLog) -> None:
-    """Make *log* the one that :func:`report` and :func:`reports` read."""
+    """Make :func:`report` and :func:`reports` read *log*."""
     global _latest
     _latest = log
 
 
 def registries_of(graph_module: GraphModule) -> list[Registry]:
+    """Return the current registry and those of the ops in the graph."""
     found = dict.fromkeys([current_registry()])
     for module in all_graphs(graph_module):
         found |= dict.fromkeys(call.op.registry for call in ir_calls(module.graph))
@@ -266,9 +263,10 @@ def registries_of(graph_module: GraphModule) -> list[Registry]:
 
 
 def prepare_ops(graph_module: GraphModule) -> None:
-    """Prepare the ops for calls from Python.
+    """Generate the fast paths of the ops in the graph.
 
-    Dynamo guards on the function that a call of an op is, which the first one would replace.
+    Dynamo guards on the function object of an op; the first eager call would replace it, and the
+    graph would recompile.
     """
     for op in {call.op for each in all_graphs(graph_module) for call in ir_calls(each.graph)}:
         for path in op.own_paths():
@@ -276,7 +274,7 @@ def prepare_ops(graph_module: GraphModule) -> None:
 
 
 def _content(scope: Scope | None) -> Any:
-    """Return what a scope says; two scopes that say the same share a graph."""
+    """Return the content of a scope as a hashable key: equal scopes share a variant."""
     if scope is None:
         return None
     lists = tuple(

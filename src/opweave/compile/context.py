@@ -1,4 +1,4 @@
-"""What the passes of one compilation share."""
+"""The state that the passes of one compilation share."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Context:
     """The plan, the report and the traces of one compilation.
 
     Attributes:
-        plan: what was decided before.
-        report: what is decided.
-        tracer: the traces.
-        joint_key: what the report is filed under besides its own key: that of the graph as the
-            joint stage leaves it, which has nobody's names in it.
-        fused_from: the nodes that a composite replaced, by its name.
-        notes: of the pass that is running.
+        plan: the selection policies and options.
+        report: collects the decisions of the passes.
+        tracer: caches traces of implementations.
+        joint_key: a second cache key of the report, computed from the graph after the joint stage,
+            which does not contain names from the user's program.
+        fused_from: names of the nodes that each composite replaced, by the composite's node name.
+        notes: messages of the running pass for the report.
     """
 
     plan: Plan
@@ -35,10 +35,10 @@ class Context:
     joint_key: str = ""
     fused_from: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    _texts: dict[Any, str] = field(default_factory=dict)  # of arguments, by their signature
+    _texts: dict[Any, str] = field(default_factory=dict)  # described arguments, by signature
 
     def describe(self, call: IrCall, selection: Selection, stage: str) -> NodeReport:
-        """Enter what was selected for *call* into the report."""
+        """Add the selection for *call* to the report, and return the new entry."""
         described = NodeReport(
             node=call.node.name,
             op=call.op.name,
@@ -58,7 +58,7 @@ class Context:
         return described
 
     def _arguments(self, call: IrCall, selection: Selection) -> str:
-        """Return the arguments of *call* as text; those that are alike look alike."""
+        """Return the arguments of *call* as text, the same text for the same signature."""
         key = call.op, tuple(map(signature, call.fakes))
         if key not in self._texts:
             self._texts[key] = explained(selection, call.fakes).call

@@ -1,4 +1,4 @@
-"""What can go wrong while a graph is compiled."""
+"""Errors raised during compilation."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from opweave.ir import IrError
 
 
 class CompileError(IrError):
-    """Base of the errors that opweave.compile raises."""
+    """Base class of the errors that opweave.compile raises."""
 
 
 class UseAfterDonationError(CompileError):
-    """A tensor, or a view of its memory, is read after it was given to ``maybe_inplace``."""
+    """A tensor, or a view of it, is read after it was donated to ``maybe_inplace``."""
 
 
 class OptionError(CompileError):
-    """An option of the backend is unknown or malformed."""
+    """A backend option is unknown or has an invalid value."""
 
 
 class PluginPassError(CompileError):
-    """A compiler pass of a plugin failed, or is none."""
+    """A plugin's compiler pass failed, does not exist or is not a valid pass."""
 
 
 class UnloweredOpError(CompileError):
-    """An op of the IR would have reached code generation."""
+    """An IR op would have reached code generation."""

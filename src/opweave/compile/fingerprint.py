@@ -1,4 +1,4 @@
-"""What a compiled graph depends on besides the graph, as digests for the keys of caches."""
+"""Digests of kernels, ops and libraries for cache keys."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _providers: list[Callable[[], str]] = []
 
 
 def contribute(digest: Callable[[], str]) -> None:
-    """Make ``digest()`` a part of every key: for what kernels depend on and no code shows.
+    """Add ``digest()`` to every cache key.
 
-    Constants, code and its source are in the keys already. What is not: files and environment
-    variables that a kernel reads when it runs, the contents of lists, dictionaries, tensors and
-    objects, and names that are computed (``getattr``, ``importlib``).
+    Keys already contain code, its source files and its constants. Contribute a digest if a kernel
+    depends on anything else: files and environment variables that it reads, the contents of lists,
+    dictionaries, tensors and objects, or names looked up with ``getattr`` or ``importlib``.
     """
     _providers.append(digest)
 
@@ -42,10 +42,10 @@ def of_op(op: IrOp) -> str:
 
 
 def of_impl(impl: IrOpImpl) -> str:
-    """Return a digest of an implementation: its source, that of its helpers, and its promises.
+    """Return a digest of an implementation: its source, its helpers' source and its declarations.
 
-    Code without a source file, as in a notebook, may depend on more than what can be seen of it: it
-    is another implementation each time that it is registered.
+    Code without a source file, as in a notebook, may have dependencies that cannot be found, so the
+    digest changes each time the implementation is registered.
     """
     predicate = impl.supports_args
     rule = predicate if isinstance(predicate, Rule) else None
@@ -58,13 +58,13 @@ def of_impl(impl: IrOpImpl) -> str:
 
 
 def of_function(function: Any) -> str:
-    """Return a digest of what a function's behaviour depends on, see :class:`Footprint`."""
+    """Return a digest of the dependencies of a function, see :class:`Footprint`."""
     return _of_footprint(_footprint([function]))
 
 
 @cache
 def of_file(file: str | None) -> str:
-    """Return a digest of a file's bytes; empty where there is none."""
+    """Return a digest of a file's content, or an empty string if it cannot be read."""
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
     except OSError:
@@ -73,7 +73,7 @@ def of_file(file: str | None) -> str:
 
 @lru_cache(maxsize=1)
 def of_libraries() -> str:
-    """Return a digest of the versions of torch and opweave, and of the passes themselves."""
+    """Return a digest of the versions of Python, torch and opweave, and of the passes' source."""
     passes = sys.modules[__package__ or __name__]
     folder = Path(passes.__file__ or "").parent
     folders = folder, folder.parent / "ir", folder.parent / "base"
@@ -83,13 +83,13 @@ def of_libraries() -> str:
 
 
 def of_binaries() -> str:
-    """Return a digest of the native modules in this process, which no Python source shows."""
+    """Return a digest of the native modules that are loaded in this process."""
     modules = sorted(native.opened_modules().items())
     return digest_of(part for namespace, file in modules for part in (namespace, of_file(file)))
 
 
 def of_contributions() -> str:
-    """Return a digest of what was contributed."""
+    """Return a digest of the contributions, see :func:`contribute`."""
     return digest_of(provider() for provider in _providers)
 
 
@@ -126,12 +126,12 @@ def _of_installed(module: ModuleType) -> str:
 
 
 def _version_of(name: str) -> str:
-    """Return what the package that a module is in says of its version, if it is imported."""
+    """Return ``__version__`` of a module's top-level package if it is imported, else ""."""
     return str(getattr(sys.modules.get(top_of(name)), "__version__", ""))
 
 
 def _called_by(rule: Rule) -> Iterator[Callable[..., Any]]:
-    """Yield the functions among the constants of facts about tensors."""
+    """Yield the functions among the constants of *rule* and of the rules that it combines."""
     for part in getattr(rule, "rules", ()):
         yield from _called_by(part)
     yield from filter(callable, getattr(rule, "constants", ()))

@@ -1,4 +1,4 @@
-"""What a function's behaviour depends on besides its arguments, as far as Python shows it."""
+"""Collect what the behaviour of a function depends on, besides its arguments."""
 
 from __future__ import annotations
 
@@ -21,39 +21,42 @@ from opweave.ir.dispatch import Callee
 _PLAIN = (int, float, complex, str, bytes, range, type(None), type(...))
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONSTANT = (*_PLAIN, *_TORCH, enum.Enum, tuple, frozenset)
-_WRAPPED = ("__wrapped__", "fn")  # where functools, and Triton and torch, keep a function
+_WRAPPED = ("__wrapped__", "fn")  # attributes for the wrapped function: functools, Triton and torch
 _BINDING = (functools.partial, MethodType)
 _NAMED = (Callee, OpOverload, OpOverloadPacket)
 
 
 class _Text(NamedTuple):
-    """What can be said of code alone."""
+    """The facts about a code object that do not depend on its globals."""
 
     code: str
-    used: tuple[str, ...]  # globals and attributes
-    imported: tuple[str, ...]  # modules
+    used: tuple[str, ...]  # names of globals and attributes
+    imported: tuple[str, ...]  # names of modules
 
 
 class Footprint:
-    """Facts about functions and what they refer to, in the order in which they are met.
+    """Facts about functions and the objects that they refer to, in order of discovery.
 
-    A function counts by its bytecode, by the module it is from (see
-    :mod:`opweave.compile.sources`), by what it holds (closure, defaults, arguments of a
-    ``partial``), and by the globals that it names: which function, class or module each is, its
-    value if it is a constant, what it depends on if it is of the same package, has no source file
-    or is a ``partial``, and the module that it is from otherwise. Torch and Python's own library
-    count by their versions.
+    The facts about a function are:
+
+    - its bytecode, and its module with the files that it uses (:mod:`opweave.compile.sources`);
+    - its closure, defaults, and the arguments of a ``partial``;
+    - the globals that it names: the identity of each function, class or module, the value of a
+      constant, the facts about an object of the same package, without a source file or bound by a
+      ``partial``, and the module of any other object.
+
+    For torch and the standard library, the version is enough.
     """
 
     def __init__(self) -> None:
         self.facts: list[str] = []
         self.modules: dict[str, ModuleType] = {}
         self.installed: dict[str, ModuleType] = {}
-        self.has_source = True  # whether every function met has a file
-        self._met: dict[object, object] = {}  # with the values, so that their ids stay theirs
+        self.has_source = True  # whether every function has a source file
+        self._met: dict[object, object] = {}  # by id; holding the values keeps their ids unique
 
     def hold(self, value: Any) -> None:
-        """Add a value that a function holds, of whatever package."""
+        """Add a value that a function holds, from any package."""
         if isinstance(value, enum.Enum):
             self.facts.append(f"{type(value).__qualname__}.{value.name}")
         elif isinstance(value, (*_PLAIN, *_TORCH)):
@@ -86,7 +89,7 @@ class Footprint:
             self._module(value)
         elif isinstance(value, type):
             self._class(value)
-        elif not isinstance(value, Callee):  # every op is in the key; what runs is its policy's
+        elif not isinstance(value, Callee):  # the key contains every op and its policy
             self._instance(value)
 
     def _function(self, function: FunctionType) -> None:
@@ -96,7 +99,7 @@ class Footprint:
             return
         if _has_source(function):
             self._module(module)
-            self._module(sys.modules.get(function.__module__ or ""))  # what functools.wraps says
+            self._module(sys.modules.get(function.__module__ or ""))  # set by functools.wraps
         else:
             self.has_source = False
         self._all((function.__defaults__, *sorted((function.__kwdefaults__ or {}).items())))
@@ -111,7 +114,7 @@ class Footprint:
                 self._all((name, value))
 
     def _instance(self, value: Any) -> None:
-        """Add an object: its class, its constants and functions, and the function it wraps."""
+        """Add an object: its class, constants, callables and wrapped function."""
         kind = type(value)
         self.hold(kind)
         if not _is_versioned(_module_of(kind)):
@@ -131,7 +134,7 @@ class Footprint:
                 self._named(name, names[name], home, text.used)
 
     def _named(self, name: str, value: Any, home: ModuleType | None, used: tuple[str, ...]) -> None:
-        """Add what code calls *name*; of a module or a class, what it may read there."""
+        """Add the value of the global *name*, and the attributes that code may read from it."""
         if _is_constant(value):
             self._all((name, value))
             return
@@ -150,7 +153,7 @@ class Footprint:
                 self._named(attribute, vars(value).get(attribute), home, used)
 
     def _elsewhere(self, module: ModuleType | None) -> None:
-        """Add a module of another package: installed, it counts by its version and its file."""
+        """Add a module of another package; if installed, its version and file are enough."""
         if module is not None and sources.is_installed(module):
             if not _is_versioned(module):
                 self.installed[module.__name__] = module
@@ -172,7 +175,7 @@ def _text_of(code: CodeType, package: str) -> _Text:
 
 
 def _constants_of(code: CodeType) -> list[str]:
-    # The order of a set is another one in each process.
+    # The iteration order of a set differs between processes.
     constants = [c for c in code.co_consts if not isinstance(c, CodeType)]
     return [repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c) for c in constants]
 
@@ -186,10 +189,10 @@ def _is_constant(value: object) -> bool:
 
 
 def _identity(value: object) -> str:
-    """Return which function, class or module *value* is; of another object, of which class."""
+    """Return the qualified name of a function, class or module, or the class of another object."""
     if isinstance(value, _NAMED):
         return repr(value)
-    if isinstance(value, ModuleType):  # torch.classes makes a class of any other attribute
+    if isinstance(value, ModuleType):  # torch.classes creates a class for any other attribute
         return f"module {value.__name__}"
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", "")
     return f"{type(value).__qualname__} {getattr(value, '__module__', '')}.{name}"
@@ -199,7 +202,7 @@ def _contents(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # nothing is in it yet
+        except ValueError:  # the cell is still empty
             yield None
 
 
@@ -210,7 +213,7 @@ def _has_source(function: FunctionType) -> bool:
 def _module_of(value: Any) -> ModuleType | None:
     if isinstance(value, ModuleType):
         return value
-    names = getattr(value, "__globals__", None)  # which no decorator changes
+    names = getattr(value, "__globals__", None)  # unlike __module__, not changed by decorators
     name = names.get("__name__") if isinstance(names, dict) else getattr(value, "__module__", None)
     return sys.modules.get(str(name))
 
@@ -220,9 +223,9 @@ def _is_versioned(module: ModuleType | None) -> bool:
 
 
 def _is_at_home(value: Any, home: ModuleType | None) -> bool:
-    """Whether *value*, a module, function or class, is of the package *home* or has no file.
+    """Return whether *value*, a module, function or class, is in *home*'s package or has no file.
 
-    A wrapper that a decorator of another package made is where the function that it wraps is.
+    A function wrapped by a decorator from another package belongs to its own package.
     """
     if isinstance(value, FunctionType):
         if hasattr(value, "__wrapped__") and _is_at_home(value.__wrapped__, home):

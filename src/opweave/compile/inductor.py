@@ -1,4 +1,4 @@
-"""The two places where Inductor lets us at its graphs."""
+"""Custom Inductor passes that run the joint and post-grad stages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HOOKS = {
 
 
 class StagePass(compat.CustomGraphPass):
-    """The passes of one stage, and those that the user configured for the same place.
+    """The passes of one stage, followed by the user's own passes for the same hook.
 
-    Its identifier, which goes into the keys of Inductor's and AOTAutograd's caches, says everything
-    that the result depends on besides the graph. It holds nothing that a graph says.
+    Its UUID, a part of the cache keys of Inductor and AOTAutograd, covers everything except the
+    graph that the result depends on.
     """
 
     def __init__(self, stage: Stage, context: Context, others: Sequence[Any]) -> None:
@@ -34,19 +34,19 @@ class StagePass(compat.CustomGraphPass):
             other(graph)
         if self._stage is Stage.POST_GRAD and self._context.plan.options.codegen:
             copy_through_views(graph)
-        if self._stage is Stage.JOINT:  # the whole graph comes last, after those inside of it
+        if self._stage is Stage.JOINT:  # Inductor calls this for subgraphs first
             whole = cast("GraphModule", graph.owning_module)
             self._context.joint_key = store.key_of(whole, self._context.plan)
 
     def uuid(self) -> Any | None:
         others = [other.uuid() if hasattr(other, "uuid") else None for other in self._others]
         if None in others:
-            return None  # Inductor then leaves the caches out, as it does without us
+            return None  # a pass without a UUID disables Inductor's caches, as without opweave
         return (self._stage.value, self._context.plan.digest, tuple(map(repr, others)))
 
 
 def hooks(context: Context) -> dict[str, Any]:
-    """Return the Inductor options that put the passes in place."""
+    """Return the Inductor options that install the passes."""
     return {
         name: StagePass(stage, context, compat.configured_passes(name))
         for name, stage in HOOKS.items()

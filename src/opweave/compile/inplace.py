@@ -1,10 +1,9 @@
-"""Operators that write to an argument, in the traces of implementations.
+"""Prepare operators that write to an argument for Inductor, which expects functional graphs.
 
-Inductor is made for graphs without them. Pointwise in-place operators and ``out=`` variants are
-traced as the functional variant and a copy, which Inductor fuses. The others, such as
-``aten.index_add_``, remain: Inductor takes the result of some for new memory, and would give the
-memory of the argument to another tensor while the result is needed, so users of the result read the
-argument instead.
+Pointwise in-place operators and ``out=`` variants are traced as the functional variant and a copy,
+which Inductor fuses. Other operators, such as ``aten.index_add_``, remain. Inductor treats the
+result of some of these as new memory and may reuse the memory of the argument while the result is
+still needed, so users of the result are changed to read the argument.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _Op = compat.OpOverload
 
 
 class Functional(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls functional variants of operators that write, and copies their results."""
+    """Replaces operators that write by their functional variants and copies of the results."""
 
     supports_higher_order_operators = True
 
@@ -45,7 +44,7 @@ class Functional(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         outs = _flat([given.pop(name) for name in names] or args[0])
         results = functional(*args, **given)
         if not all(map(_fits, _flat(results), outs)):
-            return function(*args, **(kwargs or {}))  # resizes them, or raises
+            return function(*args, **(kwargs or {}))  # resizes the outputs, or raises
         for out, result in zip(outs, _flat(results), strict=True):
             out.copy_(result)
         if not function._schema.returns:
@@ -63,9 +62,9 @@ def _fits(result: Tensor, out: Tensor) -> bool:
 
 @cache
 def _functional(target: _Op) -> tuple[_Op, tuple[str, ...]] | None:
-    """Return the functional variant of an operator that writes, and the names of its ``out=``.
+    """Return the functional variant of an operator that writes, and its ``out=`` parameters.
 
-    In-place operators have none of these: they write to their first argument.
+    The parameter names are empty for in-place operators, which write to their first argument.
     """
     arguments = target._schema.arguments
     names = tuple(argument.name for argument in arguments if argument.is_out)
@@ -86,7 +85,7 @@ def _functional(target: _Op) -> tuple[_Op, tuple[str, ...]] | None:
 
 
 def _out_of_place(target: _Op) -> Any:
-    """Return ``aten.tanh`` of ``aten.tanh_``: of in-place operators that draw no numbers."""
+    """Return ``aten.tanh`` for ``aten.tanh_``, or None if *target* uses the random generator."""
     name = target._schema.name.removeprefix("aten::")
     if torch.Tag.nondeterministic_seeded in target.tags:
         return None
@@ -99,9 +98,9 @@ def _out_of_place(target: _Op) -> Any:
 
 
 def prepare_writes(graph: Graph) -> None:
-    """Make the operators that write to an argument safe for Inductor.
+    """Make operators that write to an argument safe for Inductor.
 
-    Users of a result that is an argument, written in place, read that argument.
+    Uses of a result that aliases a written argument are replaced with the argument.
 
     Raises:
         ValueError: an operator changes the sizes or strides of its argument, as ``t_`` does.
@@ -120,16 +119,16 @@ def prepare_writes(graph: Graph) -> None:
 
 
 def copy_through_views(graph: Graph) -> None:
-    """Have Inductor write what a copy writes to the memory of its target.
+    """Make every ``copy_`` write through a view of its target.
 
-    For a copy to a whole tensor, Inductor makes the target another name of the source: writes to
-    the one then change the other, and writes to the target before, through views or an index, go
-    to the wrong memory. To a view it writes.
+    Inductor implements a copy to a whole tensor by making the target an alias of the source. Then
+    writes to one change the other, and earlier writes to the target, through views or an index, go
+    to the wrong memory. A copy to a view is always a write.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         target = cast("Node", node.args[0])
         if target.op == "placeholder":
-            continue  # Inductor never renames those
+            continue  # Inductor never makes inputs an alias
         node.replace_all_uses_with(target)
         with graph.inserting_before(node):
             view = graph.call_function(torch.ops.aten.unsqueeze.default, (target, 0))
@@ -146,7 +145,7 @@ def _replace(result: Node, argument: Node | None) -> None:
 
 
 def written_results(node: Node, target: _Op) -> dict[int, Node]:
-    """Return the argument that each result of *node* is, by position."""
+    """Return the written argument that each result of *node* aliases, by position."""
     arguments, returns = target._schema.arguments, target._schema.returns
     given = dict(zip((argument.name for argument in arguments), node.args, strict=False))
     given |= node.kwargs
@@ -160,7 +159,7 @@ def written_results(node: Node, target: _Op) -> dict[int, Node]:
 
 
 def _alias(value: torch.Argument) -> set[str]:
-    """Return the alias sets that a schema notes for an argument or a result."""
+    """Return the alias sets of an argument or a result in a schema."""
     return set(value.alias_info.before_set) if value.alias_info else set()
 
 

@@ -1,4 +1,4 @@
-"""The logger of the package; ``OPWEAVE_LOGGING_LEVEL=DEBUG`` shows what it says."""
+"""The package logger. Set ``OPWEAVE_LOGGING_LEVEL=DEBUG`` to see its debug messages."""
 
 from __future__ import annotations
 

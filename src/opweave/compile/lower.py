@@ -1,4 +1,4 @@
-"""Lowering without Inductor: for other compilers, for export, and to look at."""
+"""Lowering without Inductor, for other compilers, export and inspection."""
 
 from __future__ import annotations
 
@@ -29,25 +29,24 @@ def lower(
 ) -> GraphModule:
     """Return a copy of a graph with every op replaced by its selected implementation.
 
-    For compilers other than Inductor: call it where the graph is about to be compiled, or not at
-    all, if the compiler has kernels for the ops themselves.
+    Use it in backends other than Inductor, just before code generation.
 
     Args:
-        graph_module: a graph from Dynamo, AOTAutograd or ``torch.export``, with inference only.
-        example_inputs: tensors and numbers for its inputs; needed where the tracer left no fake
-            values in the graph.
+        graph_module: an inference graph from Dynamo, AOTAutograd or ``torch.export``.
+        example_inputs: tensors and numbers for its inputs; required if the graph has no fake
+            values.
         options: see :class:`CompileOptions`.
-        report: is filled with what was decided.
+        report: receives the decisions.
 
     Raises:
-        CompileError: the graph has no fake values, and there are no example inputs.
-        IrError: whatever the backend would raise.
+        CompileError: the graph has no fake values, and *example_inputs* is None.
+        IrError: see :func:`opweave.compile.backend`.
     """
     lowered = copy_module(graph_module)
     if not has_fakes(lowered.graph):
         if example_inputs is None:
             raise CompileError(
-                "the graph says nothing of its inputs: pass example_inputs=[...] to lower()."
+                "the graph does not describe its inputs: pass example_inputs=[...] to lower()."
             )
         compat.propagate_fakes(lowered, example_inputs)
     plan = Plan.capture(registries_of(lowered), CompileOptions.parse(options))
@@ -60,9 +59,9 @@ def lower(
 def run_lowered(
     graph_module: GraphModule, example_inputs: Sequence[Any], config: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Compile without generating code: what is left after the passes runs op by op.
+    """Compile without code generation: the lowered graph runs op by op.
 
-    Takes the place of Inductor for the option ``codegen=False``; *config* holds the passes.
+    This replaces Inductor if ``codegen=False``; *config* contains the passes.
     """
 
     def lowered(module: GraphModule) -> None:
@@ -73,7 +72,7 @@ def run_lowered(
 
 
 def _change(graph_module: GraphModule, change: Callable[[Graph], None]) -> None:
-    """Change a graph after those that control flow in it runs, as Inductor does."""
+    """Apply *change* to the control-flow subgraphs and then to the graph, as Inductor does."""
     for module in reversed(all_graphs(graph_module)):
         change(module.graph)
         module.recompile()

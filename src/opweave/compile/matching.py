@@ -1,11 +1,12 @@
-"""Finding a pattern in a graph, and saying what is in the way where it is nearly there."""
+"""Find a pattern in a graph, and explain near misses."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,17 +20,17 @@ from opweave.ir.priority import NATIVE
 from opweave.ir.traits import ROWWISE
 
 aten = torch.ops.aten
-WHOLE = 1000  # more than any pattern has: all ops were there
+WHOLE = 1000  # for NoMatchError.matched: all ops matched (more than any pattern has)
 COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
 
 
 @dataclass
 class Match:
-    """Where a pattern was found.
+    """An occurrence of a pattern in a graph.
 
     Attributes:
         pattern: the pattern.
-        nodes: what each op and tensor of the pattern is in the graph; None if it was left out.
+        nodes: the graph's node for each node of the pattern; None for an omitted argument.
         values: the arguments for the composite, one per parameter.
     """
 
@@ -44,13 +45,13 @@ class Match:
         return [node for node in found if node is not None]
 
     def outputs(self) -> list[Node | None]:
-        """What the graph calls the outputs of the composite; None where nobody uses one."""
+        """Return the graph's nodes for the outputs of the composite; None for unused outputs."""
         return [_counterpart(node, self.nodes) for node in self.pattern.outputs]
 
 
 @dataclass
 class NoMatchError(Exception):
-    """Why a pattern is not there, and how much of it is."""
+    """A pattern does not match: the reason, and the number of its nodes that matched."""
 
     reason: str
     matched: int
@@ -63,7 +64,7 @@ class _Search:
     scalars: dict[int, Any] = field(default_factory=dict)
 
     def op(self, wanted: Node, found: object, where: str) -> None:
-        """Match an op of the pattern, and what leads to it."""
+        """Match an op of the pattern and, recursively, its operands."""
         node = _source(found)
         part = _part(wanted), _part(strip_views(found))
         wanted = _source(wanted)
@@ -101,7 +102,8 @@ class _Search:
                 self._tensor(_source(want), have, where)
             elif (wanted, place) in self.pattern.wildcards:
                 self._scalar(self.pattern.wildcards[wanted, place], have, where)
-            elif not _is_shape(wanted, place) and not _equal(want, have):
+            # _mismatch() compares lists of sizes, for the actual arguments.
+            elif not isinstance(want, (list, tuple)) and not _equal(want, have):
                 self._miss(f"{where} is {have}, not {want}")
 
     def _tensor(self, parameter: Node, found: object, where: str) -> None:
@@ -110,30 +112,29 @@ class _Search:
                 self._miss(f"{where} is None, elsewhere it is {self.nodes[parameter]}")
             return
         if not isinstance(found, Node) or not isinstance(fake_of(found), Tensor):
-            raise NoMatchError(f"{where} is {found}, not a tensor", len(self.nodes))
+            self._miss(f"{where} is {found}, not a tensor")
         bound = self.nodes.setdefault(parameter, found)
         if strip_views(bound) is not strip_views(found):
             self._miss(f"{where} is {found}, not {bound}")
 
     def _is_optional(self, parameter: Node) -> bool:
-        inputs = [node for node in self.pattern.graph.nodes if node.op == "placeholder"]
-        position = self.pattern.parameters[inputs.index(parameter)]
-        return self.pattern.op.schema.params[position].is_optional
+        position = self.pattern.inputs.index(parameter)
+        return self.pattern.op.schema.params[self.pattern.parameters[position]].is_optional
 
     def _scalar(self, position: int, found: object, where: str) -> None:
         bound = self.scalars.setdefault(position, found)
         if not _equal(bound, found):
             self._miss(f"{where} is {found}, elsewhere it is {bound}")
 
-    def _miss(self, reason: str) -> Any:
+    def _miss(self, reason: str) -> NoReturn:
         raise NoMatchError(reason, len(self.nodes))
 
 
 def find(pattern: Pattern, anchor: Node, tracer: Tracer) -> Match:
-    """Return where *pattern* ends in *anchor*.
+    """Return the match of *pattern* whose last op is *anchor*.
 
     Raises:
-        NoMatchError: it does not.
+        NoMatchError: there is no match.
     """
     search = _Search(pattern)
     search.op(pattern.anchor, anchor, "the op")
@@ -145,7 +146,7 @@ def find(pattern: Pattern, anchor: Node, tracer: Tracer) -> Match:
         except Exception as error:
             if not depends_on_data(error):
                 raise
-            reason = "sizes that only the data will tell decide whether it is there"
+            reason = "whether it matches depends on data-dependent sizes"
         if not reason:
             _check_escapes(match)
             _check_order(match)
@@ -155,7 +156,7 @@ def find(pattern: Pattern, anchor: Node, tracer: Tracer) -> Match:
 
 
 def _check_escapes(match: Match) -> None:
-    """Raise NoMatchError if something that the composite does not return is used elsewhere."""
+    """Raise NoMatchError if an intermediate result is used outside the match."""
     inside, returned = set(match.inner), set(match.outputs())
     for node in match.inner:
         for value, reader in _uses(node):
@@ -165,7 +166,7 @@ def _check_escapes(match: Match) -> None:
 
 
 def _check_order(match: Match) -> None:
-    """Raise NoMatchError if an argument of the composite is computed from its own result."""
+    """Raise NoMatchError if an argument of the composite depends on its result."""
     inside = set(match.inner)
     waiting = [o for o in match.outputs() if o is not None]
     later: set[Node] = set()
@@ -180,13 +181,12 @@ def _check_order(match: Match) -> None:
 
 
 def _uses(node: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield (value, reader) for every use of an op's results, through views and parts."""
+    """Yield (value, reader) for every use of an op's results, through views and tuple items."""
     waiting = [node]
     while waiting:
         value = waiting.pop()
         for user in value.users:
-            through = user.op == "call_function" and not is_op(user)
-            if through and not (user.users == {} and user.op == "output"):
+            if user.op == "call_function" and not is_op(user):
                 waiting.append(user)
             else:
                 yield value, user
@@ -195,10 +195,9 @@ def _uses(node: Node) -> Iterator[tuple[Node, Node]]:
 def _bindings(
     pattern: Pattern, nodes: dict[Node, Node | None]
 ) -> Iterator[dict[Node, Node | None]]:
-    """The tensors of the pattern as they are used, then as what those are views of."""
+    """Yield the nodes with the input tensors as they are used, then with their base tensors."""
     yield nodes
-    inputs = [node for node in pattern.graph.nodes if node.op == "placeholder"]
-    stripped = {**nodes, **{n: strip_views(nodes[n]) for n in inputs if n in nodes}}
+    stripped = {**nodes, **{n: strip_views(nodes[n]) for n in pattern.inputs if n in nodes}}
     if stripped != nodes:
         yield stripped
 
@@ -206,15 +205,15 @@ def _bindings(
 def _values(
     pattern: Pattern, nodes: Mapping[Node, Node | None], scalars: Mapping[int, Any]
 ) -> tuple[Any, ...]:
-    inputs = [node for node in pattern.graph.nodes if node.op == "placeholder"]
-    tensors = dict(zip(pattern.parameters, inputs, strict=True))
+    """Return the arguments of the composite."""
+    tensors = dict(zip(pattern.parameters, pattern.inputs, strict=True))
     values: list[Any] = []
     for position, (param, traced) in enumerate(
         zip(pattern.op.schema.params, pattern.values, strict=True)
     ):
         if position in tensors:
             if tensors[position] not in nodes:
-                raise NoMatchError(f"nothing says what {param.name} is", len(nodes))
+                raise NoMatchError(f"{param.name} is unknown", len(nodes))
             values.append(nodes[tensors[position]])
         elif position in scalars:
             values.append(scalars[position])
@@ -225,10 +224,11 @@ def _values(
 
 
 def _mismatch(match: Match, tracer: Tracer) -> str:
-    """Return what the composite would compute differently for these very arguments, if anything.
+    """Return how the composite would differ from the matched nodes, or an empty string.
 
-    Views were looked through. So the composite is traced with the arguments that were found: every
-    op in it must see the shapes and numbers that its counterpart in the graph sees.
+    The search ignored views, which may change shapes. So the composite is traced with the arguments
+    of the match: every op in the trace must have operands of the same shapes and values as its
+    counterpart in the graph.
     """
     pattern = match.pattern
     fakes = tuple(torch.fx.map_arg(list(match.values), fake_of))
@@ -243,7 +243,8 @@ def _mismatch(match: Match, tracer: Tracer) -> str:
     for want, have in zip(expected, match.inner, strict=True):
         if kind(want) != kind(have):
             return f"{have.name} is {_name(have)}, not {_name(want)}"
-        see = _rows if _is_rowwise(want) and _is_rowwise(have) else _seen
+        by_row = _is_rowwise(want) and _is_rowwise(have)
+        see = partial(_seen, last_dim_only=by_row)
         wanted, found = operands(want), operands(have)
         if _is_commutative(have) and [*map(see, wanted)] != [*map(see, found)]:
             wanted[:2] = wanted[1::-1]
@@ -256,29 +257,21 @@ def _mismatch(match: Match, tracer: Tracer) -> str:
 
 
 def _is_commutative(node: Node) -> bool:
-    """Whether the first two operands may change places: those of a sum unless one is scaled."""
+    """Return whether the first two operands are interchangeable: no ``alpha`` scales a sum."""
     return node.target in COMMUTATIVE and operands(node)[2:] in ([], [1])
 
 
 def _is_rowwise(node: Node) -> bool:
-    """Whether how the rows are arranged does not matter: in a sum or product, if all are alike."""
+    """Return whether the leading dimensions do not matter.
+
+    This is true for row-wise ops, and for sums and products of tensors of one shape.
+    """
     call = ir_call(node)
     if call is None:
         fakes = [fake_of(value) for value in operands(node) if isinstance(value, Node)]
         shapes = [fake.shape for fake in fakes if isinstance(fake, Tensor)]
         return node.target in COMMUTATIVE and all(shape == shapes[0] for shape in shapes)
     return ROWWISE in call.op.impls[NATIVE].traits
-
-
-def _rows(value: Any) -> Any:
-    """Return what an op sees that looks at rows alone: how they are arranged does not matter."""
-    if isinstance(value, Node):
-        return _rows(fake_of(value))
-    if isinstance(value, Tensor):
-        return value.numel(), value.shape[-1:], value.dtype, value.device
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_rows, value))
-    return value
 
 
 def _show(value: Any) -> str:
@@ -288,19 +281,23 @@ def _show(value: Any) -> str:
     return repr(fake)
 
 
-def _seen(value: Any) -> Any:
-    """Return what an op sees of an operand: shapes and dtypes of tensors, other values as such."""
+def _seen(value: Any, *, last_dim_only: bool) -> Any:
+    """Return a key for an operand: shape, dtype and device of a tensor, or another value.
+
+    With *last_dim_only*, the key ignores how the leading dimensions are arranged.
+    """
     if isinstance(value, Node):
-        return _seen(fake_of(value))
+        value = fake_of(value)
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype, value.device
+        shape = (value.numel(), *value.shape[-1:]) if last_dim_only else tuple(value.shape)
+        return shape, value.dtype, value.device
     if isinstance(value, (list, tuple)):
-        return tuple(map(_seen, value))
+        return tuple(_seen(item, last_dim_only=last_dim_only) for item in value)
     return value
 
 
 def _source(node: Any) -> Any:
-    """Return the op that *node* comes from, through views and parts of tuples."""
+    """Return the op that computes *node*, through views and tuple items."""
     node = strip_views(node)
     if isinstance(node, Node) and node.target is operator.getitem:
         return strip_views(node.args[0])
@@ -313,7 +310,7 @@ def _part(node: Any) -> Any:
 
 
 def _counterpart(node: Node, nodes: Mapping[Node, Node | None]) -> Node | None:
-    """Return what *node* of the pattern is in the graph, through views and parts."""
+    """Return the graph's node for *node* of the pattern, through views and tuple items."""
     found = nodes[_source(node)]
     part = _part(node)
     if part is None or found is None:
@@ -323,7 +320,7 @@ def _counterpart(node: Node, nodes: Mapping[Node, Node | None]) -> Node | None:
 
 
 def kind(node: Node) -> object:
-    """Return which op *node* calls; the overloads of an IR op are one."""
+    """Return a key for the function that *node* calls; all overloads of an IR op have one key."""
     call = ir_call(node)
     return call.op if call else (node.op, node.target)
 
@@ -335,11 +332,6 @@ def _name(value: object) -> str:
     if call:
         return call.op.name
     return f"the input {value.name}" if value.op == "placeholder" else str(value.target)
-
-
-def _is_shape(node: Node, place: int) -> bool:
-    """Whether an operand is a list of sizes, which :func:`_mismatch` compares for the real ones."""
-    return isinstance(operands(node)[place], (list, tuple))
 
 
 def _equal(a: object, b: object) -> bool:

@@ -1,4 +1,4 @@
-"""Corrections of torch's Inductor, for kernels that write to their arguments.
+"""Patches of Inductor for kernels that write to their arguments.
 
 See docs/design/inductor-mutation.md.
 """
@@ -10,7 +10,7 @@ from typing import Any, cast
 
 
 def correct_mutations() -> None:
-    """Make Inductor respect writes to buffers; see docs/design/inductor-mutation.md."""
+    """Apply the patches, once per process."""
     from torch._inductor.loop_body import LoopBody
     from torch._inductor.scheduler import SchedulerNode
 
@@ -20,18 +20,18 @@ def correct_mutations() -> None:
 
 
 def _keep_mutation_order(scheduler_node: Any) -> None:
-    """Run a kernel that writes to a buffer before those that read it.
+    """Run a kernel that writes to a buffer before the kernels that read it.
 
-    To fuse two CPU loops of different rank, the scheduler computes the reads of one of them again,
-    and forgets which buffers have been written to since they were allocated. The fused loop then no
-    longer waits for the kernel that fills its input.
+    To fuse two CPU loops of different rank, the scheduler recomputes the reads of one of them
+    without the renames of mutated buffers. The fused loop then no longer depends on the kernel that
+    fills its input.
     """
     original = scheduler_node._compute_attrs
 
     @functools.wraps(original)
     def compute_attrs(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if self.mutation_renames:  # renaming twice changes nothing, should torch do it one day
+        if self.mutation_renames:  # idempotent, in case torch does it too
             self.set_read_writes(self.read_writes.rename(self.mutation_renames))
 
     cast("Any", compute_attrs)._opweave = True
@@ -39,9 +39,10 @@ def _keep_mutation_order(scheduler_node: Any) -> None:
 
 
 def _keep_written_buffers(loop_body: Any) -> None:
-    """Keep buffers that are written to in place out of the memory of a fused loop.
+    """Do not reuse the memory of mutated buffers in fused loops.
 
-    The C++ backend asks how every user of a buffer reads it, and fails on one that only writes.
+    The C++ backend reads the index expression of every user of a buffer, and fails on users that
+    only write.
     """
     from torch._inductor.virtualized import V
 
@@ -50,7 +51,7 @@ def _keep_written_buffers(loop_body: Any) -> None:
     @functools.wraps(original)
     def get_read_expr(self: Any, buffer_name: str) -> Any:
         if buffer_name in V.graph.mutated_buffers:
-            return None  # not the contiguous index that a buffer of the loop must have
+            return None  # differs from the contiguous index that is required for reuse
         try:
             return original(self, buffer_name)
         except KeyError:

@@ -1,4 +1,4 @@
-"""Calls of IR ops as nodes of an FX graph."""
+"""Read and edit FX nodes that call IR ops."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from opweave.ir.torch_ops import call_site, find_target
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n +([^\n]*))?')
 _ROOT = re.compile(r"^L\.'\w+'(\._modules)?\.?")
 _OPWEAVE = join(dirname(dirname(ir.__file__)), "")
-# Where a source line is looked for: the user's code, else opweave's models and other callers of
-# layers, else the layers. Frames of torch and of the adapters are never the place of a call.
+# source_line() searches the user's code first, then opweave's models and other callers of layers,
+# then the layers. It always skips torch, the IR and the integrations.
 _NEVER = (
     join(dirname(torch.__file__), ""),
     *(join(_OPWEAVE, name, "") for name in ("base", "ir", "integrations")),
@@ -34,15 +34,15 @@ _NOT_IN = ((_OPWEAVE,), (join(_OPWEAVE, "layers", ""),), ())
 
 @dataclass(frozen=True)
 class IrCall:
-    """A node that calls an IR op, and what the call says.
+    """A node that calls an IR op.
 
     Attributes:
         node: the node.
         op: the op.
-        values: one value per parameter of the op, nodes where the graph computes them.
-        call_site: the priority that ``op.using(...)`` named.
-        donate: the positions of the parameters that the caller gives up.
-        autocast: the state of autocast that it is made under, see :mod:`opweave.ir.autocast`.
+        values: one value per parameter of the op; a node if the graph computes it.
+        call_site: the priority given by ``op.using(...)``.
+        donate: the positions of the donated parameters.
+        autocast: the autocast state of the call, see :mod:`opweave.ir.autocast`.
     """
 
     node: Node
@@ -63,7 +63,7 @@ class IrCall:
 
 
 def ir_call(node: Node) -> IrCall | None:
-    """Return the IR call that *node* is, or None if it is something else."""
+    """Return *node* as an IR call, or None if it does not call an IR op."""
     target = find_target(node.target) if node.op == "call_function" else None
     if target is None:
         return None
@@ -72,7 +72,7 @@ def ir_call(node: Node) -> IrCall | None:
     autocast = ""
     if target.annotated:
         using, autocast = (str(kwargs.pop(name, "")) for name in ("using", "autocast"))
-        donate = _integers(kwargs.pop("donate", None) or ())
+        donate = tuple(cast("Sequence[int]", kwargs.pop("donate", None) or ()))
     values = target.op.bind(*node.args, **kwargs)
     return IrCall(node, target.op, values, call_site(using), donate, autocast)
 
@@ -80,18 +80,18 @@ def ir_call(node: Node) -> IrCall | None:
 def annotate(
     call: IrCall, *, using: str = "", donate: Sequence[int] = (), autocast: str = ""
 ) -> None:
-    """Let *call* say of itself what is given, and nothing else."""
+    """Replace the annotations of *call* with the given ones."""
     args, kwargs = call_arguments(call.op, call.values)
-    said: dict[str, Any] = {"using": using, "donate": list(donate), "autocast": autocast}
+    given: dict[str, Any] = {"using": using, "donate": list(donate), "autocast": autocast}
     call.node.target = call.op.torch_ops.annotated
     call.node.args = args
-    call.node.kwargs = {**kwargs, **{name: value for name, value in said.items() if value}}
+    call.node.kwargs = {**kwargs, **{name: value for name, value in given.items() if value}}
 
 
 def call_arguments(op: IrOp, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return ``(args, kwargs)`` for a node that calls *op*, defaults left out.
+    """Return ``(args, kwargs)`` for a node that calls *op*, without defaults.
 
-    That is how AOTAutograd writes calls, and Inductor expects them.
+    AOTAutograd normalises calls in the same way, and Inductor expects it.
     """
     pairs = list(zip(op.schema.params, values, strict=True))
     changed = [not p.has_default or isinstance(v, Node) or v != p.default for p, v in pairs]
@@ -104,14 +104,14 @@ def call_arguments(op: IrOp, values: Sequence[Any]) -> tuple[tuple[Any, ...], di
 
 
 def ir_calls(graph: Graph) -> list[IrCall]:
-    """Return every IR call of *graph* in order, those in control-flow subgraphs left out."""
+    """Return the IR calls of *graph* in order, without those of control-flow subgraphs."""
     return [call for node in graph.nodes if (call := ir_call(node))]
 
 
 def replace(call: IrCall, outputs: Sequence[Node]) -> list[Node]:
-    """Let the users of *call* use *outputs* instead, and erase it.
+    """Replace *call* with *outputs*, and erase it.
 
-    The result is that of :func:`substitute`.
+    Returns the nodes with new fake values, see :func:`substitute`.
     """
     renewed: list[Node] = []
     if not call.op.schema.returns_tuple:
@@ -126,10 +126,10 @@ def replace(call: IrCall, outputs: Sequence[Node]) -> list[Node]:
 
 
 def substitute(old: Node, new: Node) -> list[Node]:
-    """Let the users of *old* use *new*, and note what views of it are views of now.
+    """Replace the uses of *old* with *new*, and update the fake values of its views.
 
-    Who shares memory with whom is read off the storages of fake values, so those of views must
-    follow what they are views of. Returns the nodes whose fake values are new.
+    Alias analysis compares the storages of fake values, so views of *old* must move to the storage
+    of *new*. Returns the nodes with new fake values.
     """
     renewed: list[Node] = []
     stale = {compat.storage_key(tensor) for tensor in tensors_of(old)}
@@ -148,16 +148,16 @@ def substitute(old: Node, new: Node) -> list[Node]:
 
 
 def _mover(old: Node, new: Node) -> Callable[[Node], None]:
-    """Return what gives a view of *old* the fake value that it has as a view of *new*."""
-    before, after = (tensors_of(node) for node in (old, new))  # none where a plugin made the node
+    """Return a function that turns the fake value of a view of *old* into one of *new*."""
+    before, after = (tensors_of(node) for node in (old, new))  # empty for nodes of plugin passes
     if len(before) != 1 or len(after) != 1 or not same_layout(before[0], after[0]):
-        return _refresh
+        return _recompute
     relocation = Relocation(cast("Any", after[0]).fake_mode)
     relocation.put(before[0], after[0])
 
     def move(node: Node) -> None:
         if not all(map(compat.is_plain_fake, tensors_of(node))):
-            _refresh(node)
+            _recompute(node)
             return
         with torch.no_grad(), compat.no_modes():
             node.meta["val"] = relocation.move(node.meta["val"])
@@ -165,53 +165,57 @@ def _mover(old: Node, new: Node) -> Callable[[Node], None]:
     return move
 
 
-def _refresh(node: Node) -> None:
-    """Compute the fake value of *node* from those of its arguments, as they are now."""
+def _recompute(node: Node) -> None:
+    node.meta["val"] = computed_fake(node, compat.fake_mode_of(tensors_of(node)))
+
+
+def computed_fake(node: Node, mode: compat.FakeTensorMode | None) -> Any:
+    """Return the fake value of *node*, computed from the fake values of its arguments."""
     args, kwargs = map_arg((node.args, node.kwargs), fake_of)
-    mode = compat.fake_mode_of(tensors_of(node))
     with torch.no_grad(), mode or nullcontext():
-        node.meta["val"] = cast("Any", node.target)(*args, **kwargs)
+        return cast("Any", node.target)(*args, **kwargs)
 
 
 def fake_of(node: Node) -> Any:
-    """Return the fake value that the tracer noted for *node*.
+    """Return the fake value of *node*.
 
     Raises:
-        KeyError: there is none; see :func:`has_fakes`.
+        KeyError: the node does not have one; see :func:`has_fake`.
     """
     meta = node.meta
     return meta["val"] if "val" in meta else meta["example_value"]
 
 
+def has_fake(node: Node) -> bool:
+    """Return whether *node* has a fake value, from AOTAutograd or Dynamo."""
+    return "val" in node.meta or "example_value" in node.meta
+
+
 def has_fakes(graph: Graph) -> bool:
-    """Whether the tracer noted fake values."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    return all("val" in node.meta or "example_value" in node.meta for node in inputs)
+    """Return whether the inputs of *graph* have fake values."""
+    return all(map(has_fake, graph.find_nodes(op="placeholder")))
 
 
 def all_graphs(graph_module: GraphModule) -> list[GraphModule]:
-    """Return *graph_module* and the graphs that control flow in it runs (cond, while_loop, ...).
-
-    Each comes before those inside of it.
-    """
+    """Return *graph_module* and its control-flow subgraphs (cond, while_loop, ...), outer first."""
     inside = named_graphs(graph_module, graph_module.graph.nodes).values()
     return [graph_module, *(each for module in inside for each in all_graphs(module))]
 
 
 def inner_graphs(node: Node) -> list[GraphModule]:
-    """Return the graphs that *node* runs, as control flow does."""
+    """Return the subgraphs of a control-flow *node*."""
     return list(named_graphs(node.graph.owning_module, node.all_input_nodes).values())
 
 
 def named_graphs(owner: GraphModule | None, nodes: Iterable[Node]) -> dict[str, GraphModule]:
-    """Return the graphs among *nodes*, by what *owner* calls them."""
+    """Return the subgraphs among *nodes* by their attribute names in *owner*."""
     names = sorted({str(node.target) for node in nodes if node.op == "get_attr"})
     found = {name: getattr(owner, name, None) for name in names}
     return {name: module for name, module in found.items() if isinstance(module, GraphModule)}
 
 
 def source_line(node: Node) -> str:
-    """Return the innermost line of the user's source that made *node*: ``file:line: code``."""
+    """Return the innermost line of user code that created *node*: ``file:line: code``."""
     frames = _FRAME.findall(node.stack_trace or "")
     for excluded in _NOT_IN:
         own = [frame for frame in frames if not frame[0].startswith((*_NEVER, *excluded))]
@@ -222,9 +226,9 @@ def source_line(node: Node) -> str:
 
 
 def module_path(node: Node) -> str:
-    """Return the path of the innermost module that made *node*, or "" outside of modules.
+    """Return the path of the innermost module that called *node*, or "" outside modules.
 
-    ``L['self'].model.layers.0.mlp`` in the graph is ``model.layers.0.mlp``.
+    For example, ``L['self'].model.layers.0.mlp`` becomes ``model.layers.0.mlp``.
     """
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
@@ -232,14 +236,7 @@ def module_path(node: Node) -> str:
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:
-    """Return the fake tensors that *node* stands for: none, one or several."""
-    try:
-        value = fake_of(node)
-    except KeyError:
-        return []
+    """Return the fake tensors of *node*: zero, one or several."""
+    value = fake_of(node) if has_fake(node) else ()
     items: Sequence[Any] = value if isinstance(value, (list, tuple)) else (value,)
     return [item for item in items if isinstance(item, torch.Tensor)]
-
-
-def _integers(value: Any) -> tuple[int, ...]:
-    return tuple(int(item) for item in value)

@@ -1,4 +1,4 @@
-"""The options of the backend."""
+"""Backend options."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ Priorities = Mapping[str, "str | Iterable[str]"]
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How a graph is compiled.
+    """Options of the ``"opweave"`` backend.
 
-    ``torch.compile(model, backend="opweave", options={"fusion": False, "max_autotune": True})``:
-    names that are not below go to Inductor.
+    ``torch.compile(model, backend="opweave", options={"fusion": False, "max_autotune": True})``.
+    Options that are not listed here are passed to Inductor.
 
     Attributes:
-        fusion: replace chains of ops by fused ones that have a kernel.
+        fusion: replace chains of ops by composites that have a kernel.
         sequence_parallelism: shard row-wise ops over tokens between collectives.
-        noop_elimination: take ops out that change nothing, before others look at the graph.
-        plugin_passes: run the passes that plugins and the platform bring.
-        inplace: let in-place kernels reuse memory; otherwise they copy their activations.
-        codegen: generate code with Inductor; otherwise what is left after the passes runs op by op.
-        eager_rounding: round the intermediate results of fused code to their dtype, as eager mode
-            does: calls of kernels and pointwise code then give the bits that eager gives with the
-            same kernels. Inductor's ``emulate_precision_casts``.
-        priorities: priority lists by op, stronger than the scope's.
+        noop_elimination: remove no-op views and duplicate splits before fusion.
+        plugin_passes: run the compiler passes of plugins and of the platform.
+        inplace: let in-place kernels reuse memory; if False, their activations are copied.
+        codegen: generate code with Inductor; if False, the lowered graph runs op by op.
+        eager_rounding: round intermediate results in fused code to their dtype, as eager mode
+            does, so that the results are bitwise equal to eager mode with the same kernels. Sets
+            Inductor's ``emulate_precision_casts``.
+        priorities: priority lists by op; they override those of ``ir.priority`` scopes.
         required_traits: traits that every implementation must have.
-        compile_ranges: other priorities for some numbers of tokens (the size that varies), a graph
-            for each: ``{"1-16": {"linear": "opweave_c"}}``. Sizes that no range holds use
-            `priorities` alone.
-        inductor: what is left, for Inductor.
+        compile_ranges: priorities for ranges of the number of tokens (the dynamic size), each with
+            a graph of its own: ``{"1-16": {"linear": "opweave_c"}}``. Sizes outside all ranges use
+            `priorities` only.
+        inductor: the remaining options, for Inductor.
     """
 
     fusion: bool = True
@@ -62,10 +62,10 @@ class CompileOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None, mode: str | None = None) -> Self:
-        """Read what ``torch.compile`` was given.
+        """Parse the ``options`` and ``mode`` arguments of ``torch.compile``.
 
         Raises:
-            OptionError: an option is unknown, or its value is of the wrong kind.
+            OptionError: an option is unknown or has an invalid value.
         """
         own = {f.name for f in fields(cls)} - {"inductor"}
         given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
@@ -75,7 +75,7 @@ class CompileOptions:
             if name not in known:
                 raise OptionError(
                     f"unknown option {name!r} of the backend 'opweave'. "
-                    f"{did_you_mean(name, own, unlisted=known)} Others go to Inductor."
+                    f"{did_you_mean(name, own, unlisted=known)} Inductor's options work too."
                 )
         rounding = {"emulate_precision_casts": True} if given.get("eager_rounding") else {}
         parsed = cls(
@@ -86,7 +86,7 @@ class CompileOptions:
         return parsed
 
     def check(self) -> None:
-        """Raise OptionError if a value is of the wrong kind."""
+        """Raise OptionError if an option has an invalid value."""
         for name in _SWITCHES:
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -94,39 +94,40 @@ class CompileOptions:
         for name in ("priorities", "compile_ranges"):
             value = getattr(self, name)
             if not isinstance(value, Mapping):
-                raise OptionError(f"option {name}={value!r} is no mapping.")
+                raise OptionError(f"option {name}={value!r} is not a mapping.")
         for text, value in self.compile_ranges.items():
             if not isinstance(value, Mapping):
                 raise OptionError(
-                    f"option compile_ranges[{text!r}]={value!r} is no mapping of ops to priorities."
+                    f"option compile_ranges[{text!r}]={value!r} does not map ops to priorities; "
+                    "write {'1-16': {'linear': 'opweave_c'}}."
                 )
         traits = self.required_traits
         if isinstance(traits, str) or not isinstance(traits, Iterable):
             raise OptionError(
-                f"option required_traits={traits!r} is no list of traits. Write one, such as "
+                f"option required_traits={traits!r} is not a list of traits; write a list such as "
                 "['batch_invariant']."
             )
         ranges = sorted(self.ranges, key=lambda item: item[0])
         for (_, high), (low, _) in pairwise(ranges):
             if low <= high:
                 raise OptionError(
-                    f"compile_ranges {sorted(self.compile_ranges)}: two ranges hold {low}."
+                    f"compile_ranges {sorted(self.compile_ranges)}: two ranges contain {low}."
                 )
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """The compile ranges as (first, last) numbers of tokens."""
+        """The compile ranges as inclusive (first, last) token counts."""
         return [parse_range(text) for text in self.compile_ranges]
 
 
 def parse_range(text: str) -> tuple[int, int]:
-    """Read ``"17-4096"`` or ``"1"``.
+    """Parse an inclusive range such as ``"17-4096"``, or a single size such as ``"1"``.
 
     >>> parse_range("17-4096")
     (17, 4096)
 
     Raises:
-        OptionError: it is neither.
+        OptionError: *text* is neither.
     """
     first, separator, last = str(text).partition("-")
     try:
@@ -135,5 +136,5 @@ def parse_range(text: str) -> tuple[int, int]:
     except ValueError:
         low, high = 1, 0
     if not 0 <= low <= high:
-        raise OptionError(f"compile range {text!r}: write '17-4096', or '1' for one size.")
+        raise OptionError(f"invalid compile range {text!r}; write '17-4096', or '1' for one size.")
     return low, high

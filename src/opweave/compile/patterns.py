@@ -1,9 +1,10 @@
-"""Patterns, derived from composites.
+"""Derive fusion patterns from composites.
 
-A composite's native function is written in other ops. Traced twice, with different sizes and
-numbers, it gives two graphs that differ only in what depends on its arguments: those constants
-become parameters of the pattern, and everything else must be found as it is. A constant that is the
-text of one argument (the name of a process group) becomes that parameter, too; a match is checked.
+The native function of a composite calls other ops. It is traced twice, with different sizes and
+numbers. Constants that differ between the two graphs depend on the arguments, and become parameters
+of the pattern (wildcards); everything else must match exactly. A constant that equals exactly one
+argument, such as the name of a process group, becomes a wildcard too. Matches are verified
+afterwards, see :func:`opweave.compile.matching.find`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from opweave.compile.nodes import ir_call, replace
 from opweave.compile.tracing import Trace, Tracer, arguments, inline
 from opweave.ir import IrOp
 from opweave.ir.errors import described
-from opweave.ir.impl import IrOpImpl
 from opweave.ir.priority import NATIVE
 
 Values = tuple[Any, ...]
 
 aten = torch.ops.aten
-# What gives the same elements in the same order: a match looks through these.
+# Operators that keep the elements and their order; matching ignores them.
 VIEWS = {
     aten.view.default,
     aten.reshape.default,
@@ -45,15 +45,15 @@ VIEWS = {
 
 @dataclass(frozen=True)
 class Pattern:
-    """One form in which a composite may stand in a graph.
+    """One form of a composite in a graph.
 
     Attributes:
         op: the composite.
-        graph: its definition, in aten and IR ops.
-        values: the arguments it was traced with; None where an optional one was left out.
-        parameters: the positions of the tensors that ``graph`` takes, in its order.
-        anchor: the last op of the chain, where a search begins.
-        wildcards: constants that stand for a parameter: (node, position) -> parameter.
+        graph: its definition in aten and IR ops.
+        values: the arguments of the trace; None for an omitted optional argument.
+        parameters: the positions of the parameters that are inputs of ``graph``, in its order.
+        anchor: the last op of the chain, where the search begins.
+        wildcards: constants that stand for a parameter: (node, operand) -> parameter.
         outputs: the nodes that the composite returns.
         size: the number of ops.
     """
@@ -68,8 +68,13 @@ class Pattern:
     size: int
 
     @property
+    def inputs(self) -> list[Node]:
+        """The placeholders of the graph."""
+        return self.graph.find_nodes(op="placeholder")
+
+    @property
     def variant(self) -> str:
-        """What tells it from the other patterns of the composite."""
+        """The flags and omitted arguments that distinguish this pattern of the composite."""
         bound = set(self.wildcards.values())
         fixed = [
             f"{name}={value}"
@@ -81,7 +86,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Derivation:
-    """The patterns of one composite, and why forms of it have none."""
+    """The patterns of one composite, and the reasons why others could not be derived."""
 
     op: IrOp
     patterns: tuple[Pattern, ...]
@@ -91,7 +96,7 @@ class Derivation:
 def derive(op: IrOp) -> Derivation:
     """Derive the patterns of a composite from its definition and its input generator."""
     if not op.has_input_generator:
-        return Derivation(op, (), (f"{op.name} has no input generator to trace it with",))
+        return Derivation(op, (), (f"{op.name} does not have an input generator to trace it with",))
     tracer = Tracer()
     first, second = _generated(op, scale=1), _generated(op, scale=2)
     patterns, failures = _forms(op, first, second, tracer)
@@ -105,23 +110,23 @@ def derive(op: IrOp) -> Derivation:
 def _forms(
     op: IrOp, first: Values, second: Values, tracer: Tracer
 ) -> tuple[list[Pattern], list[str]]:
-    """Return the patterns for one pair of argument lists: as written, and written out."""
+    """Return the patterns for two argument lists, without and with inner composites expanded."""
     try:
         found = [_pattern(op, first, second, tracer, expand=e) for e in (False, True)]
-    except Exception as error:  # a definition may do anything; the table shows what went wrong
+    except Exception as error:  # a third-party definition may raise anything
         return [], [described(error)[:200]]
     return found[: 1 if _same(found[0].graph, found[1].graph) else 2], []
 
 
 def strip_views(node: Any) -> Any:
-    """Return what *node* is a view of, by :data:`VIEWS` only."""
+    """Return the base of a chain of :data:`VIEWS`."""
     while isinstance(node, Node) and node.op == "call_function" and node.target in VIEWS:
         node = node.args[0]
     return node
 
 
 def is_op(node: Node) -> bool:
-    """Whether *node* computes something, in contrast to views and parts of tuples."""
+    """Return whether *node* computes something: not a view or a tuple item."""
     skipped = node.op != "call_function" or node.target in VIEWS
     return not skipped and node.target is not operator.getitem
 
@@ -129,7 +134,7 @@ def is_op(node: Node) -> bool:
 def _variants(
     op: IrOp, first: Values, second: Values, patterns: list[Pattern]
 ) -> Iterator[tuple[Values, Values]]:
-    """Pairs of argument lists for the None and flag variants that *patterns* do not cover."""
+    """Yield pairs of argument lists for omitted tensors and flags that *patterns* do not cover."""
     params = op.schema.params
     covered = set.intersection(*(_covered(p) for p in patterns)) if patterns else set()
     optional = [i for i, p in enumerate(params) if p.is_tensor and p.is_optional]
@@ -146,13 +151,12 @@ def _variants(
 
 
 def _covered(pattern: Pattern) -> set[int]:
-    """Return the parameters whose variants a pattern matches as it is.
+    """Return the parameters for which the pattern matches every variant.
 
-    Those are flags that an op in it takes as they are, and tensors that go nowhere but to
-    parameters of ops in it that are optional, too.
+    These are flags that are passed on to an op, and tensors that are passed on only to optional
+    parameters.
     """
-    inputs = [node for node in pattern.graph.nodes if node.op == "placeholder"]
-    tensors = dict(zip(pattern.parameters, inputs, strict=True))
+    tensors = dict(zip(pattern.parameters, pattern.inputs, strict=True))
     passed_on = {i for i, node in tensors.items() if all(_takes_none(u, node) for u in node.users)}
     return passed_on | set(pattern.wildcards.values())
 
@@ -166,7 +170,7 @@ def _takes_none(user: Node, node: Node) -> bool:
 
 
 def _generated(op: IrOp, scale: int) -> Values:
-    """Make arguments, with every number that is free to be anything made recognisable."""
+    """Generate arguments, with every float replaced by a recognisable value."""
     generator = op.input_generator
     sizes = {
         name: p.default * scale
@@ -200,7 +204,7 @@ def _pattern(op: IrOp, first: Values, second: Values, tracer: Tracer, *, expand:
                 wildcards[a, place] = found[0]
             elif x != y:
                 raise ValueError(f"the constant {x} of {a.target} depends on its arguments")
-    output: Any = next(n for n in graphs[0].nodes if n.op == "output").args[0]
+    output: Any = graphs[0].output_node().args[0]
     outputs = tuple(output) if isinstance(output, (list, tuple)) else (output,)
     return Pattern(
         op,
@@ -215,7 +219,7 @@ def _pattern(op: IrOp, first: Values, second: Values, tracer: Tracer, *, expand:
 
 
 def operands(node: Node) -> list[Any]:
-    """Return the arguments of a node in the order of its schema, defaults filled in."""
+    """Return the arguments of a node in the order of its schema, including defaults."""
     call = ir_call(node)
     if call is not None:
         return list(call.values)
@@ -230,9 +234,14 @@ def operands(node: Node) -> list[Any]:
 
 
 def definition(op: IrOp, fakes: Values, tracer: Tracer, *, expand: bool) -> Graph:
-    """Return the definition of *op* for these fake arguments as a graph."""
-    native = op.impls[NATIVE]
-    trace = tracer.trace(native, fakes)
+    """Return the native implementation of *op* for *fakes* as a graph.
+
+    With *expand*, composites inside it are expanded.
+
+    Raises:
+        ValueError: tracing failed.
+    """
+    trace = tracer.trace(op.impls[NATIVE], fakes)
     if trace.failure:
         raise ValueError(trace.failure)
     return _expanded(trace, tracer) if expand else trace.graph
@@ -245,20 +254,23 @@ def _definition(op: IrOp, values: Values, tracer: Tracer, *, expand: bool) -> Gr
 
 
 def _expanded(trace: Trace, tracer: Tracer) -> Graph:
-    """Return a trace with the composites inside of it written out."""
+    """Return the graph of *trace* with inner composites expanded."""
     graph = Graph(trace.module)
     graph.output(graph.graph_copy(trace.graph, {}))
     while inner := [call for call in map(ir_call, graph.nodes) if call and call.op.composite]:
         call = inner[0]
-        native: IrOpImpl = call.op.impls[NATIVE]
-        outputs = inline(graph, tracer.trace(native, call.fakes), call.node, arguments(call))
-        replace(call, outputs)
+        trace = tracer.trace(call.op.impls[NATIVE], call.fakes)
+        replace(call, inline(graph, trace, call.node, arguments(call)))
     graph.eliminate_dead_code()
     return graph
 
 
 def _anchor(nodes: list[Node], op: IrOp) -> Node:
-    """Return the one op that all others lead to."""
+    """Return the last op, which depends on all others.
+
+    Raises:
+        ValueError: there are several.
+    """
     ends = [n for n in nodes if not any(is_op(user) for user in _users(n))]
     if len(ends) != 1:
         names = ", ".join(str(end.target) for end in ends)
@@ -267,7 +279,7 @@ def _anchor(nodes: list[Node], op: IrOp) -> Node:
 
 
 def _users(node: Node) -> list[Node]:
-    """Return who uses *node*, looking through views and parts of tuples."""
+    """Return the users of *node*, through views and tuple items."""
     found: list[Node] = []
     for user in node.users:
         found += [user] if is_op(user) or user.op == "output" else _users(user)

@@ -1,4 +1,4 @@
-"""The passes in order, and how they are run: timed, recorded, only where there is an op."""
+"""The pass pipeline: the order of the passes, their timing and their records in the report."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from opweave.compile.report import PassReport
 
 
 class Stage(Enum):
-    """Where in the compilation a pass runs."""
+    """The point in the compilation where a pass runs."""
 
-    DYNAMO = "dynamo"  # on what Dynamo traced
+    DYNAMO = "dynamo"  # on the graph from Dynamo
     JOINT = "joint"  # after AOTAutograd, before Inductor's first pass
     POST_GRAD = "post grad"  # after Inductor's last pass
 
 
 class Pass(NamedTuple):
-    """A pass, the stage it belongs to, and the option that turns it off."""
+    """A pass, its stage, the option that enables it, and the plugin that owns it, if any."""
 
     name: str
     stage: Stage
@@ -63,18 +63,20 @@ PASSES = (
 
 
 def run(stage: Stage, graph: Graph, context: Context) -> None:
-    """Run the passes of *stage* on *graph*, which they change.
+    """Run the passes of *stage* on *graph* in-place.
+
+    Graphs without IR ops are skipped.
 
     Raises:
         UseAfterDonationError: see :mod:`opweave.compile.passes.donation`.
-        PluginPassError: a pass of a plugin failed.
-        UnloweredOpError: an op is left after the last stage.
+        PluginPassError: a plugin's pass failed.
+        UnloweredOpError: an IR op is left after the last stage.
     """
     if ir_calls(graph) or (stage is Stage.DYNAMO and any(map(inner_graphs, graph.nodes))):
         _run(stage, graph, context)
     if stage is Stage.POST_GRAD:
         _check_lowered(graph)
-    # Inductor goes no further where it has the code of the joint graph, or nothing to compile.
+    # Inductor skips the post-grad stage if the joint graph is in its cache or computes nothing.
     is_last = stage is Stage.POST_GRAD or (stage is Stage.JOINT and not _computes(graph))
     if not _is_backward(graph, stage):
         context.report.complete = is_last
@@ -100,7 +102,7 @@ def _run(stage: Stage, graph: Graph, context: Context) -> None:
 
 
 def steps(stage: Stage, plan: Plan) -> Iterator[Pass]:
-    """Yield the passes of *stage* in order, those of plugins just before ops are lowered."""
+    """Yield the enabled passes of *stage* in order; plugin passes run just before lowering."""
     for step in PASSES:
         if step.run is lower_functional and stage is step.stage:
             yield from (
@@ -116,12 +118,16 @@ def graph_text(graph: Graph) -> str:
 
 
 def _state(graph: Graph) -> list[tuple[object, ...]]:
-    """Return what the text of *graph* is made of."""
+    """Return the parts of *graph* that determine :func:`graph_text`."""
     return [(n, n.name, n.target, n.args, n.kwargs) for n in graph.nodes]
 
 
 def _is_same(a: list[tuple[object, ...]], b: list[tuple[object, ...]]) -> bool:
-    """Whether nothing was exchanged between two states, by identity: every change makes a copy."""
+    """Return whether two states hold the same objects.
+
+    Comparing identities is enough, because FX replaces args and kwargs instead of mutating them.
+    It spares the slow :func:`graph_text` for passes that change nothing.
+    """
     return len(a) == len(b) and all(
         x is y for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)
     )
@@ -132,9 +138,9 @@ def _computes(graph: Graph) -> bool:
 
 
 def _is_backward(graph: Graph, stage: Stage) -> bool:
-    """Whether *graph* is a backward graph, which is compiled, or found in a cache, on its own."""
-    inputs = (node.name for node in graph.nodes if node.op == "placeholder")
-    return stage is Stage.POST_GRAD and any(name.startswith("tangents_") for name in inputs)
+    """Return whether *graph* is a backward graph, which is compiled and cached separately."""
+    inputs = graph.find_nodes(op="placeholder")
+    return stage is Stage.POST_GRAD and any(n.name.startswith("tangents_") for n in inputs)
 
 
 def _check_lowered(graph: Graph) -> None:
@@ -144,5 +150,5 @@ def _check_lowered(graph: Graph) -> None:
     if left:
         raise UnloweredOpError(
             f"{', '.join(sorted({call.op.name for call in left}))} would have reached code "
-            "generation. This is a defect of opweave: please report it with the program."
+            "generation. This is a bug in opweave: please report it with the program."
         )

@@ -1,4 +1,4 @@
-"""What was decided before a graph is compiled: for every op, the policy that selects for it."""
+"""The plan of one compilation: the selection policy of every op, the options and the passes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from opweave.ir.selection import native_for
 
 @dataclass(frozen=True)
 class Plan:
-    """The policies and options of one compilation, taken when it began.
+    """A snapshot of the policies and options when the compilation began.
 
-    Nothing that happens during the compilation changes them, so that the graph is what its key in
-    the caches says.
+    It is immutable, so the compiled graph always matches its cache key.
     """
 
     policies: Mapping[IrOp, Policy]
@@ -36,16 +35,16 @@ class Plan:
         options: CompileOptions,
         size: int | None = None,
     ) -> Plan:
-        """Take what holds here and now.
+        """Capture the current policies.
 
         Args:
-            registries: whose ops.
-            options: of the backend; their priorities and traits come before the scope's.
-            size: the number of tokens, which decides between compile ranges.
+            registries: the registries of the ops.
+            options: backend options; their priorities and traits override the scope's.
+            size: the number of tokens, which selects the compile range.
 
         Raises:
             IrError: a priority or a trait names something unknown.
-            PluginPassError, ReferenceNameError: a compiler pass of a plugin is none.
+            PluginPassError, ReferenceNameError: a plugin's compiler pass is invalid.
         """
         lists = [
             (f"option compile_ranges[{text!r}]", options.compile_ranges[text])
@@ -62,26 +61,26 @@ class Plan:
         return cls(policies, options, plugin_passes() if options.plugin_passes else ())
 
     def policy(self, op: IrOp, call_site: Entries = ()) -> Policy:
-        """Return the policy for a call of *op* that names *call_site*."""
+        """Return the policy for a call of *op*; *call_site* is the call's own priority."""
         base = self.policies.get(op) or ir.policy_for(op)
         op.check_providers(call_site)
         return Policy(merge([call_site, base.priority]), base.required) if call_site else base
 
     def select(self, call: IrCall) -> Selection:
-        """Choose the implementation for a call in a graph.
+        """Select the implementation for a call in a graph.
 
-        Under autocast it is native, whose operators cast: what a kernel returns may be of another
-        dtype than what native does.
+        Calls under autocast use native, whose operators cast: a kernel could return another dtype.
 
         Raises:
-            IrError: autocast asks for native, and a policy does not admit it.
+            IrError: no implementation is admissible, or autocast needs native and the policy does
+                not admit it.
         """
         selection = ir.select(call.op, call.fakes, self.policy(call.op, call.call_site))
         return native_for(selection) if call.autocast else selection
 
     @cached_property
     def digest(self) -> str:
-        """What tells this plan from any that could compile a graph differently."""
+        """A digest of everything except the graph that the compiled code depends on."""
         parts = [fingerprint.of_libraries(), fingerprint.of_binaries()]
         parts += [fingerprint.of_contributions(), repr(self.options)]
         parts += [each.digest for each in self.passes]
@@ -95,7 +94,7 @@ class Plan:
 def _named(
     registries: Sequence[Registry], lists: Iterable[tuple[str, Priorities]]
 ) -> dict[str, Entries]:
-    """Parse priority lists by op, stronger first, and check that every op exists."""
+    """Parse priority lists by op, strongest first, and check that every op exists."""
     found: dict[str, list[Entries]] = {}
     known = {name for registry in registries for name in registry.ops}
     for origin, given in lists:
@@ -107,5 +106,5 @@ def _named(
 
 
 def _without_native_last(entries: Entries) -> Entries:
-    """Take the native that :func:`merge` added away: the weaker lists come in between."""
+    """Remove the native entry that :func:`merge` appended: weaker lists follow before native."""
     return tuple(e for e in entries if not (e.provider == NATIVE and e.origin == ALWAYS_LAST))

@@ -1,21 +1,19 @@
-"""Passes that plugins bring. They run in the joint stage, just before ops are lowered.
+"""Compiler passes from plugins. They run in the joint stage, after fusion and before lowering.
 
-Ops are whole there, and fused already.
-
-A pass is a function ``(graph, context) -> None`` that changes an FX graph; what it puts into
-``context.notes`` is in the report. It sees graphs with at least one op of the IR, functional, with
-a fake value in every node's ``meta["val"]``, and need not set those of the nodes it makes, remove
-unused nodes or keep the order: that is done for it. An IR op in the graph is one node, which
-:func:`opweave.compile.nodes.ir_calls` reads::
+A pass is a function ``(graph, context) -> None`` that changes an FX graph in-place and may append
+to ``context.notes`` for the report. The graph is functional, contains at least one IR op, and every
+node has a fake value in ``meta["val"]``. opweave computes the fake values of new nodes, removes
+unused nodes and sorts the graph afterwards. Every IR op is one node;
+:func:`opweave.compile.nodes.ir_calls` returns them::
 
     def scale_once(graph: Graph, context: Context) -> None:
         for call in ir_calls(graph):
             if call.op.name == "acme_scale" and call.argument("factor") == 1.0:
                 replace(call, [call.argument("x")])
-                context.notes.append(f"{call.node.name} changes nothing")
+                context.notes.append(f"{call.node.name} is a no-op")
 
-It must depend on the graph and on what is in it only: its source is part of the key of compiled
-code, and what it reads elsewhere is not.
+A pass must depend only on the graph: the cache key of compiled code contains the source of the
+pass, but not other data that it reads.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ PassFunction = Callable[[Graph, "Context"], None]
 
 @dataclass(frozen=True)
 class PluginPass:
-    """A pass, its qualified name, and the plugin that brings it; empty where the program does."""
+    """A pass, its qualified name, and its plugin; "" if the program itself registered it."""
 
     name: str
     owner: str
@@ -50,17 +48,17 @@ class PluginPass:
 
     @property
     def digest(self) -> str:
-        """What tells it from another version of itself."""
+        """A digest of the name, owner and source."""
         return fingerprint.digest_of(
             [self.name, self.owner, fingerprint.of_function(self.function)]
         )
 
 
 def plugin_passes() -> tuple[PluginPass, ...]:
-    """Return the passes that plugins and the platform bring, in the order in which they run.
+    """Return the passes of plugins and of the platform, in execution order.
 
     Raises:
-        PluginPassError: one does not exist, or is no function of a graph and a context.
+        PluginPassError: a pass does not exist, or is not a function of a graph and a context.
     """
     return tuple(map(_resolve, pass_references(platforms.current_platform)))
 
@@ -72,8 +70,8 @@ def _resolve(reference: PassReference) -> PluginPass:
     except ReferenceNameError as error:
         by = f" of plugin {owner}" if owner else ""
         raise PluginPassError(
-            f"there is no compiler pass {reference.qualname}{by}: {error} To go on without it, "
-            "compile with the option plugin_passes=False."
+            f"compiler pass {reference.qualname}{by} does not exist: {error} To compile without "
+            "it, use the option plugin_passes=False."
         ) from error
     try:
         inspect.signature(function).bind(None, None)

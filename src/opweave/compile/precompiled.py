@@ -1,7 +1,7 @@
-"""Graphs compiled ahead of time: ``torch.compile(...).aot_compile(...)`` saves and loads them.
+"""Graphs compiled ahead of time and saved with ``torch.compile(...).aot_compile(...)``.
 
-A loaded graph has no source to compile again, so it keeps the kernels that were selected where it
-was compiled, as an AOTInductor package does.
+A loaded graph cannot be recompiled, so it always runs the kernels that were selected when it was
+compiled, as an AOTInductor package does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Precompiled(compat.SerializableCallable):
     """A loaded graph.
 
     Attributes:
-        report: of its compilation.
+        report: the report of its compilation.
     """
 
     def __init__(self, run: Runner, report: Report, donated: list[int]) -> None:
@@ -33,8 +33,8 @@ class Precompiled(compat.SerializableCallable):
         if self._donated:
             if overlaps_another(inputs, self._donated):
                 raise CompileError(
-                    "an input that maybe_inplace gives up shares memory with another input, and "
-                    "the graph, compiled ahead of time, reuses that memory. Pass a clone of one of "
+                    "an input donated to maybe_inplace shares memory with another input, and the "
+                    "graph, compiled ahead of time, reuses that memory. Pass a clone of one of "
                     "them, or compile with options={'inplace': False}."
                 )
             note_writes(inputs, self._donated)
@@ -42,17 +42,17 @@ class Precompiled(compat.SerializableCallable):
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: Precompiled) -> bytes:
-        """Return the graph as bytes."""
+        """Serialize the graph."""
         return to_bytes(fn._run, fn.report, fn._donated)
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> Precompiled:
-        """Return the graph in *data*."""
+        """Load a serialized graph."""
         return cls.from_bytes(data)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Precompiled:
-        """Load what :func:`to_bytes` returned, and the kernels that it calls by name."""
+        """Load the output of :func:`to_bytes`, and register the kernels that it calls by name."""
         current_registry().ensure_ready()
         code, report, donated = pickle.loads(data)
         found = Report.from_json(report)
@@ -61,5 +61,5 @@ class Precompiled(compat.SerializableCallable):
 
 
 def to_bytes(run: Runner, report: Report, donated: list[int]) -> bytes:
-    """Return a compiled graph, its report and the positions of its donated inputs as bytes."""
+    """Serialize a compiled graph, its report and the positions of its donated inputs."""
     return pickle.dumps((compat.serialize(run), report.to_json(), donated))

@@ -1,8 +1,8 @@
-"""Fake tensors in other memory: what a copy of a graph has in place of those of the original.
+"""Move fake tensors into other storages, for copies of a graph.
 
-All copies have the same sizes, strides and dtypes. Only whose memory a tensor is in must be each
-copy's own, because storages tell views from copies. So nothing is computed again: the operators'
-shape functions take about a millisecond for each node where sizes vary.
+All copies of a graph have fake values of the same sizes, strides and dtypes, but in storages of
+their own, because alias analysis compares storages. Moving the values is much faster than running
+the operators' shape functions, which take about a millisecond per node with dynamic sizes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from torch import SymInt, Tensor
 
 from opweave.compile import compat
 
-Place = tuple[torch.UntypedStorage, int | SymInt]  # memory, and the bytes that come first in it
-
 
 class Relocation:
-    """Where the memory of fake tensors is in another place, of *mode*."""
+    """A mapping from the storages of fake tensors to new storages, whose tensors are of *mode*."""
 
     def __init__(self, mode: compat.FakeTensorMode) -> None:
         self._mode = mode
-        self._places: dict[int | None, Place] = {}
+        # By storage key: the new storage, and the number of bytes by which offsets in it shift.
+        self._places: dict[int | None, tuple[torch.UntypedStorage, int | SymInt]] = {}
 
     def put(self, original: Tensor, there: Tensor) -> None:
-        """Say that *original* and its views are, in the other place, *there* and its views."""
+        """Map the storage of *original* to that of *there*, so that *original* moves to *there*."""
         before, after = original.storage_offset(), there.storage_offset()
         shift = (after - before) * original.element_size() if after is not before else 0
         self._places[compat.storage_key(original)] = there.untyped_storage(), shift
 
-    def put_anew(self, value: object) -> None:
-        """Give those tensors in *value* new memory whose memory was not put anywhere yet."""
+    def put_in_new_memory(self, value: object) -> None:
+        """Map the storages of the tensors in *value* that are not mapped yet to new storages."""
         for tensor in nested_tensors(value):
             key = compat.storage_key(tensor)
             if key not in self._places:
@@ -40,7 +39,7 @@ class Relocation:
                 self._places[key] = compat.new_fake_storage(size), 0
 
     def move(self, value: Any) -> Any:
-        """Return *value* with all tensors whose memory was put somewhere as they are there."""
+        """Return *value* with the tensors whose storages are mapped moved to the new ones."""
         if isinstance(value, Tensor):
             return self._moved(value)
         return compat.map_tensors(self._moved, value)
@@ -57,9 +56,10 @@ class Relocation:
 
 
 def are_movable(values: Sequence[object], inputs: Sequence[object]) -> bool:
-    """Whether a :class:`Relocation` can move *values*, computed from *inputs*, for any copy.
+    """Return whether a :class:`Relocation` can move *values*, computed from *inputs*.
 
-    It can move ordinary fake tensors. Sizes that only running the graph tells are each copy's own.
+    It can move plain fake tensors without new data-dependent sizes, whose symbols are different in
+    every copy.
     """
     tensors = [tensor for value in values for tensor in nested_tensors(value)]
     new = compat.data_dependent(values) - compat.data_dependent(inputs)
@@ -67,7 +67,7 @@ def are_movable(values: Sequence[object], inputs: Sequence[object]) -> bool:
 
 
 def same_layout(a: object, b: object) -> bool:
-    """Whether two fake tensors differ at most in where they are."""
+    """Return whether two plain fake tensors are equal except for storage and offset."""
     return (
         isinstance(a, Tensor)
         and isinstance(b, Tensor)
@@ -79,16 +79,17 @@ def same_layout(a: object, b: object) -> bool:
 
 
 def expressions(tensor: Tensor) -> tuple[Any, ...]:
-    """Return sizes and strides, those that vary as their expressions: comparing adds no guard."""
-    return tuple(map(_expression, (*tensor.shape, *tensor.stride())))
+    """Return the sizes and strides, dynamic ones as expressions, which compare without guards."""
+    return tuple(map(expression, (*tensor.shape, *tensor.stride())))
 
 
 def nested_tensors(value: object) -> Iterable[Tensor]:
-    """Return the tensors in *value*, however deep."""
-    if isinstance(value, Tensor):
+    """Return the tensors in *value*, at any depth."""
+    if isinstance(value, Tensor):  # much faster than flattening
         return (value,)
     return (leaf for leaf in compat.leaves(value) if isinstance(leaf, Tensor))
 
 
-def _expression(size: Any) -> Any:
+def expression(size: int | SymInt) -> Any:
+    """Return a size, or its expression if it is dynamic."""
     return size.node.expr if isinstance(size, SymInt) else size

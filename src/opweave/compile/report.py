@@ -1,4 +1,4 @@
-"""What happened to a graph while it was compiled, as plain data."""
+"""The compilation report of a graph, as plain data."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Self
 
-WITH_GRADIENTS = "with gradients"  # the stage of calls that autograd records
+WITH_GRADIENTS = "with gradients"  # the stage of differentiated calls
 
 
 @dataclass
 class Refusal:
-    """A provider that was passed over.
+    """A provider that was rejected.
 
     Attributes:
-        provider: its name.
-        reason: why.
-        origin: who put it into the priority list.
+        provider: the name of the provider.
+        reason: why it was rejected.
+        origin: the setting that put it into the priority list.
     """
 
     provider: str
@@ -29,9 +29,9 @@ class Refusal:
 
 @dataclass
 class Reuse:
-    """Whether an in-place kernel got an activation's own memory, and if not, why.
+    """Whether an in-place kernel overwrites an activation, and if not, why.
 
-    It is then *copied*, unless the kernel has a functional form, which leaves it alone.
+    If not, the activation is *copied*, unless the kernel's functional form runs instead.
     """
 
     activation: str
@@ -41,7 +41,7 @@ class Reuse:
 
     @property
     def verb(self) -> str:
-        """What the kernel does with the activation."""
+        """The effect on the activation: the kernel "reuses", "copies" or "leaves" it."""
         return "reuses" if self.reused else "copies" if self.copied else "leaves"
 
 
@@ -50,17 +50,17 @@ class NodeReport:
     """One call of an op.
 
     Attributes:
-        node: its name in the graph.
-        op: the op.
-        source: the line of the user's source.
+        node: the name of the node.
+        op: the name of the op.
+        source: the line of the user's source code.
         call: the arguments: dtypes, shapes, values.
-        chosen: the provider that was selected.
-        rejected: those in front of it, and why not.
-        stage: which pass lowered it.
-        fused_from: the nodes that it replaced, if it is a composite that fusion formed.
-        reuse: what became of the activations of an in-place kernel.
-        module: the path of the module that makes the call, such as ``model.layers.0.mlp``.
-        bytes: of its arguments and results; None where the call reads a part of a table.
+        chosen: the selected provider.
+        rejected: the providers with a higher priority, and why they were rejected.
+        stage: the pass that lowered it.
+        fused_from: the names of the nodes that it replaced, if fusion formed it.
+        reuse: the memory decision for each activation of an in-place kernel.
+        module: the path of the calling module, such as ``model.layers.0.mlp``.
+        bytes: the size of its arguments and results; None if it reads only a part of a table.
     """
 
     node: str
@@ -77,25 +77,25 @@ class NodeReport:
 
     @property
     def outcome(self) -> tuple[Any, ...]:
-        """What was decided, equal for calls that are treated alike."""
+        """A key for the decisions; equal for calls that were treated alike."""
         rejected, reuse = tuple(map(astuple, self.rejected)), tuple(map(astuple, self.reuse))
         return (self.op, self.chosen, self.stage, bool(self.fused_from), rejected, reuse)
 
     @property
     def module_pattern(self) -> str:
-        """The module's path with ``*`` for indices: ``model.layers.*.mlp``."""
+        """The module path with ``*`` for indices: ``model.layers.*.mlp``."""
         return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", self.module)
 
 
 @dataclass
 class FusionReport:
-    """One place where a composite was found, or nearly.
+    """A fusion or a near miss.
 
     Attributes:
-        composite: the op.
-        node: where it is in the graph.
+        composite: the name of the op.
+        node: the name of the node.
         outcome: ``fused`` or ``rejected``.
-        reason: why it was not formed.
+        reason: the fused nodes, or why fusion was rejected.
     """
 
     composite: str
@@ -109,13 +109,13 @@ class PassReport:
     """One run of one pass.
 
     Attributes:
-        name: of the pass.
-        stage: in which it ran.
-        seconds: how long it took.
-        before: the graph before it, as Python that runs; empty if nothing changed.
-        after: the graph after it, likewise.
-        notes: what it said.
-        owner: the plugin that brings it; empty if none does.
+        name: the name of the pass.
+        stage: the stage of the pass.
+        seconds: the duration.
+        before: the graph before the pass, as Python code; empty if the pass did not change it.
+        after: the graph after the pass, likewise.
+        notes: messages of the pass.
+        owner: the plugin that registered it; empty for a built-in pass.
     """
 
     name: str
@@ -128,29 +128,30 @@ class PassReport:
 
     @property
     def title(self) -> str:
-        """Its name, and the plugin that brings it, if one does."""
+        """The name of the pass, and its plugin, if any."""
         return f"{self.name}, of {self.owner}" if self.owner else self.name
 
     @property
     def changed(self) -> bool:
-        """Whether it changed the graph."""
+        """Whether the pass changed the graph."""
         return self.before != self.after
 
 
 @dataclass
 class Report:
-    """Everything that was decided about one graph.
+    """All decisions about one graph.
 
     Attributes:
-        key: what the report is filed under, next to the compiled artifact.
-        from_cache: the artifact was compiled earlier, and this is the report of that compilation.
-        complete: the passes have run, or their report was found.
-        seconds: how long the passes took.
-        traces: how many implementations were made into graphs.
-        nodes: each call of an op.
-        fusions: each place where a composite was found, or nearly.
-        passes: each run of a pass, in order.
-        collectives: how many the graph has, by name.
+        key: the cache key of the report.
+        from_cache: whether the artifact came from the cache; this is then the report of the
+            original compilation.
+        complete: whether the passes have run, or the report of their run was found in the cache.
+        seconds: the total duration of the passes.
+        traces: the number of traced implementations.
+        nodes: the calls of ops.
+        fusions: the fusions and near misses.
+        passes: the passes, in order.
+        collectives: the number of collectives in the graph, by name.
     """
 
     key: str = ""
@@ -165,7 +166,7 @@ class Report:
 
     @property
     def remarks(self) -> list[str]:
-        """What a reader should know about the graph as a whole, a sentence each."""
+        """Remarks about the graph as a whole, one sentence each."""
         found = []
         if self.complete and not self.nodes:
             found.append(
@@ -191,38 +192,38 @@ class Report:
 
     @property
     def providers(self) -> dict[str, int]:
-        """Calls by provider, the most frequent first."""
+        """The number of calls by provider, most frequent first."""
         return dict(Counter(node.chosen for node in self.nodes).most_common())
 
     @property
     def reuses(self) -> list[Reuse]:
-        """What became of every activation that an in-place kernel was given."""
+        """The memory decisions for all activations of in-place kernels."""
         return [reuse for node in self.nodes for reuse in node.reuse]
 
     @property
     def copies(self) -> int:
-        """How many activations were copied."""
+        """The number of copied activations."""
         return sum(reuse.copied for reuse in self.reuses)
 
     @property
     def fused(self) -> list[FusionReport]:
-        """The fusions that were formed."""
+        """The successful fusions."""
         return [fusion for fusion in self.fusions if fusion.outcome == "fused"]
 
     @property
     def near_misses(self) -> list[FusionReport]:
-        """The fusions that were not formed, though more than one of their parts was there."""
+        """The rejected fusions for which more than one op matched."""
         return [fusion for fusion in self.fusions if fusion.outcome != "fused"]
 
     def outcomes(self) -> list[tuple[NodeReport, int]]:
-        """Return one call for each distinct outcome, with the number of calls like it."""
+        """Return one call per distinct outcome, with the number of such calls."""
         alike: dict[Any, list[NodeReport]] = {}
         for node in self.nodes:
             alike.setdefault(node.outcome, []).append(node)
         return [(nodes[0], len(nodes)) for nodes in alike.values()]
 
     def layer_groups(self) -> list[list[NodeReport]]:
-        """Return the calls, those grouped that differ in the index of their layer only."""
+        """Return the calls, grouped if they differ only in the layer index."""
         groups: dict[Any, list[NodeReport]] = {}
         for node in self.nodes:
             key = (node.outcome, node.source, node.call, node.module_pattern)
@@ -234,14 +235,18 @@ class Report:
         return {**asdict(self), "selected_impls": self.selected_impls}
 
     def to_json(self) -> str:
-        """Return the same as JSON, for :meth:`from_json`."""
+        """Return the report as JSON, for :meth:`from_json`."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote (ValueError, KeyError, TypeError if it is not that)."""
+        """Parse the output of :meth:`to_json`.
+
+        Raises:
+            ValueError, KeyError, TypeError: *text* is not a report.
+        """
         data = json.loads(text)
-        del data["selected_impls"]  # of the nodes
+        del data["selected_impls"]  # derived from the nodes
         nodes = [
             NodeReport(
                 **{

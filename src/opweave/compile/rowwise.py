@@ -1,16 +1,16 @@
-"""Which nodes compute each row of their results from the same row of their operands.
+"""Row-wise analysis: which nodes compute each row of the result from the same row of the operands.
 
-A row is what an index into dimension 0 selects: a token. So a node on some of the rows gives those
-rows of what the node on all of them gives.
+A row is an index of dimension 0, that is, a token. A row-wise node applied to some of the rows
+returns those rows of the full result.
 
 ==========================  ====================================================================
-row-wise is…                where
+node                        is row-wise if
 ==========================  ====================================================================
-an op of the IR             its native implementation has the trait ``rowwise``, or it traces to
-                            nodes that are (``static_quant_fp8`` with a single scale)
-a pointwise aten op         its operands have a row for each token, or are broadcast to all
-a reduction, sort, softmax  not along dimension 0
-a view, a part, a join      dimension 0 stays what it is
+IR op                       its native implementation has the trait ``rowwise``, or its trace
+                            contains only row-wise nodes (``static_quant_fp8`` with one scale)
+pointwise aten op           each operand has a row per token, or is broadcast to all tokens
+reduction, sort, softmax    it is not along dimension 0
+view, slice, concatenation  dimension 0 does not change
 ==========================  ====================================================================
 """
 
@@ -26,7 +26,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from opweave.compile import compat
-from opweave.compile.nodes import IrCall, fake_of, ir_call, tensors_of
+from opweave.compile.nodes import IrCall, fake_of, has_fake, ir_call, tensors_of
 from opweave.compile.patterns import VIEWS, operands
 from opweave.compile.tracing import Tracer, arguments
 from opweave.ir.priority import NATIVE
@@ -35,7 +35,7 @@ from opweave.ir.traits import ROWWISE
 aten = torch.ops.aten
 Size = int | SymInt
 
-# The position of the argument that says along which dimensions.
+# The position of the ``dim`` argument.
 ALONG = {
     aten._log_softmax.default: 1,
     aten._softmax.default: 1,
@@ -65,14 +65,14 @@ PARTS = {
     aten.squeeze.dims: 1,
     aten.unbind.int: 1,
 }
-# Those that are told the sizes of their result.
+# Operators that take the sizes of their result.
 RESHAPES = {
     aten.view.default,
     aten.reshape.default,
     aten._unsafe_view.default,
     aten.expand.default,
 }
-# Those that torch does not tag as pointwise.
+# Pointwise operators that torch does not tag as pointwise.
 POINTWISE = {
     aten._to_copy.default,
     aten.alias.default,
@@ -84,17 +84,17 @@ POINTWISE = {
 
 
 def row_operands(node: Node, tokens: Size, tracer: Tracer) -> set[Node] | None:
-    """Return the operands of *node* that have a row for each row of its results.
+    """Return the operands of *node* that have a row for each row of the result.
 
     Args:
-        node: a node.
+        node: the node.
         tokens: the number of rows.
-        tracer: for ops that are not declared to be row-wise, but may be for these arguments.
+        tracer: traces ops without the trait, which may be row-wise for these arguments.
 
     Returns:
-        None if *node* is not row-wise. All other operands are needed as they are.
+        The operands, or None if *node* is not row-wise. All rows of every other operand are needed.
     """
-    results, known = tensors_of(node), all(map(_has_value, node.all_input_nodes))
+    results, known = tensors_of(node), all(map(has_fake, node.all_input_nodes))
     if not results or not known or not all(_has_rows(result, tokens) for result in results):
         return None
     if node.target is operator.getitem:
@@ -107,7 +107,7 @@ def row_operands(node: Node, tokens: Size, tracer: Tracer) -> set[Node] | None:
 
 
 def keeps_rows(node: Node) -> bool:
-    """Whether *node* is of a kind that may be row-wise, whatever its arguments are."""
+    """Return whether *node* may be row-wise, depending on its arguments."""
     call = ir_call(node)
     if call is not None:
         return ROWWISE in call.op.impls[NATIVE].traits
@@ -115,12 +115,12 @@ def keeps_rows(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether *node* computes nothing: it shows what is there in another way."""
+    """Return whether *node* only rearranges its operands: a view, slice or concatenation."""
     return node.target in _VIEWS
 
 
 def known_equal(a: Size, b: Size) -> bool:
-    """Whether two sizes are equal whatever the sizes that vary turn out to be."""
+    """Return whether two sizes are equal for all values of the dynamic sizes."""
     return a is b or bool(statically_known_true(a == b))
 
 
@@ -159,7 +159,7 @@ def _reshape(node: Node, tokens: Size) -> set[Node] | None:
 
 
 def _pointwise(node: Node, tokens: Size) -> set[Node] | None:
-    """Operands with a row for each token, if all others are broadcast to every token."""
+    """Return the operands with a row per token, if all others are broadcast to every token."""
     rows, count = set(), fake_of(node).ndim
     for operand in node.all_input_nodes:
         value = fake_of(operand)
@@ -172,7 +172,8 @@ def _pointwise(node: Node, tokens: Size) -> set[Node] | None:
 
 
 def _all_rows(node: Node, tokens: Size) -> set[Node] | None:
-    return set(_nodes(node)) if all(_has_rows(t, tokens) for t in _tensors(node)) else None
+    nodes = {n for n in node.all_input_nodes if isinstance(fake_of(n), Tensor)}
+    return nodes if all(_has_rows(fake_of(n), tokens) for n in nodes) else None
 
 
 def _of_op(call: IrCall, tokens: Size, tracer: Tracer) -> set[Node] | None:
@@ -183,7 +184,10 @@ def _of_op(call: IrCall, tokens: Size, tracer: Tracer) -> set[Node] | None:
 
 
 def _rows_of_arguments(call: IrCall, tokens: Size) -> set[Node] | None:
-    """Activations have rows; what else there is belongs to all rows, or has the same ones."""
+    """Return the tensor arguments with a row per token: the activations, and others like them.
+
+    Arguments with fewer dimensions, or with a first dimension of 1, apply to all rows.
+    """
     rows: set[Node] = set()
     first = call.fakes[call.op.activation_indices[0]] if call.op.activations else None
     if first is None or first.ndim < 2 or any(p.is_tensor_list for p in call.op.schema.params):
@@ -201,7 +205,7 @@ def _rows_of_arguments(call: IrCall, tokens: Size) -> set[Node] | None:
 
 
 def _is_rowwise_inside(call: IrCall, rows: set[Node], tokens: Size, tracer: Tracer) -> bool:
-    """Whether the op's definition, for these arguments, is made of row-wise nodes only."""
+    """Return whether the op's native implementation traces to row-wise nodes only."""
     trace = tracer.trace(call.op.impls[NATIVE], call.fakes)
     if trace.failure or trace.mutates:
         return False
@@ -247,13 +251,5 @@ def _has_rows(value: Tensor, tokens: Size) -> bool:
     return value.ndim > 0 and known_equal(value.shape[0], tokens)
 
 
-def _has_value(node: Node) -> bool:
-    return "val" in node.meta or "example_value" in node.meta
-
-
-def _nodes(node: Node) -> list[Node]:
-    return [n for n in node.all_input_nodes if isinstance(fake_of(n), Tensor)]
-
-
 def _tensors(node: Node) -> list[Tensor]:
-    return [fake_of(n) for n in _nodes(node)]
+    return [fake for n in node.all_input_nodes if isinstance(fake := fake_of(n), Tensor)]

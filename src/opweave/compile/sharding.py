@@ -1,17 +1,18 @@
-"""How far "sharded over tokens" reaches in a graph, and where it pays.
+"""Sharding analysis for sequence parallelism: which nodes can be sharded over tokens.
 
-Every rank of a group has some of the rows of what an ``all_reduce`` gives, and computes what
-follows from them, row by row. Other operands must be the same on every rank, or the ranks would
-compute the rows of different results:
+Each rank of a group gets some rows of the result of an ``all_reduce``, and computes the row-wise
+nodes that follow for these rows only. Other operands must be replicated, that is, the same on every
+rank:
 
-=======================  =======================================================================
-the same on every rank   inputs of the graph, by convention; what collectives give to all; what
-                         row-wise nodes, lookups and new tensors make of those
-taken to differ          results of everything else (matrix products, attention, ...), whose
-                         weights may be one rank's own
-never sharded            what leads to another collective by row-wise nodes only: such a sum is
-                         made of parts that differ, whatever they look like
-=======================  =======================================================================
+============================  ==================================================================
+replicated                    graph inputs, by convention; results of all-reduce, all-gather and
+                              broadcast; row-wise nodes, lookups and new tensors computed from
+                              replicated operands
+assumed to differ by rank     all other results (matrix products, attention, ...), because their
+                              weights may differ
+never sharded                 nodes from which only row-wise nodes lead to another collective:
+                              they are partial sums, which differ even if they look replicated
+============================  ==================================================================
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from opweave.compile.rowwise import Size, is_view, keeps_rows, known_equal, row_
 from opweave.compile.tracing import Tracer
 
 aten = torch.ops.aten
-# With fewer, padding is much of what is moved. Also, compilers treat sizes of 1 as special, which a
-# rank's rows must not be; and "fewer" must hold more than one number, or it is a constant to them.
+# Tokens per rank. With fewer, much of the traffic is padding. Besides, compilers specialise on a
+# size of 1, so a rank must have more rows, and "fewer than this" must include more than one size,
+# or they would specialise on that size.
 MIN_ROWS = 3
-_PER_BYTE = 1 << 20  # of the same bytes, fewer collectives are better
-_SAME_EVERYWHERE = {"all_reduce", "all_gather", "broadcast"}
+_PER_BYTE = 1 << 20  # price per byte; a collective costs 1, so fewer collectives break ties
+_REPLICATING = {"all_reduce", "all_gather", "broadcast"}
 _MADE_OF_INPUTS = {
     aten.arange.default,
     aten.arange.start_step,
@@ -51,31 +53,31 @@ _MADE_OF_INPUTS = {
     aten.scalar_tensor.default,
     aten.zeros.default,
 }
-_LOOKUPS = {"embedding"}  # ops of the IR
+_LOOKUPS = {"embedding"}  # IR ops
 
 
 @dataclass(eq=False)
 class Shard:
-    """The rows of one size that the ranks of a group divide among them."""
+    """A number of rows that is sharded over the ranks of a group."""
 
     group: Group
     tokens: Size
 
     @property
     def is_even(self) -> bool:
-        """Whether every rank gets as many rows, whatever their number turns out to be."""
+        """Whether the number of rows is always a multiple of the number of ranks."""
         return known_equal(self.tokens % self.group.size, 0)
 
 
 @dataclass
 class Region:
-    """Sharded nodes that hang together.
+    """A connected set of sharded nodes.
 
     Attributes:
-        shard: what their rows are divided into.
-        sources: the waits for the ``all_reduce`` nodes where it begins.
-        nodes: the others, in the order of the graph.
-        gathered: those whose results someone needs whole.
+        shard: how their rows are sharded.
+        sources: the waits of the ``all_reduce`` nodes where the region begins.
+        nodes: the other nodes, in graph order.
+        gathered: the nodes whose results must be gathered.
     """
 
     shard: Shard
@@ -85,10 +87,9 @@ class Region:
 
     @property
     def refusal(self) -> str:
-        """Why the region is better left alone, or an empty string.
+        """Why the region should not be sharded, or an empty string.
 
-        Where the number of tokens varies, asking whether there are enough makes the graph one for
-        many tokens, or for few.
+        For a dynamic number of tokens, this adds a guard on the minimum number of tokens.
         """
         if all(map(is_view, self.nodes)):
             return "no row-wise op follows that could be sharded"
@@ -98,26 +99,26 @@ class Region:
 
 
 class Sharding:
-    """Which nodes of *graph* are sharded, and what each needs of its operands."""
+    """The sharded nodes of *graph*, and the operands of which each needs only its rows."""
 
     def __init__(self, graph: Graph, tracer: Tracer) -> None:
-        self.shards: dict[Node, Shard] = {}  # in the order of the graph
+        self.shards: dict[Node, Shard] = {}  # in graph order
         self.rows: dict[Node, set[Node]] = {}  # the operands of a node that have rows
         self.obstacles: dict[Node, str] = {}
         self._tracer = tracer
         self._order = {node: place for place, node in enumerate(graph.nodes)}
         self._summed = _summed(graph)
-        self._same: set[Node] = set()  # on every rank
+        self._replicated: set[Node] = set()
         for node in graph.nodes:
-            if self._is_same(node):
-                self._same.add(node)
+            if self._is_replicated(node):
+                self._replicated.add(node)
             shard = self._source(node) or self._spread(node)
             if shard is not None:
                 self.shards[node] = shard
         self._gather_early()
 
     def regions(self) -> list[Region]:
-        """Return the sharded nodes by what hangs together."""
+        """Return the connected sets of sharded nodes."""
         found, left = [], dict(self.shards)
         while left:
             nodes = self._connected(next(iter(left)))
@@ -131,11 +132,11 @@ class Sharding:
         return found
 
     def whole_users(self, node: Node) -> list[Node]:
-        """Return who needs all rows of *node*."""
+        """Return the users that need all rows of *node*."""
         return [user for user in node.users if user not in self.shards]
 
     def drop(self, nodes: Iterable[Node]) -> None:
-        """Leave *nodes* as they are."""
+        """Do not shard *nodes*."""
         for node in nodes:
             del self.shards[node]
 
@@ -157,7 +158,7 @@ class Sharding:
         return Shard(group, value.shape[0])
 
     def _spread(self, node: Node) -> Shard | None:
-        """Return how *node* is sharded if its operands are."""
+        """Return the shard of *node*, from those of its operands."""
         found = {self.shards[n] for n in node.all_input_nodes if n in self.shards}
         if len(found) != 1 or node in self._summed or node.op != "call_function":
             return None
@@ -167,24 +168,23 @@ class Sharding:
             return None
         for operand in node.all_input_nodes:
             if node.target is aten.copy.default and operand is node.args[0]:
-                continue  # whatever is in there is overwritten
+                continue  # its values are overwritten
             if operand in self.shards and operand not in rows:
                 return None
-            if operand not in self.shards and operand not in self._same:
+            if operand not in self.shards and operand not in self._replicated:
                 self.obstacles[node] = f"{operand.name} may differ between ranks"
                 return None
         self.rows[node] = rows
         return shard
 
-    def _is_same(self, node: Node) -> bool:
-        """Whether the results of *node* are the same on every rank."""
+    def _is_replicated(self, node: Node) -> bool:
         if node.op in ("placeholder", "get_attr"):
             return True
         if collective(node) == WAIT:
-            return collective(node.all_input_nodes[0]) in _SAME_EVERYWHERE
+            return collective(node.all_input_nodes[0]) in _REPLICATING
         if not tensors_of(node):
             return node.op == "call_function"  # a size
-        if node in self._summed or not self._same.issuperset(node.all_input_nodes):
+        if node in self._summed or not self._replicated.issuperset(node.all_input_nodes):
             return False
         call = ir_call(node)
         if call is not None and call.op.name in _LOOKUPS:
@@ -192,25 +192,25 @@ class Sharding:
         return node.target in _MADE_OF_INPUTS or keeps_rows(node)
 
     def _gather_early(self) -> None:
-        """Make whole what is cheaper to gather before than after: a minimal cut.
+        """Choose the nodes after which to gather by a minimum cut, and unshard the nodes behind.
 
-        Where it moves as much either way, as much as possible stays sharded. Gathering right after
-        the sources is always possible, and moves as much as ``all_reduce``.
+        On ties, as many nodes as possible stay sharded. Gathering right after the sources is always
+        possible, and transfers as many bytes as ``all_reduce``.
         """
-        import networkx  # type: ignore[import-untyped]  # comes with torch, and takes a while
+        import networkx  # type: ignore[import-untyped]  # slow to import; a dependency of torch
 
         flow = self._flow(networkx.DiGraph())
-        _, (_, whole) = networkx.minimum_cut(flow, "sharded", "whole")  # the smallest such part
+        _, (_, whole) = networkx.minimum_cut(flow, "sharded", "whole")  # "whole" is minimal
         early = [node for node in self.shards if node in whole]
         for node in early:
             self.obstacles[node] = "its result would cost more to gather"
         self.drop(early)
 
     def _flow(self, flow: Any) -> Any:
-        """Return a network from "sharded" to "whole" in which a cut is a choice of gathers.
+        """Return a flow network from "sharded" to "whole", in which a cut is a set of gathers.
 
-        The edge from a node to (node,) is cut if the node is sharded and gathered. An edge without
-        a capacity cannot be: what is behind it is whole only if what is in front of it is.
+        The edge from node to (node,) is cut if the node is sharded and gathered. Edges without a
+        capacity cannot be cut: they force the nodes of a connected region onto a consistent side.
         """
         flow.add_nodes_from(["sharded", "whole"])
         for node in self.shards:
@@ -245,7 +245,7 @@ def _is_used_as_tuple(node: Node) -> bool:
 
 
 def _summed(graph: Graph) -> set[Node]:
-    """Return the nodes that lead to a collective by row-wise nodes only."""
+    """Return the nodes that lead to a collective through row-wise nodes only."""
     found: set[Node] = set()
     for node in reversed(graph.nodes):
         for user in node.users:
@@ -260,7 +260,7 @@ def _has_tokens(value: Tensor) -> bool:
 
 
 def _price(node: Node) -> dict[str, int]:
-    """Return what it costs to gather *node*; nothing if it cannot be gathered into what it was."""
+    """Return the capacity of gathering *node*; empty if gathering would change its layout."""
     value = fake_of(node)
     if not all(isinstance(size, int) for size in value.shape[1:]) or not value.is_contiguous():
         return {}

@@ -1,10 +1,10 @@
-"""Reports, filed next to Inductor's cached artifacts: a cache hit runs no pass, and has a report.
+"""The cache of reports, next to Inductor's artifacts: a cache hit skips the passes.
 
-A report depends on the graph, the shapes and dtypes of its inputs, and the plan: its key is a
-digest of these. It has two. AOTAutograd caches by the grad mode and the graph that Dynamo traced,
-where names are those of the program; Inductor by the one that AOTAutograd made, and a hit there
-comes after the joint stage. Calls with gradients are known before either, so those come from the
-compilation at hand.
+The key of a report is a digest of the graph, the shapes and dtypes of its inputs, and the plan.
+Each report is stored under two keys, because there are two caches. AOTAutograd's key contains the
+grad mode and the graph from Dynamo, with the names of the program; Inductor's key contains the
+graph from AOTAutograd, and is looked up after the joint stage. Calls with gradients are reported in
+the Dynamo stage, which always runs, so they never come from the cache.
 """
 
 from __future__ import annotations
@@ -34,25 +34,24 @@ def key_of(
     *,
     grad_mode: bool | None = None,
 ) -> str:
-    """Return what the report of compiling a graph is filed under.
+    """Return the key of the report of a graph.
 
     Args:
-        graph_module: the graph, and those inside of it.
-        plan: of the compilation.
-        inputs: of the graph, for one that says nothing of them.
-        grad_mode: in which the graph is compiled; None for one that AOTAutograd made, which does
-            the same in every mode.
+        graph_module: the graph, with its subgraphs.
+        plan: the plan of the compilation.
+        inputs: the inputs, if the graph has no fake values.
+        grad_mode: the grad mode; None for a graph from AOTAutograd, which does not depend on it.
     """
     graph = graph_module.graph
     parts = [graph_text(module.graph) for module in all_graphs(graph_module)]
     parts += [plan.digest, str(grad_mode)]
     if has_fakes(graph):
-        inputs = [fake_of(node) for node in graph.nodes if node.op == "placeholder"]
+        inputs = [fake_of(node) for node in graph.find_nodes(op="placeholder")]
     return fingerprint.digest_of([*parts, *map(_describe, inputs)])
 
 
 def settle(context: Context) -> None:
-    """File the report if all passes have run, or fill it with the one filed earlier."""
+    """Store the report if all passes ran; otherwise load the stored one into it."""
     report = context.report
     keys = [key for key in (report.key, context.joint_key) if key]
     outdated = keys
@@ -64,10 +63,10 @@ def settle(context: Context) -> None:
         outdated = [key for key, found in filed.items() if found is None]
         found = next(filter(None, filed.values()), None)
         if found is None:
-            logger.debug("cache hit, but no report of the artifact")
+            logger.debug("cache hit, but the report of the artifact is missing")
             return
         _complete(report, found)
-        logger.debug("cache hit: the report is the one of the first compilation")
+        logger.debug("cache hit: loaded the report of the first compilation")
     for key in outdated:
         _write(Path(compat.cache_directory(), _name(key)), report.to_json())
     for key in keys:
@@ -75,7 +74,7 @@ def settle(context: Context) -> None:
 
 
 def _complete(report: Report, filed: Report) -> None:
-    """Add the *filed* report to *report*, which has the calls with gradients already."""
+    """Add the *filed* report to *report*, which already contains the calls with gradients."""
     nodes = [n for n in report.nodes if n.stage == WITH_GRADIENTS]
     nodes += [n for n in filed.nodes if n.stage != WITH_GRADIENTS]
     own = {"key": report.key, "from_cache": True, "nodes": nodes}
@@ -96,7 +95,7 @@ def _read(key: str) -> Report | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or none."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,10 +1,11 @@
-"""Implementations as aten graphs, traced once for each signature."""
+"""Trace implementations into aten graphs, once per signature."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from opweave.compile import compat
 from opweave.compile.inplace import Functional, prepare_writes
 from opweave.compile.log import logger
-from opweave.compile.nodes import IrCall, fake_of, tensors_of
+from opweave.compile.nodes import IrCall, computed_fake, fake_of, tensors_of
 from opweave.compile.relocation import Relocation, are_movable, expressions
 from opweave.ir import IrOpImpl
 from opweave.ir.autocast import entered
@@ -35,7 +36,7 @@ class Trace:
 
     Attributes:
         module: the graph, with a placeholder for each tensor and symbolic number among the values.
-        failure: why there is no graph, else empty.
+        failure: why tracing failed, or an empty string.
     """
 
     module: GraphModule | None
@@ -50,28 +51,27 @@ class Trace:
     @property
     def inputs(self) -> list[Node]:
         """The placeholders."""
-        return [node for node in self.graph.nodes if node.op == "placeholder"]
+        return self.graph.find_nodes(op="placeholder")
 
     @property
     def outputs(self) -> list[Node]:
         """The nodes whose values the implementation returns."""
-        returned = next(node for node in self.graph.nodes if node.op == "output").args[0]
-        return flat_nodes([returned])
+        return flat_nodes(self.graph.output_node().args)
 
     @cached_property
     def mutates(self) -> bool:
-        """Whether a kernel in the graph writes to an argument, be it a buffer made in the graph."""
+        """Whether an operator in the graph writes to an argument, even a buffer of the graph."""
         return any(compat.is_mutable(node.target) for node in self.graph.nodes)
 
     @cached_property
     def is_movable(self) -> bool:
-        """Whether copies of the graph have its own fake values, apart from where in memory."""
+        """Whether copies of the graph can reuse its fake values in other storages."""
         values = [node.meta["val"] for node in self.graph.nodes if "val" in node.meta]
         return are_movable(values, list(map(fake_of, self.inputs)))
 
 
 class Tracer:
-    """Traces implementations, and keeps the traces for later calls with the same signature."""
+    """Traces implementations, and caches the traces by signature."""
 
     def __init__(self) -> None:
         self.traces: dict[Signature, Trace] = {}
@@ -86,16 +86,16 @@ class Tracer:
     ) -> Trace:
         """Return the graph of *impl* for *values* (fake tensors and numbers, one per parameter).
 
-        With *function*, that of another form of the implementation. Under *autocast*, the casts are
-        in the graph, and ops that the implementation calls are written out, as their casts depend
-        on where they are called.
+        With *function*, trace that form of the implementation instead of ``impl_fn``. Under
+        *autocast*, the graph contains the casts and the native implementations of the ops that
+        *impl* calls, because their casts depend on the caller's autocast state.
         """
         function = function or impl.impl_fn
         key = (function, autocast, tuple(map(signature, values)))
         found = self.traces.get(key)
         if found is None:
             if autocast:
-                function = _written_out(function, autocast)
+                function = _under_autocast(function, autocast)
             found = self.traces[key] = _trace(function, impl.op.schema, values)
             outcome = found.failure or f"{len(found.graph.nodes)} nodes"
             logger.debug("traced %s of %s: %s", impl.provider, impl.op.name, outcome)
@@ -103,7 +103,7 @@ class Tracer:
 
 
 def signature(value: Any) -> Signature:
-    """Return what of a value a trace depends on; sizes that vary count as their expressions."""
+    """Return the part of a value that a trace depends on; dynamic sizes as their expressions."""
     if isinstance(value, Tensor):
         facts = value.dtype, value.device, value.ndim, value.is_conj(), value.is_neg()
         return (*facts, expressions(value))
@@ -117,12 +117,12 @@ def signature(value: Any) -> Signature:
 
 
 def variables(values: Sequence[Any]) -> list[Any]:
-    """Return the tensors and symbolic numbers among *values*, lists flattened."""
+    """Return the tensors and symbolic numbers in *values*, with lists flattened."""
     return [value for value in _flat(values) if isinstance(value, (Tensor, *_SYMBOLIC))]
 
 
 def flat_nodes(values: Sequence[Any]) -> list[Node]:
-    """Return the nodes among *values*, lists flattened."""
+    """Return the nodes in *values*, with lists flattened."""
     return [value for value in _flat(values) if isinstance(value, Node)]
 
 
@@ -133,10 +133,10 @@ def arguments(call: IrCall) -> list[Node]:
 
 
 def inline(graph: Graph, trace: Trace, before: Node, given: Sequence[Node]) -> list[Node]:
-    """Copy a trace into *graph*, in front of *before*, and return its outputs.
+    """Copy a trace into *graph* before the node *before*, and return its output nodes.
 
-    The new nodes get fake values of their own: storages tell views from copies, and two inlined
-    copies of one trace must not look as if they shared any.
+    The new nodes get fake values in new storages: alias analysis compares storages, so two inlined
+    copies of a trace must not appear to share memory.
     """
     mode = compat.fake_mode_of([fake_of(node) for node in given]) or compat.FakeTensorMode()
     copies: dict[Node, Any] = dict(zip(trace.inputs, given, strict=True))
@@ -163,7 +163,7 @@ def _copy(graph: Graph, node: Node, copies: dict[Node, Any], origin: Node) -> No
 
 
 def _move_fakes(mode: compat.FakeTensorMode, copies: dict[Node, Node]) -> None:
-    """Give copies of nodes the fake values of the originals, in the memory of what was given."""
+    """Move the fake values of the originals into the storages of the copies' inputs."""
     relocation = Relocation(mode)
     with torch.no_grad(), compat.no_modes():
         for node, new in copies.items():
@@ -171,29 +171,26 @@ def _move_fakes(mode: compat.FakeTensorMode, copies: dict[Node, Node]) -> None:
                 for tensor, there in zip(tensors_of(node), tensors_of(new), strict=True):
                     relocation.put(tensor, there)
             elif "val" in node.meta:
-                relocation.put_anew(node.meta["val"])
+                relocation.put_in_new_memory(node.meta["val"])
                 new.meta["val"] = relocation.move(node.meta["val"])
 
 
 def _compute_fakes(mode: compat.FakeTensorMode, copies: dict[Node, Node]) -> None:
-    """Give copies of nodes the fake values that their operators compute."""
-    with torch.no_grad(), mode:
-        for node, new in copies.items():
-            if node.op not in ("placeholder", "get_attr") and not _is_higher_order(node):
-                args, kwargs = torch.fx.map_arg((new.args, new.kwargs), fake_of)
-                new.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _is_higher_order(node: Node) -> bool:
-    return isinstance(node.target, compat.HigherOrderOperator)
+    """Compute the fake values of the copies by running their operators."""
+    for node, new in copies.items():
+        is_higher_order = isinstance(node.target, compat.HigherOrderOperator)
+        if node.op not in ("placeholder", "get_attr") and not is_higher_order:
+            new.meta["val"] = computed_fake(new, mode)
 
 
 def _constant(graph: Graph, trace: Trace, node: Node, origin: Node) -> Node:
-    """Bring a tensor or subgraph that the implementation closes over along."""
+    """Copy a tensor or subgraph that the implementation closes over into *graph*."""
     owner, value = graph.owning_module, getattr(trace.module, str(node.target))
     if owner is None:
         raise ValueError(f"the graph of {origin.name} has no module to keep {node.target} in")
-    name = next(n for n in _names(f"_opweave_{node.target}") if getattr(owner, n, value) is value)
+    base = f"_opweave_{node.target}"
+    names = chain([base], (f"{base}_{number}" for number in count(1)))
+    name = next(n for n in names if getattr(owner, n, value) is value)
     if isinstance(value, Tensor):
         owner.register_buffer(name, value, persistent=False)
     else:
@@ -203,20 +200,12 @@ def _constant(graph: Graph, trace: Trace, node: Node, origin: Node) -> Node:
     return new
 
 
-def _names(base: str) -> Any:
-    yield base
-    number = 0
-    while True:
-        number += 1
-        yield f"{base}_{number}"
-
-
 def _flat(values: Sequence[Any]) -> list[Any]:
     return [i for v in values for i in (v if isinstance(v, (list, tuple)) else (v,))]
 
 
-class _WritingOut(TorchFunctionMode):
-    """Calls native functions in place of ops, where it still shows which state holds."""
+class _CallsNative(TorchFunctionMode):
+    """Replaces calls of ops by their native functions while the autocast state is still known."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -224,15 +213,15 @@ class _WritingOut(TorchFunctionMode):
         target, given = find_target(function), kwargs or {}
         if target is None:
             return function(*args, **given)
-        with self:  # for the ops that are called inside
+        with self:  # torch disables the mode here, but native functions may call other ops
             return target.op.native(
                 *args, **{k: v for k, v in given.items() if k not in ANNOTATIONS}
             )
 
 
-def _written_out(function: Function, autocast: str) -> Function:
+def _under_autocast(function: Function, autocast: str) -> Function:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with entered(autocast), _WritingOut():
+        with entered(autocast), _CallsNative():
             return function(*args, **kwargs)
 
     return run
@@ -252,15 +241,18 @@ def _trace(function: Function, schema: Schema, values: Sequence[Any]) -> Trace:
             return function(*args, **kwargs)
 
     try:
-        module = compat.trace(flat, list(map(_apart, variables(values))))
+        module = compat.trace(flat, list(map(_in_new_memory, variables(values))))
         prepare_writes(module.graph)
         return Trace(module)
     except Exception as error:
-        # Whatever a kernel's Python does that tracing cannot follow: it stays one opaque call.
+        # Tracing runs third-party code, which may raise anything: the op stays an opaque call.
         return Trace(None, described(error)[:300])
 
 
-def _apart(value: Any) -> Any:
-    """Return a tensor in memory of its own: the trace is for arguments that share none, too."""
+def _in_new_memory(value: Any) -> Any:
+    """Return a copy of a fake tensor: the trace must also hold for arguments that share no memory.
+
+    Other values are returned as they are.
+    """
     is_plain = isinstance(value, Tensor) and compat.is_plain_fake(value)
     return compat.fresh_fake(value) if is_plain else value

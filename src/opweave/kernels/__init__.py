@@ -1,4 +1,4 @@
-"""Providers: one folder for each, registering implementations of ops when it is imported."""
+"""The built-in providers, one package each. Importing a provider registers its implementations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ __all__ = ["load"]
 
 
 def load(registry: Registry) -> None:
-    """Import every provider that comes with opweave. One that fails leaves nothing behind.
+    """Import every built-in provider.
 
-    They are opweave's own, whoever calls: the platform of a plugin, usually.
+    The implementations belong to opweave, even if a plugin's platform calls this function. If an
+    import fails, its registrations are rolled back.
     """
     for provider in OWN_PROVIDERS:
         name = f"{__name__}.{provider}"
@@ -29,7 +30,7 @@ def load(registry: Registry) -> None:
 
 
 def _forget(package: str) -> None:
-    """Let the next import of *package* run its modules again."""
+    """Remove *package* from ``sys.modules``, so that the next import executes it again."""
     for name in list(sys.modules):
         if name == package or name.startswith(f"{package}."):
             del sys.modules[name]

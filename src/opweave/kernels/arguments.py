@@ -1,4 +1,4 @@
-"""What implementations of several providers ask of their arguments."""
+"""Argument rules shared by several providers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def one_element(name: str) -> Rule:
-    """Parameter *name* has one element (or is None, where the op takes that)."""
+    """Require that parameter *name* has one element, or is None if it is optional."""
     return TensorRule(
         (name,), "{t}.numel() == 1", lambda n, t: f"{n}: {t.numel()} elements (supports 1)"
     )

@@ -1,4 +1,4 @@
-"""Implementations that are one node of a graph, because tracers do not look into them."""
+"""Register implementations as opaque torch ops, which tracers record as one node."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from opweave.ir.opaque import opaque_op
 
 Function = Callable[..., Any]
 
-_libraries: list[Library] = []  # torch forgets the ops of a library that nobody has
+_libraries: list[Library] = []  # torch removes the ops of a library when it is garbage collected
 
 
 def opaque(op: IrOp, namespace: str) -> Callable[[Function], Function]:
-    """Make the decorated implementation of *op* a torch op of that *namespace*.
+    """Register the decorated implementation of *op* as a torch op in *namespace*.
 
-    Where gradients are needed tracers do look into it: autograd records what it calls.
+    If gradients are required, autograd records the operators inside it instead.
     """
 
     def wrap(function: Function) -> Function:
         library = _new_library(namespace, op.name)
         torch_op = opaque_op(namespace, op.name, function, op.fake, op.schema.torch, library)
         arguments = op.schema.call()
-        # Without __name__: Dynamo looks globals up in the module that __name__ claims.
+        # No __name__ in the globals, because Dynamo would look them up in the module of that name.
         names = {**op.schema.defaults, "_op": torch_op}
         wrapped: Function = eval(f"lambda {op.schema.declaration}: _op({arguments})", names)
         wrapped.__module__ = function.__module__
@@ -39,11 +39,16 @@ def opaque(op: IrOp, namespace: str) -> Callable[[Function], Function]:
 
 
 def mutating(namespace: str, schema: str) -> Callable[[Function], Function]:
-    """Make the decorated function, which writes into arguments and returns None, a torch op."""
+    """Register the decorated function as a torch op that writes to arguments and returns None.
+
+    Args:
+        namespace: the namespace of the torch op.
+        schema: the schema of the torch op, including its name.
+    """
     name = schema.partition("(")[0]
 
     def wrap(function: Function) -> Function:
-        library: Any = _new_library(namespace, name)  # torch declares no types for define and impl
+        library: Any = _new_library(namespace, name)  # define and impl are untyped in torch
         library.define(schema)
         library.impl(name, function, "CompositeExplicitAutograd")
         compat.register_fake(library, name, lambda *arguments: None)
@@ -55,6 +60,6 @@ def mutating(namespace: str, schema: str) -> Callable[[Function], Function]:
 def _new_library(namespace: str, name: str) -> Library:
     library = compat.new_library(namespace)
     _libraries.append(library)
-    # Whatever interrupts the import of the kernels, the next one defines the op again.
+    # If the import of the kernels fails, the next import must be able to define the op again.
     transaction.enter(f"torch op {namespace}::{name}", partial(compat.remove_ops, library))
     return library

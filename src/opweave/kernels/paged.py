@@ -1,4 +1,4 @@
-"""What kernels of the paged cache ask of their arguments, wherever these are."""
+"""Argument rules for paged KV cache kernels on any device."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from opweave.kernels.arguments import FLOATS
 
 
 def has_whole_heads(cache: Tensor) -> bool:
-    """Whether the positions of each head in a block of a paged cache are contiguous.
+    """Return whether the positions of each head in a block are contiguous.
 
-    Blocks and heads may have any strides, as in a tensor that holds keys and values.
+    Blocks and heads may have any strides, as in one tensor for both keys and values.
+
+    Args:
+        cache: ``(blocks, heads, block_size, head_size)``.
     """
     _, _, block_size, size = cache.shape
     return has_whole_rows(cache) and (block_size == 1 or cache.stride(2) == size)
 
 
 def has_whole_rows(cache: Tensor) -> bool:
-    """Whether the elements of each position and head of a paged cache are contiguous."""
+    """Return whether the elements of each position and head of a cache are contiguous."""
     return cache.shape[3] == 1 or cache.stride(3) == 1
 
 
@@ -36,7 +39,7 @@ def _tokens_fit(
 
 
 def _takes(cache: Tensor, x: Tensor) -> bool:
-    """Whether the rows of *cache* are contiguous and take the tokens of *x*."""
+    """Return whether the rows of *cache* are contiguous and have the shape of tokens of *x*."""
     _, heads, _, size = cache.shape
     return x.shape[1:] == (heads, size) and has_whole_rows(cache)
 
@@ -56,7 +59,7 @@ WRITES = (
         _tokens_fit, "tokens and caches do not fit, or rows of a cache are not contiguous"
     )
 )
-"""Of ``reshape_and_cache``."""
+"""The rules of ``reshape_and_cache``."""
 
 ATTENDS = (
     rules.dtype("query", *FLOATS)
@@ -70,7 +73,7 @@ ATTENDS = (
     & rules.unit_stride("query", "block_tables")
     & rules.contiguous("seq_lens", "cu_seqlens_q")
 )
-"""Of ``paged_attention``, beside :func:`attention_fits`."""
+"""The rules of ``paged_attention``, in addition to :func:`attention_fits`."""
 
 
 def attention_fits(
@@ -84,7 +87,10 @@ def attention_fits(
     window: int | None,
     soft_cap: float | None,
 ) -> bool:
-    """Whether the shapes of what :data:`ATTENDS` accepts fit, and the options are positive."""
+    """Return whether the shapes are compatible and the options are positive.
+
+    The arguments must satisfy :data:`ATTENDS`.
+    """
     _, heads, block_size, size = key_cache.shape
     sequences = block_tables.shape[0]
     return (

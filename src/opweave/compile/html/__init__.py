@@ -1,6 +1,6 @@
-"""Reports as a page that one can read: one file, nothing to load, light and dark.
+"""Render reports as one self-contained HTML page, with light and dark themes.
 
-Without JavaScript only the filters are missing.
+JavaScript is only needed for the filters.
 """
 
 from opweave.compile.html.page import render

@@ -22,20 +22,20 @@ from opweave.compile.report import NodeReport, Report
 
 
 def calls(report: Report) -> Html | None:
-    """Show every call: who runs it, who does not and why, where it is in the source."""
+    """Show every call: the selected provider, the rejected ones, and the line of source code."""
     if not report.nodes:
         return None
     folder = common_folder(node.source for node in report.nodes)
     colours = list(report.providers)
     rows = [_calls(group, folder, colours) for group in report.layer_groups()]
     columns = ("op, module", "runs", "bytes", "source", "passed over", "fused, memory")
-    below = element("p", "Files are below ", code(folder), ".", class_="small") if folder else None
+    root = element("p", "Files are in ", code(folder), ".", class_="small") if folder else None
     found = table("Every call of an op", columns, rows, "calls")
-    return element("div", _filters(report), below, found, class_="filtered")
+    return element("div", _filters(report), root, found, class_="filtered")
 
 
 def _filters(report: Report) -> Html:
-    """Return the filters; the script shows them, since without it they would do nothing."""
+    """Return the filters, which are hidden until the script runs."""
     ops = sorted({node.op for node in report.nodes})
     return element(
         "form",
@@ -55,7 +55,7 @@ def _select(title: str, values: Iterable[str]) -> Html:
 
 
 def _calls(nodes: list[NodeReport], folder: str, colours: list[str]) -> Html:
-    """Return one row for calls that differ in the index of their layer only."""
+    """Return one row for calls that differ only in the layer index."""
     first = nodes[0]
     several = len(nodes) > 1
     title = element(

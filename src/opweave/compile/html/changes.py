@@ -1,4 +1,4 @@
-"""The graphs before and after each pass that changed something."""
+"""The section with the graphs before and after each pass that changed them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from opweave.compile.html.elements import Html, breakable, element
 from opweave.compile.html.sections import Place, items, seconds, small
 from opweave.compile.report import PassReport, Report
 
-_SHOWN = 120  # changed lines that are shown at once; more are one click away
+_SHOWN = 120  # passes with more changed lines are collapsed
 
 
 def changes(place: Place, report: Report) -> Html | None:
-    """Show, for every pass that changed the graph, before and after side by side."""
+    """Show a side-by-side diff for every pass that changed the graph."""
     found = [
         _change(place, index, record)
         for index, record in enumerate(report.passes)
@@ -20,8 +20,8 @@ def changes(place: Place, report: Report) -> Html | None:
     if not found:
         return None
     about = (
-        "Each graph is Python, before a pass and after it. The marks that free a value, as in "
-        "“; x = None”, are left out."
+        "The Python code of the graph before and after each pass, without the statements that free "
+        "values, such as “; x = None”."
     )
     return element("div", element("p", about, class_="small"), *found)
 

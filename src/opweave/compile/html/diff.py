@@ -1,4 +1,4 @@
-"""What a pass changed, line by line: before and after in two columns, the unchanged folded."""
+"""A side-by-side diff of two graphs, with unchanged lines folded."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 from opweave.compile.html.elements import Html, breakable, element, join
 
-_CONTEXT = 3  # unchanged lines that are shown beside a change
+_CONTEXT = 3  # unchanged lines around a change
 _FREED = re.compile(r";  (?:\w+ = )+None(?:;  (?:\w+ = )+None)*")
 _SIGNATURE = re.compile(r"^(def \w+\()(.+)(\).*:)$")
 _WORDS = re.compile(r"\w+|\s+|.")
 _LONG = 100
-_MOST = 250_000  # words of one line times those of the other: comparing takes that many steps
-_ALIKE = 0.5  # lines that share this much of their words are one line, edited
+_MOST = 250_000  # limit for the product of two lines' word counts, since comparing is quadratic
+_ALIKE = 0.5  # ratio of common words above which changed words are highlighted
 
 
 class Diff(NamedTuple):
-    """The two columns, and how many lines were taken out and put in."""
+    """The two columns, and the numbers of removed and added lines."""
 
     table: Html
     removed: int
@@ -28,10 +28,10 @@ class Diff(NamedTuple):
 
 
 def diff(before: str, after: str) -> Diff:
-    """Compare two graphs.
+    """Compare the source code of two graphs.
 
-    What a line frees when it is done (``; x = None``) is neither shown nor compared, and a long
-    signature has a line for each parameter.
+    Statements that free values (``; x = None``) are ignored, and long signatures are split into one
+    line per parameter.
     """
     old, new = lines_of(before), lines_of(after)
     matcher = SequenceMatcher(None, old, new, autojunk=False)
@@ -47,7 +47,7 @@ def diff(before: str, after: str) -> Diff:
 
 
 def lines_of(graph: str) -> list[str]:
-    """Return the lines of a graph as they are shown."""
+    """Return the lines of a graph in the form in which they are compared and shown."""
     found: list[str] = []
     for line in graph.strip().split("\n"):
         shown = _FREED.sub("", line).rstrip()
@@ -61,7 +61,7 @@ def lines_of(graph: str) -> list[str]:
 
 
 def _split(parameters: str) -> Iterator[str]:
-    """Split at the commas outside of brackets and quotes."""
+    """Split at commas outside brackets and quotes."""
     depth, start, quote = 0, 0, ""
     for i, character in enumerate(parameters):
         if quote or character in "\"'":
@@ -79,7 +79,7 @@ def _split(parameters: str) -> Iterator[str]:
 def _unchanged(
     lines: Sequence[str], old: int, new: int, *, first: bool, last: bool
 ) -> Iterator[Html]:
-    """Show the lines next to a change, and fold those between."""
+    """Show the lines next to a change, and fold the others."""
     head, tail = 0 if first else _CONTEXT, 0 if last else _CONTEXT
     folded = len(lines) - head - tail
     if folded < _CONTEXT:
@@ -110,7 +110,7 @@ def _changed(old: Sequence[str], new: Sequence[str], at: int, to: int) -> Html:
 
 
 def _columns(left: list[Html], right: list[Html]) -> Html:
-    """Put the left lines in one column, the right ones in the other; a phone stacks the columns."""
+    """Return two columns of lines; narrow screens stack them."""
     return element("div", *left, *right, class_="rows", style=f"--rows:{len(left)}")
 
 
@@ -130,7 +130,7 @@ def _line(kind: str, number: int, content: object) -> Html:
 
 
 def _edited(before: str | None, after: str | None) -> tuple[object, object]:
-    """Mark the words in which two lines differ, if they are one line that was edited."""
+    """Highlight the words in which two similar lines differ."""
     if before is None or after is None:
         return before or "", after or ""
     old, new = _WORDS.findall(before), _WORDS.findall(after)

@@ -1,4 +1,4 @@
-"""HTML elements from Python values. What is not HTML already is escaped; there is no other way in.
+"""Build HTML elements from Python values. Every value that is not :class:`Html` is escaped.
 
 >>> element("p", "a < b", element("b", "!"), class_="note")
 '<p class="note">a &lt; b<b>!</b></p>'
@@ -17,13 +17,13 @@ _EMPTY = frozenset({"meta", "link", "input", "br"})
 
 
 class Html(str):
-    """Text that is HTML."""
+    """A string of HTML, which is not escaped again."""
 
     __slots__ = ()
 
 
 def text(value: object) -> Html:
-    r"""Escape *value*; characters that cannot be seen are shown as Python writes them.
+    r"""Escape *value*, with invisible characters as Python escape sequences.
 
     >>> text("</script>\x1b")
     '&lt;/script&gt;\\x1b'
@@ -34,7 +34,7 @@ def text(value: object) -> Html:
 
 
 def breakable(value: object) -> Html:
-    """Escape *value*; long names may be broken after their underscores and dots.
+    """Escape *value*, and allow line breaks in long names after underscores and dots.
 
     >>> breakable("x_1 = torch.ops.aten.mm.default(x, w)")
     'x_1 = torch.<wbr>ops.<wbr>aten.<wbr>mm.<wbr>default(<wbr>x, w)'
@@ -48,10 +48,10 @@ def element(name: str, /, *children: object, **attributes: str | int | bool | No
     """Return an element.
 
     Args:
-        name: its tag.
-        children: in order; None is left out.
-        attributes: ``class_`` is ``class``, ``aria_label`` is ``aria-label``; True writes the name
-            alone, False and None nothing.
+        name: the tag.
+        children: the content; None is skipped.
+        attributes: ``class_`` becomes ``class``, ``aria_label`` becomes ``aria-label``. True writes
+            only the name; False and None are skipped.
     """
     written = "".join(
         f" {_name(key)}" + ("" if value is True else f'="{text(value)}"')
@@ -64,7 +64,7 @@ def element(name: str, /, *children: object, **attributes: str | int | bool | No
 
 
 def join(parts: Iterable[object], separator: str = "") -> Html:
-    """Return *parts* one after the other; None is left out."""
+    """Join *parts*; None is skipped."""
     return Html(text(separator).join(text(part) for part in parts if part is not None))
 
 
@@ -73,7 +73,7 @@ def _name(key: str) -> str:
 
 
 def _visible(character: str) -> str:
-    """Escape controls, surrogates, and marks that would reorder the text around them."""
+    """Escape control characters, surrogates and bidirectional marks."""
     if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs"):
         return character
     return character.encode("unicode_escape").decode("ascii")

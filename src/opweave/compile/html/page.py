@@ -1,4 +1,4 @@
-"""The page: a summary, the pipeline, fusions, memory, every call, and every graph that changed."""
+"""The HTML page: facts, contents, and the sections of every graph."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _HERE = Path(__file__).parent
 
 
 def render(reports: Sequence[Report], title: str, facts: Mapping[str, str] | None = None) -> str:
-    """Return one HTML page that shows everything that was decided.
+    """Return an HTML page that shows *reports*.
 
-    It loads nothing, and runs no script but its own.
+    The page loads no other files, and its content security policy admits only its own script.
 
     Args:
-        reports: one for each graph, in the order in which they were compiled.
-        title: what was compiled.
-        facts: shown below the title by name: versions, the device, the command.
+        reports: one per graph, in order of compilation.
+        title: the title of the page.
+        facts: names and values to show below the title: versions, the device, the command.
     """
     style, script = (_read(name) for name in ("style.css", "filter.js"))
     several = len(reports) > 1
@@ -78,7 +78,7 @@ def _graph(place: Place, report: Report) -> Html:
     parts = [
         ("summary", "Summary", summary(report)),
         ("pipeline", "Pipeline", pipeline(place, report)),
-        ("decisions", "What runs", decisions(report)),
+        ("decisions", "Selected kernels", decisions(report)),
         ("fusions", "Fusions", fusions(place, report)),
         ("memory", "Memory", memory(report)),
         ("calls", "Every call", calls(report)),
@@ -95,7 +95,7 @@ def _graph(place: Place, report: Report) -> Html:
 
 
 def _links(label: str, targets: Sequence[tuple[str, str]]) -> Html | None:
-    """Return links to places on the page, if there is more than one."""
+    """Return a navigation bar, or None for fewer than two targets."""
     if len(targets) < 2:
         return None
     links = [element("li", element("a", shown, href=f"#{id_}")) for id_, shown in targets]

@@ -1,4 +1,4 @@
-"""What the sections of the page are made of."""
+"""Building blocks of the sections: tables, lists, labels and formatted numbers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from opweave.compile.html.elements import Html, breakable, element, join
 
 
 class Place(NamedTuple):
-    """Where on the page a graph is shown."""
+    """The position of a graph on the page."""
 
     number: int  # from 1
-    several: bool  # there are other graphs on the page
+    several: bool  # whether the page shows other graphs
 
     def id(self, name: str) -> str:
         """Return the anchor of a part of this graph."""
         return f"graph-{self.number}-{name}"
 
     def heading(self, level: int, *content: object, id: str | None = None) -> Html:
-        """Return a heading; *level* 2 is a section."""
+        """Return a heading; sections have *level* 2."""
         return element(f"h{level + self.several}", *content, id=id)
 
     def section(self, name: str, heading: str, content: Html) -> Html:
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 def table(caption: str, columns: Sequence[str], rows: Iterable[Html], class_: str = "") -> Html:
-    """Return a table that scrolls in a box of its own; *rows* are ``tr`` elements."""
+    """Return a table in a scrollable box; *rows* are ``tr`` elements."""
     head = element("tr", *(element("th", column, scope="col") for column in columns))
     inner = element(
         "table",
@@ -49,7 +49,7 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[Html], class_: st
 
 
 def row(first: object, *others: object, **attributes: str) -> Html:
-    """Return a row of a table; the first cell is its heading."""
+    """Return a table row; the first cell is its header."""
     cells = [element("td", cell) for cell in others]
     return element("tr", element("th", first, scope="row"), *cells, **attributes)
 
@@ -61,29 +61,29 @@ def items(parts: Iterable[object], class_: str | None = None) -> Html | None:
 
 
 def code(value: object) -> Html:
-    """Return code."""
+    """Return *value* in monospace."""
     return element("code", breakable(value))
 
 
 def small(*content: object) -> Html:
-    """Return what is said beside something."""
+    """Return *content* in small type."""
     return element("span", join(content), class_="small")
 
 
 def provider(chosen: str, colours: Sequence[str]) -> Html:
-    """Return the name of a provider beside its colour; *colours* holds all providers."""
+    """Return a colour swatch and the name of a provider; *colours* lists all providers."""
     return element("span", swatch(chosen, colours), chosen, class_="provider")
 
 
 def swatch(chosen: str, colours: Sequence[str]) -> Html:
-    """Return the colour of a provider: native is grey, the others go by their place."""
+    """Return the colour swatch of a provider: grey for native, otherwise by index."""
     others = [each for each in colours if each != "native"]
     index = others.index(chosen) % 6 + 1 if chosen in others else 0
     return element("span", class_=f"swatch colour-{index}", aria_hidden="true")
 
 
 def common_folder(sources: Iterable[str]) -> str:
-    """Return the folder that holds every file of *sources* (``file:line: code``), or nothing."""
+    """Return the deepest folder with all files of *sources* (``file:line: code``), or ""."""
     files = {file for file, _ in map(split_source, sources) if os.path.isabs(file)}
     folders = {os.path.dirname(file.rpartition(":")[0]) for file in files}
     found = os.path.commonpath(folders) if folders else ""
@@ -91,7 +91,7 @@ def common_folder(sources: Iterable[str]) -> str:
 
 
 def split_source(source: str) -> tuple[str, str]:
-    """Return ``file:line`` and the code of a source line.
+    """Split a source line into ``file:line`` and the code.
 
     >>> split_source("/models/llama.py:12: y = f(x)")
     ('/models/llama.py:12', 'y = f(x)')
@@ -102,7 +102,7 @@ def split_source(source: str) -> tuple[str, str]:
 
 
 def seconds(value: float) -> str:
-    """Return a duration as one reads it.
+    """Format a duration.
 
     >>> seconds(4.06), seconds(0.0123), seconds(0.00042), seconds(1e-5)
     ('4.1 s', '12 ms', '0.4 ms', '< 0.1 ms')
@@ -115,7 +115,7 @@ def seconds(value: float) -> str:
 
 
 def size(number: int) -> str:
-    """Return a number of bytes in a unit that keeps it short.
+    """Format a number of bytes.
 
     >>> size(512), size(24_576), size(3_300_000_000)
     ('512 B', '24.6 kB', '3.3 GB')
@@ -129,7 +129,7 @@ def size(number: int) -> str:
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """Return a number and what it counts.
+    """Format a number with a noun.
 
     >>> count(1, "call"), count(3, "near miss", "near misses")
     ('1 call', '3 near misses')

@@ -1,4 +1,4 @@
-"""The sections that sum up: figures, pipeline, decisions, fusions, memory."""
+"""The overview sections: figures, pipeline, decisions, fusions, memory."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from opweave.compile.html.sections import (
 from opweave.compile.report import FusionReport, NodeReport, PassReport, Refusal, Report
 
 _STAGES = {
-    "dynamo": "the graph that Dynamo traced, before AOTAutograd",
+    "dynamo": "the graph from Dynamo, before AOTAutograd",
     "joint": "after AOTAutograd, before Inductor’s passes",
     "post grad": "after Inductor’s passes, before it generates code",
 }
 _LOWERED = {
-    "lower functional": "written into the graph before Inductor",
-    "lower in place": "written into the graph last; may reuse memory",
+    "lower functional": "inlined before Inductor’s passes",
+    "lower in place": "inlined after Inductor’s passes; may reuse memory",
 }
 _VERBS = {"reuses": "good", "copies": "bad", "leaves": None}  # CSS classes
 
 
 def summary(report: Report) -> Html:
-    """Show the figures that one asks for first."""
+    """Show the key figures."""
     if not report.complete:
         return element(
             "p",
             "The compiled code came from Inductor’s cache, but the report of its first compilation "
-            "is not beside it. To see what was decided, compile anew: empty the cache, or set ",
+            "is missing. To see the decisions, compile again: clear the cache, or set ",
             code("TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"),
             ".",
             class_="warning",
         )
     if not report.nodes:
-        return element("p", "No op of opweave is called in this graph.")
+        return element("p", "This graph does not call any opweave op.")
     ops = {node.op for node in report.nodes}
     reused = sum(reuse.reused for reuse in report.reuses)
     missed = len(report.near_misses)
@@ -61,8 +61,8 @@ def summary(report: Report) -> Html:
     return join([_selected(report), element("dl", *tiles, class_="tiles")])
 
 
-def _tile(title: str, value: object, beside: str) -> Html:
-    return element("div", element("dt", title), element("dd", value), element("dd", small(beside)))
+def _tile(title: str, value: object, note: str) -> Html:
+    return element("div", element("dt", title), element("dd", value), element("dd", small(note)))
 
 
 def _origin(report: Report) -> str:
@@ -95,7 +95,7 @@ def _share(calls: int, total: int) -> Html:
 
 
 def pipeline(place: Place, report: Report) -> Html | None:
-    """Show the passes in their stages, with the time that each took."""
+    """Show the passes by stage, with their durations."""
     if not report.passes:
         return None
     longest = max(record.seconds for record in report.passes) or 1.0
@@ -132,7 +132,7 @@ def _pass(place: Place, index: int, record: PassReport, longest: float) -> Html:
 
 
 def decisions(report: Report) -> Html | None:
-    """Show one line for each distinct outcome."""
+    """Show one row per distinct outcome."""
     if not report.nodes:
         return None
     colours = list(report.providers)
@@ -147,7 +147,7 @@ def decisions(report: Report) -> Html | None:
         for node, calls in report.outcomes()
     ]
     columns = ("op", "runs", "calls", "passed over", "fused, memory")
-    return table("What runs, one line for each outcome", columns, rows, "decisions")
+    return table("Selected kernels, one row per outcome", columns, rows, "decisions")
 
 
 def how_lowered(node: NodeReport) -> str:
@@ -158,14 +158,14 @@ def how_lowered(node: NodeReport) -> str:
 
 
 def passed_over(refusals: Iterable[Refusal]) -> Html | None:
-    """List the providers in front of the one that was chosen, and why they were not."""
+    """List the rejected providers and the reasons."""
     return items(
         join([element("b", r.provider), " ", r.reason, small(f" {r.origin}")]) for r in refusals
     )
 
 
 def what_became(node: NodeReport) -> Html | None:
-    """List what the call was fused from, and what became of its activations."""
+    """List the nodes that the call was fused from, and the memory decisions."""
     found: list[object] = []
     if node.fused_from:
         found.append(join(["fused from ", join(map(code, node.fused_from), ", ")]))
@@ -178,7 +178,7 @@ def what_became(node: NodeReport) -> Html | None:
 
 
 def fusions(place: Place, report: Report) -> Html | None:
-    """Show the composites that were formed, and those that were nearly."""
+    """Show the fusions and near misses."""
     if not report.fusions:
         return None
     sources = {node.node: node.source for node in report.nodes}
@@ -209,7 +209,7 @@ def _line(source: str) -> str:
 
 
 def memory(report: Report) -> Html | None:
-    """Show what became of the activations that in-place kernels were given."""
+    """Show the memory decisions for the activations of in-place kernels."""
     groups: dict[tuple[str, str, str, str], int] = {}
     for node in report.nodes:
         for reuse in node.reuse:

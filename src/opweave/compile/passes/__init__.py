@@ -1,5 +1,5 @@
-"""The passes, one per file: each a function of a graph and the context of the compilation.
+"""The passes, one per file.
 
-A pass changes the graph that it is given (Inductor hands its own graph over), keeps no state of its
-own, and changes nothing when it runs a second time.
+A pass is a function of a graph and a :class:`~opweave.compile.context.Context`. It changes the
+graph in-place, is stateless, and is idempotent.
 """

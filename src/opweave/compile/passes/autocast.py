@@ -1,9 +1,8 @@
-"""Autocast: what ``torch.autocast`` says where an op is called becomes part of the graph.
+"""Autocast: annotate each IR op with the ``torch.autocast`` state of its call.
 
-In eager mode, operators inside a native implementation cast as they do anywhere under autocast.
-AOTAutograd writes the casts of torch's own operators out and drops the regions, but an op of the IR
-stays whole. So it turns into ``op_annotated(..., autocast="cpu=bfloat16")``, and is lowered to its
-native implementation under that state.
+AOTAutograd traces the casts of torch's own operators and drops the autocast regions, but IR ops
+stay opaque. So each call becomes ``op_annotated(..., autocast="cpu=bfloat16")``, and is later
+lowered to its native implementation under that state, as in eager mode.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from opweave.ir.selection import tensors_in
 
 _ENTER = compat.ENTER_AUTOCAST
 _EXIT = compat.EXIT_AUTOCAST
-_WRAP = "wrap_with_autocast"  # what torch.export makes of a block
-Overrides = Mapping[str, torch.dtype | None]  # kind of device -> dtype, None: no autocast
+_WRAP = "wrap_with_autocast"  # the higher-order op of torch.export for a block
+Overrides = Mapping[str, torch.dtype | None]  # device type -> dtype; None if disabled
 
 
 def carry_autocast(graph: Graph, context: Context) -> None:
-    """Annotate every call under autocast, be it the caller's or a block in the program.
+    """Annotate every call under autocast, set by the caller or by a block in the program.
 
     Raises:
-        CompileError: a graph of control flow runs in two states.
+        CompileError: a control-flow subgraph runs under two autocast states.
     """
     _carry(graph, {}, context)
 
 
 def _carry(graph: Graph, now: Overrides, context: Context) -> None:
-    before: dict[Node, Overrides] = {}  # by the node that enters a block
+    before: dict[Node, Overrides] = {}  # the state outside a block, by the node that enters it
     for node in graph.nodes:
         if node.target is _ENTER:
             before[node], now = now, {**now, **_entered(node)}
@@ -56,8 +55,8 @@ def _annotate(call: IrCall, now: Overrides, context: Context) -> None:
     if call.autocast and now and text != call.autocast:
         raise CompileError(
             f"{call.op.name} is in control flow that runs under two states of torch.autocast: "
-            f"{call.autocast}, and {text or 'none'}. Call the function that holds it from one of "
-            "them."
+            f"{call.autocast}, and {text or 'none'}. Call the function that contains it under one "
+            "of them only."
         )
     if text and not call.autocast:
         using = ",".join(map(str, call.call_site))
@@ -74,7 +73,7 @@ def _entered(node: Node) -> Overrides:
 
 
 def _dtype(device: str, now: Overrides) -> torch.dtype | None:
-    """Return what operators cast to on a kind of device: here, or else around the graph."""
+    """Return the autocast dtype for a device type, set in the graph or by the caller."""
     if device in now:
         return now[device]
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):

@@ -1,4 +1,4 @@
-"""Order and dead code, after other passes."""
+"""Topological sort and dead code elimination."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opweave.compile.context import Context
 
 
 def clean_up(graph: Graph, context: Context) -> None:
-    """Put every node after its inputs, and take out what nobody uses (writes to memory stay)."""
+    """Sort the nodes topologically, and remove unused nodes that do not write to memory."""
     compat.sort_topologically(graph)
     before = len(graph.nodes)
     graph.eliminate_dead_code()

@@ -1,7 +1,7 @@
-"""Writes to memory that nothing reads afterwards, as for an unused output of an in-place kernel.
+"""Remove writes to memory that is not read afterwards, as for unused outputs of in-place kernels.
 
-Dead code elimination keeps what writes to memory, but Inductor fails on a write to a buffer that it
-has found unused.
+Dead code elimination keeps nodes that write to memory, but Inductor fails on a write to an unused
+buffer.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from opweave.compile.inplace import written_results
 
 
 def remove_dead_writes(graph: Graph) -> None:
-    """Erase aten operators that only write to memory of the graph's own which nobody reads later.
+    """Erase aten operators whose only effect is to write to intermediate memory not read later.
 
-    Kernels of other namespaces stay: they may do more than their schema says.
+    Operators of other namespaces stay: they may have side effects that are not in the schema.
     """
     writes = [node for node in graph.nodes if _is_aten_write(node)]
     if not writes:
         return
     aliases = Aliases(graph)
-    for node in reversed(writes):  # a write may be the only reader of the one before
+    for node in reversed(writes):  # a write may be the only reader of an earlier one
         if not node.users and all(_is_dead(value, node, aliases) for value in _written(node)):
             graph.erase_node(node)
             aliases.forget([node])
 
 
 def _is_aten_write(node: Node) -> bool:
-    """Whether all that *node* does is to write to the arguments that it returns."""
+    """Return whether *node* only writes to the arguments that it returns."""
     if not compat.is_mutable(node.target):
         return False
     target = cast("compat.OpOverload", node.target)
     written = sum(argument.is_write for argument in target._schema.arguments)
     return (
         target.namespace == "aten"
-        and torch.Tag.nondeterministic_seeded not in target.tags  # moves the generator on
+        and torch.Tag.nondeterministic_seeded not in target.tags  # advances the generator
         and len(_written(node)) == written == len(target._schema.returns) > 0
     )
 
@@ -50,6 +50,6 @@ def _written(node: Node) -> list[Node]:
 
 
 def _is_dead(value: Node, write: Node, aliases: Aliases) -> bool:
-    """Whether *value* is in memory that the graph made, and that nothing reads after *write*."""
+    """Return whether *value* is in intermediate memory that is not read after *write*."""
     is_own = all(alias.op not in ("placeholder", "get_attr") for alias in aliases.sharing(value))
     return is_own and not aliases.readers_after(value, write)

@@ -1,8 +1,8 @@
-"""Fusion: chains of ops that a composite is made of become the composite.
+"""Fusion: replace chains of ops with the composite that is defined as that chain.
 
-It is formed only where an implementation other than native supports the arguments. Patterns are
-derived from the composites (:mod:`opweave.compile.patterns`). The larger ones are tried first, all
-over the graph: a chain of two ops does not take one of them away from a chain of three.
+A composite is formed only if an implementation other than native supports the arguments. Patterns
+are derived from the composites (:mod:`opweave.compile.patterns`). Larger patterns are tried first
+in the whole graph, so that a chain of two ops does not break up a chain of three.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _lock = threading.Lock()
 
 
 def fuse(graph: Graph, context: Context) -> None:
-    """Replace every chain that a composite with a kernel stands for."""
+    """Replace every chain of ops for which a composite with a kernel exists."""
     patterns: dict[object, list[Pattern]] = {}
     for op in _composites(graph, context):
         for pattern in derivation(op).patterns:
@@ -63,7 +63,7 @@ def fuse(graph: Graph, context: Context) -> None:
 
 
 def derivation(op: IrOp) -> Derivation:
-    """Return the patterns of a composite; derived once in a process."""
+    """Return the patterns of a composite, which are derived once per process."""
     with _lock:
         found = _derived.get(op)
         if found is None:
@@ -73,14 +73,14 @@ def derivation(op: IrOp) -> Derivation:
 
 
 class FusionForm(NamedTuple):
-    """One form in which a composite is looked for.
+    """One form of a composite that fusion searches for.
 
     Attributes:
-        composite: the op.
-        variant: what distinguishes this form from the composite's others.
-        ops: those that it is made of, in order.
-        kernels: the providers that could run it here.
-        failure: why no pattern could be derived, else empty.
+        composite: the name of the op.
+        variant: the flags and omitted arguments that distinguish this form from the others.
+        ops: the names of its ops, in order.
+        kernels: the providers that support it on this machine.
+        failure: why no pattern could be derived, or an empty string.
     """
 
     composite: str
@@ -91,7 +91,7 @@ class FusionForm(NamedTuple):
 
 
 def fusion_table(registry: Registry | None = None) -> list[FusionForm]:
-    """Return every form of every composite that fusion looks for, in the current registry."""
+    """Return all forms of all composites in *registry*, by default the current one."""
     rows: list[FusionForm] = []
     registry = registry or current_registry()
     registry.ensure_ready()
@@ -109,7 +109,7 @@ def _op_names(pattern: Pattern) -> tuple[str, ...]:
 
 
 def _composites(graph: Graph, context: Context) -> list[IrOp]:
-    """Return the composites that could be formed: a kernel may be chosen, the parts are there."""
+    """Return the composites that may be selected and whose ops are all in the graph."""
     present = {call.op for call in ir_calls(graph)}
     found = []
     for op in dict.fromkeys(o for p in present for o in p.registry.ops.values() if o.composite):
@@ -121,17 +121,14 @@ def _composites(graph: Graph, context: Context) -> list[IrOp]:
 
 
 def _parts_are(present: set[IrOp], op: IrOp) -> bool:
-    """Whether the ops that the definition of *op* names are in the graph, or their parts are.
+    """Return whether the ops that the definition of *op* calls, or their parts, are in the graph.
 
-    A name that tensors or torch's functions have, too, such as ``clip``, may be theirs.
+    Names such as ``clip`` are skipped, because they may refer to a method or function of torch.
     """
-    named = {n for n in op.native.__code__.co_names if n != op.name and not _is_torchs(n)}
+    named = {n for n in op.native.__code__.co_names if n != op.name}
+    named = {n for n in named if not (hasattr(Tensor, n) or hasattr(functional, n))}
     parts = [op.registry.ops[name] for name in sorted(named & op.registry.ops.keys())]
     return all(p in present or (p.composite and _parts_are(present, p)) for p in parts)
-
-
-def _is_torchs(name: str) -> bool:
-    return hasattr(Tensor, name) or hasattr(functional, name)
 
 
 def _try(
@@ -163,11 +160,11 @@ def _try(
 
 
 def _check_parts(match: Match, context: Context) -> None:
-    """Raise NoMatchError if what is to run was said of a part, and not of the composite."""
+    """Raise NoMatchError if a part of the match must run a certain implementation."""
     for call in filter(None, map(ir_call, match.inner)):
         name = call.op.name
         if call.call_site:
-            raise NoMatchError(f"{name} names its providers itself", WHOLE)
+            raise NoMatchError(f"the call of {name} sets its own priority", WHOLE)
         if call.autocast:
             raise NoMatchError(f"{name} is called under torch.autocast", WHOLE)
         for entry in context.plan.policy(call.op).priority:
@@ -191,6 +188,7 @@ def _check_kernel(match: Match, context: Context) -> None:
 def _replace(graph: Graph, match: Match, anchor: Node) -> Node:
     op, outputs = match.pattern.op, match.outputs()
     args, kwargs = call_arguments(op, match.values)
+    fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), fake_of)
     target: Any = op.torch_op
     donate = _donations(match)
     if donate:
@@ -199,7 +197,7 @@ def _replace(graph: Graph, match: Match, anchor: Node) -> Node:
     with graph.inserting_before(anchor), mode or compat.FakeTensorMode(), torch.no_grad():
         new = graph.call_function(target, args, kwargs)
         new.meta = {k: v for k, v in anchor.meta.items() if k not in ("val", "tensor_meta")}
-        new.meta["val"] = op.fake(*torch.fx.map_arg(list(args), fake_of), **_fakes(kwargs))
+        new.meta["val"] = op.fake(*fake_args, **fake_kwargs)
         for position, output in enumerate(outputs):
             if output is not None:
                 made = _part(graph, new, position) if op.schema.returns_tuple else new
@@ -209,7 +207,7 @@ def _replace(graph: Graph, match: Match, anchor: Node) -> Node:
 
 
 def _erase(nodes: list[Node]) -> None:
-    """Take out what was replaced; dead code elimination would keep collectives."""
+    """Erase the replaced nodes; dead code elimination would keep collectives."""
     for node in reversed(nodes):
         for user in [u for u in node.users if not is_op(u) and not u.users]:
             user.graph.erase_node(user)
@@ -224,7 +222,7 @@ def _part(graph: Graph, node: Node, position: int) -> Node:
 
 
 def _as(graph: Graph, node: Node, shape: torch.Size) -> Node:
-    """Return *node* in the shape that its users expect."""
+    """Return *node*, reshaped if its users expect another shape."""
     fake = fake_of(node)
     if fake.shape == shape:
         return node
@@ -234,14 +232,10 @@ def _as(graph: Graph, node: Node, shape: torch.Size) -> Node:
 
 
 def _donations(match: Match) -> list[int]:
-    """Return the parameters of the composite that its parts were given for good."""
+    """Return the parameters of the composite that were donated to its parts."""
     given = {
         donated
         for call in filter(None, map(ir_call, match.inner))
         for donated in donated_nodes(call)
     }
     return [i for i in match.pattern.op.activation_indices if match.values[i] in given]
-
-
-def _fakes(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {k: torch.fx.map_arg(v, fake_of) for k, v in kwargs.items() if k != "donate"}

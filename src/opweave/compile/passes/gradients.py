@@ -1,8 +1,8 @@
-"""Gradients: calls that AOTAutograd traces through, because autograd has to record them.
+"""Gradients: report calls with gradients, which AOTAutograd traces through.
 
-Where an argument requires a gradient, the torch op of a call runs a differentiable implementation,
-usually native, while AOTAutograd traces the graph. No such call reaches the later stages, so it is
-entered into the report here.
+If an argument requires a gradient, the op runs a differentiable implementation, usually native,
+while AOTAutograd traces the graph. Such calls do not reach the later stages, so they are added to
+the report here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from opweave.ir.selection import native_for, policy_for, select
 
 
 def note_gradients(graph: Graph, context: Context) -> None:
-    """Enter the implementations of differentiated calls into the report; change nothing."""
+    """Report the implementations of differentiated calls, without changing the graph."""
     for call in filter(_is_differentiated, ir_calls(graph)):
         policy = policy_for(call.op, call.call_site, differentiable=True)
         selection = select(call.op, call.fakes, policy)
@@ -26,5 +26,5 @@ def note_gradients(graph: Graph, context: Context) -> None:
 
 
 def _is_differentiated(call: IrCall) -> bool:
-    # Dynamo ran the call on fake tensors, in the grad mode that holds at this place of the program.
+    # Dynamo ran the call on fake tensors, in the grad mode of this place in the program.
     return any(tensor.requires_grad for tensor in tensors_of(call.node))

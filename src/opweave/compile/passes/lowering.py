@@ -1,7 +1,7 @@
-"""Lowering A: ops whose implementation is functional become what the implementation computes.
+"""Lowering, first part: inline functional implementations.
 
-It runs before Inductor's own passes, which then see plain aten, as if the user had written the
-implementation in place of the op.
+This runs before Inductor's own passes, which then see plain aten, as if the user had called the
+implementation instead of the op.
 """
 
 from __future__ import annotations
@@ -18,30 +18,34 @@ from opweave.ir import Selection
 
 STAGE = "lower functional"
 KEPT = "opweave_kept"
-DEEPEST = 16  # calls of implementations inside of each other; three are many
+MAX_DEPTH = 16  # of implementations that call other ops; more than three are unusual
 
 
 def lower_functional(graph: Graph, context: Context) -> None:
-    """Inline every functional implementation, and those inside of it."""
+    """Inline every functional implementation, including those of ops that it calls.
+
+    Raises:
+        CompileError: implementations call each other recursively, or return invalid outputs.
+    """
     later: set[Node] = set()
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         calls = [call for call in ir_calls(graph) if call.node not in later]
         if not calls:
             return
         for node in [call.node for call in calls]:
-            call = ir_call(node)  # anew: its arguments may have been replaced since
+            call = ir_call(node)  # again, because its arguments may have been replaced
             if call and not _lower(graph, call, context):
                 later.add(node)
     raise CompileError(endless(calls, context))
 
 
 def endless(calls: list[IrCall], context: Context) -> str:
-    """Return the message for implementations that call each other without end."""
+    """Return the message for implementations that call each other recursively."""
     chosen = {call.op.name: context.plan.select(call).provider for call in calls}
     named = ", ".join(f"{provider!r} of {op}" for op, provider in chosen.items())
     return (
-        f"implementations call each other, {DEEPEST} deep and more: {named}. One calls the op "
-        "that it implements; let it call the op's .native, or another op."
+        f"implementations call each other, {MAX_DEPTH} deep or more: {named}. One of them calls "
+        "the op that it implements; call the op's .native, or another op."
     )
 
 
@@ -59,21 +63,21 @@ def _lower(graph: Graph, call: IrCall, context: Context) -> bool:
 
 
 def keep_as_call(call: IrCall, selection: Selection) -> None:
-    """Leave *call* to the op's own kernel, which is told to run what was selected."""
+    """Keep *call* as a call of the torch op, annotated to run the selected implementation."""
     annotate(call, using=f"{selection.provider}!", autocast=call.autocast)
     call.node.meta[KEPT] = True
 
 
 def is_kept(call: IrCall) -> bool:
-    """Whether :func:`keep_as_call` was here."""
+    """Return whether :func:`keep_as_call` was called for *call*."""
     return KEPT in call.node.meta
 
 
 def check_outputs(call: IrCall, selection: Selection, trace: Trace) -> None:
-    """Check that the outputs of an implementation are as many and what the graph expects.
+    """Check the number, dtypes and shapes of the outputs of an implementation.
 
     Raises:
-        CompileError: they are not.
+        CompileError: they differ from the outputs that the graph expects.
     """
     wanted, returned = tensors_of(call.node), trace.outputs
     if len(wanted) == len(returned) and all(map(_alike, wanted, returned)):
@@ -83,18 +87,21 @@ def check_outputs(call: IrCall, selection: Selection, trace: Trace) -> None:
     if not call.autocast:
         raise CompileError(
             f"{who} returns ({found}), but the op's definition, or its fake implementation, "
-            f"says ({expected}). Mend it, or leave the provider out of the priority."
+            f"says ({expected}). Fix it, or remove the provider from the priority."
             f"{selection.impl.way_out}"
         )
     raise CompileError(
         f"{who} returns ({found}) under torch.autocast ({call.autocast}), but its fake "
         f"implementation says ({expected}). Call it under torch.autocast(..., enabled=False), or "
-        f"let the fake implementation ask torch.is_autocast_enabled().{selection.impl.way_out}"
+        f"check torch.is_autocast_enabled() in the fake implementation.{selection.impl.way_out}"
     )
 
 
 def _alike(wanted: object, returned: object) -> bool:
-    """Whether two outputs may be the same: a trace of another call has symbols of its own."""
+    """Return whether two outputs may have the same shape and dtype.
+
+    The trace may come from another call with other symbols, so dynamic sizes are not compared.
+    """
     a, b = map(_fake, (wanted, returned))
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return False

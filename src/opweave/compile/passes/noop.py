@@ -1,16 +1,16 @@
-"""No-op elimination: what changes nothing must not stand between two ops that could be fused.
+"""No-op elimination: remove no-ops, which would prevent the fusion of the ops around them.
 
 ==================================  ==========================================
-this                                becomes
+node                                is replaced with
 ==================================  ==========================================
-a view equal to what it views       what it is a view of
+a view equal to its base            the base
 a reshape of a reshape              one reshape
-``slice_scatter`` of all elements   what is scattered
-a second split like another         the first one
+``slice_scatter`` of all elements   the scattered tensor
+a split equal to an earlier split   the earlier split
 ==================================  ==========================================
 
-A ``clone`` is never touched: whoever wrote it may have had a reason. Several slices of one tensor
-stay slices: one split in their place would give other code than plain ``torch.compile`` does.
+Clones are kept, because the user may need them. Several slices of one tensor are kept too: merging
+them into a split would change the code that plain ``torch.compile`` generates.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from opweave.compile import compat
 from opweave.compile.context import Context
 from opweave.compile.nodes import fake_of
 from opweave.compile.patterns import VIEWS
-from opweave.compile.relocation import same_layout
+from opweave.compile.relocation import expression, same_layout
 
 aten = torch.ops.aten
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
@@ -40,7 +40,7 @@ _ALL_VIEWS = VIEWS | {
 
 
 def eliminate_noops(graph: Graph, context: Context) -> None:
-    """Take out views that view nothing, and splits that were made before."""
+    """Remove no-op views and duplicate splits."""
     splits: dict[Any, Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or _is_returned(node):
@@ -54,7 +54,7 @@ def eliminate_noops(graph: Graph, context: Context) -> None:
 
 
 def _replacement(node: Node, splits: dict[Any, Node]) -> Node | None:
-    """Return the node that has the value of *node*, if there is one."""
+    """Return an earlier node with the value of *node*, if there is one."""
     if node.target in _ALL_VIEWS and _is_same_view(node.args[0], node):
         return cast("Node", node.args[0])
     if node.target is aten.slice_scatter.default and _has_layout_of(node.args[1], node):
@@ -66,14 +66,14 @@ def _replacement(node: Node, splits: dict[Any, Node]) -> Node | None:
 
 
 def _skip_reshape(node: Node) -> None:
-    """Let a reshape of a reshape take what the first one took, where that is contiguous."""
+    """Let a reshape of a reshape use the input of the first one, if that is contiguous."""
     first = node.args[0] if node.target in _RESHAPES else None
     if not isinstance(first, Node) or first.target not in _RESHAPES or _is_returned(first):
         return
     source = cast("Node", first.args[0])
     value, made = fake_of(source), fake_of(node)
-    one_memory = compat.storage_key(value) == compat.storage_key(made)  # none of them copied
-    if isinstance(value, Tensor) and value.is_contiguous() and one_memory:
+    is_view = compat.storage_key(value) == compat.storage_key(made)  # neither reshape copies
+    if isinstance(value, Tensor) and value.is_contiguous() and is_view:
         node.args = (source, *node.args[1:])
 
 
@@ -81,17 +81,17 @@ def _is_same_view(viewed: object, view: Node) -> bool:
     if not _has_layout_of(viewed, view):
         return False
     offsets = (fake_of(node).storage_offset() for node in (cast("Node", viewed), view))
-    first, second = (o.node.expr if isinstance(o, SymInt) else o for o in offsets)
+    first, second = map(expression, offsets)
     return bool(first == second)
 
 
 def _has_layout_of(node: object, other: Node) -> bool:
-    """Whether two nodes have the same sizes and strides, for every size the graph is for."""
+    """Return whether two nodes have the same sizes and strides, for all dynamic sizes."""
     return isinstance(node, Node) and same_layout(fake_of(node), fake_of(other))
 
 
 def _is_returned(node: Node) -> bool:
-    """Whether the graph returns *node*: AOTAutograd knows which outputs are views of what."""
+    """Return whether *node* is a graph output, whose aliasing AOTAutograd has recorded."""
     return any(user.op == "output" for user in node.users)
 
 

@@ -1,22 +1,21 @@
-"""Lowering B: kernels that write to memory, and whose memory they may have.
+"""Lowering, second part: in-place kernels, and which memory they may overwrite.
 
-It runs last, when the graph need not be functional any more. An in-place kernel gets an
-activation's own memory where nothing can tell; otherwise it gets a copy. Each decision has a
-reason.
+This runs last, when the graph no longer has to be functional. An in-place kernel overwrites an
+activation if that cannot be observed, and a copy of it otherwise. The report contains the reason.
 
-========================  ========================================================================
-an activation is copied…  because
-========================  ========================================================================
-overlaps itself           two of its elements are one (expanded tensors)
-overlaps another argument the kernel would read what it has written
-is a constant             the next call of the graph would find it changed
-is an input of the graph  and the caller did not donate it
-is used later             under its own name or as a view, by a node or as an output of the graph
-is viewed as another dtype  Inductor cannot write through such a view
-has another layout        than the op promises for the output that would take its place
-========================  ========================================================================
+============================  ====================================================================
+the activation                is copied because
+============================  ====================================================================
+overlaps itself               several indices refer to one element (expanded tensors)
+overlaps another argument     the kernel would read elements that it has overwritten
+is a constant                 the next call of the graph would read the new values
+is an input of the graph      the caller did not donate it
+is used later                 a node reads it or a view of it, or the graph returns it
+is viewed as another dtype    Inductor cannot write through such a view
+has another layout            the op promises a different layout for the output
+============================  ====================================================================
 
-A kernel that comes with a functional form is called in that form instead of with copies.
+A kernel with a functional form is called in that form instead of with copies.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from opweave.compile.log import logger
 from opweave.compile.nodes import IrCall, fake_of, ir_call, ir_calls, replace, tensors_of
 from opweave.compile.passes.dead_writes import remove_dead_writes
 from opweave.compile.passes.lowering import (
-    DEEPEST,
+    MAX_DEPTH,
     check_outputs,
     endless,
     is_kept,
@@ -51,20 +50,20 @@ INSTEAD = "another activation may not be reused, so the kernel's functional form
 
 
 def lower_inplace(graph: Graph, context: Context) -> None:
-    """Replace every op that is left by its kernel, reusing memory where that is sound.
+    """Replace the remaining ops with their kernels, reusing memory where that is sound.
 
     Ops that a kernel calls are lowered in the same way.
 
     Raises:
-        CompileError: implementations call each other without end.
+        CompileError: implementations call each other recursively.
     """
     aliases = Aliases(graph)
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         calls = [call for call in ir_calls(graph) if not is_kept(call)]
         if not calls:
             break
         for node in [call.node for call in calls]:
-            call = ir_call(node)  # again: its arguments may have been replaced since
+            call = ir_call(node)  # again, because its arguments may have been replaced
             if call:
                 _lower(graph, call, aliases, context)
         aliases.renumber(graph)  # the calls in inlined implementations come next
@@ -98,14 +97,16 @@ def _lower(graph: Graph, call: IrCall, aliases: Aliases, context: Context) -> No
         described.stage = f"kept as a call: {obstacle}"
         keep_as_call(call, selection)
         return
-    _own_donated(call, described.reuse, aliases)
+    for reuse in described.reuse:
+        if reuse.reused:
+            aliases.own(call.argument(reuse.activation))
     _insert(graph, call, trace, aliases)
 
 
 def _refusals(
     call: IrCall, aliases: Aliases, context: Context, *, layouts_differ: bool
 ) -> dict[str, str]:
-    """Return for every activation why it must be copied, or an empty reason."""
+    """Return for every activation why it must be copied, or an empty string."""
     reasons = {}
     for position, name in enumerate(call.op.schema.names):
         value = call.values[position]
@@ -116,12 +117,12 @@ def _refusals(
         elif layouts_differ and not fake_of(value).is_contiguous():
             reasons[name] = "has another layout than the op promises for its output"
         else:
-            reasons[name] = refusal(call, position, aliases)
+            reasons[name] = _refusal(call, position, aliases)
     return reasons
 
 
-def refusal(call: IrCall, position: int, aliases: Aliases) -> str:
-    """Return why the activation at *position* must be copied, or nothing if it may be reused."""
+def _refusal(call: IrCall, position: int, aliases: Aliases) -> str:
+    """Return why the activation at *position* must be copied, or an empty string."""
     node = call.values[position]
     if any(overlaps_itself(t) for t in tensors_of(node)):
         return "its elements overlap"
@@ -164,13 +165,6 @@ def _copy(graph: Graph, before: Node, node: Node, layout: torch.memory_format) -
     return new
 
 
-def _own_donated(call: IrCall, decisions: list[Reuse], aliases: Aliases) -> None:
-    """Note that the memory of donated inputs belongs to the graph from here on."""
-    for decision in decisions:
-        if decision.reused:
-            aliases.own(call.argument(decision.activation))
-
-
 def _insert(graph: Graph, call: IrCall, trace: Trace, aliases: Aliases) -> None:
     last = call.node.prev
     outputs = inline(graph, trace, call.node, arguments(call))
@@ -184,14 +178,14 @@ def _insert(graph: Graph, call: IrCall, trace: Trace, aliases: Aliases) -> None:
 
 def _obstacle(call: IrCall, selection: Selection, trace: Trace) -> str:
     if not _keeps_promise(call, trace):
-        return "the layout of its output is not what the op promises"
+        return "the layout of its output is not the one that the op promises"
     if selection.impl.inplace and selection.impl.rejection(call.fakes) is not None:
-        return "the kernel does not take the copies"
+        return "the kernel does not support the copies"
     return ""
 
 
 def _keeps_promise(call: IrCall, trace: Trace) -> bool:
-    """Whether every output of the kernel has the shape, strides and dtype that the op promises."""
+    """Return whether the outputs have the shapes, strides and dtypes that the op promises."""
     promised = tensors_of(call.node)
     made = [fake_of(node) for node in trace.outputs]
     return all(
@@ -201,6 +195,6 @@ def _keeps_promise(call: IrCall, trace: Trace) -> bool:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """Return the strides that matter: those of dimensions with more than one element."""
+    """Return the strides of the dimensions with more than one element; the others do not matter."""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     return [stride for size, stride in dims if decided(size != 1, otherwise=True)]

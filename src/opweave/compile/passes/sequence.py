@@ -1,22 +1,23 @@
-"""Sequence parallelism: what follows an all-reduce row by row, each rank does for some tokens.
+"""Sequence parallelism: shard row-wise ops that follow an all-reduce over tokens.
 
-An ``all_reduce`` gives every rank all tokens, and every rank then computes the same norms. Where
-:mod:`opweave.compile.sharding` finds that it pays, the tokens stay divided in between:
+After an ``all_reduce``, every rank has all tokens and computes the same norms. If
+:mod:`opweave.compile.sharding` decides that it pays, the tokens stay sharded until a node needs
+all of them:
 
 =============================  =============================================================
-this                           becomes
+node                           is replaced with
 =============================  =============================================================
-``all_reduce``                 ``reduce_scatter`` of rows that are padded to a multiple of the
-                               number of ranks (not where they are one)
-a row-wise node                the same node on a rank's own rows
-a row operand that is whole    the rank's rows of it, a view
-the sizes that a view gives    the same, with -1 for the tokens
-a use of all rows              ``all_gather``, without the padding; 8-bit floats go as bytes
-an ``all_reduce`` for nobody   nothing (fusion leaves it behind, and dead code elimination too)
+``all_reduce``                 ``reduce_scatter``, with the rows padded to a multiple of the
+                               number of ranks if necessary
+row-wise node                  the same node on the rank's rows
+unsharded row operand          a view of the rank's rows
+sizes of a reshape             the same sizes with the rank's number of rows
+use of all rows                ``all_gather`` without the padding; 8-bit floats are sent as bytes
+unused ``all_reduce``          nothing (fusion leaves some, and dead code elimination keeps them)
 =============================  =============================================================
 
-The number of bytes that are moved does not grow (padding aside: less than a row for each rank), or
-the graph stays as it was.
+The graph is only changed if the number of transferred bytes does not grow, apart from padding of
+less than one row per rank.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.fx import Graph, Node
 
 from opweave.compile.collectives import WAIT, collective, count_collectives, overload
 from opweave.compile.context import Context
-from opweave.compile.nodes import fake_of
+from opweave.compile.nodes import computed_fake, fake_of
 from opweave.compile.patterns import operands
 from opweave.compile.rowwise import RESHAPES, is_view
 from opweave.compile.sharding import Region, Sharding
@@ -40,7 +41,7 @@ aten = torch.ops.aten
 
 
 def shard_tokens(graph: Graph, context: Context) -> None:
-    """Divide the tokens among the ranks between collectives, where that pays."""
+    """Shard the tokens over the ranks between collectives, where that pays."""
     if not any(collective(node) == "all_reduce" for node in graph.nodes):
         return
     _drop_unused(graph)
@@ -49,7 +50,7 @@ def shard_tokens(graph: Graph, context: Context) -> None:
         reason = region.refusal
         if reason:
             sharding.drop([*region.sources, *region.nodes])
-        context.notes.append(_left(region, reason, sharding) if reason else _done(region))
+        context.notes.append(_refused(region, reason, sharding) if reason else _done(region))
         if not reason:
             _Rewriter(graph, region, sharding).run()
     context.report.collectives = count_collectives(graph)
@@ -61,7 +62,7 @@ def _drop_unused(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _left(region: Region, reason: str, sharding: Sharding) -> str:
+def _refused(region: Region, reason: str, sharding: Sharding) -> str:
     near = [
         f"{user.name}: {sharding.obstacles[user]}"
         for source in region.sources
@@ -111,7 +112,7 @@ class _Rewriter:
                 self._erase(node, part)
 
     def _sizes(self) -> tuple[Any, Any, Any]:
-        """Return the number of tokens, of rows for a rank, and of rows to add: numbers or nodes."""
+        """Return the numbers of tokens, rows per rank and padding rows, as numbers or nodes."""
         tokens, ranks = self._region.shard.tokens, self._group.size
         if isinstance(tokens, int):
             rows = -(-tokens // ranks)
@@ -125,7 +126,7 @@ class _Rewriter:
         return size, share, self._emit(operator.sub, total, size)
 
     def _scatter(self, wait: Node) -> Node:
-        """Return the rows that this rank has of what the reduction waited for gives."""
+        """Replace the all-reduce that *wait* waits for with a reduce-scatter."""
         reduced = wait.all_input_nodes[0]
         value, how, name = operands(reduced)
         with self._graph.inserting_before(reduced):
@@ -136,7 +137,7 @@ class _Rewriter:
             return self._emit(overload("wait_tensor"), scattered)
 
     def _divide(self, node: Node) -> Node:
-        """Make *node* compute this rank's rows."""
+        """Change *node* to compute this rank's rows."""
         whole = self._sharding.rows[node] - self._sharding.shards.keys()
         with self._graph.inserting_before(node):
             for operand in node.all_input_nodes:
@@ -144,16 +145,16 @@ class _Rewriter:
                     node.replace_input_with(operand, self._own_rows(operand))
         if node.target in RESHAPES:
             if node.target is not aten.expand.default:
-                node.target = aten.reshape.default  # the rows may be laid out in another way
+                node.target = aten.reshape.default  # the shard may have other strides
             node.args = (node.args[0], [self._rows, *fake_of(node).shape[1:]])
             node.kwargs = {}
         for stale in ("tensor_meta", "eager_input_vals"):
             node.meta.pop(stale, None)
-        node.meta["val"] = self._value(node)
+        node.meta["val"] = computed_fake(node, self._mode)
         return node
 
     def _own_rows(self, whole: Node) -> Node:
-        """Return this rank's rows of a tensor that every rank has."""
+        """Return this rank's rows of a tensor that is the same on every rank."""
         if whole not in self._own:
             shape = [self._group.size, self._rows, *fake_of(whole).shape[1:]]
             blocks = self._emit(aten.reshape.default, self._padded(whole), shape)
@@ -161,7 +162,7 @@ class _Rewriter:
         return self._own[whole]
 
     def _gather(self, part: Node, whole: Tensor) -> Node:
-        """Return the rows of all ranks."""
+        """Return the rows of all ranks, without padding."""
         small_float = part.meta["val"].is_floating_point() and whole.element_size() == 1
         with self._graph.inserting_before(part.next):
             sent = self._emit(aten.view.dtype, part, torch.uint8) if small_float else part
@@ -188,13 +189,7 @@ class _Rewriter:
 
     def _emit(self, target: Any, *args: Any, value: Any = None) -> Node:
         node = self._graph.call_function(target, args)
-        node.meta["val"] = self._value(node) if value is None else value
+        node.meta["val"] = computed_fake(node, self._mode) if value is None else value
         if self._origin.stack_trace:
             node.meta["stack_trace"] = self._origin.stack_trace
         return node
-
-    def _value(self, node: Node) -> Any:
-        target: Any = node.target
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), fake_of)
-        with torch.no_grad(), self._mode:
-            return target(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Provider ``aten``: torch's own fused calls, where there are any."""
+"""Provider ``aten``: torch's own fused operators, and loops over sequences and experts."""
 
 from opweave.kernels.aten import attention, causal_conv, experts, norm, state_space
 

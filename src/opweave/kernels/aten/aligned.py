@@ -1,19 +1,18 @@
-"""Arguments as torch's kernels for CUDA want them."""
+"""Memory alignment of arguments for torch's CUDA kernels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_BYTES = 16
-"""What a thread loads at a time."""
+_BYTES = 16  # per vectorised load
 
 
 def aligned(t: Tensor) -> Tensor:
-    """Return *t*, or a copy, so that each row begins where a GPU can load 16 bytes at a time.
+    """Return *t*, or a copy if it is on CUDA and a row is not aligned to 16 bytes.
 
-    Attention on CUDA does not look at that, and is wrong where it does not hold; ``rms_norm`` takes
-    another way, on which one infinity makes all of its row NaN.
+    torch's attention does not check the alignment, and returns wrong results without it.
+    ``rms_norm`` falls back to a kernel that turns a row with an infinity into NaN.
     """
     if not t.is_cuda:
         return t

@@ -1,7 +1,7 @@
-"""``torch.nn.functional.scaled_dot_product_attention`` for attention.
+"""Attention with ``torch.nn.functional.scaled_dot_product_attention``.
 
-Not marked differentiable: the packed form reads sequence lengths on the host, which cannot be
-traced, so gradients go through native.
+Not differentiable: packed attention reads the sequence lengths on the host, which cannot be traced,
+so calls that need gradients use native.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from opweave.ir import ops, rules
 from opweave.ir.ops.attention import check_attention, check_varlen
 from opweave.kernels.aten.aligned import aligned
 
-# torch takes one dtype only; native promotes.
+# torch requires one dtype; native promotes.
 _ONE_DTYPE = rules.same_dtype("query", "key", "value")
 _NO_SOFT_CAP = _ONE_DTYPE & rules.is_none("soft_cap")
 
@@ -63,7 +63,8 @@ def varlen_attention(
     for q, k in _segments(cu_seqlens_q, cu_seqlens_k):
         out[q] = _attend(query[None, q], key[None, k], value[None, k], scale, causal, window)[0]
     if causal and not out.isfinite().all():
-        # torch multiplies what the mask hides by zero, which NaN survives; native does not.
+        # torch multiplies the values of masked keys by zero, so NaN and infinity spread from them;
+        # native ignores masked keys.
         for q, k in _segments(cu_seqlens_q, cu_seqlens_k):
             if not out[q].isfinite().all():
                 packed = query[None, q], key[None, k], value[None, k]
@@ -72,7 +73,7 @@ def varlen_attention(
 
 
 def _segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield where each sequence has its queries, and where its keys."""
+    """Yield the slices of the queries and of the keys of each sequence."""
     bounds = (starmap(slice, pairwise(cu.tolist())) for cu in (cu_seqlens_q, cu_seqlens_k))
     return zip(*bounds, strict=True)
 
@@ -85,7 +86,7 @@ def _attend(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """Attend, both sides ``(batch, length, heads, size)``; queries without a key give zeros."""
+    """Return attention for ``(batch, length, heads, size)``; zeros for queries without a key."""
     q_len, k_len = query.shape[1], key.shape[1]
     blind = max(q_len - k_len, 0) if causal else (q_len if k_len == 0 else 0)
     if blind == q_len:
@@ -93,7 +94,7 @@ def _attend(
     mask = _mask(query, k_len, scale, window) if causal else None
     scale, value_size = query.shape[-1] ** -0.5 if scale is None else scale, value.shape[-1]
     if query.is_cuda:
-        # Heads of two sizes ended the process, with torch 2.11 on an H100.
+        # torch 2.11 crashes on an H100 if keys and values have different head sizes.
         widest = max(query.shape[-1], value_size)
         query, key, value = (aligned(_widened(t, widest)) for t in (query, key, value))
     out = functional.scaled_dot_product_attention(
@@ -114,14 +115,15 @@ def _widened(t: Tensor, size: int) -> Tensor:
 
 
 def _mask(query: Tensor, k_len: int, scale: float | None, window: int | None) -> Tensor | None:
-    """Return what to add to the scores, or None where torch's own top-left mask, or none, will do.
+    """Return an additive mask, or None if torch's own top-left mask, or no mask, is enough.
 
-    Of a mask of bools, cuDNN's kernel makes a number that the score of a hidden key may exceed.
+    A bool mask is not safe: cuDNN's kernel replaces it with a finite number that the score of a
+    masked key may exceed.
     """
     q_len, narrow = query.shape[1], window is not None and window < k_len
-    # torch scales the scores that its own mask has hidden: minus infinity must stay what it is.
-    own_will_do = q_len == k_len and (scale is None or scale > 0)
-    if not narrow and (q_len == 1 or own_will_do):
+    # torch scales after its own mask: a scale of 0 or less would change minus infinity.
+    own_is_enough = q_len == k_len and (scale is None or scale > 0)
+    if not narrow and (q_len == 1 or own_is_enough):
         return None
     q_pos = torch.arange(k_len - q_len, k_len, device=query.device)[:, None]
     distance = q_pos - torch.arange(k_len, device=query.device)

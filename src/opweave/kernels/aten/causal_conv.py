@@ -1,7 +1,7 @@
-"""The short convolution one sequence at a time, which writes the states into their slots.
+"""Causal convolution, one sequence at a time, with in-place updates of the states.
 
-Where sequences begin is read on the host, so this cannot be traced: compiled code calls it as it
-is, and gradients go through native.
+The sequence boundaries are read on the host, so this cannot be traced: compiled code calls it as an
+opaque op, and calls that need gradients use native.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A mixture of experts with two matrix products for each expert that has tokens.
+"""Mixture of experts with two matrix products per expert with tokens.
 
-How many tokens an expert has is read on the host, so this cannot be traced: compiled code calls it
-as it is. Not marked differentiable for the same reason: gradients go through native.
+The number of tokens per expert is read on the host, so this cannot be traced: compiled code calls
+it as an opaque op, and calls that need gradients use native.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def fused_experts(
 ) -> Tensor:
     act = bound_activation(activation, alpha, beta, limit)
     if activation == "silu":
-        act = ops.silu_and_mul  # the same, for which there may be a kernel
+        act = ops.silu_and_mul  # the same function, for which there may be a kernel
     check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
     return combine(of_each_expert(routed, act, w13, w2, w13_bias, w2_bias), routed)
@@ -48,7 +48,7 @@ def of_each_expert(
     w13_bias: Tensor | None,
     w2_bias: Tensor | None,
 ) -> Tensor:
-    """Return ``(T, K, hidden)``: what each token's experts make of it, 0 where there is none."""
+    """Return the outputs of the experts: ``(T, K, hidden)``, 0 where a token has no expert."""
     outputs = routed.x.new_zeros(routed.valid.numel(), routed.x.shape[1])
     for expert, slots, tokens in _groups(routed, len(w13)):
         bias = None if w13_bias is None else w13_bias[expert]
@@ -59,12 +59,12 @@ def of_each_expert(
 
 
 def _groups(routed: Routed, num_experts: int) -> list[tuple[int, Tensor, Tensor]]:
-    """Return the experts that have tokens: each with its places in ``(T * K,)``, and the tokens."""
+    """Return (expert, slots in ``(T * K,)``, tokens) for each expert with tokens."""
     expert_of = torch.where(routed.valid, routed.experts, num_experts).flatten()
     counts = expert_of.bincount(minlength=num_experts + 1).tolist()
     slots = expert_of.argsort(stable=True)
     tokens = slots // max(routed.valid.shape[1], 1)
     split = torch.split_with_sizes
     parts = zip(split(slots, counts), split(tokens, counts), strict=True)
-    found = zip(range(num_experts), counts, parts, strict=False)  # the last has no expert
+    found = zip(range(num_experts), counts, parts, strict=False)  # skips the slots without expert
     return [(expert, *part) for expert, count, part in found if count]

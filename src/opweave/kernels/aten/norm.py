@@ -1,4 +1,4 @@
-"""``torch.nn.functional.rms_norm`` for the norms."""
+"""RMS norms with ``torch.nn.functional.rms_norm``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from opweave.ir import ops, rules
 from opweave.ir.traits import DIFFERENTIABLE, ROUNDS_LESS
 from opweave.kernels.aten.aligned import aligned
 
-# F.rms_norm multiplies by the weight in float32 and rounds once, where the op's definition also
-# rounds before the product: in bfloat16 a quarter of the elements are a neighbour of native's. With
-# a weight of another dtype the results would differ by more than the tolerance.
+# F.rms_norm multiplies by the weight in float32 and rounds once; the op's definition also rounds
+# before the product. In bfloat16, a quarter of the elements differ from native by one ulp. With a
+# weight of another dtype, the results would differ by more than the tolerance.
 _TRAITS = {DIFFERENTIABLE, ROUNDS_LESS}
 _SUPPORTED = (
     rules.is_none("variance_size")
-    # Of other rows, CUDA sums the squares around their mean: one infinity makes all of them NaN.
+    # For other rows, torch's CUDA kernel computes moments around the mean: one infinity turns the
+    # whole row into NaN.
     & rules.dtype("x", torch.float32, torch.bfloat16, torch.float16)
     & rules.last_dim_multiple_of("x", 4)
     & rules.per_last_dim("weight", "x")
-    & rules.contiguous("x")  # F.rms_norm gives a contiguous result whatever the strides of x
+    & rules.contiguous("x")  # F.rms_norm returns a contiguous result for any strides of x
 )
 
 

@@ -1,7 +1,7 @@
-"""State-space scans one sequence at a time, which write the states into their slots.
+"""State-space scans, one sequence at a time, with in-place updates of the states.
 
-Where sequences begin is read on the host, so this cannot be traced: compiled code calls it as it
-is, and gradients go through native.
+The sequence boundaries are read on the host, so this cannot be traced: compiled code calls it as an
+opaque op, and calls that need gradients use native.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from opweave.ir.ops.ssd import check_ssd, grouped, read_out, scan_chunks
 from opweave.ir.ops.state_slots import check_sequences
 from opweave.kernels.aten.state_slots import IN_PLACE, PACKED, own_slots, padded_slots, sequences
 
-_BLOCK = 32  # tokens whose gates and inputs are computed at once: they should stay in the cache
+_BLOCK = 32  # tokens whose gates and inputs are computed at once; small enough for the CPU cache
 
 
 @ops.selective_scan.register_impl("aten", supports_args=PACKED, inplace=True)

@@ -1,8 +1,7 @@
 """Provider ``batch_invariant``: applies the native definition to each row separately.
 
-The slow way to batch invariance, for ops whose fast implementations cannot promise it: the bits of
-a row cannot depend on rows that are not part of the call. Used where the trait ``batch_invariant``
-is required.
+This is slow, but the result of a row cannot depend on other rows of the batch. It is used if the
+trait ``batch_invariant`` is required and no faster implementation has it.
 """
 
 from opweave.kernels.batch_invariant import attention, conv, dense, experts, state_space

@@ -1,4 +1,4 @@
-"""Attention, one query at a time: a query's bits depend on its own keys alone."""
+"""Attention, one query at a time: the result of a query depends only on its own keys."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def mla_attention_decode(
 
 
 def _each_token(equation: str, tokens: Tensor, weight: Tensor) -> Tensor:
-    # Copies, so that memory alignment is the same whatever the position in the batch.
+    # Copies have the same memory alignment for every position in the batch.
     rows = [torch.einsum(equation, row.clone()[None], weight) for row in tokens]
     return torch.cat(rows) if rows else torch.einsum(equation, tokens, weight)
 
@@ -108,11 +108,11 @@ def _attend(
     window: int | None,
     soft_cap: float | None,
 ) -> None:
-    """Fill ``out`` for one sequence, each side ``(length, heads, size)``."""
+    """Compute attention for one sequence into *out*; all tensors are ``(length, heads, size)``."""
     for i in range(query.shape[0]):
         end = key.shape[0] - query.shape[0] + i + 1 if causal else key.shape[0]
         start = 0 if window is None else max(end - window, 0)
         if end > start:
-            # Copies, so that memory alignment is the same whatever the position in the batch.
+            # Copies have the same memory alignment for every position in the batch.
             row = (t.clone()[None] for t in (query[i : i + 1], key[start:end], value[start:end]))
             out[i] = ops.causal_attention.native(*row, scale, None, soft_cap)[0, 0]

@@ -1,4 +1,4 @@
-"""Ops that map each row of their first argument to a row."""
+"""Linear layers, norms and activations, one row at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @ops.linear_w8a16.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.linear_w8a16)
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    weight = weight.contiguous()  # one row by columns adds them one by one, in float32
+    weight = weight.contiguous()  # for a column-major weight, torch sums one by one in float32
     return _joined(lambda row: ops.linear_w8a16.native(row, weight, scale, bias), x)
 
 
@@ -50,8 +50,7 @@ def mul_and_silu(x: Tensor) -> Tensor:
 @ops.gelu_and_mul.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.gelu_and_mul)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-    # Each row twice, without a copy, is not contiguous: contiguous tensors go to oneDNN, whose
-    # gelu(inf) is NaN.
+    # Expanding each row makes it non-contiguous, which avoids oneDNN, whose gelu(inf) is NaN.
     def alone(row: Tensor) -> Tensor:
         twice: Tensor = ops.gelu_and_mul.native(row.expand(2, *row.shape), approximate)
         return twice[0]
@@ -60,7 +59,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply an elementwise *function* to each row; the result is strided like its argument."""
+    """Apply *function* to each row; the result has the strides of *x*."""
     joined = _joined(function, x)
     if x.is_contiguous() or joined.shape[-1] == 0:
         return joined
@@ -70,6 +69,6 @@ def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _joined(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.ndim < 2 or x.numel() == 0:
         return function(x)
-    # Each row is copied: matrix libraries may sum in another order at another memory alignment.
+    # Copies have the same memory alignment, which may change a library's summation order.
     rows = [function(row.clone()[None]) for row in x.reshape(-1, x.shape[-1])]
     return torch.cat(rows).reshape(*x.shape[:-1], rows[0].shape[-1])

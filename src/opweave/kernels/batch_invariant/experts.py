@@ -1,4 +1,4 @@
-"""A mixture of experts whose tokens know nothing of each other."""
+"""Mixture of experts, with batch-invariant ops for each expert."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def fused_experts(
     check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     act = bound_activation(activation, alpha, beta, limit)
     routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
-    # What this calls is chosen as if batch-invariance were required: a token's bits are the same
-    # whether it is or not, and its expert's products may be those of many tokens.
+    # Inner ops must be batch-invariant even if the caller does not require it, so that the result
+    # is the same in both cases.
     with require(BATCH_INVARIANT):
         each = ops.silu_and_mul if activation == "silu" else partial(_each, act)
         return _combined(of_each_expert(routed, each, w13, w2, w13_bias, w2_bias), routed)
@@ -103,16 +103,16 @@ def grouped_topk(
 def _routed(
     route: Callable[[Tensor], tuple[Tensor, Tensor]], logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Call *route* with each row of *logits*; what has no rows is wrong, which it says itself."""
+    """Call *route* with each row of *logits*, or once for an invalid shape, so that it raises."""
     weights, ids = _joined(route, logits) if logits.ndim == 2 else route(logits)
     return weights, ids
 
 
 def _joined(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Call *function* with each row of *tensors*, and put its results one after the other."""
+    """Call *function* with each row of *tensors*, and concatenate the results."""
     if tensors[0].ndim == 0 or tensors[0].shape[0] < 2:
-        return function(*tensors)  # nothing else in the batch; or wrong, which it says itself
-    # Copies, so that memory alignment is the same whatever the position in the batch.
+        return function(*tensors)  # raises for an invalid shape
+    # Copies have the same memory alignment for every position in the batch.
     rows = zip(*tensors, strict=True)
     results = [function(*(part.clone()[None] for part in row)) for row in rows]
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))

@@ -1,4 +1,4 @@
-"""A loop over rows as one node of a graph: unrolled, it would make a graph for each size."""
+"""Opaque ops for loops over rows, which tracers would unroll and specialise on the batch size."""
 
 from __future__ import annotations
 

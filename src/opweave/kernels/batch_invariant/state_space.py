@@ -1,7 +1,7 @@
-"""Convolutions and scans with states, one sequence at a time, in memory of its own.
+"""Causal convolutions and state-space scans, one sequence at a time.
 
-Each sequence is computed from copies, so that neither the other sequences nor where its tokens and
-its state lie can show in its bits.
+Each sequence is computed from copies, so that its result depends neither on the other sequences nor
+on the memory alignment of its tokens and state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def _register(op: IrOp, check: Callable[..., None]) -> None:
     packed = "query_start_loc" in op.schema.names
     one, checked = op.impls["aten"].impl_fn, inspect.signature(check).parameters
     traits = {BATCH_INVARIANT}
-
     fits = PACKED if packed else IN_PLACE
 
     @op.register_impl("batch_invariant", supports_args=fits, inplace=True, traits=traits)
@@ -56,7 +55,7 @@ def _register(op: IrOp, check: Callable[..., None]) -> None:
 def _sequences(
     packed: bool, given: dict[str, Tensor]
 ) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
-    """Yield each sequence's tokens, its slot, and the arguments that say where they are then."""
+    """Yield each sequence's tokens, its slot, and the index arguments for a call with it alone."""
     slot_idx = given["slot_idx"]
     own, first = own_slots(given["x_state"].shape[0], slot_idx), torch.zeros_like(slot_idx[:1])
     if not packed:

@@ -1,4 +1,4 @@
-"""The provider ``opweave_c``: native C++ kernels for CPU tensors.
+"""Provider ``opweave_c``: native C++ kernels for CPU tensors.
 
 Importing this package loads the native module and registers its implementations.
 """

@@ -1,4 +1,4 @@
-"""Gated activations by the native module."""
+"""Gated activations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
 @implements(ops.gelu_and_mul_sparse, _GATED & _KNOWN)
 def gelu_and_mul_sparse(x: Tensor, std_multiplier: float, approximate: str = "none") -> Tensor:
-    """Return `gelu_and_mul` of what is far above the mean of its row."""
+    """Return ``gelu(relu(x1 - c)) * x2``, where ``c = mean(x1) + std_multiplier * std(x1)``."""
     out = half_of(x)
     _gelu_and_mul_sparse(out, x, std_multiplier, approximate == "tanh")
     return out
@@ -63,7 +63,7 @@ def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
 
 @implements(ops.swigluoai_and_mul, _GATED)
 def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """Return the clamped gated product of the pairs in the last dimension of *x*."""
+    """Return the clamped SwiGLU of the interleaved pairs in the last dimension of *x*."""
     out = half_of(x)
     _swigluoai_and_mul(out, x, alpha, limit)
     return out

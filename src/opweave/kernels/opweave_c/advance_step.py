@@ -1,4 +1,4 @@
-"""The step between two decode steps by the native module, in place."""
+"""Advance the decode inputs of all sequences by one token, in-place."""
 
 from __future__ import annotations
 
@@ -48,42 +48,23 @@ def advance_step_flashattn(
     block_tables: Tensor,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Advance every sequence, writing into the four tensors that are returned."""
+    """Advance every sequence in-place, and return the four updated tensors."""
     updated = (input_tokens, input_positions, seq_lens, slot_mapping)
+    rest = (sampled_token_ids, block_tables, block_size)
+    sizes = (seq_lens.shape[0], sampled_token_ids.shape[0])
+    advance = _with_any_sizes if any(isinstance(s, SymInt) for s in sizes) else _with_sizes
     try:
-        _advance(*updated, sampled_token_ids, block_tables, block_size)
+        advance(*updated, *rest)
     except RuntimeError:
-        pass  # they overlap, or else the next call says what is wrong
+        pass  # tensors overlap, or the arguments are invalid and the next call raises
     else:
         return updated
-    updated = (
-        input_tokens.clone(),
-        input_positions.clone(),
-        seq_lens.clone(),
-        slot_mapping.clone(),
-    )
+    tokens, positions, lengths, slots = (tensor.clone() for tensor in updated)
     try:
-        _advance(*updated, sampled_token_ids, block_tables, block_size)
-    except RuntimeError as error:  # the op's own kind of error
+        advance(tokens, positions, lengths, slots, *rest)
+    except RuntimeError as error:  # native raises ValueError
         raise ValueError(str(error)) from error
-    return updated
-
-
-def _advance(
-    input_tokens: Tensor,
-    input_positions: Tensor,
-    seq_lens: Tensor,
-    slot_mapping: Tensor,
-    sampled_token_ids: Tensor,
-    block_tables: Tensor,
-    block_size: int,
-) -> None:
-    tensors = (input_tokens, input_positions, seq_lens, slot_mapping)
-    rest = (sampled_token_ids, block_tables, block_size)
-    if isinstance(seq_lens.shape[0], SymInt) or isinstance(sampled_token_ids.shape[0], SymInt):
-        _with_any_sizes(*tensors, *rest)
-    else:
-        _with_sizes(*tensors, *rest)
+    return tokens, positions, lengths, slots
 
 
 def _with_sizes(
@@ -108,7 +89,7 @@ def _with_sizes(
     )
 
 
-# For graphs of any size: in the native op sizes are constants.
+# For dynamic shapes: the native op takes sizes as plain integers, which would be specialised.
 _with_any_sizes = mutating(
     "opweave_c_sizes",
     "advance_step(Tensor(a!) input_tokens, Tensor(b!) input_positions, Tensor(c!) seq_lens, "

@@ -1,4 +1,4 @@
-"""What several implementations ask of their arguments."""
+"""Argument rules shared by several implementations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opweave.ir import rules
 from opweave.ir.rule import Rule
 from opweave.kernels.arguments import FLOATS, one_element
 
-MAX_DIMS = 8  # of a tensor that kernels take
+MAX_DIMS = 8  # the kernels' limit
 HAS_DIMS = rules.ndim("x", *range(1, MAX_DIMS + 1))
 SCALE = (
     rules.cpu("scale")
@@ -24,13 +24,13 @@ ROWS = INPUT & rules.unit_stride("x")
 
 
 def one_float32(name: str) -> Rule:
-    """Parameter *name* is one float32 in host memory (or None, where the op takes that)."""
+    """Require that *name* is one float32 in host memory, or None if it is optional."""
     dims = rules.ndim(name, *range(MAX_DIMS + 1))
     return rules.cpu(name) & rules.dtype(name, torch.float32) & dims & one_element(name)
 
 
 def in_memory_order(x: Tensor) -> bool:
-    """Whether the dimensions are in the order of memory, each stepping over the next one."""
+    """Return whether the strides decrease from left to right, without overlap."""
     return x.is_contiguous() or _is_nested(x.shape, x.stride())
 
 

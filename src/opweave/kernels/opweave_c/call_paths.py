@@ -21,7 +21,7 @@ _CALLS = """
 def {name}({arguments}):
     try:
         return direct({arguments})
-    except TypeError:  # not plain tensors: torch's dispatcher knows what they are
+    except TypeError:  # not plain CPU tensors
         return dispatched({arguments})
 
 def traced({arguments}):
@@ -30,11 +30,11 @@ def traced({arguments}):
 
 
 def native_op(name: str) -> Function:
-    """Return op *name* as one function that takes the cheapest path for each call.
+    """Return a function that calls the native op *name* by the fastest path.
 
-    The module's own function is cheap and refuses anything but plain CPU tensors. This one is
-    generated, with a parameter for each argument: passing ``*arguments`` on would cost more than
-    the fast call does. Dynamo traces the torch op instead.
+    It first tries the module's own function, which is cheap but only accepts plain CPU tensors, and
+    falls back to torch's dispatcher. The function is generated with explicit parameters, because
+    passing ``*arguments`` would cost more than the call itself. Dynamo traces the torch op instead.
     """
     if not STATUS.available:
         return _unavailable
@@ -74,4 +74,4 @@ def implements(
 
 
 def _unavailable(*arguments: object) -> None:
-    raise RuntimeError(f"The native ops are not available: {STATUS.reason_missing}.")
+    raise RuntimeError(f"the native ops are not available: {STATUS.reason_missing}.")

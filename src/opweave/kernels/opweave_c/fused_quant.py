@@ -1,4 +1,4 @@
-"""A norm or an activation and the quantisation of its result, by the native module in one pass."""
+"""Norms and activations fused with the quantisation of their result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NORM = (
 
 
 def _in_one_order(x: Tensor, x_residual: Tensor) -> bool:
-    """Whether the strides of the sum are those of a copy of *x*."""
+    """Return whether ``x + x_residual`` has the strides of ``empty_like(x)``."""
     return x.stride() == x_residual.stride() or (in_memory_order(x) and in_memory_order(x_residual))
 
 
@@ -43,7 +43,7 @@ _ADD = (
     & rules.unit_stride("x_residual")
 )
 _IN_ONE_ORDER = rules.contiguous("x", "x_residual") | rules.custom(
-    _in_one_order, "x and x_residual are not in one order of memory"
+    _in_one_order, "x and x_residual have different memory orders"
 )
 _GATED = ROWS & rules.last_dim_multiple_of("x", 2)
 

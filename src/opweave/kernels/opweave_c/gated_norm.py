@@ -1,4 +1,4 @@
-"""RMS normalisation with a gate by the native module."""
+"""Gated RMS norm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _groups_fit(x: Tensor, group_size: int | None) -> bool:
     & rules.same_dtype("x", "z")
     & rules.same_shape("x", "z")
     & rules.unit_stride("weight", "z")
-    # With more dimensions, the order in memory of native's result depends on both.
+    # With more dimensions, the strides of native's result depend on both x and z.
     & (rules.ndim("x", 1, 2) | rules.contiguous("x", "z"))
     & rules.one_of("activation", "silu", "swish", "sigmoid")
     & rules.custom(_groups_fit, "group_size does not divide the last dimension of x"),
@@ -42,7 +42,7 @@ def rms_norm_gated(
     norm_before_gate: bool = False,
     activation: str = "silu",
 ) -> Tensor:
-    """Normalise the gated rows of *x* (``[..., h]``), or gate them after that."""
+    """Normalise the rows of *x* (``[..., h]``) after or before multiplying with the gate."""
     out = _empty_like(x)
     size = x.shape[-1] if group_size is None else group_size
     _rms_norm_gated(out, x, weight, z, epsilon, size, norm_before_gate, activation == "sigmoid")

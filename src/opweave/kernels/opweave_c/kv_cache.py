@@ -1,6 +1,6 @@
-"""Writing into the paged cache by the native module, in place.
+"""Write keys and values into the paged cache, in-place.
 
-A slot outside of the cache is a RuntimeError, and nothing has been changed.
+A slot out of range raises RuntimeError before anything is written.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _write = native_op("reshape_and_cache")
 def reshape_and_cache(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write *key* and *value* into their slots of the caches, in place."""
+    """Write *key* and *value* into their slots of the caches, in-place."""
     try:
         _write(key, value, key_cache, value_cache, slot_mapping)
     except RuntimeError:
-        pass  # a cache overlaps something, or else the next call says what is wrong
+        pass  # a cache overlaps something, or the arguments are invalid and the next call raises
     else:
         return key_cache, value_cache
     key_cache, value_cache = clone_in_layout(key_cache), clone_in_layout(value_cache)

@@ -1,4 +1,4 @@
-"""Layer normalisation by the native module."""
+"""Layer norm."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Linear maps by the native module: of few tokens, whose work is to read the weights, and of many.
+"""Linear layers: kernels for few tokens, which are memory-bound, and for many.
 
-The scale of weights of 8 bits then multiplies the sum of the products, not each weight; so a sum
-may overflow where activations are near float32's largest number.
+The scale of 8-bit weights multiplies the sum of the products instead of each weight, so the sum may
+overflow if activations are close to the largest float32.
 """
 
 from __future__ import annotations
@@ -25,39 +25,40 @@ _linear_many = native_op("linear_many")
 _linear_w8a16_many = native_op("linear_w8a16_many")
 _widen_rows = native_op("widen_rows")
 
-# Beyond how many tokens torch's matrix product is faster, as measured; None: it never was. The
-# choice depends on the size of the batch, so it cannot be a predicate's. A graph for any number of
-# tokens multiplies by torch, a graph for one by our kernel: a guard would make a third. But weights
-# of 8 bits torch would widen for every token, so theirs takes our kernel. Because torch adds in
-# another order, no implementation here is batch-invariant; those of opweave_c_invariant are. torch
-# computes in 16 bits only where the CPU does: elsewhere it widens the weights on every call.
+# The largest number of tokens for which our kernel is faster than torch's matrix product, as
+# measured; None: always. The choice depends on the batch size, so it cannot be a predicate. To
+# avoid guards, graphs with a dynamic number of tokens use torch, and graphs for one token our
+# kernel; with 8-bit weights, dynamic graphs use our kernel too, because torch would widen the
+# weights on every call. torch sums in another order, so these implementations are not
+# batch-invariant; those of opweave_c_invariant are. torch computes in 16 bits only if the CPU does;
+# otherwise it widens the weights on every call.
 _BFLOAT16 = "avx512bf16" in STATUS.isa_levels
-_AMX, _TILE = compat.has_amx(), 32  # a tile has so many columns of bfloat16
+_AMX, _TILE = compat.has_amx(), 32  # columns of a bfloat16 tile
 _MOST_TOKENS = {
     torch.float32: 32,
     torch.bfloat16: 6 if _AMX else 16 if _BFLOAT16 else None,
     torch.float16: 16 if compat.multiplies_float16() else None,
 }
-# Measured with 512 columns to 4,096, for int8 as for float8; torch multiplies in float32.
+# Measured with 512 to 4,096 columns, for int8 and float8; torch multiplies in float32.
 _MOST_TOKENS_W8 = {
     torch.float32: 96,
     torch.bfloat16: 48 if _BFLOAT16 else 96,
     torch.float16: 96,
 }
-# Where we have a kernel for many tokens, from how many on it is faster: panels with AVX2, faster
-# than torch's product, too, and tiles with AMX, for weights of 8 bits alone. The op chooses when it
-# runs, so graphs for any number of tokens have it, too. Measured with 512 columns to 8,192.
+# The smallest number of tokens for which our kernel for many tokens is faster: panels with AVX2,
+# which also beat torch, and tiles with AMX, for 8-bit weights only. The native op chooses at run
+# time, so dynamic graphs use it too. Measured with 512 to 8,192 columns.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FEWEST = dict.fromkeys(_DTYPES, 16) if STATUS.isa == "avx2" else {}
 _FEWEST_W8 = (
     {torch.float32: 9, torch.bfloat16: 4, torch.float16: 6} if STATUS.isa == "amx" else _FEWEST
 )
-# torch brings oneDNN, too, but takes it for 16 bits only. In float32 it was faster than MKL, which
-# torch takes: by 4 % to 30 %, from 33 tokens to 512, the more the larger the weight.
+# torch uses oneDNN only for 16 bits. In float32, oneDNN is 4 % to 30 % faster than MKL, torch's
+# choice, for 33 to 512 tokens; the gain grows with the size of the weight.
 _HAS_ONEDNN = compat.has_onednn() and "avx512" in STATUS.isa_levels
 
-# Weights of a piece for each thread: 4 MiB of float32, as measured from 2,048 columns to 14,336.
-# With fewer, or fewer rows than 64, torch is slower; with more, they leave the caches.
+# Weights per piece and thread: 4 MiB of float32, measured with 2,048 to 14,336 columns. Smaller
+# pieces, or fewer than 64 rows, slow torch down; larger ones do not fit into the CPU caches.
 _PIECE, _FEWEST_ROWS = 1 << 20, 64
 
 _WEIGHT = (
@@ -70,9 +71,9 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
 
 
 def _is_known(fact: bool | SymBool) -> bool:
-    """Whether *fact* holds; in a graph, whether it holds for every size that the graph is for."""
+    """Return whether *fact* is true; in a graph, whether it is true for all dynamic sizes."""
     if isinstance(fact, SymBool):
-        # Not at the top: it imports sympy.
+        # Imported lazily, because it imports sympy.
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         return statically_known_true(fact)
@@ -101,7 +102,7 @@ ACCEPTED_W8A16 = (
 
 @implements(op, ACCEPTED, traits=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply the rows of *x* by *weight*."""
+    """Return ``x @ weight.T + bias``."""
     fewest = _FEWEST.get(x.dtype)
     if fewest is None and _is_torchs(x):
         return _torchs_linear(x, weight, bias)
@@ -114,7 +115,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _is_torchs(x: Tensor) -> bool:
-    """Whether torch multiplies so many tokens faster, or there may be so many in a graph."""
+    """Return whether torch is faster for the tokens of *x*, or may be in a dynamic graph."""
     most = _MOST_TOKENS[x.dtype]
     return (
         most is not None and not _is_known(x.numel() <= most * x.shape[-1]) and _has_whole_tiles(x)
@@ -122,16 +123,16 @@ def _is_torchs(x: Tensor) -> bool:
 
 
 def _has_whole_tiles(x: Tensor) -> bool:
-    """Whether torch keeps the rows of *x* apart: with AMX, oneDNN multiplies whole tiles.
+    """Return whether torch computes the rows of *x* independently.
 
-    Where a tile is wider than a row, it multiplies what follows in memory by zero; often that is
-    the next token, whose NaN or infinity then makes this one NaN.
+    With AMX, oneDNN multiplies whole tiles. If a tile is wider than a row, it multiplies the memory
+    after the row by zero. Often that is the next token, whose NaN or infinity then spreads.
     """
     return not (_AMX and x.dtype is torch.bfloat16) or _is_known(x.shape[-1] % _TILE == 0)
 
 
 def _torchs_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply by the faster one of torch's libraries; in a graph, the compiler chooses."""
+    """Multiply with the faster one of torch's libraries; in a graph, with ``F.linear``."""
     if (
         x.dtype is torch.float32
         and _HAS_ONEDNN
@@ -147,7 +148,7 @@ compat.trace_instead(_torchs_linear, functional.linear)
 
 @implements(op_w8a16, ACCEPTED_W8A16, traits=())
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply the rows of *x* by *weight*; for few of them, it is widened in registers."""
+    """Return ``x @ (scale * weight).T + bias``; the 8-bit *weight* is widened on the fly."""
     fewest = _FEWEST_W8.get(x.dtype)
     if fewest is None and _is_known(x.numel() > _MOST_TOKENS_W8[x.dtype] * x.shape[-1]):
         return _by_pieces(x, weight, scale, bias)
@@ -160,9 +161,9 @@ def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None =
 
 
 def _by_pieces(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply as the definition does, by rows of *weight* that stay in the caches, widened there.
+    """Multiply by pieces of *weight* that fit into the CPU caches after widening.
 
-    A graph has the definition: the compiler widens weights while it reads them.
+    Graphs contain the native definition instead: the compiler fuses the widening.
     """
     if torch_state.kernels_are_traced():
         result: Tensor = op_w8a16.native(x, weight, scale, bias)
@@ -182,9 +183,10 @@ def _by_pieces(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) ->
 
 
 def _rows_of_piece(columns: int, tokens: int) -> int:
-    """Return how many rows to widen at a time: as many as there are tokens, or more.
+    """Return the number of rows to widen at a time: at least the number of tokens.
 
-    The product packs all tokens anew for every piece, which takes as long as to pack as many rows.
+    The matrix product packs all tokens again for every piece, which is only cheap compared with a
+    piece of as many rows.
     """
     rows = max(_PIECE * torch.get_num_threads() // columns, tokens)
     return max(rows // _FEWEST_ROWS, 1) * _FEWEST_ROWS

@@ -1,4 +1,4 @@
-"""RMS normalisation by the native module."""
+"""RMS norms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opweave.kernels.arguments import FLOATS
 from opweave.kernels.opweave_c.arguments import HAS_DIMS
 from opweave.kernels.opweave_c.call_paths import implements, native_op
 
-_empty_like = torch.empty_like  # saves the lookup on every call
+_empty_like = torch.empty_like  # saves an attribute lookup on every call
 
 _rms_norm = native_op("rms_norm")
 _add_rms_norm = native_op("add_rms_norm")
@@ -65,7 +65,7 @@ def _added_and_normed(
     & rules.same_shape("x", "x_residual")
     & rules.unit_stride("x_residual")
     & _COMMON
-    & rules.custom(_separate, "x and x_residual are not separate memory"),
+    & rules.custom(_separate, "x and x_residual share memory, or are expanded"),
     inplace=True,
     functional=_added_and_normed,
 )
@@ -76,6 +76,6 @@ def fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add *x* to *x_residual* (both ``[..., h]``), then normalise the sum into *x*, in place."""
+    """Add *x* to *x_residual* in-place (both ``[..., h]``), and normalise the sum into *x*."""
     _fused_add_rms_norm(x, x_residual, weight, epsilon)
     return x, x_residual

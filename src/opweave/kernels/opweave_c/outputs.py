@@ -1,4 +1,4 @@
-"""New memory for results, with native's strides."""
+"""Allocate outputs with the strides that native returns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _kernels_are_traced = torch_state.kernels_are_traced
 
 
 def new_rows(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return new contiguous memory for ``(..., width)`` from *x*, ``(..., d)``.
+    """Return an empty contiguous tensor of shape ``(*x.shape[:-1], width)``.
 
-    *x* is on the CPU, or a mode makes its memory what it is. *dtype*: by default, that of *x*.
+    The dtype is that of *x* by default. *x* must be on the CPU, unless a tracer is active.
     """
-    if x.ndim == 2 and not _kernels_are_traced():  # the common case, by the shortest way
+    if x.ndim == 2 and not _kernels_are_traced():  # the fast path for the common case
         return _empty_strided_cpu((x.shape[0], width), (width or 1, 1), dtype or x.dtype)
     return _by_dispatcher(x, width, dtype)
 
@@ -30,7 +30,7 @@ compat.trace_instead(new_rows, _by_dispatcher)
 
 
 def half_of(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return new memory for ``(..., d)`` from *x*, ``(..., 2 * d)``."""
+    """Return an empty tensor of shape ``(..., d)`` for *x* of shape ``(..., 2 * d)``."""
     width = x.shape[-1] // 2
     return (
         new_rows(x, width, dtype) if x.is_contiguous() else _empty_like(x[..., :width], dtype=dtype)
@@ -38,5 +38,5 @@ def half_of(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def row_scales(x: Tensor) -> Tensor:
-    """Return new memory for one scale per row of *x*: float32 ``(..., 1)``."""
+    """Return an empty float32 tensor ``(..., 1)`` for one scale per row of *x*."""
     return new_rows(x, 1, torch.float32)

@@ -1,6 +1,6 @@
-"""Attention over the paged cache by the native module.
+"""Attention over the paged cache.
 
-A length or a block that the cache does not have is a RuntimeError.
+A sequence length or block number out of range raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Attend to the keys of each query's sequence."""
+    """Return the attention of each query over its sequence: ``(tokens, heads, size)``."""
     out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
     _attend(
         out,
@@ -88,7 +88,7 @@ def attention_quant(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Attend to the keys of each query's sequence, and quantise by one given scale."""
+    """Return the attention of each query, quantised by *out_scale*: ``(tokens, heads * size)``."""
     width = query.shape[1] * value_cache.shape[3]
     out = _empty(query.shape[0], width, dtype=torch.float8_e4m3fn)
     _attend_and_quantise(

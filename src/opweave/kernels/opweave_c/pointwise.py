@@ -1,4 +1,4 @@
-"""Activations of single elements by the native module."""
+"""Pointwise activations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _xielu = native_op("xielu")
 
 @implements(ops.gelu_new, ROWS)
 def gelu_new(x: Tensor) -> Tensor:
-    """Return GELU by tanh."""
+    """Return the tanh approximation of GELU."""
     out = _empty_like(x)
     _gelu_new(out, x)
     return out
@@ -40,7 +40,7 @@ def gelu_new(x: Tensor) -> Tensor:
 
 @implements(ops.gelu_fast, ROWS)
 def gelu_fast(x: Tensor) -> Tensor:
-    """Return GELU by tanh, factored."""
+    """Return the tanh approximation of GELU, in factored form."""
     out = _empty_like(x)
     _gelu_fast(out, x)
     return out
@@ -66,7 +66,7 @@ def relu2(x: Tensor) -> Tensor:
 def xielu(
     x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6
 ) -> Tensor:
-    """Return xIELU with the learned numbers *alpha_p* and *alpha_n*."""
+    """Return xIELU with the learned parameters *alpha_p* and *alpha_n*."""
     out = _empty_like(x)
     _xielu(out, x, alpha_p, alpha_n, beta, eps)
     return out

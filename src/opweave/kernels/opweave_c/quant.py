@@ -1,4 +1,4 @@
-"""Quantisation to 8 bits by the native module."""
+"""Quantisation to 8 bits."""
 
 from __future__ import annotations
 

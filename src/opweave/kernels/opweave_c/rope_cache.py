@@ -1,7 +1,6 @@
-"""Rotary position embedding and writing into the paged cache by the native module, in one pass.
+"""Rotary position embedding fused with writing into the paged cache.
 
-A slot that is not in the cache, or a position that is not in the table, is a RuntimeError, and
-nothing has been changed.
+A slot or position out of range raises RuntimeError before anything is written.
 """
 
 from __future__ import annotations
@@ -85,15 +84,18 @@ def rope_reshape_and_cache(
     head_size: int,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate *query*, in place if it is contiguous, and write into the caches, in place."""
+    """Rotate *query* and *key*, and write *key* and *value* into the caches in-place.
+
+    *query* is rotated in-place if it is contiguous.
+    """
     rest = (slot_mapping, head_size, is_neox_style)
     tokens = (query, key, value, positions, cos_sin_cache)
-    # Rows of a wider projection would have to be copied to have the strides of native's result.
+    # Native returns a contiguous query, so slices of a wider projection cannot be reused.
     out = query if query.is_contiguous() else new_like(query)
     try:
         _rotate_and_write(out, *tokens, key_cache, value_cache, *rest)
     except RuntimeError:
-        pass  # something overlaps, or else the next call says what is wrong
+        pass  # tensors overlap, or the arguments are invalid and the next call raises
     else:
         return out, key_cache, value_cache
     out = new_like(query)

@@ -1,7 +1,7 @@
-"""Rotary position embedding by the native module, in place where that is possible.
+"""Rotary position embedding, in-place if possible.
 
-A position that is not in the table is a RuntimeError, and nothing has been changed; a negative one
-counts from the table's end, as in native.
+A position out of range raises RuntimeError before anything is written. A negative position counts
+from the end of the table, as in native.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _norm_rope = native_op("qk_norm_rope")
 def rotary_fits(
     x_query: Tensor, x_key: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_size: int
 ) -> bool:
-    """Whether heads, table and head size fit, and the heads are in memory order."""
+    """Return whether heads, table and head size are compatible, and the heads in memory order."""
     table, tokens = cos_sin_cache.shape, positions.shape
     rank = len(tokens)
     if len(table) != 2 or table[1] % 2 or table[1] > _MAX_ROTARY_SIZE:
@@ -44,9 +44,7 @@ def rotary_fits(
             fits = len(shape) == rank + 2 and shape[-1] == head_size
         if not fits or len(shape) > MAX_DIMS or shape[:rank] != tokens:
             return False
-        # A copy has the strides of native's result only if the order of its dimensions is that of
-        # memory.
-        if not in_memory_order(x):
+        if not in_memory_order(x):  # a copy would not have the strides of native's result
             return False
     return True
 
@@ -104,17 +102,14 @@ def rotary_embedding(
     head_size: int,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the heads of *x_query* and *x_key* by the angles of their *positions*.
-
-    In place if both are contiguous.
-    """
+    """Rotate the heads of *x_query* and *x_key*, in-place if both are contiguous."""
     rest = (positions, cos_sin_cache, head_size, is_neox_style)
     if not (x_query.is_contiguous() and x_key.is_contiguous()):
         return _rotated(x_query, x_key, *rest)  # with native's strides
     try:
         _rotary(x_query, x_key, x_query, x_key, *rest)
     except RuntimeError:
-        pass  # they overlap, or else the next call says what is wrong
+        pass  # tensors overlap, or the arguments are invalid and the next call raises
     else:
         return x_query, x_key
     return _rotated(x_query, x_key, *rest)
@@ -160,14 +155,14 @@ def qk_norm_rope(
     head_size: int,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise and rotate the heads of *x_query* and *x_key*, in place if contiguous."""
+    """Normalise and rotate the heads of *x_query* and *x_key*, in-place if contiguous."""
     weights = (query_weight, key_weight, epsilon)
     rest = (positions, cos_sin_cache, *weights, head_size, is_neox_style)
     if x_query.is_contiguous() and x_key.is_contiguous():
         try:
             _norm_rope(x_query, x_key, x_query, x_key, *rest)
         except RuntimeError:
-            pass  # as above
+            pass  # as in rotary_embedding
         else:
             return x_query, x_key
     return _normed_and_rotated(
@@ -176,5 +171,5 @@ def qk_norm_rope(
 
 
 def new_like(x: Tensor) -> Tensor:
-    """Return new memory for the result of rotating *x*, with native's strides."""
+    """Return an empty tensor for the rotated *x*, with the strides that native returns."""
     return _empty_like(x, memory_format=_contiguous)

@@ -1,8 +1,8 @@
-"""Provider ``opweave_c_invariant``: one C++ kernel, whatever the size of the batch.
+"""Provider ``opweave_c_invariant``: the same C++ kernel for every batch size.
 
-``opweave_c`` takes the kernel or the library that is fastest for each number of tokens; so the last
-bits of a token depend on the batch. Here the products of a token are added in one order, whatever
-else there is. Used where ``batch_invariant`` is required.
+``opweave_c`` uses the fastest kernel or library for each number of tokens, so the last bits of a
+result depend on the batch. Here, the summation order is fixed. Used if ``batch_invariant`` is
+required.
 """
 
 from opweave.kernels.opweave_c_invariant import linear

@@ -1,4 +1,4 @@
-"""Linear maps by the kernel for few tokens, however many there are."""
+"""Linear layers with the kernel for few tokens, for any number of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _linear_w8a16 = native_op("linear_w8a16")
 
 @implements(op, ACCEPTED, provider=_PROVIDER)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply the rows of *x* by *weight*."""
+    """Return ``x @ weight.T + bias``."""
     out = new_rows(x, weight.shape[0])
     _linear(out, x, weight, bias)
     return out
@@ -26,7 +26,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @implements(op_w8a16, ACCEPTED_W8A16, provider=_PROVIDER)
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply the rows of *x* by *weight*, which is widened in registers."""
+    """Return ``x @ (scale * weight).T + bias``; the 8-bit *weight* is widened in registers."""
     out = new_rows(x, weight.shape[0])
     _linear_w8a16(out, x, weight, scale, bias)
     return out

@@ -1,11 +1,11 @@
-"""Provider ``triton``: kernels for GPUs, written in Triton and compiled when one is first called.
+"""Provider ``triton``: GPU kernels in Triton, compiled on first use.
 
-Each module here registers what calls the kernels of the module of that name in ``jit``. Triton
-itself is imported at the first call. With ``TRITON_INTERPRET=1`` Triton runs the kernels in Python,
-and they take tensors on the CPU: so they are tested where there is no GPU.
+Each module registers implementations that call the kernels of the ``jit`` module of the same name.
+Triton is imported on the first call. With ``TRITON_INTERPRET=1``, Triton interprets the kernels on
+CPU tensors, so that they can be tested without a GPU.
 
-Source of the language: Tillet, Kung and Cox, "Triton: An Intermediate Language and Compiler for
-Tiled Neural Network Computations", MAPL 2019.
+Reference: Tillet, Kung and Cox, "Triton: An Intermediate Language and Compiler for Tiled Neural
+Network Computations", MAPL 2019.
 """
 
 from opweave.kernels.triton import (

@@ -1,7 +1,7 @@
-"""The step between two decode steps.
+"""Advance the decode inputs of all sequences by one token.
 
-A sequence that cannot advance gets the slot -1, which the writer of the cache skips; with
-``TRITON_DEBUG=1`` it ends the kernel. Reading the numbers first would wait for the GPU.
+A sequence that cannot advance gets slot -1, which ``reshape_and_cache`` skips; with
+``TRITON_DEBUG=1``, a device assert fails. Checking on the host would synchronise with the GPU.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def advance_step_flashattn(
     block_tables: Tensor,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Advance every sequence."""
+    """Advance every sequence, and return new tensors."""
     count = seq_lens.shape[0]
     tokens, positions, slots = (sampled_token_ids.new_empty(count) for _ in range(3))
     lengths = seq_lens.new_empty(count)

@@ -1,4 +1,4 @@
-"""What several implementations ask of their arguments."""
+"""Argument rules shared by several implementations."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from opweave.kernels.arguments import FLOATS, one_element
 from opweave.kernels.triton.registration import INTERPRETED
 
 MAX_WIDTH = 65536
-"""Elements of a row that one program holds in registers."""
+"""The largest row, in elements, that one program holds in registers."""
 
 on_device = rules.cpu if INTERPRETED else rules.cuda
-"""The tensors are where kernels run: on a GPU, or in host memory if Triton is interpreted."""
+"""Require that tensors are on a GPU, or on the CPU if Triton is interpreted."""
 
 
 def rows(name: str) -> Rule:
-    """Parameter *name* is a matrix of unbroken rows, or contiguous; of floats, and not too wide."""
+    """Require that *name* is a float tensor, contiguous or a matrix with contiguous rows.
+
+    The rows must have at most :data:`MAX_WIDTH` elements.
+    """
     narrow = TensorRule(
         (name,),
         "{t}.shape[-1] <= {0}",
@@ -35,11 +38,11 @@ def rows(name: str) -> Rule:
 
 
 def has_float8(name: str) -> Rule:
-    """Parameter *name* is on a device whose float8_e4m3fn Triton knows."""
+    """Require that *name* is on a device for which Triton supports float8_e4m3fn."""
     return TensorRule(
         (name,),
         "{0}({t})",
-        lambda n, t: f"{n}: on {t.device} (supports float8_e4m3fn of NVIDIA from 8.9 on)",
+        lambda n, t: f"{n}: on {t.device} (float8_e4m3fn needs NVIDIA compute capability 8.9)",
         (_has_float8,),
     )
 
@@ -51,12 +54,12 @@ def _has_float8(x: Tensor) -> bool:
 
 
 def one_float32(name: str) -> Rule:
-    """Parameter *name* is one float32 on the device (or None, where the op takes that)."""
+    """Require that *name* is one float32 on the device, or None if it is optional."""
     return on_device(name) & rules.dtype(name, torch.float32) & one_element(name)
 
 
 def row_count(x: Tensor) -> int:
-    """Return how many rows *x* has.
+    """Return the number of rows of *x*.
 
     >>> row_count(torch.empty(3, 5, 7)), row_count(torch.empty(0, 7)), row_count(torch.empty(7))
     (15, 0, 1)
@@ -65,5 +68,5 @@ def row_count(x: Tensor) -> int:
 
 
 def row_stride(x: Tensor) -> int:
-    """Return the distance of the rows of *x*, in elements."""
+    """Return the row stride of *x*, in elements."""
     return x.stride(-2) if x.ndim > 1 else 0

@@ -1,6 +1,6 @@
-"""Writing into the paged cache, in place.
+"""Write keys and values into the paged cache, in-place.
 
-A slot that is not in the cache is skipped; with ``TRITON_DEBUG=1`` it ends the kernel.
+A slot out of range is skipped; with ``TRITON_DEBUG=1``, a device assert fails.
 """
 
 from __future__ import annotations
@@ -64,6 +64,6 @@ def _write(
 def reshape_and_cache(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write *key* and *value* into their slots of the caches, in place."""
+    """Write *key* and *value* into their slots of the caches, in-place."""
     _write(key, value, key_cache, value_cache, slot_mapping)
     return key_cache, value_cache

@@ -1,4 +1,4 @@
-"""RMS normalisation, and the quantisation of its result."""
+"""RMS norms, optionally fused with the quantisation of the result."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ def normalise(
     scales: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> None:
-    """Normalise the rows of *x*, or of the sum of it and *residual*, which goes to *total*.
+    """Normalise the rows of *x* into *out*.
+
+    With *residual*, write ``x + residual`` to *total*, and normalise the sum.
 
     Args:
-        out: the shape of *x*; its dtype, or that of the codes of *scheme*.
-        scheme, scales, scale: of ``store_quantised``.
+        out: has the shape of *x*, and its dtype or that of the quantised codes.
+        scheme, scales, scale: see ``store_quantised``.
     """
     width = x.shape[-1]
     strides = [0 if t is None else row_stride(t) for t in (out, total, x, residual)]
@@ -62,7 +64,7 @@ def normalise(
 
 
 def warps_for(width: int) -> int:
-    """Return how many warps share a row: each lane has 8 to 16 elements, up to 1,024 lanes.
+    """Return the number of warps per row: 8 to 16 elements per lane, at most 1,024 lanes.
 
     >>> [warps_for(width) for width in (64, 1024, 4096, 65536)]
     [1, 2, 8, 32]

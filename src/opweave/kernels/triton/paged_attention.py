@@ -1,6 +1,7 @@
 """Attention over the paged cache.
 
-A block that is not in the cache makes what sees it NaN; with ``TRITON_DEBUG=1`` it ends the kernel.
+A block number out of range turns the outputs that attend to it into NaN; with ``TRITON_DEBUG=1``, a
+device assert fails.
 """
 
 from __future__ import annotations
@@ -26,12 +27,8 @@ from opweave.kernels.triton.registration import (
 _kernels = Kernels("paged_attention")
 _MAX_HEAD_SIZE = 256
 _MAX_GROUP = 32
-_MANY_BYTES = 128 * 1024
-"""Of shared memory, in which the largest tiles fit with two more that are fetched ahead."""
-_MIN_SPLIT = 128
-"""Keys that are worth a program of their own."""
-
-
+_MANY_BYTES = 128 * 1024  # shared memory for the largest tiles and two prefetched ones
+_MIN_SPLIT = 128  # keys; smaller splits are not worth a program
 _WHY = (
     f"shapes do not fit, heads are larger than {_MAX_HEAD_SIZE} or in groups of more than "
     f"{_MAX_GROUP}, rows of a cache are not contiguous, or window or soft_cap is not positive"
@@ -54,7 +51,7 @@ def _heads_fit(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
     & ATTENDS
     & rules.custom(attention_fits, _WHY)
     & rules.custom(_heads_fit, _WHY),
-    traits=(),  # how the keys of a sequence are shared depends on how many sequences there are
+    traits=(),  # not batch-invariant: the number of splits depends on the number of sequences
 )
 def paged_attention(
     query: Tensor,
@@ -68,7 +65,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Attend to the keys of each query's sequence."""
+    """Return the attention of each query over the keys of its sequence."""
     tokens, heads, size = query.shape
     blocks, key_heads, block_size, _ = key_cache.shape
     sequences, width = block_tables.shape
@@ -144,7 +141,7 @@ def paged_attention(
 
 
 def _tile(query: Tensor, group: int, sequences: int, value_size: int) -> tuple[int, int]:
-    """Return how many rows, of a query and a head each, and how many keys a program has at once."""
+    """Return the tile size: rows (pairs of a query and a head), and keys."""
     bytes_of_key = max(query.shape[2], value_size) * query.element_size()
     decodes = query.shape[0] <= 2 * sequences
     rows = 16 if decodes else 64 if bytes_of_key <= 512 else 32
@@ -155,9 +152,9 @@ def _tile(query: Tensor, group: int, sequences: int, value_size: int) -> tuple[i
 
 
 def _split_count(programs: int, most_keys: int, device: torch.device) -> int:
-    """Return how many programs share the keys of a sequence: a power of two.
+    """Return the number of programs that share the keys of a sequence, a power of two.
 
-    So many that each processor has some of them, whose waiting for memory overlaps.
+    The target is four programs per multiprocessor, to hide memory latency.
     """
     wanted = 4 * _processors(device) // max(programs, 1)
     useful = -(-most_keys // _MIN_SPLIT)
@@ -166,10 +163,10 @@ def _split_count(programs: int, most_keys: int, device: torch.device) -> int:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Return how many bytes a program may share."""
+    """Return the shared memory per program, in bytes."""
     if INTERPRETED:
         return _MANY_BYTES
-    properties: Any = torch.cuda.get_device_properties(device)  # torch declares no type for all
+    properties: Any = torch.cuda.get_device_properties(device)  # incompletely typed in torch
     return int(properties.shared_memory_per_block_optin)
 
 

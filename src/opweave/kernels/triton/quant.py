@@ -74,7 +74,7 @@ def _dynamic_quant(x: Tensor, bound: Tensor | None, dtype: torch.dtype) -> tuple
 
 
 def scheme_of(dtype: torch.dtype) -> str:
-    """Return what ``store_quantised`` calls codes of *dtype*."""
+    """Return the scheme of ``store_quantised`` for *dtype*."""
     return "int8" if dtype is torch.int8 else "fp8"
 
 
@@ -89,7 +89,7 @@ def per_token_group_quant_fp8(
 def quantise_groups(
     x: Tensor, width: int, group_size: int, *, use_ue8m0: bool, is_gated: bool
 ) -> tuple[Tensor, Tensor]:
-    """Quantise *x*, or ``silu_and_mul`` of it, to ``(..., width)`` codes by groups."""
+    """Quantise *x*, or ``silu_and_mul(x)`` if *is_gated*, to ``(..., width)`` codes by groups."""
     count = -(-width // group_size)
     out, scales = codes_and_scales(x, width, torch.float8_e4m3fn, count)
     block = block_of(group_size)

@@ -1,4 +1,4 @@
-"""Registration of implementations that call Triton's kernels, and how these are called."""
+"""Register implementations in Triton, and launch their kernels."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from opweave.kernels.opaque import opaque
 Function = Callable[..., Any]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton runs kernels in Python, on tensors of the CPU."""
+"""Whether Triton interprets kernels on CPU tensors."""
 
-_interpreter = threading.Lock()  # it changes the language's functions while a kernel runs
+_interpreter = threading.Lock()  # the interpreter patches triton.language, so it is not thread-safe
 _device_of: Callable[[Tensor], AbstractContextManager[None]] = torch.cuda.device_of
 NAMESPACE = "opweave_triton"
 _IS_THERE = find_spec("triton") is not None
 
 
 class Kernels:
-    """The kernels of a module of ``jit``, which is imported when the first of them is asked for."""
+    """The kernels of a ``jit`` module, which is imported on first access."""
 
     def __init__(self, module: str) -> None:
         self._module = f"{__package__}.jit.{module}"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what inspection asks every object for
+        if name.startswith("__"):  # inspection must not import Triton
             raise AttributeError(name)
         kernel = getattr(importlib.import_module(self._module), name)
         setattr(self, name, kernel)
@@ -46,14 +46,14 @@ class Kernels:
 def launch(
     kernel: Any, grid: tuple[int, ...], out: Tensor, *arguments: object, **constants: object
 ) -> None:
-    """Run *kernel* once for each point of *grid*, on the device of *out*, its first argument."""
+    """Launch *kernel* on *grid*, on the device of *out*, its first argument."""
     if 0 not in grid:
         with _interpreter if INTERPRETED else _device_of(out):
             kernel[grid](out, *arguments, **constants)
 
 
 def block_of(size: int) -> int:
-    """Return the least power of two that is no less than *size*.
+    """Return the smallest power of two that is at least *size*.
 
     >>> [block_of(size) for size in (1, 64, 65)]
     [1, 64, 128]
@@ -68,9 +68,10 @@ def implements(
     inplace: bool = False,
     traits: Iterable[str] = (BATCH_INVARIANT,),
 ) -> Callable[[Function], Function]:
-    """Register the decorated function as the implementation of *op* in Triton.
+    """Register the decorated function as the Triton implementation of *op*.
 
-    One that works in place calls what is :func:`opweave.kernels.opaque.mutating`.
+    The function becomes an opaque op, unless it is in-place. An in-place implementation must call
+    its kernels through :func:`opweave.kernels.opaque.mutating`.
     """
     register = op.register_impl(
         "triton",

@@ -1,6 +1,6 @@
 """Rotary position embedding.
 
-A position that is not in the table gives NaN; with ``TRITON_DEBUG=1`` it ends the kernel.
+A position out of range gives NaN; with ``TRITON_DEBUG=1``, a device assert fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from opweave.kernels.triton.registration import Kernels, block_of, implements, l
 
 _kernels = Kernels("rotary")
 _MAX_HEAD_SIZE = 1024
-_TILE = 1024  # pairs that a program rotates at a time
+_TILE = 1024  # pairs per iteration
 
 
 def _fits(
@@ -38,7 +38,7 @@ def _fits(
 
 
 def _has_heads(x: Tensor, positions: Tensor, head_size: int) -> bool:
-    """Whether *x* has whole heads for each position, and those of a token are in one piece."""
+    """Return whether *x* has whole heads per position, and the heads of a token are contiguous."""
     rank = positions.ndim
     if x.shape[:rank] != positions.shape:
         return False

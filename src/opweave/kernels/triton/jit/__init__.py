@@ -1,1 +1,1 @@
-"""The kernels themselves: what Triton compiles. Importing one of these modules imports Triton."""
+"""The Triton kernels. Importing a module of this package imports Triton."""

@@ -1,4 +1,4 @@
-"""Gated activations: the halves of a row, activated and multiplied."""
+"""Gated activations of the halves of a row."""
 
 import triton
 import triton.language as tl
@@ -15,14 +15,14 @@ def activated(x, KIND: tl.constexpr):
         return x / (1.0 + tl.exp(-x))
     elif KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * _ROOT_HALF))
-    else:  # 1 + tanh(u) is twice the sigmoid of 2 u, and 1.5958 is twice the root of 2 / pi
+    else:  # 1 + tanh(u) = 2 * sigmoid(2 * u), and 1.5958 = 2 * sqrt(2 / pi)
         u = x * (x * x * (0.044715 * 1.5957691216057308) + 1.5957691216057308)
         return x / (1.0 + tl.exp(-u))
 
 
 @triton.jit
 def gated(start, columns, inside, width, KIND: tl.constexpr, SECOND: tl.constexpr):
-    """The activated half times the other, rounded where the definition rounds, as float32."""
+    """Return the gated product as float32, rounded where the definition rounds."""
     kind: tl.constexpr = start.dtype.element_ty
     first = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(start + width + columns, mask=inside, other=0.0).to(tl.float32)
@@ -37,7 +37,7 @@ def gated(start, columns, inside, width, KIND: tl.constexpr, SECOND: tl.constexp
 def act_and_mul(
     out, x, x_stride, width, KIND: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program for each block of each row."""
+    """One program per block of a row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -49,7 +49,7 @@ def act_and_mul(
 def silu_and_mul_quant(
     out, scales, x, scale, x_stride, width, SCHEME: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program for each row."""
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width

@@ -1,4 +1,4 @@
-"""The step between two decode steps: one program for some sequences."""
+"""Advance the decode inputs by one token, one program per block of sequences."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
-"""Rounding float32 to fewer bits, half to even.
+"""Round float32 to narrower types, half to even.
 
-The hardware does that. Triton's interpreter loses the carry of what it rounds up, and has no
-products of bfloat16; there the bits are computed, and products are those of float32.
+GPUs do this in hardware. Triton's interpreter loses the carry when it rounds up, and cannot
+multiply bfloat16 matrices, so this module computes the bits and multiplies in float32 instead.
 """
 
 import triton
@@ -25,12 +25,13 @@ def rounded(values, kind: tl.constexpr):
 
 @triton.jit
 def to_float8(values):
-    """Round float32 of at most 448, or NaN, to float8_e4m3fn."""
+    """Round float32 to float8_e4m3fn; magnitudes must be at most 448 or NaN."""
     if INTERPRETED:
         bits = values.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
         normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2**-6 codes are multiples of 2**-9; added to 1.5 * 2**23, they are its last bits.
+        # Below 2**-6, values are multiples of 2**-9. Adding 1.5 * 2**23 to x * 2**9 rounds it to an
+        # integer in the low bits of the mantissa.
         subnormal = (tl.abs(values) * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 0xF
         codes = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
         codes = tl.where(values == values, codes, 0x7F)
@@ -41,7 +42,7 @@ def to_float8(values):
 
 @triton.jit
 def factor(values, kind: tl.constexpr):
-    """Round to what products of *kind* are computed of."""
+    """Convert *values* to the operand type of a matrix product for *kind*."""
     if INTERPRETED:
         return values.to(tl.float32)
     else:

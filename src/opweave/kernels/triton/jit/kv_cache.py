@@ -1,4 +1,4 @@
-"""Writing into the paged cache, one program for each token."""
+"""Write into the paged cache, one program per token."""
 
 import triton
 import triton.language as tl

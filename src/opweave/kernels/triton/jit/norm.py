@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, one program for each row."""
+"""RMS norm, one program per row."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ def rms_norm(
     SCHEME: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add *residual* if there is one, normalise, and quantise if there is a *SCHEME*."""
+    """Add *residual*, normalise, and quantise with *SCHEME*; the first and last are optional."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width

@@ -1,8 +1,8 @@
-"""Attention over the paged cache: one program for some queries of a sequence and one key head.
+"""Attention over the paged cache: one program per tile of queries of a sequence and key head.
 
-The softmax is computed on the way (Milakov and Gimelshein, arXiv:1805.02867; Dao,
-arXiv:2307.08691). Where queries are few, several programs share the keys of a sequence, and a
-second kernel puts their parts together (Dao et al., "Flash-Decoding", 2023).
+It uses the online softmax (Milakov and Gimelshein, arXiv:1805.02867; Dao, arXiv:2307.08691). With
+few queries, several programs share the keys of a sequence, and a second kernel combines their
+partial results (Dao et al., "Flash-Decoding", 2023).
 """
 
 import triton
@@ -13,10 +13,10 @@ from opweave.kernels.triton.jit.casts import factor, rounded
 
 @triton.jit
 def sequence_of(tile, boundaries, sequences, QUERIES: tl.constexpr):
-    """Return the sequence that a tile of queries belongs to: the last that begins no later.
+    """Return the sequence of a tile of queries, by binary search.
 
-    Sequence ``i`` begins at tile ``boundaries[i] // QUERIES + i`` at the earliest, so that each has
-    tiles of its own.
+    The tiles of sequence ``i`` begin at ``boundaries[i] // QUERIES + i``, so tiles never span
+    sequences. The grid has a few unused tiles.
     """
     low = 0
     high = sequences
@@ -30,8 +30,8 @@ def sequence_of(tile, boundaries, sequences, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def add_what_is_not_finite(sums, weights, visible, values):
-    """Add what infinities and NaN among *values* give those that see them, and nobody else."""
+def add_nonfinite(sums, weights, visible, values):
+    """Add the infinities and NaN in *values* to the rows that attend to them."""
     high = tl.dot(weights, (values == float("inf")).to(weights.dtype))
     low = tl.dot(weights, (values == float("-inf")).to(weights.dtype))
     nan = tl.dot(visible.to(weights.dtype), (values != values).to(weights.dtype))
@@ -69,10 +69,10 @@ def walk(
     PRECISION: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
-    """Walk over the keys from *begin* to *end*, of one head.
+    """Compute unnormalised attention over the keys from *begin* to *end* of one head.
 
-    Returns the sums of values by their weights, the largest score of each row, and the sum of the
-    weights. A weight of 0 makes NaN of a value that is not finite, unless *CAREFUL*.
+    Returns the weighted sums of values, the largest score of each row, and the sums of the weights.
+    Without *CAREFUL*, a value that is not finite gives NaN even if its weight is 0.
     """
     columns = tl.arange(0, SIZE)
     value_columns = tl.arange(0, VALUE_SIZE)
@@ -102,14 +102,14 @@ def walk(
             other=0.0,
         )
         scores = tl.dot(q, factor(k, kind), input_precision=PRECISION) * scale
-        if soft_cap is not None:  # tanh(u) = 2 sigmoid(2 u) - 1
+        if soft_cap is not None:  # tanh(u) = 2 * sigmoid(2 * u) - 1
             scores = soft_cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / soft_cap)) - 1.0)
         visible = is_query[:, None] & is_key[None, :]
         if CAUSAL:
             visible = visible & (spots[None, :] <= positions[:, None])
         if window is not None:
             visible = visible & (spots[None, :] > positions[:, None] - window)
-        # A block that is not in the cache is no number.
+        # Keys of blocks that are out of range have NaN scores.
         scores = tl.where(is_there[None, :], scores, float("nan"))
         scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(largest, tl.max(scores, 1))
@@ -120,7 +120,7 @@ def walk(
         sums *= shrink[:, None]
         if CAREFUL:
             wide = v.to(tl.float32)
-            sums = add_what_is_not_finite(sums, weights, visible, wide)
+            sums = add_nonfinite(sums, weights, visible, wide)
             v = tl.where(tl.abs(wide) < float("inf"), v, 0.0)
         sums += tl.dot(factor(weights, kind), factor(v, kind), input_precision=PRECISION)
         largest = higher
@@ -168,10 +168,11 @@ def attend(
     VALUE_SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Row ``r`` of the *ROWS* is query ``r // GROUP`` of the tile, head ``r % GROUP`` of the group.
+    """Compute attention for one tile of queries, the heads of one group, and one split of the keys.
 
-    Where the keys of a sequence are split, *out* has a result for each of the *splits*, in float32,
-    with its largest score, *maxima*, and the sum of its exponentials, *totals*.
+    Row ``r`` of the tile is query ``r // GROUP`` and head ``r % GROUP`` of the group. With several
+    *splits*, *out* receives unnormalised float32 results per split, *maxima* the largest scores and
+    *totals* the sums of the exponentials.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -183,7 +184,7 @@ def attend(
     length = tl.minimum(tl.load(lengths + sequence), table_width * BLOCK_SIZE)
     if place < count:
         rows = tl.arange(0, ROWS)
-        numbers = place + rows // GROUP  # of the queries, in their sequence
+        numbers = place + rows // GROUP  # query indices in the sequence
         is_query = (rows < QUERIES * GROUP) & (numbers < count)
         heads = head * GROUP + rows % GROUP
         positions = length - count + numbers
@@ -247,7 +248,7 @@ def join(
     SPLITS: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
 ):
-    """Put the parts of one head of one query together: a program for each."""
+    """Combine the splits of one query and head, one program each."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     columns = tl.arange(0, VALUE_SIZE)

@@ -1,4 +1,4 @@
-"""Quantisation to 8 bits: by one scale, one of each row, or one of each group in a row."""
+"""Quantisation to 8 bits, with one scale per tensor, row, or group of a row."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from opweave.kernels.triton.jit.rows import fp8_scale, largest, store_quantised,
 
 @triton.jit
 def static_quant(out, x, scale, x_stride, width, IS_INT8: tl.constexpr, BLOCK: tl.constexpr):
-    """One program for each block of each row."""
+    """One program per block of a row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -23,7 +23,7 @@ def static_quant(out, x, scale, x_stride, width, IS_INT8: tl.constexpr, BLOCK: t
 def dynamic_quant(
     out, scales, x, bound, x_stride, width, SCHEME: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program for each row."""
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -45,7 +45,7 @@ def group_quant(
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for *GROUPS* groups of a row; the last one of a row may be shorter."""
+    """One program per *GROUPS* groups of a row; the last group of a row may be shorter."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     places = tl.arange(0, BLOCK)
@@ -57,7 +57,7 @@ def group_quant(
     else:
         values = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
     scale = fp8_scale(largest(values, inside, 1))
-    if USE_UE8M0:  # any mantissa but 0 carries into the exponent
+    if USE_UE8M0:  # rounds up to a power of two: a nonzero mantissa carries into the exponent
         bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         scale = tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)
     tl.store(scales + row * group_count + groups, scale, mask=groups < group_count)

@@ -1,4 +1,4 @@
-"""Rotation of heads by the angles of their positions, one program for each token and tensor."""
+"""Rotary position embedding, one program per token and tensor."""
 
 import triton
 import triton.language as tl
@@ -80,7 +80,7 @@ def rotary_embedding(
     tl.device_assert((position >= 0) & (position < table_size), "a position is not in the table")
     pairs = tl.arange(0, HALF)
     angles = table + position * table_stride + pairs
-    # A position that is not in the table has angles that are no numbers.
+    # The angles of a position out of range are NaN.
     mask = pairs < tl.where((position >= 0) & (position < table_size), half, 0)
     kind: tl.constexpr = query.dtype.element_ty
     cos = tl.load(angles, mask=mask, other=float("nan")).to(tl.float32)

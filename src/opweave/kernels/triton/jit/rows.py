@@ -1,4 +1,4 @@
-"""What kernels do with a row that they hold."""
+"""Quantise rows that are in registers."""
 
 import triton
 import triton.language as tl
@@ -10,13 +10,13 @@ FP8_MAX = tl.constexpr(448.0)
 FP8_MIN_SCALE = tl.constexpr(1.0 / (448.0 * 512.0))
 INT8_MAX = tl.constexpr(127.0)
 INT8_MIN_SCALE = tl.constexpr(2.0**-23)
-# Added and taken away again, it leaves a float32 below 2**22 rounded half to even.
+# Adding and subtracting this rounds a float32 below 2**22 to an integer, half to even.
 ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
 def largest(values, inside, axis: tl.constexpr):
-    """The largest magnitude along an axis; NaN if one is."""
+    """Return the largest magnitude along an axis, or NaN if any element is NaN."""
     magnitudes = tl.where(inside, tl.abs(values), 0.0)
     has_nan = tl.max((magnitudes != magnitudes).to(tl.int32), axis)
     return tl.where(has_nan > 0, float("nan"), tl.max(magnitudes, axis))
@@ -41,10 +41,11 @@ def to_int8(values):
 
 @triton.jit
 def store_quantised(out, scales, values, inside, row, columns, width, scale, SCHEME: tl.constexpr):
-    """Quantise a row of float32 into *out*, whose rows are *width* apart.
+    """Quantise a row of float32 into *out*, whose row stride is *width*.
 
-    *SCHEME* is ``static``, by *scale*; or ``fp8`` or ``int8``, by one computed and stored in
-    *scales*; then *scale*, unless None, bounds the largest magnitude.
+    *SCHEME* ``static`` quantises to fp8 with the given *scale*. ``fp8`` and ``int8`` compute a
+    scale and store it in *scales*; for ``fp8``, *scale* is an optional upper bound for the largest
+    magnitude.
     """
     if SCHEME == "static":
         factor = 1.0 / tl.load(scale)
