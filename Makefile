@@ -31,7 +31,7 @@ export NO_MKDOCS_2_WARNING := 1
 DEV := $(VENV)/dev.stamp $(VENV)/native.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-sanitizers test-mindspore test-triton check fix bench bench-all bench-engine docs clean
+.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-sanitizers test-mindspore test-triton check fix bench bench-all bench-engine docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -83,6 +83,9 @@ test-abi: ## one wheel, built without torch, tested on ABI_TORCH
 
 test-abi-nightly: ABI_TORCH := 2.11.0 2.13.0 2.15.0
 test-abi-nightly: test-abi ## the same on every torch supported (10 GB of CUDA packages)
+
+test-families: $(DEV) ## serve a tiny model of every architecture of transformers, and compare (10 minutes)
+	$(BIN)/python tests/runs/families --jobs 2
 
 test-sanitizers: $(DEV) ## run the tests of the kernels under ASan and UBSan
 	$(BIN)/python tests/runs/sanitizers.py

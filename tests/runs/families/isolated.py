@@ -1,0 +1,67 @@
+"""Comparisons in processes of their own, which may crash or leak without ending the run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+
+import torch
+import transformers
+
+from opweave import ir
+from runs.families.compare import Result, compare
+
+_TIMEOUT = 120.0  # seconds
+
+
+def compare_all(names: Sequence[str], model_impl: str, jobs: int) -> Iterator[list[Result]]:
+    """Compare architectures, *jobs* at a time, and yield the results of each as it finishes.
+
+    Processes are forked from one that has imported everything and loaded the kernels.
+    """
+    torch.set_num_threads(1)
+    ir.current_registry().ensure_ready()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    waiting, running = list(reversed(names)), dict[Connection, tuple[str, ForkProcess]]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop()
+            receiver, process = _start(name, model_impl)
+            running[receiver] = name, process
+        ready = wait(list(running), _TIMEOUT)
+        for receiver in ready or list(running):
+            assert isinstance(receiver, Connection)
+            name, process = running.pop(receiver)
+            try:
+                yield receiver.recv() if ready else [_failed(name, "it takes too long")]
+            except EOFError:
+                process.join()
+                yield [_failed(name, f"the process ended with status {process.exitcode}")]
+            receiver.close()
+            process.kill()
+            process.join()
+
+
+def _start(name: str, model_impl: str) -> tuple[Connection, ForkProcess]:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(name, model_impl, sender), daemon=True)
+    process.start()
+    sender.close()
+    return receiver, process
+
+
+def _work(name: str, model_impl: str, sender: Connection) -> None:
+    silent = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(silent, stream.fileno())
+    sender.send(compare(name, model_impl))
+
+
+def _failed(name: str, why: str) -> Result:
+    return Result(name, "failed", detail=why)
