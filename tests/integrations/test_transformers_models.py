@@ -131,7 +131,7 @@ def test_a_packed_model_compiles(family: Family) -> None:
 
 def test_prompts_share_their_prefix(family: Family) -> None:
     path, model = family("olmo2")
-    cache = CacheConfig(num_blocks=64, enable_prefix_caching=True)
+    cache = CacheConfig(num_blocks=64, block_size=16)
     llm = LLM(path, config=EngineConfig(cache=cache))
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     long = prompts()[-1]

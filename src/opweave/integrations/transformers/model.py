@@ -53,7 +53,7 @@ class TransformersModel(LanguageModel):
             self.sequences, slower = _choose(halves, tokens, expected, self.dtype)
         name = type(causal_lm).__name__
         if slower:
-            _log.warning("%s runs %s. %s", name, self.sequences.description, slower)
+            _log.warning("%s runs %s; %s", name, self.sequences.description, slower)
         else:
             _log.info("%s runs %s", name, self.sequences.description)
 
@@ -95,9 +95,9 @@ def _choose(
         # Code of the model, which may fail in any way.
         except Exception as error:
             reason = f"it fails ({described(error)})"
-        reasons.append(f"{kind.description}: {reason}")
+        reasons.append(f"not {kind.description}: {reason}")
     raise UnsupportedModelError(
-        f"{type(halves.causal_lm).__name__} cannot run in the engine. {'; '.join(reasons)}."
+        f"{type(halves.causal_lm).__name__} cannot run in the engine: {'; '.join(reasons)}."
     )
 
 
