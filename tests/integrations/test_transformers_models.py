@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import masking_utils
 
+from integrations.transformers_checkpoints import VOCABULARY, write_checkpoint
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave.engine import LLM, CheckpointError, PromptError, SamplingParams
 from opweave.engine.loading import implementation
@@ -22,20 +23,9 @@ from opweave.integrations.transformers.errors import NotSuitableError
 from opweave.integrations.transformers.packed import PackedSequences
 from opweave.integrations.transformers.sequences import CachedSequences, RecomputedSequences
 from opweave.ir.errors import SettingError
+from opweave.layers.errors import ShardingError
 from opweave.models import InvalidConfigError, UnsupportedModelError
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 # Fields that differ by family, and how the engine runs it.
 FAMILIES: dict[str, tuple[dict[str, Any], type]] = {
     "olmo2": ({}, PackedSequences),
@@ -55,15 +45,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
     def get(name: str) -> tuple[Path, Any]:
         if name not in built:
-            torch.manual_seed(0)
-            config = transformers.AutoConfig.for_model(name, **{**SIZES, **FAMILIES[name][0]})
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.data.normal_(0, 0.15)
             path = tmp_path_factory.mktemp(name)
-            model.eval().save_pretrained(path)
-            built[name] = path, model
+            built[name] = path, write_checkpoint(path, name, FAMILIES[name][0])
         return built[name]
 
     return get
@@ -71,7 +54,9 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, 131, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS
+    ]
 
 
 @torch.no_grad()
@@ -216,9 +201,11 @@ def test_dummy_weights(family: Family) -> None:
         assert torch.equal(first, second)
 
 
-def test_several_ranks_are_refused(family: Family) -> None:
-    with pytest.raises(UnsupportedModelError, match="Olmo2ForCausalLM runs by transformers' code"):
-        check_ranks(family("olmo2")[0], 2)
+def test_models_that_cannot_be_divided(family: Family) -> None:
+    with pytest.raises(ShardingError, match=r"BloomForCausalLM.* tensor_parallel_size=1"):
+        check_ranks(family("bloom")[0], 2)
+    with pytest.raises(ShardingError, match="num_attention_heads=4 cannot be divided over 3"):
+        check_ranks(family("olmo2")[0], 3)
 
 
 def test_the_implementation_can_be_named(family: Family, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from models.layer_checkpoints import gpt_oss_block
 from models.running import assert_near, expected
 from models.tiny_checkpoints import random_ids
 from models.two_ranks import RANKS, run_rank
+from opweave.config.engine import ModelImpl
 from opweave.models import PatchGrid
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
@@ -32,6 +33,7 @@ class Case(NamedTuple):
     given: dict[str, Tensor]
     wanted: Tensor
     compiles: bool = False
+    model_impl: ModelImpl = "auto"
 
 
 class Outcome(NamedTuple):
@@ -78,7 +80,12 @@ def gpt_oss(path: Path) -> Case:
 def run(cases: dict[str, Case], folder: Path, *, codegen: bool = False) -> Outcomes:
     """Run all *cases* in two processes."""
     described = {
-        name: {"path": str(case.path), "given": case.given, "compiles": case.compiles}
+        name: {
+            "path": str(case.path),
+            "given": case.given,
+            "compiles": case.compiles,
+            "model_impl": case.model_impl,
+        }
         for name, case in cases.items()
     }
     torch.save(described, folder / "cases.pt")

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from opweave.config.engine import ModelImpl
 from opweave.engine.loading.loader import load_model
 from opweave.layers import TensorParallel, tensor_parallel
-from opweave.models import CausalLM, GptOssMoE, Qwen2VisionTransformer
+from opweave.models import GptOssMoE, LanguageModel, Qwen2VisionTransformer
 
 RANKS = 2
 
@@ -36,14 +37,20 @@ def run_rank(rank: int, folder: Path, codegen: bool) -> None:
     torch.save(results, folder / f"{rank}.pt")
 
 
-def _run(codegen: bool, path: str, given: dict[str, Tensor], compiles: bool) -> dict[str, Tensor]:
+def _run(
+    codegen: bool,
+    path: str,
+    given: dict[str, Tensor],
+    compiles: bool,
+    model_impl: ModelImpl,
+) -> dict[str, Tensor]:
     """Return what the model in *path* makes of its inputs, and how large this rank's part is."""
-    model = run = _load(Path(path))
+    model = run = _load(Path(path), model_impl)
     if compiles:
         options = {"codegen": codegen}
         run = torch.compile(model, backend="opweave", fullgraph=True, dynamic=True, options=options)
     hidden = run(*given.values())
-    if isinstance(model, CausalLM):
+    if isinstance(model, LanguageModel):
         result = model.compute_logits(hidden)
     elif isinstance(model, Qwen2VisionTransformer):
         result = model.merge(hidden)
@@ -52,10 +59,10 @@ def _run(codegen: bool, path: str, given: dict[str, Tensor], compiles: bool) -> 
     return {"result": result, "numel": torch.tensor(sum(p.numel() for p in model.parameters()))}
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path, model_impl: ModelImpl) -> Any:
     weights = path / "block.pt"
     if not weights.exists():
-        return load_model(path)
+        return load_model(path, model_impl=model_impl)
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     block = GptOssMoE.from_hf(config, dtype=torch.float32)
     block.load_weights(torch.load(weights).items())

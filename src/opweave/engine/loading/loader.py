@@ -18,7 +18,7 @@ from opweave.engine.loading.checkpoint import Checkpoint, TensorFile
 from opweave.engine.loading.implementation import uses_transformers
 from opweave.engine.loading.quantization import is_cache_scale, unquantised, without_quantization
 from opweave.engine.loading.tied_head import head_name, untied
-from opweave.integrations.transformers import load_transformers_model
+from opweave.integrations.transformers import check_transformers_ranks, load_transformers_model
 from opweave.layers.parallel import ALONE, TensorParallel, tensor_parallel
 from opweave.models import (
     CheckpointModel,
@@ -117,11 +117,9 @@ def check_ranks(path: str | Path, size: int, model_impl: ModelImpl = "auto") -> 
     """
     config = without_quantization(Checkpoint(path).config())
     check_layers(config, MOST_LAYERS, "there can be")
-    if size > 1 and uses_transformers(config, model_impl):
-        raise UnsupportedModelError(
-            f"{config['architectures'][0]} runs by transformers' code, on one rank; "
-            f"tensor_parallel_size={size} is not supported. Use 1."
-        )
+    if uses_transformers(config, model_impl):
+        check_transformers_ranks(Path(path), config, size)
+        return
     model_class(config)
     rank = TensorParallel(0, size, _not_called, _not_called)
     with torch.device("meta"), tensor_parallel(rank):

@@ -4,6 +4,7 @@ transformers is imported when such a model is loaded, and not before.
 """
 
 from opweave.integrations.transformers.loading import (
+    check_transformers_ranks,
     is_available,
     is_causal_lm,
     load_transformers_model,
@@ -12,6 +13,7 @@ from opweave.integrations.transformers.model import TransformersModel
 
 __all__ = [
     "TransformersModel",
+    "check_transformers_ranks",
     "is_available",
     "is_causal_lm",
     "load_transformers_model",

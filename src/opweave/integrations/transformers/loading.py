@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from opweave.integrations.transformers.model import TransformersModel
+from opweave.integrations.transformers.sharding import check_ranks
 from opweave.ir.errors import described
 from opweave.models.errors import InvalidConfigError, WeightsError
 
@@ -36,6 +37,8 @@ def load_transformers_model(
 ) -> TransformersModel:
     """Build the model that directory *path* holds, and load its weights.
 
+    Every rank of a tensor-parallel group reads all weights, and keeps its part.
+
     Args:
         path: with ``config.json`` and safetensors files.
         config: the object in ``config.json``.
@@ -44,34 +47,66 @@ def load_transformers_model(
 
     Raises:
         InvalidConfigError: transformers refuses the configuration.
-        UnsupportedModelError: the checkpoint is quantised, or the model cannot run in the engine.
+        UnsupportedModelError: the model cannot run in the engine.
+        ShardingError: it cannot be divided over the current tensor-parallel ranks.
         WeightsError: tensors are missing, unexpected or do not fit.
     """
-    import transformers
-
-    (architecture,) = config["architectures"]
-    model_class: Any = getattr(transformers, architecture)
     with _quiet():
-        try:
-            typed = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-            if seed is not None:
-                with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(seed)
-                    model = model_class._from_config(typed, dtype=dtype)
-        except Exception as error:  # of any kind, for values that do not fit
-            raise InvalidConfigError(
-                f"transformers refuses {path / 'config.json'}: {described(error)}"
-            ) from error
         if seed is None:
-            model = _loaded(model_class, path, typed, dtype)
+            model = _loaded(path, config, dtype)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = _built(path, config, dtype)
         return TransformersModel(model.eval())
 
 
-def _loaded(model_class: Any, path: Path, config: Any, dtype: torch.dtype) -> Any:
+def check_transformers_ranks(path: Path, config: Mapping[str, Any], size: int) -> None:
+    """Check that the model in directory *path* can be divided over *size* ranks.
+
+    Raises:
+        InvalidConfigError: transformers refuses the configuration.
+        ShardingError: it cannot be divided.
+    """
+    with _quiet(), torch.device("meta"):
+        check_ranks(_built(path, config, torch.float32), size)
+
+
+def _built(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    with _errors_of_config(path):
+        return _class(config)._from_config(_typed(path), dtype=dtype)
+
+
+def _class(config: Mapping[str, Any]) -> Any:
+    import transformers
+
+    (architecture,) = config["architectures"]
+    return getattr(transformers, architecture)
+
+
+def _typed(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+@contextmanager
+def _errors_of_config(path: Path) -> Iterator[None]:
     try:
-        model, loaded = model_class.from_pretrained(
+        yield
+    except Exception as error:  # of any kind, for values that do not fit
+        raise InvalidConfigError(
+            f"transformers refuses {path / 'config.json'}: {described(error)}"
+        ) from error
+
+
+def _loaded(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    with _errors_of_config(path):
+        typed = _typed(path)
+    try:
+        model, loaded = _class(config).from_pretrained(
             path,
-            config=config,
+            config=typed,
             dtype=dtype,
             local_files_only=True,
             use_safetensors=True,

@@ -15,7 +15,9 @@ from opweave.integrations.transformers.base_model import Halves
 from opweave.integrations.transformers.errors import NotSuitableError
 from opweave.integrations.transformers.packed import PackedSequences
 from opweave.integrations.transformers.sequences import CachedSequences, RecomputedSequences
+from opweave.integrations.transformers.sharding import shard
 from opweave.ir.errors import described
+from opweave.layers.parallel import current_tensor_parallel
 from opweave.models.errors import UnsupportedModelError
 from opweave.models.language_model import LanguageModel
 
@@ -23,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class TransformersModel(LanguageModel):
-    """A causal language model of transformers with loaded weights.
+    """A causal language model of transformers with loaded weights; on several ranks, a part of it.
 
     The fastest of three ways to run it is chosen whose logits agree with those of the model's own
     forward: packed sequences with a paged cache; one sequence at a time, with the model's own
@@ -49,6 +51,7 @@ class TransformersModel(LanguageModel):
             halves, first = Halves.of(causal_lm, tokens[0])
             expected = [first, Halves.of(causal_lm, tokens[1])[1]]
             self.vocab_size = expected[0].shape[-1]
+            shard(causal_lm, current_tensor_parallel())
             self.report = optimize(causal_lm)
             self.sequences, slower = _choose(halves, tokens, expected, self.dtype)
         name = type(causal_lm).__name__
