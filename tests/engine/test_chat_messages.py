@@ -362,6 +362,12 @@ def test_roles_that_only_a_template_knows() -> None:
         ours(of.QWEN3, [USER, message])
 
 
+def test_roles_are_known_after_variables_were_asked_for() -> None:
+    template = ChatTemplate(of.LLAMA3, "a test", TOKENS)
+    assert "tools" in template.traits.variables
+    assert {"ipython", "tool"} <= template.traits.strings
+
+
 def test_roles_that_the_template_refuses() -> None:
     with pytest.raises(ChatTemplateError, match="Roles must alternate") as raised:
         ours(of.GEMMA3, [USER, USER])

@@ -65,8 +65,11 @@ class Traits:
     @cached_property
     def variables(self) -> frozenset[str]:
         """The variables that the template reads and does not set itself."""
-        found = require("jinja2.meta").find_undeclared_variables(self.tree)
-        return frozenset(found - self.tree.environment.globals.keys())
+        environment = self.tree.environment
+        # Of a tree of its own: Jinja folds constants in the one that it looks through.
+        tree = environment.parse(self.source)
+        found = require("jinja2.meta").find_undeclared_variables(tree)
+        return frozenset(found - environment.globals.keys())
 
     @cached_property
     def strings(self) -> frozenset[str]:
