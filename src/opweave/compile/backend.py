@@ -13,6 +13,7 @@ from opweave.compile.compiled import (
     CompiledGraph,
     ReportLog,
     compile_with,
+    is_differentiated,
     registries_of,
     remember,
 )
@@ -57,10 +58,14 @@ def backend(
         )
     if not parsed.codegen:
         return CompiledGraph(graph_module, example_inputs, parsed, run_lowered)
-    if not _has_ops(graph_module):
-        _report_no_ops()
+    if _has_ops(graph_module):
+        return CompiledGraph(graph_module, example_inputs, parsed)
+    if not parsed.recognition or is_differentiated(graph_module, example_inputs):
+        _warn_of_no_ops(Report(complete=True))
         return compat.compile_fx(graph_module, example_inputs, parsed.inductor)
-    return CompiledGraph(graph_module, example_inputs, parsed)
+    compiled = CompiledGraph(graph_module, example_inputs, parsed)
+    _warn_of_no_ops(compiled.log.reports[0])
+    return compiled
 
 
 def install(**options: Any) -> None:
@@ -108,9 +113,10 @@ def uninstall() -> None:
         _undo.pop()()
 
 
-def _report_no_ops() -> None:
+def _warn_of_no_ops(report: Report) -> None:
     global _logged
-    report = Report(complete=True)
+    if report.nodes or not report.complete:
+        return
     remember(ReportLog([report], report))
     if not _logged:
         _logged = True

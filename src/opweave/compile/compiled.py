@@ -181,6 +181,7 @@ def compile_with(
     graph_module: GraphModule, inputs: Sequence[Any], context: Context, compile: Compile
 ) -> Runner:
     """Run the passes on a graph from Dynamo and compile it. *graph_module* is modified."""
+    context.is_differentiated = is_differentiated(graph_module, inputs)
     for module in all_graphs(graph_module):
         pipeline.run(Stage.DYNAMO, module.graph, context)
         module.recompile()
@@ -191,6 +192,13 @@ def compile_with(
     runner = compile(graph_module, inputs, config)
     store.settle(context)
     return runner
+
+
+def is_differentiated(graph_module: GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether autograd records a graph with these inputs."""
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    tensors += graph_module.parameters()
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def copy_module(graph_module: GraphModule) -> GraphModule:

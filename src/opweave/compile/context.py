@@ -26,6 +26,8 @@ class Context:
         joint_key: a second cache key of the report, computed from the graph after the joint stage,
             which does not contain names from the user's program.
         fused_from: names of the nodes that each composite replaced, by the composite's node name.
+        recognized_from: names of the operators that each recognized op replaced, by its node name.
+        is_differentiated: whether autograd records the graph; recognition leaves it alone then.
         notes: messages of the running pass for the report.
     """
 
@@ -33,7 +35,9 @@ class Context:
     report: Report = field(default_factory=Report)
     tracer: Tracer = field(default_factory=Tracer)
     joint_key: str = ""
+    is_differentiated: bool = False
     fused_from: dict[str, list[str]] = field(default_factory=dict)
+    recognized_from: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _texts: dict[Any, str] = field(default_factory=dict)  # described arguments, by signature
 
@@ -48,6 +52,7 @@ class Context:
             rejected=[Refusal(r.provider, r.reason, r.origin) for r in selection.rejected],
             stage=stage,
             fused_from=self.fused_from.get(call.node.name, []),
+            recognized_from=self.recognized_from.get(call.node.name, []),
             module=module_path(call.node),
             bytes=least_bytes(call.op, call.fakes, tensors_of(call.node)),
         )

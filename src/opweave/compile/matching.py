@@ -51,10 +51,17 @@ class Match:
 
 @dataclass
 class NoMatchError(Exception):
-    """A pattern does not match: the reason, and the number of its nodes that matched."""
+    """A pattern does not match.
+
+    Attributes:
+        reason: a sentence.
+        matched: the number of its nodes that matched; WHOLE if all did.
+        inner: the nodes of the graph that its ops matched, if all did.
+    """
 
     reason: str
     matched: int
+    inner: tuple[Node, ...] = ()
 
 
 @dataclass
@@ -102,8 +109,12 @@ class _Search:
                 self._tensor(_source(want), have, where)
             elif (wanted, place) in self.pattern.wildcards:
                 self._scalar(self.pattern.wildcards[wanted, place], have, where)
-            # _mismatch() compares lists of sizes, for the actual arguments.
-            elif not isinstance(want, (list, tuple)) and not _equal(want, have):
+            # _mismatch() compares lists of sizes, and free integers, for the actual arguments.
+            elif (
+                not isinstance(want, (list, tuple))
+                and (wanted, place) not in self.pattern.free
+                and not _equal(want, have)
+            ):
                 self._miss(f"{where} is {have}, not {want}")
 
     def _tensor(self, parameter: Node, found: object, where: str) -> None:
@@ -138,7 +149,7 @@ def find(pattern: Pattern, anchor: Node, tracer: Tracer) -> Match:
     """
     search = _Search(pattern)
     search.op(pattern.anchor, anchor, "the op")
-    reasons = []
+    misses: list[NoMatchError] = []
     for nodes in _bindings(pattern, search.nodes):
         match = Match(pattern, nodes, _values(pattern, nodes, search.scalars))
         try:
@@ -147,26 +158,29 @@ def find(pattern: Pattern, anchor: Node, tracer: Tracer) -> Match:
             if not depends_on_data(error):
                 raise
             reason = "whether it matches depends on data-dependent sizes"
+        inner = tuple(match.inner)
         if not reason:
-            _check_escapes(match)
-            _check_order(match)
-            return match
-        reasons.append(reason)
-    raise NoMatchError(reasons[0], WHOLE)
+            reason = _escape(match) or _disorder(match)
+            if not reason:
+                return match
+            raise NoMatchError(reason, WHOLE, inner)
+        misses.append(NoMatchError(reason, WHOLE, inner))
+    raise misses[0]
 
 
-def _check_escapes(match: Match) -> None:
-    """Raise NoMatchError if an intermediate result is used outside the match."""
+def _escape(match: Match) -> str:
+    """Return the use of an intermediate result outside the match, if there is one."""
     inside, returned = set(match.inner), set(match.outputs())
     for node in match.inner:
         for value, reader in _uses(node):
             outputs = {node, strip_views(value)}
             if reader not in inside and not outputs & returned:
-                raise NoMatchError(f"{value.name} is used elsewhere, by {reader.name}", WHOLE)
+                return f"{value.name} is used elsewhere, by {reader.name}"
+    return ""
 
 
-def _check_order(match: Match) -> None:
-    """Raise NoMatchError if an argument of the composite depends on its result."""
+def _disorder(match: Match) -> str:
+    """Return the argument of the composite that depends on its result, if there is one."""
     inside = set(match.inner)
     waiting = [o for o in match.outputs() if o is not None]
     later: set[Node] = set()
@@ -177,7 +191,8 @@ def _check_order(match: Match) -> None:
                 waiting.append(user)
     for value in match.values:
         if isinstance(value, Node) and value in later:
-            raise NoMatchError(f"its argument {value.name} needs its result", WHOLE)
+            return f"its argument {value.name} needs its result"
+    return ""
 
 
 def _uses(node: Node) -> Iterator[tuple[Node, Node]]:
@@ -219,6 +234,7 @@ def _values(
             values.append(scalars[position])
         else:
             fixed = traced is None or isinstance(traced, bool)
+            fixed = fixed or (pattern.function is not None and isinstance(traced, str))
             values.append(traced if fixed else param.default)
     return tuple(values)
 
@@ -234,7 +250,7 @@ def _mismatch(match: Match, tracer: Tracer) -> str:
     fakes = tuple(torch.fx.map_arg(list(match.values), fake_of))
     expand = not any(c and c.op.composite for c in map(ir_call, pattern.graph.nodes))
     try:
-        graph: Graph = definition(pattern.op, fakes, tracer, expand=expand)
+        graph: Graph = definition(pattern.op, fakes, tracer, pattern.function, expand=expand)
     except ValueError as error:
         return f"{pattern.op.name} does not take these arguments: {error}"
     expected = [node for node in graph.nodes if is_op(node)]
@@ -269,7 +285,7 @@ def _is_rowwise(node: Node) -> bool:
     call = ir_call(node)
     if call is None:
         fakes = [fake_of(value) for value in operands(node) if isinstance(value, Node)]
-        shapes = [fake.shape for fake in fakes if isinstance(fake, Tensor)]
+        shapes = [[*map(_size, f.shape)] for f in fakes if isinstance(f, Tensor)]
         return node.target in COMMUTATIVE and all(shape == shapes[0] for shape in shapes)
     return ROWWISE in call.op.impls[NATIVE].traits
 
@@ -289,11 +305,16 @@ def _seen(value: Any, *, last_dim_only: bool) -> Any:
     if isinstance(value, Node):
         value = fake_of(value)
     if isinstance(value, Tensor):
-        shape = (value.numel(), *value.shape[-1:]) if last_dim_only else tuple(value.shape)
-        return shape, value.dtype, value.device
+        sizes = (value.numel(), *value.shape[-1:]) if last_dim_only else value.shape
+        return tuple(map(_size, sizes)), value.dtype, value.device
     if isinstance(value, (list, tuple)):
         return tuple(_seen(item, last_dim_only=last_dim_only) for item in value)
-    return value
+    return _size(value)
+
+
+def _size(value: Any) -> Any:
+    """Return a symbolic size as its expression: comparing two sizes would add a guard."""
+    return value.node.expr if isinstance(value, torch.SymInt) else value
 
 
 def _source(node: Any) -> Any:

@@ -12,6 +12,7 @@ from opweave.compile.errors import OptionError
 from opweave.ir.errors import did_you_mean
 
 _SWITCHES = (
+    "recognition",
     "fusion",
     "sequence_parallelism",
     "noop_elimination",
@@ -31,6 +32,7 @@ class CompileOptions:
     Options that are not listed here are passed to Inductor.
 
     Attributes:
+        recognition: in inference, call ops in place of the PyTorch operators that spell them.
         fusion: replace chains of ops by composites that have a kernel.
         sequence_parallelism: shard row-wise ops over tokens between collectives.
         noop_elimination: remove no-op views and duplicate splits before fusion.
@@ -48,6 +50,7 @@ class CompileOptions:
         inductor: the remaining options, for Inductor.
     """
 
+    recognition: bool = True
     fusion: bool = True
     sequence_parallelism: bool = True
     noop_elimination: bool = True

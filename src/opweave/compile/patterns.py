@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -22,10 +22,11 @@ from torch.fx import Graph, Node
 
 from opweave.compile import compat
 from opweave.compile.nodes import ir_call, replace
-from opweave.compile.tracing import Trace, Tracer, arguments, inline
+from opweave.compile.tracing import Function, Trace, Tracer, arguments, inline
 from opweave.ir import IrOp
 from opweave.ir.errors import described
 from opweave.ir.priority import NATIVE
+from opweave.ir.spelling import Spelling
 
 Values = tuple[Any, ...]
 
@@ -56,6 +57,9 @@ class Pattern:
         wildcards: constants that stand for a parameter: (node, operand) -> parameter.
         outputs: the nodes that the composite returns.
         size: the number of ops.
+        function: the spelling that the graph is of; None: the op's native function.
+        free: integers that may depend on the sizes of the arguments: (node, position). A match is
+            checked against the function traced for the sizes that were found.
     """
 
     op: IrOp
@@ -66,6 +70,8 @@ class Pattern:
     wildcards: dict[tuple[Node, int], int]
     outputs: tuple[Node, ...]
     size: int
+    function: Function | None = None
+    free: frozenset[tuple[Node, int]] = frozenset()
 
     @property
     def inputs(self) -> list[Node]:
@@ -93,29 +99,40 @@ class Derivation:
     failures: tuple[str, ...]
 
 
-def derive(op: IrOp) -> Derivation:
-    """Derive the patterns of a composite from its definition and its input generator."""
-    if not op.has_input_generator:
+def derive(op: IrOp, spelling: Spelling | None = None, **options: Any) -> Derivation:
+    """Derive the patterns of an op from its definition and its input generator.
+
+    Args:
+        op: a composite, or any op with a spelling.
+        spelling: derive the patterns of this function in place of the definition.
+        options: for the input generator, such as ``dtype``.
+    """
+    generator = spelling.inputs if spelling else None
+    if generator is None and not op.has_input_generator:
         return Derivation(op, (), (f"{op.name} does not have an input generator to trace it with",))
+    generator = generator or op.input_generator
+    function = spelling.function if spelling else None
     tracer = Tracer()
-    first, second = _generated(op, scale=1), _generated(op, scale=2)
-    patterns, failures = _forms(op, first, second, tracer)
+    first = _generated(generator, 1, options)
+    second = first if spelling else _generated(generator, 2, options)
+    patterns, failures = _forms(op, first, second, tracer, function)
     for a, b in _variants(op, first, second, patterns):
-        more, why = _forms(op, a, b, tracer)
+        more, why = _forms(op, a, b, tracer, function)
         patterns += more
         failures += why
     return Derivation(op, tuple(patterns), tuple(failures))
 
 
 def _forms(
-    op: IrOp, first: Values, second: Values, tracer: Tracer
+    op: IrOp, first: Values, second: Values, tracer: Tracer, function: Function | None
 ) -> tuple[list[Pattern], list[str]]:
     """Return the patterns for two argument lists, without and with inner composites expanded."""
+    forms = (False,) if function else (False, True)  # a spelling does not call composites
     try:
-        found = [_pattern(op, first, second, tracer, expand=e) for e in (False, True)]
+        found = [_pattern(op, first, second, tracer, function, expand=e) for e in forms]
     except Exception as error:  # a third-party definition may raise anything
         return [], [described(error)[:200]]
-    return found[: 1 if _same(found[0].graph, found[1].graph) else 2], []
+    return found[: 1 if _same(found[0].graph, found[-1].graph) else 2], []
 
 
 def strip_views(node: Any) -> Any:
@@ -126,9 +143,10 @@ def strip_views(node: Any) -> Any:
 
 
 def is_op(node: Node) -> bool:
-    """Return whether *node* computes something: not a view or a tuple item."""
+    """Return whether *node* computes a tensor: not a view, a tuple item or a size."""
     skipped = node.op != "call_function" or node.target in VIEWS
-    return not skipped and node.target is not operator.getitem
+    is_size = isinstance(node.meta.get("val"), (int, torch.SymInt))
+    return not (skipped or is_size or node.target is operator.getitem)
 
 
 def _variants(
@@ -169,23 +187,32 @@ def _takes_none(user: Node, node: Node) -> bool:
     return all(param.is_optional for param, value in pairs if value is node)
 
 
-def _generated(op: IrOp, scale: int) -> Values:
+def _generated(generator: Callable[..., Values], scale: int, options: Mapping[str, Any]) -> Values:
     """Generate arguments, with every float replaced by a recognisable value."""
-    generator = op.input_generator
     sizes = {
         name: p.default * scale
         for name, p in inspect.signature(generator).parameters.items()
         if isinstance(p.default, int) and not isinstance(p.default, bool)
     }
-    values = list(op.generate_inputs(**sizes))
+    values = list(generator(**sizes, **options))
     for i, value in enumerate(values):
         if isinstance(value, float):
             values[i] = 0.0123 + 0.001 * i + 0.0004 * scale
     return tuple(values)
 
 
-def _pattern(op: IrOp, first: Values, second: Values, tracer: Tracer, *, expand: bool) -> Pattern:
-    graphs = [_definition(op, values, tracer, expand=expand) for values in (first, second)]
+def _pattern(
+    op: IrOp,
+    first: Values,
+    second: Values,
+    tracer: Tracer,
+    function: Function | None,
+    *,
+    expand: bool,
+) -> Pattern:
+    graphs = [
+        _definition(op, values, tracer, function, expand=expand) for values in (first, second)
+    ]
     nodes = [[node for node in graph.nodes if is_op(node)] for graph in graphs]
     if [n.target for n in nodes[0]] != [n.target for n in nodes[1]]:
         raise ValueError("its ops depend on the sizes of its arguments")
@@ -195,6 +222,7 @@ def _pattern(op: IrOp, first: Values, second: Values, tracer: Tracer, *, expand:
         if isinstance(a, (int, float, str))
     }
     wildcards: dict[tuple[Node, int], int] = {}
+    free: set[tuple[Node, int]] = set()
     for a, b in zip(*nodes, strict=True):
         for place, (x, y) in enumerate(zip(operands(a), operands(b), strict=True)):
             if x is None or isinstance(x, (Node, list, tuple)):
@@ -202,6 +230,8 @@ def _pattern(op: IrOp, first: Values, second: Values, tracer: Tracer, *, expand:
             found = [i for i, p in scalars.items() if p == (x, y) and type(p[0]) is type(x)]
             if found and (len(found) == 1 or x != y):
                 wildcards[a, place] = found[0]
+            elif function is not None and type(x) is int:
+                free.add((a, place))
             elif x != y:
                 raise ValueError(f"the constant {x} of {a.target} depends on its arguments")
     output: Any = graphs[0].output_node().args[0]
@@ -215,6 +245,8 @@ def _pattern(op: IrOp, first: Values, second: Values, tracer: Tracer, *, expand:
         wildcards,
         outputs,
         len(nodes[0]),
+        function,
+        frozenset(free),
     )
 
 
@@ -233,24 +265,29 @@ def operands(node: Node) -> list[Any]:
     return list(node.args)
 
 
-def definition(op: IrOp, fakes: Values, tracer: Tracer, *, expand: bool) -> Graph:
-    """Return the native implementation of *op* for *fakes* as a graph.
+def definition(
+    op: IrOp, fakes: Values, tracer: Tracer, function: Function | None = None, *, expand: bool
+) -> Graph:
+    """Return the native implementation of *op*, or *function*, for *fakes* as a graph.
 
     With *expand*, composites inside it are expanded.
 
     Raises:
         ValueError: tracing failed.
     """
-    trace = tracer.trace(op.impls[NATIVE], fakes)
+    trace = tracer.trace(op.impls[NATIVE], fakes, function)
     if trace.failure:
         raise ValueError(trace.failure)
+    trace.graph.eliminate_dead_code()  # results that decompositions of torch compute for autograd
     return _expanded(trace, tracer) if expand else trace.graph
 
 
-def _definition(op: IrOp, values: Values, tracer: Tracer, *, expand: bool) -> Graph:
+def _definition(
+    op: IrOp, values: Values, tracer: Tracer, function: Function | None, *, expand: bool
+) -> Graph:
     with compat.FakeTensorMode() as mode:
         fakes = tuple(mode.from_tensor(v) if isinstance(v, Tensor) else v for v in values)
-    return definition(op, fakes, tracer, expand=expand)
+    return definition(op, fakes, tracer, function, expand=expand)
 
 
 def _expanded(trace: Trace, tracer: Tracer) -> Graph:

@@ -23,6 +23,7 @@ from opweave.compile.passes.gradients import note_gradients
 from opweave.compile.passes.lowering import is_kept, lower_functional
 from opweave.compile.passes.noop import eliminate_noops
 from opweave.compile.passes.plugin import run_plugin_pass
+from opweave.compile.passes.recognize import recognize
 from opweave.compile.passes.reuse import lower_inplace
 from opweave.compile.passes.sequence import shard_tokens
 from opweave.compile.plan import Plan
@@ -51,6 +52,7 @@ PASSES = (
     Pass("carry donations", Stage.DYNAMO, carry_donations),
     Pass("carry autocast", Stage.DYNAMO, carry_autocast),
     Pass("note gradients", Stage.DYNAMO, note_gradients),
+    Pass("recognize", Stage.JOINT, recognize, lambda o: o.recognition),
     Pass("eliminate noops", Stage.JOINT, eliminate_noops, lambda o: o.noop_elimination),
     Pass("fuse", Stage.JOINT, fuse, lambda o: o.fusion),
     Pass("clean up", Stage.JOINT, clean_up),
@@ -72,8 +74,7 @@ def run(stage: Stage, graph: Graph, context: Context) -> None:
         PluginPassError: a plugin's pass failed.
         UnloweredOpError: an IR op is left after the last stage.
     """
-    if ir_calls(graph) or (stage is Stage.DYNAMO and any(map(inner_graphs, graph.nodes))):
-        _run(stage, graph, context)
+    _run(stage, graph, context)
     if stage is Stage.POST_GRAD:
         _check_lowered(graph)
     # Inductor skips the post-grad stage if the joint graph is in its cache or computes nothing.
@@ -83,8 +84,14 @@ def run(stage: Stage, graph: Graph, context: Context) -> None:
 
 
 def _run(stage: Stage, graph: Graph, context: Context) -> None:
+    has_ops = _has_ops(stage, graph)
+    todo = [s for s in steps(stage, context.plan) if has_ops or s.run is recognize]
+    if not todo:
+        return
     text, state = graph_text(graph), _state(graph)
     for step in steps(stage, context.plan):
+        if not (has_ops or step.run is recognize):
+            return  # nothing was recognized: the graph stays as it is
         start = time.perf_counter()
         step.run(graph, context)
         seconds = time.perf_counter() - start
@@ -96,9 +103,16 @@ def _run(stage: Stage, graph: Graph, context: Context) -> None:
             record.before, record.after = before, text
         context.report.passes.append(record)
         context.report.seconds += seconds
+        has_ops = has_ops or _has_ops(stage, graph)
         context.notes = []
         logger.debug("%s: %.1f ms, %s", step.name, seconds * 1e3, record.notes)
     context.report.traces = len(context.tracer.traces)
+
+
+def _has_ops(stage: Stage, graph: Graph) -> bool:
+    """Whether *graph* calls ops, or may do so in the graphs of control flow."""
+    in_dynamo = stage is Stage.DYNAMO
+    return bool(ir_calls(graph)) or (in_dynamo and any(map(inner_graphs, graph.nodes)))
 
 
 def steps(stage: Stage, plan: Plan) -> Iterator[Pass]:

@@ -61,6 +61,8 @@ class NodeReport:
         reuse: the memory decision for each activation of an in-place kernel.
         module: the path of the calling module, such as ``model.layers.0.mlp``.
         bytes: the size of its arguments and results; None if it reads only a part of a table.
+        recognized_from: the names of the PyTorch operators that it replaced, if recognition formed
+            it.
     """
 
     node: str
@@ -74,12 +76,14 @@ class NodeReport:
     reuse: list[Reuse] = field(default_factory=list)
     module: str = ""
     bytes: int | None = None
+    recognized_from: list[str] = field(default_factory=list)
 
     @property
     def outcome(self) -> tuple[Any, ...]:
         """A key for the decisions; equal for calls that were treated alike."""
         rejected, reuse = tuple(map(astuple, self.rejected)), tuple(map(astuple, self.reuse))
-        return (self.op, self.chosen, self.stage, bool(self.fused_from), rejected, reuse)
+        origin = bool(self.fused_from), bool(self.recognized_from)
+        return (self.op, self.chosen, self.stage, *origin, rejected, reuse)
 
     @property
     def module_pattern(self) -> str:
@@ -100,6 +104,25 @@ class FusionReport:
 
     composite: str
     node: str
+    outcome: str
+    reason: str
+
+
+@dataclass
+class RecognitionReport:
+    """One place where PyTorch operators spell an op, or nearly.
+
+    Attributes:
+        op: the op.
+        node: where it is in the graph.
+        source: the line of the user's source.
+        outcome: ``recognized`` or ``rejected``.
+        reason: the operators that it replaced, or why it was not recognized.
+    """
+
+    op: str
+    node: str
+    source: str
     outcome: str
     reason: str
 
@@ -150,6 +173,7 @@ class Report:
         traces: the number of traced implementations.
         nodes: the calls of ops.
         fusions: the fusions and near misses.
+        recognitions: the recognized ops and near misses.
         passes: the passes, in order.
         collectives: the number of collectives in the graph, by name.
     """
@@ -161,6 +185,7 @@ class Report:
     traces: int = 0
     nodes: list[NodeReport] = field(default_factory=list)
     fusions: list[FusionReport] = field(default_factory=list)
+    recognitions: list[RecognitionReport] = field(default_factory=list)
     passes: list[PassReport] = field(default_factory=list)
     collectives: dict[str, int] = field(default_factory=dict)
 
@@ -170,8 +195,9 @@ class Report:
         found = []
         if self.complete and not self.nodes:
             found.append(
-                "0 opweave ops in this graph: it calls none, so Inductor compiles it alone. Write "
-                "the model with opweave.ir.ops or opweave.layers"
+                "0 opweave ops in this graph: it calls none and none was recognized, so Inductor "
+                "compiles it alone. Ops are recognized in inference only: compile under "
+                "torch.no_grad(), or write the model with opweave.ir.ops or opweave.layers"
             )
         differentiated = sum(node.stage == WITH_GRADIENTS for node in self.nodes)
         if differentiated:
@@ -214,6 +240,16 @@ class Report:
     def near_misses(self) -> list[FusionReport]:
         """The rejected fusions for which more than one op matched."""
         return [fusion for fusion in self.fusions if fusion.outcome != "fused"]
+
+    @property
+    def recognized(self) -> list[RecognitionReport]:
+        """The ops that were found in PyTorch operators."""
+        return [each for each in self.recognitions if each.outcome == "recognized"]
+
+    @property
+    def unrecognized(self) -> list[RecognitionReport]:
+        """Near misses: most of an op's operators were there, and stayed as they are."""
+        return [each for each in self.recognitions if each.outcome != "recognized"]
 
     def outcomes(self) -> list[tuple[NodeReport, int]]:
         """Return one call per distinct outcome, with the number of such calls."""
@@ -258,8 +294,9 @@ class Report:
             for node in data.pop("nodes")
         ]
         fusions = [FusionReport(**fusion) for fusion in data.pop("fusions")]
+        recognitions = [RecognitionReport(**each) for each in data.pop("recognitions")]
         passes = [PassReport(**record) for record in data.pop("passes")]
-        return cls(nodes=nodes, fusions=fusions, passes=passes, **data)
+        return cls(nodes=nodes, fusions=fusions, recognitions=recognitions, passes=passes, **data)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -273,6 +310,8 @@ class Report:
         yield from self.remarks
         for node in self.nodes:
             fused = f"  (fused from {', '.join(node.fused_from)})" if node.fused_from else ""
+            if node.recognized_from:
+                fused = f"  (recognized in {', '.join(node.recognized_from)})"
             yield f"{node.op} [{node.node}] → {node.chosen}{fused}"
             yield f"    {node.source}"
             for refusal in node.rejected:
@@ -282,3 +321,6 @@ class Report:
                 yield f"    {reuse.verb} {reuse.activation}{reason}"
         for fusion in self.near_misses:
             yield f"not fused: {fusion.composite} at {fusion.node}: {fusion.reason}"
+        for miss in self.unrecognized:
+            yield f"not recognized: {miss.op} at {miss.node}: {miss.reason}"
+            yield f"    {miss.source}"

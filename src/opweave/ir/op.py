@@ -33,6 +33,7 @@ from opweave.ir.schema import check_same
 from opweave.ir.scope import op_priority
 from opweave.ir.selection import needs_gradient, policy_for, select_here
 from opweave.ir.spec import OpSpec
+from opweave.ir.spelling import Spelling
 from opweave.ir.tolerance import Tolerance
 from opweave.ir.torch_ops import TorchOps
 from opweave.ir.traits import check_traits
@@ -76,6 +77,7 @@ class IrOp(Callee):
         self._impls = {NATIVE: IrOpImpl(self, NATIVE, native, traits=traits, site=self.site)}
         self._tolerances = dict(tolerance.DEFAULT_TOLERANCES)
         self._input_generator: Callable[..., tuple[Any, ...]] | None = None
+        self.spellings: tuple[Spelling, ...] = ()
 
     def define(self) -> None:
         """Define the torch ops and the call paths; called when the op enters its registry."""
@@ -357,6 +359,24 @@ class IrOp(Callee):
             MissingInputGeneratorError: none is registered.
         """
         return self.input_generator(**options)
+
+    def register_spelling(self, **options: Any) -> Callable[[Function], Function]:
+        """Let the compiler recognize this op in what the decorated function traces to.
+
+        The function takes the op's parameters and computes the same in plain PyTorch; *options*
+        are the fields of :class:`opweave.ir.spelling.Spelling`.
+
+        Raises:
+            SchemaMismatchError: the function's signature differs from the op's.
+        """
+
+        def decorate(function: Function) -> Function:
+            spelling = Spelling(function.__name__, function, **options)
+            check_same(self.native, function, f"{self.name!r}: spelling {spelling.name!r}")
+            self.spellings = (*self.spellings, spelling)
+            return function
+
+        return decorate
 
     def override_tolerance(self, dtype: torch.dtype, *, atol: float, rtol: float) -> None:
         """Set the tolerance for comparing implementations with native in *dtype*."""

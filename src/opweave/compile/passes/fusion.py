@@ -201,12 +201,12 @@ def _replace(graph: Graph, match: Match, anchor: Node) -> Node:
         for position, output in enumerate(outputs):
             if output is not None:
                 made = _part(graph, new, position) if op.schema.returns_tuple else new
-                substitute(output, _as(graph, made, fake_of(output).shape))
-    _erase(match.inner)
+                substitute(output, reshaped(graph, made, fake_of(output).shape))
+    erase(match.inner)
     return new
 
 
-def _erase(nodes: list[Node]) -> None:
+def erase(nodes: list[Node]) -> None:
     """Erase the replaced nodes; dead code elimination would keep collectives."""
     for node in reversed(nodes):
         for user in [u for u in node.users if not is_op(u) and not u.users]:
@@ -221,7 +221,7 @@ def _part(graph: Graph, node: Node, position: int) -> Node:
     return part
 
 
-def _as(graph: Graph, node: Node, shape: torch.Size) -> Node:
+def reshaped(graph: Graph, node: Node, shape: torch.Size) -> Node:
     """Return *node*, reshaped if its users expect another shape."""
     fake = fake_of(node)
     if fake.shape == shape:

@@ -3,6 +3,8 @@
 Every step is computed in the dtype of ``x``.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -220,3 +222,37 @@ swigluoai_and_mul.override_tolerance(torch.float16, atol=1e-3, rtol=4e-3)
 # The cutoff has the dtype of x: an error of 1 ulp shifts every element of the row above it.
 gelu_and_mul_sparse.override_tolerance(torch.bfloat16, atol=5e-2, rtol=3e-2)
 gelu_and_mul_sparse.override_tolerance(torch.float16, atol=6e-3, rtol=4e-3)
+
+
+def _split(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the halves as ``torch.chunk`` makes them, by one operator in place of two slices."""
+    return x.chunk(2, dim=-1)
+
+
+@silu_and_mul.register_spelling(marker="exp")
+def _silu_of_chunk(x: Tensor) -> Tensor:
+    first, second = _split(x)
+    return functional.silu(first) * second
+
+
+@mul_and_silu.register_spelling(marker="exp")
+def _silu_of_last_chunk(x: Tensor) -> Tensor:
+    first, second = _split(x)
+    return first * functional.silu(second)
+
+
+@gelu_and_mul.register_spelling(marker="erf")
+def _gelu_of_chunk(x: Tensor, approximate: str = "none") -> Tensor:
+    first, second = _split(x)
+    return functional.gelu(first, approximate=approximate) * second
+
+
+def _gelu_and_mul_by_tanh_inputs(**options: Any) -> tuple[Tensor, str]:
+    return _random(**options), "tanh"
+
+
+for _op in (silu_and_mul, mul_and_silu):
+    _op.register_spelling(marker="exp")(_op.native)
+gelu_and_mul.register_spelling(marker="erf")(gelu_and_mul.native)
+for _spelling in (_gelu_of_chunk, gelu_and_mul.native):
+    gelu_and_mul.register_spelling(marker="tanh", inputs=_gelu_and_mul_by_tanh_inputs)(_spelling)

@@ -40,3 +40,13 @@ def _inputs(
     x = 1 + torch.randn(num_tokens, hidden_size, device=device)
     weight, bias = torch.randn(2, hidden_size, device=device)
     return x.to(dtype), weight.to(dtype), bias.to(dtype), 1e-5
+
+
+@layer_norm.register_spelling(marker="var_mean")
+def _torch_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float
+) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+
+
+layer_norm.register_spelling(marker="var_mean")(layer_norm.native)

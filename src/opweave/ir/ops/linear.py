@@ -109,3 +109,5 @@ for _op in (linear, linear_w8a16):
     _op.override_tolerance(torch.float32, atol=1e-4, rtol=1e-5)
     _op.override_tolerance(torch.bfloat16, atol=1e-2, rtol=1.6e-2)
     _op.override_tolerance(torch.float16, atol=1e-2, rtol=2e-3)
+
+linear.register_spelling(constants=("weight",))(linear.native)

@@ -109,3 +109,35 @@ def _fused_add_rms_norm_inputs(
 for _op in (rms_norm, fused_add_rms_norm):
     # Kernels may round once less than native, and 1 ulp of float16 is large.
     _op.override_tolerance(torch.float16, atol=1e-2, rtol=2e-3)
+
+
+def _call_with_wide_weight(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    wide = None if weight is None else weight.to(torch.promote_types(x.dtype, torch.float32))
+    result: Tensor = rms_norm(x, wide, epsilon, variance_size)
+    return result
+
+
+@rms_norm.register_spelling(marker="rsqrt", call=_call_with_wide_weight)
+def _rounded_last(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    """As in OLMo 2, and in Gemma with 1 + weight: the product with the weight is in float32."""
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = y * torch.rsqrt(y.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    return (y if weight is None else weight * y).to(x.dtype)
+
+
+@rms_norm.register_spelling(marker="rsqrt", call=_call_with_wide_weight)
+def _torch_rms_norm(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    """What Inductor makes of ``torch.nn.functional.rms_norm``."""
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = y.pow(2).mean(dim=x.ndim - 1, keepdim=True)
+    y = y * torch.rsqrt(torch.ops.aten.add.Scalar(mean, epsilon))
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
+rms_norm.register_spelling(marker="rsqrt")(rms_norm.native)  # as in Llama

@@ -1,0 +1,219 @@
+"""Recognition: ops in graphs of plain PyTorch operators, as unmodified models trace to.
+
+Each op declares its spellings (:mod:`opweave.ir.spelling`). A spelling is traced like a composite
+and found by the same matcher, which compares the dtype of every intermediate result. The op is
+called in its place where an implementation other than native would run; the rest of the graph stays
+as it is, and so does a graph that autograd differentiates.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from opweave.compile import compat
+from opweave.compile.context import Context
+from opweave.compile.matching import WHOLE, Match, NoMatchError, find, kind
+from opweave.compile.nodes import (
+    IrCall,
+    fake_of,
+    ir_call,
+    ir_calls,
+    source_line,
+    substitute,
+    tensors_of,
+)
+from opweave.compile.passes.fusion import erase, reshaped
+from opweave.compile.patterns import Derivation, Pattern, derive, strip_views
+from opweave.compile.report import RecognitionReport
+from opweave.compile.tracing import Trace, inline, variables
+from opweave.ir import IrOp, current_registry
+from opweave.ir.errors import IrError
+from opweave.ir.priority import NATIVE
+from opweave.ir.selection import candidates
+from opweave.ir.spelling import Spelling
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NEAR = 0.6  # the share of a pattern that must be there for a near miss
+
+_derived: dict[tuple[IrOp, Spelling, torch.dtype], Derivation] = {}
+_lock = threading.Lock()
+
+
+class Form(NamedTuple):
+    """One pattern of one spelling."""
+
+    pattern: Pattern
+    spelling: Spelling
+
+
+def recognize(graph: Graph, context: Context) -> None:
+    """Call ops in place of the operators that spell them."""
+    if context.is_differentiated:
+        return
+    nodes = _before_writes(graph)
+    forms: dict[object, list[Form]] = {}
+    for form in _forms(nodes, context):
+        forms.setdefault(kind(form.pattern.anchor), []).append(form)
+    chances = [(anchor, form) for anchor in reversed(nodes) for form in forms.get(kind(anchor), ())]
+    used: set[Node] = set()
+    partial: set[tuple[IrOp, Node]] = set()  # parts of a larger form that is not taken as a whole
+    misses: dict[Node, tuple[float, RecognitionReport]] = {}  # the nearest of each anchor
+    for anchor, form in sorted(chances, key=lambda chance: -chance[1].pattern.size):
+        op = form.pattern.op
+        if anchor in used or (op, anchor) in partial:
+            continue
+        try:
+            used |= _recognize(graph, form, anchor, used, context)
+        except NoMatchError as miss:
+            partial |= {(op, node) for node in miss.inner if node is not anchor}
+            share = min(miss.matched / len(form.pattern.graph.nodes), 1.0)
+            if share > misses[anchor][0] if anchor in misses else share > NEAR:
+                report = RecognitionReport(
+                    op.name, anchor.name, source_line(anchor), "rejected", miss.reason
+                )
+                misses[anchor] = share, report
+    context.report.recognitions += [miss for node, (_, miss) in misses.items() if node not in used]
+
+
+def _before_writes(graph: Graph) -> list[Node]:
+    """Return the operators in front of the first one that writes to memory.
+
+    None at all for the joint graph of a training step: its backward reads inner values.
+    """
+    found: list[Node] = []
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name.startswith("tangents_"):
+            return []
+        if compat.is_mutable(node.target):
+            break
+        if node.op == "call_function":
+            found.append(node)
+    return found
+
+
+def _forms(nodes: list[Node], context: Context) -> list[Form]:
+    """Return the forms of the ops that could run a kernel, in the dtypes of the graph."""
+    dtypes = {tensor.dtype for node in nodes for tensor in tensors_of(node)}
+    present = {compat.function_name(node) for node in nodes}
+    found = []
+    for op in list(current_registry().ops.values()):
+        wanted = [s for s in op.spellings if not s.marker or s.marker in present]
+        if not wanted or not _has_kernel(op, context):
+            continue
+        for spelling in wanted:
+            for dtype in (d for d in DTYPES if d in dtypes):
+                derived = derivation(op, spelling, dtype)
+                context.notes += derived.failures
+                found += [Form(pattern, spelling) for pattern in derived.patterns]
+    return found
+
+
+def _has_kernel(op: IrOp, context: Context) -> bool:
+    usable = [c for c in candidates(op, context.plan.policy(op)) if c.obstacle is None]
+    return bool(usable) and usable[0].impl.provider != NATIVE
+
+
+def derivation(op: IrOp, spelling: Spelling, dtype: torch.dtype) -> Derivation:
+    """Return the patterns of a spelling in one dtype; derived once in a process."""
+    with _lock:
+        key = op, spelling, dtype
+        if key not in _derived:
+            with compat.no_modes():
+                _derived[key] = derive(op, spelling, dtype=dtype)
+        return _derived[key]
+
+
+def _recognize(
+    graph: Graph, form: Form, anchor: Node, used: set[Node], context: Context
+) -> set[Node]:
+    """Replace what ends in *anchor*, and return the operators that are replaced.
+
+    Raises:
+        NoMatchError: the form is not there, or no kernel would run.
+    """
+    pattern, op = form.pattern, form.pattern.op
+    match = find(pattern, anchor, context.tracer)
+    replaced = set(match.inner)
+    if used & replaced:
+        raise NoMatchError("a part of it belongs to another op", 1)
+    _check_arguments(match, form.spelling)
+    trace = _call(match, form.spelling, context)
+    names = [node.name for node in match.inner]
+    (output,) = _replace(graph, match, trace, anchor)
+    call = _op_node(output)
+    context.recognized_from[call.name] = names
+    context.report.recognitions.append(
+        RecognitionReport(op.name, call.name, source_line(call), "recognized", ", ".join(names))
+    )
+    context.notes.append(f"{op.name} from {', '.join(names)} ({source_line(call)})")
+    return replaced
+
+
+def _check_arguments(match: Match, spelling: Spelling) -> None:
+    """Raise NoMatchError if the op would be called with what it is not meant for.
+
+    A first argument that is widened from 16 bits is one: the op takes 16 bits, and this is a
+    spelling that rounds at another place.
+    """
+    for name, value in zip(match.pattern.op.schema.names, match.values, strict=True):
+        origin = strip_views(value)
+        if name in spelling.constants and origin.op not in ("placeholder", "get_attr"):
+            raise NoMatchError(f"{name} is computed, by {origin.name}", WHOLE)
+    first = strip_views(match.values[0])
+    if compat.function_name(first) == "convert_element_type":
+        before, after = (fake_of(node).dtype for node in (first.args[0], first))
+        if before in DTYPES and before.itemsize < after.itemsize:
+            raise NoMatchError(f"its input is widened, by {first.name}", WHOLE, tuple(match.inner))
+
+
+def _call(match: Match, spelling: Spelling, context: Context) -> Trace:
+    """Return the graph that calls the op with the arguments that were found.
+
+    Raises:
+        NoMatchError: no implementation other than native would run.
+    """
+    op = match.pattern.op
+    fakes = tuple(torch.fx.map_arg(list(match.values), fake_of))
+    trace = context.tracer.trace(op.impls[NATIVE], fakes, spelling.call or op)
+    if trace.failure:
+        raise NoMatchError(trace.failure, WHOLE)
+    for call in ir_calls(trace.graph):
+        _check_kernel(call, context)
+    return trace
+
+
+def _check_kernel(call: IrCall, context: Context) -> None:
+    try:
+        selection = context.plan.select(call)
+    except IrError as error:
+        raise NoMatchError(str(error), WHOLE) from error
+    if selection.provider == NATIVE:
+        reasons = "; ".join(f"{r.provider}: {r.reason}" for r in selection.rejected)
+        raise NoMatchError(f"no kernel for it: {reasons or 'native comes first'}", WHOLE)
+
+
+def _replace(graph: Graph, match: Match, trace: Trace, anchor: Node) -> list[Node]:
+    given = [value for value in match.values if isinstance(value, Node)]
+    wanted = variables([fake_of(node) for node in given])
+    if len(wanted) != len(trace.inputs):
+        raise NoMatchError("its arguments are not tensors and numbers", WHOLE)
+    outputs = inline(graph, trace, anchor, given)
+    mode = compat.fake_mode_of([fake_of(node) for node in given])
+    with graph.inserting_before(anchor), mode or compat.FakeTensorMode(), torch.no_grad():
+        for old, new in zip(match.outputs(), outputs, strict=True):
+            if old is not None:
+                substitute(old, reshaped(graph, new, fake_of(old).shape))
+    erase(match.inner)
+    return outputs
+
+
+def _op_node(node: Node) -> Node:
+    """Return the call of the op that *node* is a view of."""
+    while ir_call(node) is None:
+        node = next(n for n in node.all_input_nodes if isinstance(fake_of(n), Tensor))
+    return node
