@@ -12,9 +12,8 @@ from opweave.config import EngineConfig
 from opweave.engine.cache import KVCacheManager
 from opweave.engine.cache.plan import CachePlan, plan_cache
 from opweave.engine.errors import EngineError, InvalidArgumentError, NonFiniteLogitsError
-from opweave.engine.loading.checkpoint import Checkpoint
+from opweave.engine.loading.checkpoint import Checkpoint, Progress
 from opweave.engine.loading.generation_config import log_defaults, sampling_defaults
-from opweave.engine.loading.loader import Progress
 from opweave.engine.metrics.selection_report import SelectionReport
 from opweave.engine.metrics.stat_logger import stat_loggers
 from opweave.engine.metrics.stats import EngineStats, StatCounter

@@ -22,8 +22,7 @@ from opweave.engine.chat.conversation import (
 )
 from opweave.engine.client.arguments import make_core
 from opweave.engine.client.fair_lock import FairLock
-from opweave.engine.loading.checkpoint import Checkpoint
-from opweave.engine.loading.loader import Progress
+from opweave.engine.loading.checkpoint import Checkpoint, Progress
 from opweave.engine.loading.progress import after_loading, reporting
 from opweave.engine.metrics.stats import EngineStats
 from opweave.engine.priorities import PriorityLists, private_context

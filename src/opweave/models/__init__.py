@@ -8,6 +8,7 @@ from opweave.models.config import SUPPORTED_ARCHITECTURES, LlamaConfig
 from opweave.models.decoder_layer import DecoderLayer
 from opweave.models.deepseek import DeepseekV3ForCausalLM
 from opweave.models.deepseek_config import DeepseekV3Config
+from opweave.models.encoder import Encoder
 from opweave.models.errors import (
     DuplicateModelError,
     InvalidConfigError,
@@ -63,6 +64,7 @@ __all__ = [
     "DeepseekV3Config",
     "DeepseekV3ForCausalLM",
     "DuplicateModelError",
+    "Encoder",
     "ForwardContext",
     "Gemma3Config",
     "Gemma3ForCausalLM",

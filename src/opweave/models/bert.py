@@ -18,9 +18,10 @@ from opweave.layers import (
     get_act_fn,
 )
 from opweave.models.bert_config import BertConfig
+from opweave.models.encoder import Encoder
 from opweave.models.errors import UnsupportedModelError
 from opweave.models.layer_norm import LayerNorm
-from opweave.models.weights import CheckpointModel, Merged
+from opweave.models.weights import Merged
 
 
 class BertEmbeddings(nn.Module):
@@ -145,7 +146,7 @@ class BertPooler(nn.Module):
         return torch.tanh(self.dense(hidden))
 
 
-class BertModel(CheckpointModel):
+class BertModel(Encoder):
     """A BERT encoder; :meth:`load_weights` fills it.
 
     Args:
@@ -169,6 +170,18 @@ class BertModel(CheckpointModel):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
         return cls(BertConfig.from_hf(config), dtype=dtype)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
 
     def forward(
         self,

@@ -11,7 +11,8 @@ import torch
 from opweave.config import EngineConfig
 from opweave.engine.core import EngineCore
 from opweave.engine.errors import InvalidArgumentError
-from opweave.engine.loading.loader import Progress, check_dtype
+from opweave.engine.loading.checkpoint import Progress
+from opweave.engine.loading.loader import check_dtype
 from opweave.engine.priorities import PriorityLists, engine_priorities, private_context
 from opweave.ir import IrOpPriorityConfig
 

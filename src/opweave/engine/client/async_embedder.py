@@ -16,7 +16,7 @@ from opweave.engine.client.async_client import AsyncClient
 from opweave.engine.embedding.embedder import Embedder
 from opweave.engine.embedding.pooling_params import PoolingParams
 from opweave.engine.errors import InvalidArgumentError
-from opweave.engine.loading.loader import Progress
+from opweave.engine.loading.checkpoint import Progress
 from opweave.engine.metrics.stats import EngineStats, StatCounter
 from opweave.engine.priorities import PriorityLists
 from opweave.engine.request.outputs import EmbeddingOutput, RequestOutput, RequestTimings

@@ -18,7 +18,7 @@ from opweave.engine.client.arguments import make_core
 from opweave.engine.client.streaming_client import StreamingClient
 from opweave.engine.embedding.pooling_params import PoolingParams
 from opweave.engine.errors import InvalidArgumentError
-from opweave.engine.loading.loader import Progress
+from opweave.engine.loading.checkpoint import Progress
 from opweave.engine.metrics.stats import EngineStats
 from opweave.engine.priorities import PriorityLists, private_context
 from opweave.engine.request.active_request import ActiveRequest

@@ -7,7 +7,7 @@ from pathlib import Path
 from opweave.engine.client.async_embedder import AsyncEmbedder
 from opweave.engine.client.async_engine import AsyncEngine
 from opweave.engine.loading.checkpoint import Checkpoint
-from opweave.models import BertModel, model_class
+from opweave.engine.loading.encoders import is_encoder
 
 
 def engine_class(model: str | Path) -> type[AsyncEngine] | type[AsyncEmbedder]:
@@ -19,6 +19,4 @@ def engine_class(model: str | Path) -> type[AsyncEngine] | type[AsyncEmbedder]:
     Raises:
         EngineError, ModelError: the checkpoint is missing, damaged or not supported.
     """
-    found = model_class(Checkpoint(model).config())
-    is_encoder = isinstance(found, type) and issubclass(found, BertModel)
-    return AsyncEmbedder if is_encoder else AsyncEngine
+    return AsyncEmbedder if is_encoder(Checkpoint(model)) else AsyncEngine

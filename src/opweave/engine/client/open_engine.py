@@ -8,7 +8,7 @@ from opweave.config import EngineConfig
 from opweave.engine.client.async_embedder import AsyncEmbedder
 from opweave.engine.client.async_engine import AsyncEngine
 from opweave.engine.client.engine_class import engine_class
-from opweave.engine.loading.loader import Progress
+from opweave.engine.loading.checkpoint import Progress
 from opweave.engine.parallel.data_parallel import DataParallelEngine
 
 

@@ -17,8 +17,9 @@ from opweave.engine.embedding.pooling import Pooling
 from opweave.engine.embedding.pooling_params import PoolingParams
 from opweave.engine.embedding.sentence_config import SentenceConfig
 from opweave.engine.errors import InvalidArgumentError
-from opweave.engine.loading.checkpoint import Checkpoint
-from opweave.engine.loading.loader import Progress, check_dtype, load_model
+from opweave.engine.loading.checkpoint import Checkpoint, Progress
+from opweave.engine.loading.encoders import load_encoder
+from opweave.engine.loading.loader import check_dtype
 from opweave.engine.metrics.selection_report import SelectionReport
 from opweave.engine.priorities import PriorityLists, engine_priorities, private_context
 from opweave.engine.request.io_processor import IOProcessors
@@ -27,7 +28,6 @@ from opweave.engine.request.prompts import Prompt, PromptReader, as_list
 from opweave.engine.runner.cpu_threads import cpu_threads
 from opweave.engine.sampling.parameter_checks import check_int
 from opweave.engine.tokenization.tokenizer import tokenizer_of
-from opweave.models import BertModel, UnsupportedModelError
 
 
 class Embedder:
@@ -84,25 +84,19 @@ class Embedder:
         platform.set_device(0)
         self._device = torch.device(platform.device_type)
         with compilation_config(self.config.compilation), self._device:
-            loaded = load_model(
-                model,
+            loaded = load_encoder(
+                checkpoint,
+                self.config,
                 dtype=self.config.dtype if named == "auto" else named,
-                load_format=self.config.load_format,
-                seed=self.config.seed,
                 progress=progress,
-            )
-        if not isinstance(loaded, BertModel):
-            raise UnsupportedModelError(
-                f"{type(loaded).__name__} is not an encoder, so it cannot make embeddings. "
-                "opweave.engine.LLM runs language models."
             )
         platform.post_load_model(loaded.to(self._device))
         self._model, self._names = loaded, count()
         self.selection_report = SelectionReport()
-        longest = loaded.config.max_position_embeddings
+        longest = loaded.max_positions
         self.max_model_len = min(longest, sentences.max_seq_length or longest)
         self._prompts = PromptReader(
-            self.tokenizer, loaded.config.vocab_size, self.max_model_len, answers=False
+            self.tokenizer, loaded.vocab_size, self.max_model_len, answers=False
         )
 
     @property
@@ -184,7 +178,7 @@ class Embedder:
         """
         params = PoolingParams() if params is None else params
         params.check_dimensions(
-            self._model.config.hidden_size * len(self._pooling.modes),
+            self._model.hidden_size * len(self._pooling.modes),
             self._given.get("matryoshka_dimensions"),
             any_size=self._given.get("is_matryoshka") is True,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ from torch import Tensor
 from opweave.engine.dependencies import require
 from opweave.engine.errors import CheckpointError
 from opweave.models.weights import shown_name
+
+# Called with the number of tensors loaded so far and in total.
+Progress = Callable[[int, int], None]
 
 _log = logging.getLogger(__name__)
 

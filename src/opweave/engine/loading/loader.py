@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_args
@@ -14,7 +14,9 @@ from opweave.config.engine import LoadFormat, ModelImpl
 from opweave.engine.errors import CheckpointError, InvalidArgumentError
 from opweave.engine.loading import huge_pages
 from opweave.engine.loading.build import MOST_LAYERS, build, check_layers
-from opweave.engine.loading.checkpoint import Checkpoint, TensorFile
+from opweave.engine.loading.by_transformers import load_by_transformers
+from opweave.engine.loading.checkpoint import Checkpoint, Progress, TensorFile
+from opweave.engine.loading.dtypes import DTYPES, dtype_of, named_dtype, shapes_of
 from opweave.engine.loading.implementation import uses_transformers
 from opweave.engine.loading.quantization import is_cache_scale, unquantised, without_quantization
 from opweave.engine.loading.tied_head import head_name, untied
@@ -27,16 +29,6 @@ from opweave.models import (
     WeightsError,
     model_class,
 )
-from opweave.models.fields import Fields
-from opweave.models.weights import shown_name
-
-Progress = Callable[[int, int], None]
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 def load_model(
@@ -73,14 +65,13 @@ def load_model(
     checkpoint = Checkpoint(path)
     config = checkpoint.config()
     # First: errors in the configuration are reported before missing files.
-    by_transformers = uses_transformers(config, model_impl)
-    named = _named_dtype(dtype, config)
+    if uses_transformers(config, model_impl):
+        seed_of_weights = seed if load_format == "dummy" else None
+        load = load_transformers_model
+        return load_by_transformers(load, checkpoint, dtype, seed_of_weights, progress)
+    named = named_dtype(dtype, config)
     if load_format == "dummy":
         check_layers(config, MOST_LAYERS, "there can be")
-        if by_transformers:
-            return load_transformers_model(
-                checkpoint.path, config, named or torch.float32, seed=seed
-            )
         model = build(config, named or torch.float32)
         huge_pages.move_parameters(model)
         model.fill_randomly(seed)
@@ -88,14 +79,11 @@ def load_model(
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
         config = unquantised(config, checkpoint, files)
-        shapes = _shapes(files)
-        if by_transformers:
-            check_layers(config, len(shapes), "the number of tensors is")
-            return _by_transformers(checkpoint, config, named or _dtype_of(files), progress)
+        shapes = shapes_of(files)
         planned = _planned(config, len(shapes))
         checkpoint.check_index(shapes, optional=head_name(planned))
         _check_shapes(planned, {n: s for n, s in shapes.items() if not is_cache_scale(n)})
-        kept = named or _dtype_of(files)
+        kept = named or dtype_of(files)
         model = build(untied(config, planned, files, kept), kept)
         huge_pages.move_parameters(model)
         _fill(model, _tensors(files, progress or (lambda *_: None)))
@@ -124,20 +112,6 @@ def check_ranks(path: str | Path, size: int, model_impl: ModelImpl = "auto") -> 
     rank = TensorParallel(0, size, _not_called, _not_called)
     with torch.device("meta"), tensor_parallel(rank):
         build(config, torch.float32)
-
-
-def _by_transformers(
-    checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype, progress: Progress | None
-) -> CheckpointModel:
-    if progress is not None:
-        progress(0, 1)  # transformers does not say how far it is
-    try:
-        model = load_transformers_model(checkpoint.path, config, dtype)
-    except WeightsError as error:
-        raise CheckpointError(str(error)) from error
-    if progress is not None:
-        progress(1, 1)
-    return model
 
 
 def _not_called(x: Tensor, dim: int = -1) -> Tensor:
@@ -177,43 +151,6 @@ def check_load_format(load_format: str) -> None:
         raise InvalidArgumentError(
             f"load_format={load_format!r} is not supported. Supported: {', '.join(known)}."
         )
-
-
-def _named_dtype(dtype: str, config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return *dtype*, or the configuration's; None if neither says one."""
-    saved = Fields(config).dtype()
-    if dtype == "auto" and saved is None:
-        return None
-    if dtype == "auto" and saved not in DTYPES:
-        raise CheckpointError(
-            f"config.json has dtype {saved!r}, which dtype='auto' cannot follow. "
-            f"Choose one of: {', '.join(DTYPES)}."
-        )
-    return DTYPES[str(saved) if dtype == "auto" else dtype]
-
-
-def _dtype_of(files: Iterable[TensorFile]) -> torch.dtype:
-    """Return the dtype of a tensor, where models can be loaded in it."""
-    for file in files:
-        for name in list(file.shapes())[:1]:
-            if (found := file.tensor(name).dtype) in DTYPES.values():
-                return found
-    return torch.float32
-
-
-def _shapes(files: Iterable[TensorFile]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor, by name, if each is in one file only."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    holders: dict[str, Path] = {}
-    for file in files:
-        for name, shape in file.shapes().items():
-            if name in shapes:
-                raise CheckpointError(
-                    f"{holders[name]} and {file.file} both hold the tensor {shown_name(name)}; "
-                    "which one counts is not known. Download or copy the checkpoint again."
-                )
-            shapes[name], holders[name] = shape, file.file
-    return shapes
 
 
 def _planned(config: Mapping[str, Any], tensors: int) -> CheckpointModel:

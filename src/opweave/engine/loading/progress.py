@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from opweave.config import EngineConfig
 from opweave.config.current import current_compilation_config
-from opweave.engine.loading.loader import Progress
+from opweave.engine.loading.checkpoint import Progress
 
 
 @contextmanager

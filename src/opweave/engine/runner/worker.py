@@ -13,7 +13,8 @@ import torch
 from opweave.config import CacheConfig, EngineConfig, compilation_config
 from opweave.engine.attention.layers import LayerGroup
 from opweave.engine.cache.plan import CachePlan
-from opweave.engine.loading.loader import Progress, as_language_model, load_model
+from opweave.engine.loading.checkpoint import Progress
+from opweave.engine.loading.loader import as_language_model, load_model
 from opweave.engine.runner.model_runner import ModelRunner
 from opweave.engine.runner.step import SequenceStep
 from opweave.engine.sampling.sampling_request import Sampled

@@ -1,20 +1,28 @@
-"""Causal language models of transformers in opweave's engine.
+"""Models of transformers in opweave's engine.
 
 transformers is imported when such a model is loaded, and not before.
 """
 
+from opweave.integrations.transformers.encoder import TransformersEncoder
 from opweave.integrations.transformers.loading import (
     check_transformers_ranks,
     is_available,
+    is_base_model,
     is_causal_lm,
+    is_masked_lm,
+    load_transformers_encoder,
     load_transformers_model,
 )
 from opweave.integrations.transformers.model import TransformersModel
 
 __all__ = [
+    "TransformersEncoder",
     "TransformersModel",
     "check_transformers_ranks",
     "is_available",
+    "is_base_model",
     "is_causal_lm",
+    "is_masked_lm",
+    "load_transformers_encoder",
     "load_transformers_model",
 ]

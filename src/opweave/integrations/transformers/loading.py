@@ -1,19 +1,22 @@
-"""Load a causal language model with transformers' own code, strictly."""
+"""Load models with transformers' own code, strictly."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from opweave.integrations.transformers.encoder import TransformersEncoder
 from opweave.integrations.transformers.model import TransformersModel
 from opweave.integrations.transformers.sharding import check_ranks
 from opweave.ir.errors import described
 from opweave.models.errors import InvalidConfigError, WeightsError
+
+Build = Callable[..., Any]
 
 _SHOWN = 10  # names in an error
 
@@ -53,11 +56,9 @@ def load_transformers_model(
     """
     with _quiet():
         if seed is None:
-            model = _loaded(path, config, dtype)
+            model = _loaded(path, _class(config), dtype)
         else:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                model = _built(path, config, dtype)
+            model = _random(path, _class(config)._from_config, dtype, seed)
         return TransformersModel(model.eval())
 
 
@@ -69,12 +70,50 @@ def check_transformers_ranks(path: Path, config: Mapping[str, Any], size: int) -
         ShardingError: it cannot be divided.
     """
     with _quiet(), torch.device("meta"):
-        check_ranks(_built(path, config, torch.float32), size)
+        check_ranks(_built(path, _class(config)._from_config, torch.float32), size)
 
 
-def _built(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    with _errors_of_config(path):
-        return _class(config)._from_config(_typed(path), dtype=dtype)
+def load_transformers_encoder(
+    path: Path, config: Mapping[str, Any], dtype: torch.dtype, *, seed: int | None = None
+) -> TransformersEncoder:
+    """Build the base model of the checkpoint in directory *path*, and load its weights.
+
+    Heads and poolers are left out.
+
+    Args:
+        path, config, dtype, seed: as for :func:`load_transformers_model`.
+
+    Raises:
+        InvalidConfigError: transformers refuses the configuration.
+        WeightsError: tensors are missing, unexpected or do not fit.
+    """
+    from transformers import AutoModel
+
+    with _quiet():
+        if seed is None:
+            has_head = not is_base_model(config["architectures"][0])
+            model = _loaded(path, AutoModel, dtype, may_lack="pooler.", may_have_more=has_head)
+        else:
+            model = _random(path, AutoModel.from_config, dtype, seed)
+        return TransformersEncoder(model.eval())
+
+
+def is_base_model(architecture: str) -> bool:
+    """Whether transformers has a model without a head of that name."""
+    if not is_available():
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    return architecture in MODEL_MAPPING_NAMES.values()
+
+
+def is_masked_lm(architecture: str) -> bool:
+    """Whether transformers has a model of that name that predicts masked tokens."""
+    if not is_available():
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return architecture in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
 
 
 def _class(config: Mapping[str, Any]) -> Any:
@@ -82,6 +121,17 @@ def _class(config: Mapping[str, Any]) -> Any:
 
     (architecture,) = config["architectures"]
     return getattr(transformers, architecture)
+
+
+def _random(path: Path, build: Build, dtype: torch.dtype, seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _built(path, build, dtype)
+
+
+def _built(path: Path, build: Build, dtype: torch.dtype) -> Any:
+    with _errors_of_config(path):
+        return build(_typed(path), dtype=dtype)
 
 
 def _typed(path: Path) -> Any:
@@ -100,11 +150,18 @@ def _errors_of_config(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _loaded(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def _loaded(
+    path: Path,
+    model_class: Any,
+    dtype: torch.dtype,
+    *,
+    may_lack: str | tuple[()] = (),
+    may_have_more: bool = False,
+) -> Any:
     with _errors_of_config(path):
         typed = _typed(path)
     try:
-        model, loaded = _class(config).from_pretrained(
+        model, loaded = model_class.from_pretrained(
             path,
             config=typed,
             dtype=dtype,
@@ -116,8 +173,8 @@ def _loaded(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     except Exception as error:
         raise WeightsError(f"transformers cannot load {path}: {described(error)}") from error
     problems = {
-        "missing": loaded["missing_keys"],
-        "unexpected": loaded["unexpected_keys"],
+        "missing": [name for name in loaded["missing_keys"] if not name.startswith(may_lack)],
+        "unexpected": [] if may_have_more else loaded["unexpected_keys"],
         "do not fit": loaded["mismatched_keys"],
     }
     lines = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]

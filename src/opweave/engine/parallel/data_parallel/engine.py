@@ -16,9 +16,9 @@ from opweave.config import EngineConfig
 from opweave.engine.client.streaming_client import StreamingClient
 from opweave.engine.embedding.pooling_params import PoolingParams
 from opweave.engine.errors import EngineDeadError
-from opweave.engine.loading.checkpoint import Checkpoint
+from opweave.engine.loading.checkpoint import Checkpoint, Progress
 from opweave.engine.loading.generation_config import sampling_defaults
-from opweave.engine.loading.loader import Progress, check_ranks
+from opweave.engine.loading.loader import check_ranks
 from opweave.engine.metrics.stats import EngineStats
 from opweave.engine.parallel.data_parallel.group import ReplicaGroup
 from opweave.engine.parallel.data_parallel.merged_stats import merged

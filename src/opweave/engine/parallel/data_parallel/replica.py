@@ -19,7 +19,7 @@ from opweave.engine.client.engine_class import engine_class
 from opweave.engine.client.engine_client import EngineClient
 from opweave.engine.embedding.pooling_params import PoolingParams
 from opweave.engine.errors import EngineDeadError, EngineError
-from opweave.engine.loading.loader import Progress
+from opweave.engine.loading.checkpoint import Progress
 from opweave.engine.parallel.data_parallel.messages import (
     LoadOrder,
     ReplicaReport,

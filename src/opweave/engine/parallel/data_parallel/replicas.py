@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from opweave.engine.errors import ReplicaFailedError
-from opweave.engine.loading.loader import Progress
+from opweave.engine.loading.checkpoint import Progress
 from opweave.engine.parallel.data_parallel.group import ReplicaGroup
 from opweave.engine.parallel.data_parallel.messages import (
     LoadOrder,

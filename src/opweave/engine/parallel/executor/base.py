@@ -8,7 +8,7 @@ from pathlib import Path
 
 from opweave.config import EngineConfig
 from opweave.engine.cache.plan import CachePlan
-from opweave.engine.loading.loader import Progress
+from opweave.engine.loading.checkpoint import Progress
 from opweave.engine.runner.step import SequenceStep
 from opweave.engine.runner.worker import ModelFacts
 from opweave.engine.sampling.sampling_request import Sampled

@@ -9,7 +9,7 @@ from pathlib import Path
 from opweave.config import EngineConfig
 from opweave.engine.cache.plan import CachePlan
 from opweave.engine.errors import EngineDeadError, InvalidArgumentError
-from opweave.engine.loading.loader import Progress
+from opweave.engine.loading.checkpoint import Progress
 from opweave.engine.parallel.executor.base import Executor
 from opweave.engine.runner.cpu_threads import cpu_threads
 from opweave.engine.runner.step import SequenceStep

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import Store
 
 from opweave.engine.cache.plan import CachePlan
 from opweave.engine.errors import NonFiniteLogitsError
-from opweave.engine.loading.loader import Progress
+from opweave.engine.loading.checkpoint import Progress
 from opweave.engine.parallel.communicators import Communicator, RankGroup
 from opweave.engine.parallel.executor.messages import Start
 from opweave.engine.runner.step import SequenceStep

@@ -25,7 +25,8 @@ from opweave.engine.errors import (
     InvalidArgumentError,
     NonFiniteLogitsError,
 )
-from opweave.engine.loading.loader import Progress, check_ranks
+from opweave.engine.loading.checkpoint import Progress
+from opweave.engine.loading.loader import check_ranks
 from opweave.engine.parallel.executor.agreement import Agreement
 from opweave.engine.parallel.executor.base import Executor
 from opweave.engine.parallel.executor.follower import follow

@@ -1,0 +1,67 @@
+"""Loads models by transformers' code, with the checks that all checkpoints get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from opweave.engine.errors import CheckpointError
+from opweave.engine.loading.build import MOST_LAYERS, check_layers
+from opweave.engine.loading.checkpoint import Checkpoint, Progress, TensorFile
+from opweave.engine.loading.dtypes import dtype_of, named_dtype, shapes_of
+from opweave.engine.loading.quantization import unquantised
+from opweave.models import CheckpointModel, WeightsError
+
+Model = TypeVar("Model", bound=CheckpointModel, covariant=True)
+
+
+class Load(Protocol[Model]):
+    """A function of :mod:`opweave.integrations.transformers`."""
+
+    def __call__(
+        self, path: Path, config: Mapping[str, Any], dtype: torch.dtype, *, seed: int | None
+    ) -> Model: ...
+
+
+def load_by_transformers(
+    load: Load[Model],
+    checkpoint: Checkpoint,
+    dtype: str,
+    seed: int | None,
+    progress: Progress | None,
+) -> Model:
+    """Return what *load* makes of a checkpoint.
+
+    Args:
+        load: builds the model.
+        checkpoint: the directory.
+        dtype: ``"auto"``, or a name of ``DTYPES``.
+        seed: of random weights; None: load those of the files.
+        progress: called at the beginning and the end; transformers does not say how far it is.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or tensors do not fit the model.
+        ModelError: the configuration is invalid or not supported.
+    """
+    config = checkpoint.config()
+    named = named_dtype(dtype, config)
+    if seed is not None:
+        check_layers(config, MOST_LAYERS, "there can be")
+        return load(checkpoint.path, config, named or torch.float32, seed=seed)
+    with ExitStack() as stack:
+        files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
+        config = unquantised(config, checkpoint, files)
+        check_layers(config, len(shapes_of(files)), "the number of tensors is")
+        kept = named or dtype_of(files)
+    report = progress or (lambda *_: None)
+    report(0, 1)
+    try:
+        model = load(checkpoint.path, config, kept, seed=None)
+    except WeightsError as error:
+        raise CheckpointError(str(error)) from error
+    report(1, 1)
+    return model

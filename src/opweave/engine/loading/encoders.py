@@ -1,0 +1,83 @@
+"""Loads encoders, and tells them from models that generate text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from opweave.config import EngineConfig
+from opweave.engine.loading.by_transformers import load_by_transformers
+from opweave.engine.loading.checkpoint import Checkpoint, Progress
+from opweave.engine.loading.loader import check_dtype, load_model
+from opweave.integrations import transformers as backend
+from opweave.integrations.transformers import load_transformers_encoder
+from opweave.models import Encoder, UnsupportedModelError, model_class
+from opweave.models.fields import Fields
+
+
+def is_encoder(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint makes embeddings, and does not generate text.
+
+    Encoders, base models without a head, and all checkpoints of sentence-transformers do.
+
+    Raises:
+        CheckpointError, ModelError: the configuration is missing or damaged.
+    """
+    config = checkpoint.config()
+    if _is_own(config) or checkpoint.json_list("modules.json") is not None:
+        return True
+    named = Fields(config).texts("architectures")
+    return bool(named) and (backend.is_base_model(named[0]) or backend.is_masked_lm(named[0]))
+
+
+def load_encoder(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    *,
+    dtype: str | torch.dtype = "auto",
+    progress: Progress | None = None,
+) -> Encoder:
+    """Build the encoder of a checkpoint, and load its weights.
+
+    Args:
+        checkpoint: the directory.
+        config: says the format of the weights, the seed, and whose code runs the model.
+        dtype, progress: as for :func:`load_model`.
+
+    Raises:
+        CheckpointError, ModelError: as for :func:`load_model`; or it is not an encoder.
+    """
+    given = checkpoint.config()
+    dtype = check_dtype(dtype)
+    if _is_own(given) and config.model_impl != "transformers":
+        loaded = load_model(
+            checkpoint.path,
+            dtype=dtype,
+            load_format=config.load_format,
+            seed=config.seed,
+            progress=progress,
+        )
+        assert isinstance(loaded, Encoder), f"{type(loaded)=} is registered as an encoder"
+        return loaded
+    architectures = Fields(given).texts("architectures")
+    if not is_encoder(checkpoint) or config.model_impl == "opweave":
+        raise UnsupportedModelError(
+            f"{', '.join(architectures) or 'The model'} is not an encoder, so it cannot make "
+            "embeddings. opweave.engine.LLM runs language models."
+        )
+    return load_by_transformers(
+        load_transformers_encoder,
+        checkpoint,
+        dtype,
+        config.seed if config.load_format == "dummy" else None,
+        progress,
+    )
+
+
+def _is_own(config: Mapping[str, Any]) -> bool:
+    try:
+        return issubclass(model_class(config), Encoder)
+    except UnsupportedModelError:
+        return False
