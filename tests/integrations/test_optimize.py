@@ -99,6 +99,19 @@ def test_greedy_tokens_and_explanation() -> None:
     assert "causal_attention" in ran
 
 
+def test_sparse_attention_is_left_alone() -> None:
+    """The tokens that an indexer leaves out are masked for transformers' own attention only."""
+    latent = {"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "v_head_dim": 10}
+    sparse = {"index_topk": 3, "index_n_heads": 8, "index_head_dim": 16, "first_k_dense_replace": 2}
+    config = {**SIZES, **latent, **sparse, "qk_rope_head_dim": 8}
+    torch.manual_seed(0)
+    model = transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**config)).eval()
+    ids = prompt()
+    before = logits(model, ids)
+    opweave.optimize(model)
+    torch.testing.assert_close(logits(model, ids), before, atol=1e-5, rtol=1e-5)
+
+
 def test_padded_batches_take_the_mask() -> None:
     model, ids = make("Llama"), prompt()
     mask = torch.ones_like(ids)

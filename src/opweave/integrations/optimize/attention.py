@@ -13,8 +13,14 @@ NAME = "opweave"
 
 
 def has_interface(model: nn.Module) -> bool:
-    """Whether *model* takes its attention from transformers' registry, and now uses SDPA."""
+    """Whether *model* takes its attention from transformers' registry, and now uses SDPA.
+
+    Models with sparse attention do not: they mask the tokens that their indexer leaves out for
+    SDPA only, and expect any other attention function to know the indexer's results.
+    """
     if "transformers" not in sys.modules or not hasattr(model, "set_attn_implementation"):
+        return False
+    if any(getattr(module, "indexer", None) is not None for module in model.modules()):
         return False
     config: Any = getattr(model, "config", None)
     return getattr(config, "_attn_implementation", None) == "sdpa"

@@ -89,7 +89,14 @@ def _choose(
         try:
             with ExitStack() as undo:
                 sequences = kind.of(halves, tokens[0], undo)
-                reason = verify.difference(sequences, halves.logits, tokens, expected, dtype)
+                reason = verify.difference(
+                    sequences,
+                    halves.logits,
+                    tokens,
+                    expected,
+                    dtype,
+                    last_only=kind is RecomputedSequences,
+                )
                 if not reason:
                     undo.pop_all()
                     return sequences, "; ".join(reasons)
