@@ -58,6 +58,7 @@ _QWEN4 = {
 
 # By model type; merged into the fields that `shrink` returns. None removes a field.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "beam": {"num_experts": 8},
     "blt": {
         "encoder_hash_byte_group_vocab": 50,
@@ -115,6 +116,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 24},
     "hunyuan_v1_moe": {"head_dim": 24, "num_experts": 6, "moe_topk": 2},
     "granitemoe_swa": {"shared_intermediate_size": 48},
+    "granitemoehybrid": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "granitemoeshared": {"shared_intermediate_size": 48},
     "jamba": {
         "num_hidden_layers": 4,
@@ -200,6 +205,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon:alibi": ("falcon", {"alibi": True, "num_kv_heads": 4, "multi_query": False}),
     "falcon:grouped": ("falcon", {"new_decoder_architecture": True}),
     "gpt_neox:sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "bamba:mamba": ("bamba", {"attn_layer_indices": []}),
     "gpt2:scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "mpt:learned": ("mpt", {"attn_config": {"alibi": False}}),
     "opt:post_norm": ("opt", {"do_layer_norm_before": False}),

@@ -16,13 +16,15 @@ _GAIN = 1.5  # of each layer's matrices; enough that all layers show in the logi
 # and what the layers add to it is large. With others, that repeats one token after any prompt.
 _TIED = ((3.0, 0.05), (_GAIN, 1.0))  # gain, and standard deviation of the embedding; by seed
 _LOGITS = 3.0  # standard deviation of the logits: greedy choices are clear
+# Here, transformers' two implementations round the biases of positions differently.
+_ATTENTION = {"falcon:alibi": "sdpa"}
 
 
 def build(name: str, seed: int = 0) -> Any:
     """Return transformers' model of an architecture, with random float32 weights."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
-        make_config(name), attn_implementation="eager", dtype=torch.float32
+        make_config(name), attn_implementation=_ATTENTION.get(name, "eager"), dtype=torch.float32
     ).eval()
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Result:
         status: ``"equal"``, ``"different"``, ``"refused"`` (by the engine), ``"failed"`` (in any
             other way), or ``"not built"`` (transformers itself cannot run it).
         ran: how the engine ran the model.
-        detail: what differs, or the error.
+        detail: what differs, the error, or why the engine does not run the model in a faster way.
         seconds: for all of it.
     """
 
@@ -69,9 +70,10 @@ def _run(name: str, path: Path, wanted: Sequence[Continuation], model_impl: Any)
         generation_config="none",
         cache=CacheConfig(block_size=16, memory_bytes=64 << 20),
     )
-    ran = ""
+    ran, warnings = "", _Warnings()
     try:
-        llm = LLM(path, dtype="float32", config=config)
+        with warnings:
+            llm = LLM(path, dtype="float32", config=config)
         ran = _how(llm)
         prompts = [each.prompt for each in wanted]
         together = llm.generate(prompts, _PARAMS)
@@ -86,7 +88,25 @@ def _run(name: str, path: Path, wanted: Sequence[Continuation], model_impl: Any)
             if difference := _difference(expected, output):
                 prompt = f"{len(expected.prompt)} tokens {kind}"
                 return Result(name, "different", ran, f"{prompt}: {difference}")
-    return Result(name, "equal", ran)
+    return Result(name, "equal", ran, warnings.text)
+
+
+class _Warnings(logging.Handler):
+    """Collects what is logged about a model of transformers while the block runs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+        self._log = logging.getLogger("opweave.integrations.transformers")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()[:300]
+
+    def __enter__(self) -> None:
+        self._log.addHandler(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._log.removeHandler(self)
 
 
 def _how(llm: LLM) -> str:

@@ -40,8 +40,9 @@ SIZES: dict[str, Any] = {
         4, "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
         "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads",
         "attention_heads", "swa_num_attention_heads", "linear_num_heads", "linear_num_value_heads",
-        "index_n_heads",
     ),
+    # Enough that their scores are not all 0 after ReLU: a choice of equal ones is arbitrary.
+    **_same(16, "index_n_heads"),
     **_same(
         2, "num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads",
         "linear_num_key_heads",
