@@ -42,9 +42,6 @@ __all__ = [
     "OpOverloadPacket",
     "SerializableCallable",
     "TorchDispatchMode",
-    "cache_directory",
-    "compile_fx",
-    "fake_mode_of",
 ]
 
 InductorConfig = Mapping[str, Any]

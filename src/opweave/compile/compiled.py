@@ -94,7 +94,7 @@ class CompiledGraph(compat.SerializableCallable):
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> Callable[..., Any]:
         """Load a graph, which always runs the kernels that it was compiled with."""
-        loaded = precompiled.Precompiled.from_bytes(data)
+        loaded = precompiled.Precompiled.deserialize_compile_artifacts(data)
         remember(ReportLog([loaded.report], loaded.report))
         return loaded
 
@@ -104,7 +104,7 @@ class CompiledGraph(compat.SerializableCallable):
             current_scope() is scope
             and self._registries[0].version == versions[0]
             and (len(versions) == 1 or tuple(r.version for r in self._registries) == versions)
-            and (self._size_at is None or self._in_range(size, inputs))
+            and (self._size_at is None or self._range(size) == self._range(self._size(inputs)))
         )
 
     def _moment(self, inputs: Sequence[Any]) -> Moment:
@@ -172,9 +172,6 @@ class CompiledGraph(compat.SerializableCallable):
             return None
         ranges = enumerate(self._ranges)
         return next((i for i, (low, high) in ranges if low <= size <= high), None)
-
-    def _in_range(self, size: int | None, inputs: Sequence[Any]) -> bool:
-        return self._range(size) == self._range(self._size(inputs))
 
 
 def compile_with(

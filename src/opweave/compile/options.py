@@ -11,16 +11,6 @@ from opweave.compile import compat
 from opweave.compile.errors import OptionError
 from opweave.ir.errors import did_you_mean
 
-_SWITCHES = (
-    "recognition",
-    "fusion",
-    "sequence_parallelism",
-    "noop_elimination",
-    "plugin_passes",
-    "inplace",
-    "codegen",
-    "eager_rounding",
-)
 Priorities = Mapping[str, "str | Iterable[str]"]
 
 
@@ -90,10 +80,10 @@ class CompileOptions:
 
     def check(self) -> None:
         """Raise OptionError if an option has an invalid value."""
-        for name in _SWITCHES:
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise OptionError(f"option {name}={value!r} is neither True nor False.")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(option.default, bool) and not isinstance(value, bool):
+                raise OptionError(f"option {option.name}={value!r} is neither True nor False.")
         for name in ("priorities", "compile_ranges"):
             value = getattr(self, name)
             if not isinstance(value, Mapping):

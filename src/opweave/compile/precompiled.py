@@ -47,11 +47,6 @@ class Precompiled(compat.SerializableCallable):
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> Precompiled:
-        """Load a serialized graph."""
-        return cls.from_bytes(data)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Precompiled:
         """Load the output of :func:`to_bytes`, and register the kernels that it calls by name."""
         current_registry().ensure_ready()
         code, report, donated = pickle.loads(data)

@@ -93,7 +93,7 @@ def mla_attention_decode(
 
 
 def _each_token(equation: str, tokens: Tensor, weight: Tensor) -> Tensor:
-    # Copies have the same memory alignment for every position in the batch.
+    # Copy each row, because libraries choose the summation order by memory alignment.
     rows = [torch.einsum(equation, row.clone()[None], weight) for row in tokens]
     return torch.cat(rows) if rows else torch.einsum(equation, tokens, weight)
 
@@ -113,6 +113,6 @@ def _attend(
         end = key.shape[0] - query.shape[0] + i + 1 if causal else key.shape[0]
         start = 0 if window is None else max(end - window, 0)
         if end > start:
-            # Copies have the same memory alignment for every position in the batch.
+            # Copies, as in _each_token.
             row = (t.clone()[None] for t in (query[i : i + 1], key[start:end], value[start:end]))
             out[i] = ops.causal_attention.native(*row, scale, None, soft_cap)[0, 0]

@@ -48,5 +48,5 @@ def patch_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def _each_image(function: Callable[[Tensor], Tensor], x: Tensor, ndim: int) -> Tensor:
     if x.ndim != ndim or x.shape[0] == 0:
         return function(x)
-    # Copies have the same memory alignment, which may change a library's summation order.
+    # Copy each image, because libraries choose the summation order by memory alignment.
     return torch.cat([function(image.clone()) for image in torch.split_with_sizes(x, [1] * len(x))])

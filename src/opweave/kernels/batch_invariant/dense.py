@@ -69,6 +69,6 @@ def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _joined(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.ndim < 2 or x.numel() == 0:
         return function(x)
-    # Copies have the same memory alignment, which may change a library's summation order.
+    # Copy each row, because libraries choose the summation order by memory alignment.
     rows = [function(row.clone()[None]) for row in x.reshape(-1, x.shape[-1])]
     return torch.cat(rows).reshape(*x.shape[:-1], rows[0].shape[-1])

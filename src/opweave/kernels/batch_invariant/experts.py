@@ -112,7 +112,7 @@ def _joined(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tu
     """Call *function* with each row of *tensors*, and concatenate the results."""
     if tensors[0].ndim == 0 or tensors[0].shape[0] < 2:
         return function(*tensors)  # raises for an invalid shape
-    # Copies have the same memory alignment for every position in the batch.
+    # Copy each row, because libraries choose the summation order by memory alignment.
     rows = zip(*tensors, strict=True)
     results = [function(*(part.clone()[None] for part in row)) for row in rows]
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))

@@ -66,16 +66,11 @@ def _dynamic_quant(x: Tensor, bound: Tensor | None, dtype: torch.dtype) -> tuple
         bound,
         row_stride(x),
         width,
-        SCHEME=scheme_of(dtype),
+        SCHEME="int8" if dtype is torch.int8 else "fp8",
         BLOCK=block_of(width),
         num_warps=warps_for(width),
     )
     return out, scales
-
-
-def scheme_of(dtype: torch.dtype) -> str:
-    """Return the scheme of ``store_quantised`` for *dtype*."""
-    return "int8" if dtype is torch.int8 else "fp8"
 
 
 @implements(ops.per_token_group_quant_fp8, rows("x") & has_float8("x") & GROUP_SIZE)
