@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opweave import ir
-from opweave.base import compat, torch_state
+from opweave.base import compat, plain_call
 
 SOURCE = Path(inspect.getfile(ir)).parents[1]
 CHECKED = {
@@ -316,7 +316,7 @@ def test_below_autograd() -> None:
 def test_the_keys_of_modes_are_included_while_a_mode_is_active() -> None:
     def included() -> list[bool]:
         keys = torch._C._dispatch_tls_local_include_set()
-        return [keys.has(torch._C.DispatchKey(key)) for key in torch_state.MODE_KEYS]
+        return [keys.has(torch._C.DispatchKey(key)) for key in plain_call.MODE_KEYS]
 
     python, functorch, tracer = range(3)
     assert included() == [False] * 3
@@ -333,7 +333,7 @@ def test_the_keys_of_modes_are_included_while_a_mode_is_active() -> None:
     with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         torch.jit.trace(look, torch.zeros(1), check_trace=False)
     assert seen.pop()[tracer]
-    for i, key in enumerate(torch_state.MODE_KEYS):
+    for i, key in enumerate(plain_call.MODE_KEYS):
         with compat.include_dispatch_key(key):
             assert included()[i]
     assert included() == [False] * 3

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from opweave.base import compat, torch_state
+from opweave.base import compat, plain_call
 from opweave.ir.donation import refused
 from opweave.ir.impl import IrOpImpl
 from opweave.ir.memory import clone_in_layout
@@ -102,7 +102,7 @@ class Generator:
             **self.schema.defaults,
             "_Tensor": Tensor,
             "_Parameter": Parameter,
-            "_plain_types": torch_state.PLAIN_TYPES,
+            "_plain_types": plain_call.PLAIN_TYPES,
             "_type": type,
             "_list": list,
             "_tuple": tuple,
@@ -116,7 +116,7 @@ class Generator:
             "_has_torch_function": compat.has_torch_function_unary,
             "_is_grad_enabled": torch.is_grad_enabled,
             "_is_inference_mode": torch.is_inference_mode_enabled,
-            **torch_state.NAMES,
+            **plain_call.NAMES,
         }
 
     def compile(self) -> tuple[str, Function]:
@@ -180,7 +180,7 @@ class Generator:
                 f"        return _scoped(_scope)(self, {self.call})",
             ]
         if self.path.kind is Kind.KERNEL:
-            cast = [f"    if not ({torch_state.AUTOCAST.inactive}):", f"        {slow}"]
+            cast = [f"    if not ({plain_call.AUTOCAST.inactive}):", f"        {slow}"]
             return [*lines, *cast, *self._choice("    ", slow)]
         return [*lines, *self._plain_condition(), *self._choice("        ", slow), f"    {slow}"]
 
@@ -268,7 +268,7 @@ class Generator:
         check = [
             f"_is_plain({', '.join(required + optional)})",
             *(f"{name} is not None" for name in required[1:]),
-            *(fact.inactive for fact in torch_state.FACTS if not fact.in_native_check),
+            *(fact.inactive for fact in plain_call.FACTS if not fact.in_native_check),
         ]
         return [f"    if ({' and '.join(check)}) or (", *tests, "    ):"]
 
@@ -278,9 +278,9 @@ class Generator:
         tests += [self._exact_list(p) for p in self.schema.tensor_lists]
         required = [p.name for p in self.schema.tensors if not p.is_optional]
         first = required[0] if required else None
-        for fact in torch_state.FACTS:
+        for fact in plain_call.FACTS:
             # Equivalent for an exact tensor, and faster.
-            quicker = first is not None and fact is torch_state.FUNCTION_MODE
+            quicker = first is not None and fact is plain_call.FUNCTION_MODE
             tests.append(f"not _has_torch_function({first})" if quicker else fact.inactive)
         tests.append(f"not (_is_grad_enabled() and ({self._any_requires_grad()}))")
         return [f"{indent}{'and ' if i else ''}{test}" for i, test in enumerate(tests)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from opweave.base import compat, torch_state
+from opweave.base import compat, plain_call
 from opweave.ir.codegen import Function, Generator, Kind, functional, run_donating
 from opweave.ir.donation import poison_unused
 from opweave.ir.gradients import warn_of_fallback
@@ -193,8 +193,8 @@ def _traced(callee: Callee, *args: Any, **kwargs: Any) -> Any:
 def _needs_dispatcher(values: tuple[Any, ...]) -> bool:
     """Whether the torch dispatcher must run the call: modes, tracers, subclasses, functorch."""
     return (
-        torch_state.is_watched()
-        or any(type(t) not in torch_state.PLAIN_TYPES for t in tensors_in(values))
+        plain_call.is_watched()
+        or any(type(t) not in plain_call.PLAIN_TYPES for t in tensors_in(values))
         or any(
             hasattr(type(v), "__torch_function__") and not isinstance(v, torch.Tensor)
             for v in values

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from opweave.base import compat, torch_state
+from opweave.base import compat, plain_call
 from opweave.ir.errors import InvalidResultError
 from opweave.ir.impl import IrOpImpl
 from opweave.ir.names import ANNOTATIONS
@@ -120,12 +120,12 @@ def _check_memory(impl: IrOpImpl, outputs: Sequence[Tensor], given: Sequence[Ten
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    return all(type(t) in torch_state.PLAIN_TYPES and t.layout is torch.strided for t in tensors)
+    return all(type(t) in plain_call.PLAIN_TYPES and t.layout is torch.strided for t in tensors)
 
 
 def _is_undisturbed(given: Sequence[Tensor]) -> bool:
     """Whether the outputs depend on the arguments alone, not on a mode or autocast."""
-    return not torch_state.is_watched() and not autocasts(given)
+    return not plain_call.is_watched() and not autocasts(given)
 
 
 def _expected(impl: IrOpImpl, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Output]:

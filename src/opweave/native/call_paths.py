@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import has_torch_function
 
 from opweave.base import compat
-from opweave.base.torch_state import differentiates, is_watched
+from opweave.base.plain_call import differentiates, is_watched
 from opweave.ir.errors import did_you_mean
 from opweave.native import registration
 from opweave.native.autograd import (

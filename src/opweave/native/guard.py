@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 from torch.overrides import TorchFunctionMode
 
-from opweave.base import compat, torch_state
+from opweave.base import compat, plain_call
 from opweave.native.loader import module as native_module
 
 
@@ -24,7 +24,7 @@ def plain_check() -> Callable[..., bool] | None:
     """
     module = native_module()
     if module is None or not module._open_plain_check(
-        torch.Tensor, torch.nn.Parameter, torch_state.MODE_KEYS
+        torch.Tensor, torch.nn.Parameter, plain_call.MODE_KEYS
     ):
         return None
     check: Callable[..., bool] = module._is_plain
@@ -43,7 +43,7 @@ def _states() -> Iterator[list[AbstractContextManager[object]]]:
     """Every state of a thread in which the answer must be no."""
     yield [torch.enable_grad()]
     yield [torch.no_grad(), _FunctionMode()]
-    for key in torch_state.MODE_KEYS:
+    for key in plain_call.MODE_KEYS:
         yield [torch.no_grad(), compat.include_dispatch_key(key)]
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from opweave.base import torch_state
+from opweave.base import plain_call
 from opweave.ir.rule import plain
 
 
@@ -11,9 +11,9 @@ def is_readable(tensor: Tensor) -> bool:
     """Whether values can be read at no cost: a plain CPU tensor in eager mode."""
     return (
         not torch.compiler.is_compiling()
-        and type(tensor) in torch_state.PLAIN_TYPES
+        and type(tensor) in plain_call.PLAIN_TYPES
         and tensor.is_cpu
-        and not torch_state.hides_values()
+        and not plain_call.hides_values()
     )
 
 

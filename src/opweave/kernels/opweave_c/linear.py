@@ -10,7 +10,7 @@ import torch
 from torch import SymBool, Tensor
 from torch.nn import functional
 
-from opweave.base import compat, torch_state
+from opweave.base import compat, plain_call
 from opweave.ir import rules
 from opweave.ir.ops.linear import linear as op
 from opweave.ir.ops.linear import linear_w8a16 as op_w8a16
@@ -137,7 +137,7 @@ def _torchs_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x.dtype is torch.float32
         and _HAS_ONEDNN
         and torch.backends.mkldnn.enabled
-        and not torch_state.kernels_are_traced()
+        and not plain_call.kernels_are_traced()
     ):
         return compat.onednn_linear(x, weight, bias)
     return functional.linear(x, weight, bias)
@@ -165,7 +165,7 @@ def _by_pieces(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) ->
 
     Graphs contain the native definition instead: the compiler fuses the widening.
     """
-    if torch_state.kernels_are_traced():
+    if plain_call.kernels_are_traced():
         result: Tensor = op_w8a16.native(x, weight, scale, bias)
         return result
     rows, columns = weight.shape

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.base import compat, torch_state
+from opweave.base import compat, plain_call
 
 _empty_like = torch.empty_like
 _empty_strided_cpu = compat.empty_strided_cpu
-_kernels_are_traced = torch_state.kernels_are_traced
+_kernels_are_traced = plain_call.kernels_are_traced
 
 
 def new_rows(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:

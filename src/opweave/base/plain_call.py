@@ -5,7 +5,7 @@ A call is *plain* if the dispatcher would do nothing but run the kernel: every t
 transform, a tracer), autocast is off, and autograd records nothing. A missed fact is a silently
 wrong gradient or trace, so the facts are listed once, in :data:`FACTS`. The generated fast paths
 (:mod:`opweave.ir.codegen`), the functions below and the keys that the C++ check reads
-(``csrc/core/plain_call.cpp``) all come from that list. ``tests/base/test_torch_state.py`` draws
+(``csrc/core/plain_call.cpp``) all come from that list. ``tests/base/test_plain_call.py`` draws
 states of a thread and checks that all of them agree.
 """
 

@@ -1,4 +1,4 @@
-"""All users of :mod:`opweave.base.torch_state` give the same answer in every state of a thread."""
+"""All users of :mod:`opweave.base.plain_call` give the same answer in every state of a thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opweave import ir, native
-from opweave.base import torch_state
+from opweave.base import plain_call
 from opweave.ir import codegen, results
 from opweave.ir.dispatch import Path, _needs_dispatcher
 from opweave.ir.ops.checks import is_readable
@@ -222,11 +222,11 @@ def test_all_other_users_agree(state: State) -> None:
 
     def body(x: Tensor) -> None:
         watched, hides = state.is_watched, state.hides_values
-        assert torch_state.is_watched() is watched
-        assert torch_state.hides_values() is hides
-        assert torch_state.differentiates() is (state.grad_is_on or "forward AD" in state.active)
+        assert plain_call.is_watched() is watched
+        assert plain_call.hides_values() is hides
+        assert plain_call.differentiates() is (state.grad_is_on or "forward AD" in state.active)
         if state.active and state.active[0] == "dispatch mode":  # the innermost
-            assert torch_state.kernels_are_traced()
+            assert plain_call.kernels_are_traced()
         assert _needs_dispatcher((x, None)) is (watched or not state.has_plain_type)
         assert is_readable(x) is (state.has_plain_type and not hides)
         assert results._is_undisturbed([x]) is not (watched or "autocast" in state.active)
