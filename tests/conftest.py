@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, settings
 from opweave import ir
 from opweave.ir.scope import current_scope
 from process_globals import restored
-from warm_python import WarmPython
+from warm_python import warm_python
 
 ROOT = Path(__file__).parents[1]
 SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**31)))
@@ -121,20 +121,12 @@ def registry() -> Iterator[ir.Registry]:
         yield fresh
 
 
-@pytest.fixture(scope="session")
-def warm_python() -> Iterator[WarmPython]:
-    """Run code in new processes that have imported torch already."""
-    server = WarmPython()
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def fresh_python(tmp_path: Path, request: pytest.FixtureRequest) -> FreshPython:
-    """Run code in a new interpreter, in an empty folder, without any setting of opweave.
+def fresh_python(tmp_path: Path) -> FreshPython:
+    """Run code in a new process, in an empty folder, without any setting of opweave.
 
-    ``fresh_python(code, env={...}, check=True)`` returns the completed process. With ``warm=True``,
-    it has imported torch and its compilers before (see :mod:`warm_python`).
+    ``fresh_python(code, env={...}, check=True)`` returns the completed process. It has imported
+    torch and its compilers before (see :mod:`warm_python`), except with ``warm=False``.
     """
 
     def run(
@@ -143,14 +135,15 @@ def fresh_python(tmp_path: Path, request: pytest.FixtureRequest) -> FreshPython:
         env: Mapping[str, str] | None = None,
         check: bool = True,
         stdin: str | None = None,
-        warm: bool = False,
+        warm: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("OPWEAVE_")}
         clean["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         clean.update(env or {})
         if warm:
-            server: WarmPython = request.getfixturevalue("warm_python")
-            process = server.run(textwrap.dedent(code), cwd=tmp_path, env=clean)
+            process = warm_python().run(
+                "-c", textwrap.dedent(code), cwd=tmp_path, env=clean, stdin=(stdin or "").encode()
+            )
         else:
             process = subprocess.run(
                 [sys.executable, "-c", textwrap.dedent(code)],

@@ -32,6 +32,7 @@ from kernel_cells.contenders import native_call, ours, rejection, torch_baseline
 from kernel_cells.eager import globals_of  # noqa: E402
 from kernel_cells.measure import Results, is_worth_longer, least_microseconds  # noqa: E402
 from kernel_cells.shape import Shape  # noqa: E402
+from warm_python import warm_python  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not native.available() and os.environ.get("TEST_EXPECT_NATIVE") == "0",
@@ -458,10 +459,8 @@ def test_the_picture_says_what_is_outside_of_its_scale_and_where_each_bar_is() -
 
 
 def test_dispatch_keeps_its_options_and_output() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "dispatch.py"), "--rounds", "2", "--json"],
-        check=True, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = warm_python().run(ROOT / "benchmarks" / "dispatch.py", "--rounds", "2", "--json")
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(found) == {"machine", "rows"}
     assert "dispatch.one_predicate" in {row["name"] for row in found["rows"]}
@@ -479,11 +478,9 @@ def test_any_model_compares_with_transformers() -> None:
 
 
 def test_nothing_is_cut_where_stdout_is_no_terminal() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "dispatch.py"), "--rounds", "2"],
-        env={name: value for name, value in os.environ.items() if name != "COLUMNS"},
-        check=True, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = warm_python().run(ROOT / "benchmarks" / "dispatch.py", "--rounds", "2", env=env)
+    assert done.returncode == 0, done.stderr
     assert "dispatch.two_rejections " in done.stdout
     assert "…" not in done.stdout
 

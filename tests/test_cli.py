@@ -21,6 +21,7 @@ from opweave.cli.app import COMMANDS
 from opweave.ir.names import OWN_PROVIDERS
 from opweave.layers import op_registry
 from opweave.plugins.claim import BUILTIN_PLATFORMS
+from warm_python import warm_python
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = ROOT / "examples" / "models" / "tiny-pydoc"
@@ -54,16 +55,11 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def run_anew(*arguments: str | bytes | Path, cwd: Path = ROOT, **environment: str) -> Done:
-    """Run the command in an interpreter of its own, where settings are read anew."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from opweave.cli import main; main()", *arguments],
-        check=False,
-        capture_output=True,
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "200", **environment},
-        timeout=120,
-    )
-    return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+    """Run the command in a process of its own, which reads the settings."""
+    code = "from opweave.cli import main; main()"
+    env = {**os.environ, "COLUMNS": "200", **environment}
+    done = warm_python().run("-c", code, *arguments, cwd=cwd, env=env)
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def assert_one_line_error(done: Done, *named: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from conftest import Case, FreshCases
 from opweave.cli import main
+from warm_python import warm_python
 
 RUN = """
 import contextlib, io, json, sys
@@ -297,15 +297,9 @@ def run_its_tests(folder: Path, *arguments: str) -> str:
         "[opweave.general_plugins]\ndemo = demo:register\n"
         "[opweave.platform_plugins]\ndemo = demo.claim:claim\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", *filter(None, sys.path)])},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", *filter(None, sys.path)])}
+    options = ("-q", "-p", "no:cacheprovider", *arguments)
+    done = warm_python().run("-m", "pytest", *options, cwd=folder, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

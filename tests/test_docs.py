@@ -6,13 +6,12 @@ import doctest
 import importlib
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import opweave
+from warm_python import warm_python
 
 MARK = "--- end of block ---"
 ROOT = Path(__file__).parent.parent
@@ -26,13 +25,10 @@ PAGES = [
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_run_and_print_what_they_say(page: Path) -> None:
-    # In an interpreter of its own: pages declare ops and change torch's state.
+    # In a process of its own: pages declare ops and change torch's state.
     blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
     program = [f"exec({block!r}); print({MARK!r})" for kind, block in blocks if kind == "python"]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(program)],
-        check=False, capture_output=True, text=True, cwd=ROOT, timeout=120,
-    )  # fmt: skip
+    done = warm_python().run("-W", "error", "-c", "\n".join(program), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     printed = iter(done.stdout.split(MARK))
     output = ""

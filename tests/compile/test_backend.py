@@ -350,7 +350,8 @@ def test_a_package_loads_where_only_opweave_is_imported(
             torch.export.export(model, inputs), package_path=package
         )
     assert opweave.compile.report().selected_impls["silu_and_mul"] == {"silu_and_mul": provider}
-    fresh_python(f"""
+    fresh_python(
+        f"""
         import sys
         import torch
         import opweave
@@ -359,7 +360,9 @@ def test_a_package_loads_where_only_opweave_is_imported(
         inputs, expected = torch.load({expected!r})
         found = torch._inductor.aoti_load_package({package!r})(*inputs)
         torch.testing.assert_close(tuple(found), tuple(expected))
-    """)
+        """,
+        warm=False,
+    )
 
 
 @pytest.mark.timeout(300)

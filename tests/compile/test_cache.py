@@ -16,7 +16,7 @@ from torch import Tensor
 import opweave.compile
 from opweave import ir
 from opweave.compile import Report, fingerprint
-from warm_python import WarmPython
+from warm_python import warm_python
 
 PROGRAM = """
     import json, sys
@@ -101,9 +101,8 @@ LOAD = """
 class Process:
     """Runs the program in new processes that share one cache."""
 
-    def __init__(self, folder: Path, python: WarmPython) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._python = python
         self.write("program.py", PROGRAM)
         self.write("kernels.py", KERNELS)
         self.write("helper.py", HELPER)
@@ -112,7 +111,8 @@ class Process:
         (self.folder / name).write_text(textwrap.dedent(text))
 
     def __call__(self, function: str, *, program: str = "program.py", **env: str) -> Any:
-        done = self._python.run(
+        done = warm_python().run(
+            "-c",
             f"import runpy; runpy.run_path({program!r}, run_name='__main__')",
             function,
             cwd=self.folder,
@@ -123,8 +123,8 @@ class Process:
 
 
 @pytest.fixture
-def process(tmp_path: Path, warm_python: WarmPython) -> Process:
-    return Process(tmp_path, warm_python)
+def process(tmp_path: Path) -> Process:
+    return Process(tmp_path)
 
 
 def test_a_hit_runs_no_pass_and_carries_the_report(process: Process) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
+from warm_python import warm_python
 
 ROWS, WIDTH = 7, 64
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "inductor-mutation.md"
@@ -25,14 +24,9 @@ Function = Callable[[Tensor], Tensor]
 def error_of_reported_program(prefix: str, folder: Path) -> float:
     """Run the program of the report for torch in a new process, and return what it prints."""
     program = re.findall(r"```py\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
-    done = subprocess.run(
-        [sys.executable, "-c", prefix + program],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    done = warm_python().run("-c", prefix + program, env=env)
+    assert done.returncode == 0, done.stderr
     return float(re.findall(r"tensor\((.*)\)", done.stdout)[0])
 
 

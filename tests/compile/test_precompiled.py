@@ -57,7 +57,6 @@ def test_a_saved_graph_runs_in_another_process(
         assert report.from_cache and report.complete
         assert {{n.chosen for n in report.nodes if n.op == "silu_and_mul"}} == {{{provider!r}}}
     """,
-        warm=True,
     )
 
 

@@ -17,6 +17,7 @@ import pytest
 from opweave import ir
 from opweave.cli import main
 from opweave.ir.testing import restored
+from warm_python import warm_python
 
 from .zoo import ZOO
 
@@ -212,15 +213,9 @@ def package(tmp_path: Path) -> Path:
 
 
 def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    options = ("-q", "-p", "no:cacheprovider", *arguments)
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    return warm_python().run("-m", "pytest", *options, cwd=folder, env=env)
 
 
 def test_another_package_has_it_in_pytest(package: Path) -> None:

@@ -244,7 +244,7 @@ def test_nothing_outlives_the_program_that_starts_ray(
     ending: str, code: int, fresh_python: FreshPython
 ) -> None:
     before = set(of_ray())
-    ended = fresh_python(ALONE.format(path=str(CHECKPOINT), ending=ending), check=False)
+    ended = fresh_python(ALONE.format(path=str(CHECKPOINT), ending=ending), check=False, warm=False)
     assert ended.returncode == code, ended.stderr
     first, second = map(int, ended.stdout.split())
     wait_until(lambda: not is_alive(first) and not is_alive(second))
@@ -295,7 +295,7 @@ RANKED = """
 @pytest.mark.slow
 def test_replicas_of_two_ranks(fresh_python: FreshPython) -> None:
     code = RANKED.format(path=str(CHECKPOINT), prompts=PROMPTS)
-    found = json.loads(fresh_python(code).stdout)
+    found = json.loads(fresh_python(code, warm=False).stdout)
     assert found == [each[0].token_ids for each in expected()["greedy"]]
 
 

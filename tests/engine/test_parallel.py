@@ -205,7 +205,7 @@ def test_no_rank_outlives_the_engine(
     signal_: str, code: int, checkpoint: Checkpoints, fresh_python: FreshPython
 ) -> None:
     program = ENDING.format(path=str(checkpoint("one_layer")[0]), signal=signal_)
-    ended = fresh_python(program, check=False)
+    ended = fresh_python(program, check=False, warm=False)
     assert ended.returncode == code, ended.stderr
     (pid,) = map(int, ended.stdout.split())
     wait_until(lambda: not is_alive(pid), SOON)
@@ -370,11 +370,14 @@ def test_torchrun(checkpoint: Checkpoints, fresh_python: FreshPython) -> None:
     path = checkpoint("one_layer")[0]
     options = ["--prompt=hello", "--max-tokens=6", "--json", "--tensor-parallel-size=2"]
     code = f"from opweave.cli.app import main; main({['generate', str(path), *options]})"
-    launched = fresh_python(f"""
+    launched = fresh_python(
+        f"""
         import sys
         from torch.distributed.run import main
         main(["--nproc-per-node=2", "--standalone", "--no-python", sys.executable, "-c", {code!r}])
-    """)
+        """,
+        warm=False,
+    )
     found = json.loads(launched.stdout)
     (output,) = LLM(path).generate("hello", SamplingParams(temperature=0, max_tokens=6))
     assert found["outputs"][0]["token_ids"] == output.outputs[0].token_ids

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from warm_python import warm_python
+
 PROBE = """
 import torch
 from opweave import native
@@ -27,9 +29,8 @@ if status.path:
 
 def probe(isa: str) -> list[str]:
     environment = {**os.environ, "OPWEAVE_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, check=True
-    )
+    done = warm_python().run("-c", PROBE, env=environment)
+    assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
@@ -61,7 +62,8 @@ def test_importing_the_package_loads_nothing() -> None:
         "import opweave._custom_ops; assert 'opweave._C_ops' not in sys.modules"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    done = warm_python().run("-c", code, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 def test_missing_module_is_a_reason_not_an_error() -> None:
@@ -77,7 +79,8 @@ def test_missing_module_is_a_reason_not_an_error() -> None:
         "import opweave.kernels.opweave_c\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    done = warm_python().run("-c", code, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 def isa_objects() -> list[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +21,7 @@ from opweave.native import (
     opened_modules,
     registration,
 )
+from warm_python import warm_python
 
 from .kit_module import add_source, empty_source
 
@@ -276,13 +276,8 @@ def test_a_module_in_another_package(native_cache: Path, tmp_path: Path) -> None
     package.mkdir()
     shutil.copy(raw.__file__, package / "kit_moved.abi3.so")
     code = "from opweave import native; native.import_module('elsewhere.kit_moved')"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = warm_python().run("-c", code, env=env)
     assert "its ops are those of torch.ops.kit_moved, and in this package they would be of" in (
         done.stderr
     )
