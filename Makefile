@@ -10,6 +10,8 @@ WEIGHTS := build/weights
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # What test-abi installs: the versions whose packages are small on a registry that has CPU builds.
 ABI_TORCH := 2.13.0
+# Of Hypothesis, see tests/hypothesis_profiles.py: "ci" draws a quarter of the examples.
+PROFILE := opweave
 CHECKPOINT := examples/models/tiny-pydoc
 # Without build isolation, CMake's build folder is kept: an isolated environment is a new one for each
 # build, and scikit-build-core would compile everything again for it.
@@ -41,7 +43,8 @@ run: $(VENV)/run.stamp $(VENV)/native.stamp ## install, then write a paragraph w
 	  --temperature 0.7 --seed 1 --explain
 
 test: $(DEV) $(WEIGHTS)/installed.stamp ## run the tests, native kernels for base and the best instruction set
-	$(BIN)/python -m pytest -m "not slow and not timed" --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not timed" --numprocesses 2 --dist worksteal \
+	  --hypothesis-profile $(PROFILE)
 	$(BIN)/python -m pytest -m timed $$(grep -rl "mark.timed" tests --include="test_*.py")
 
 test-all: $(DEV) $(WEIGHTS)/installed.stamp ## run the tests, slow sweeps and every instruction set included
@@ -95,7 +98,8 @@ clean: ## remove what the other targets made
 
 test-triton: $(DEV) $(TRITON)/installed.stamp ## run the Triton kernels in its interpreter
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 \
-	  $(BIN)/python -m pytest tests/triton_kernels --numprocesses 2
+	  $(BIN)/python -m pytest tests/triton_kernels --numprocesses 2 --dist worksteal \
+	  --hypothesis-profile $(PROFILE)
 
 $(TRITON)/installed.stamp: $(VENV)/bin/python tests/triton_kernels/requirements.txt
 	$(PIP) install --no-deps --upgrade --target $(TRITON) \

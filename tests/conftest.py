@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 
+import hypothesis_profiles  # noqa: F401 - registers the profiles
 from opweave import ir
 from opweave.ir.scope import current_scope
 from process_globals import restored
@@ -36,17 +37,6 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if torch.cuda.device_count():
     os.environ.setdefault("OPWEAVE_PLATFORM", "cpu")
 
-settings.register_profile(
-    "opweave",
-    deadline=None,
-    database=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-# A first look at a failure that takes long to shrink: pytest --hypothesis-profile=unshrunk
-settings.register_profile(
-    "unshrunk", settings.get_profile("opweave"), phases=[Phase.explicit, Phase.generate]
-)
 settings.load_profile("opweave")
 
 # Runs each piece of code in a child of one interpreter that has imported torch and opweave and

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hypothesis_profiles import examples
 from opweave import ir, native
 from opweave.base import plain_call
 from opweave.ir import codegen, results
@@ -190,7 +190,7 @@ def fast_path(
     return call
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
+@examples(150)
 @given(state=states)
 def check_the_generated_path(fast_path: Callable[[Tensor], bool], state: State) -> None:
     def body(x: Tensor) -> None:
@@ -215,7 +215,7 @@ def _expect(holds: bool, state: State) -> None:
     assert holds, state
 
 
-@hypothesis_settings(max_examples=300, deadline=None)
+@examples(300)
 @given(states)
 def test_all_other_users_agree(state: State) -> None:
     check = native.plain_check()
@@ -237,7 +237,7 @@ def test_all_other_users_agree(state: State) -> None:
     run_in(state, body)
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
+@examples(150)
 @given(states)
 def test_functions_of_native_modules_agree(state: State) -> None:
     direct_calls = []

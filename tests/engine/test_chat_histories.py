@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import chat_templates as of
 from engine.test_chat_messages import TOOLS, compiled, ours, parts, theirs
+from hypothesis_profiles import examples
 
 Message = dict[str, Any]
 _LETTERS = st.characters(exclude_categories=["Cs", "Co", "Cn"])
@@ -147,7 +148,7 @@ class Histories:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_prompts_are_those_of_transformers(family: Family, data: st.DataObject) -> None:
     sent, canonical = Histories(family, data).history()
@@ -159,7 +160,7 @@ def test_prompts_are_those_of_transformers(family: Family, data: st.DataObject) 
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(data=st.data())
 def test_continued_prompts_are_those_of_transformers(family: Family, data: st.DataObject) -> None:
     sent, canonical = Histories(family, data).history()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation.logits_process import (
@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from hypothesis_profiles import examples
 from opweave.engine import NonFiniteLogitsError, SamplingParams
 from opweave.engine.runner.step import SequenceStep
 from opweave.engine.sampling.history import History
@@ -79,7 +80,7 @@ def test_distributions_are_those_of_transformers(dtype: torch.dtype) -> None:
         torch.testing.assert_close(got[row], wanted, rtol=1e-6, atol=1e-12)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     st.integers(1, 60), st.sampled_from([0.3, 0.8, 1.0, 1.9]), st.integers(-1, 70),
     st.floats(0.01, 1), st.sampled_from([0.0, 0.0, 0.02, 0.3]), st.sampled_from([0.1, 2.0, 9.0]),

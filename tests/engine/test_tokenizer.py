@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from hypothesis_profiles import examples
 from models.tiny_checkpoints import BOS, EOS, VOCABULARY, write_tokenizer
 from opweave.engine import Checkpoint, CheckpointError, MissingDependencyError, Tokenizer
 from opweave.engine.errors import TokenizerError
@@ -72,7 +73,7 @@ def test_other_threads_run_while_a_long_text_is_read(
     assert sum(tick < ended[0] for tick in ticks) > 3
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(50)
 @given(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), st.text(max_size=12))
 @example([98] * 30, "")
 def test_pieces_add_up(tokenizer: Tokenizer, ids: list[int], text: str) -> None:
@@ -206,7 +207,7 @@ BYTES = st.binary(max_size=8)
 TEXT = st.text("a\ufffd\u00e9\u6f22\U0001f642", max_size=8)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(200)
 @given(st.builds(lambda *parts: b"".join(parts), BYTES, TEXT.map(str.encode), BYTES), st.data())
 def test_only_text_behind_the_prompt_is_new(tokenizer: Tokenizer, text: bytes, data: Any) -> None:
     of_bytes = {tokenizer.bytes_of(token): token for token in range(VOCABULARY) if token > 2}
@@ -298,7 +299,7 @@ def test_special_tokens_are_left_out_or_not(tokenizer: Tokenizer) -> None:
     assert {BOS, EOS} <= tokenizer.special_ids
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60)
 @given(st.data())
 def test_bytes_that_are_no_text_do_not_pile_up(tokenizer: Tokenizer, data: Any) -> None:
     # Tokens of single bytes: parts of characters, whole ones, and bytes that are no text at all.

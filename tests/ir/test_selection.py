@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hypothesis_profiles import examples
 from opweave import ir
 from opweave.ir.priority import parse
 from opweave.ir.selection import needs_gradient, tensors_in
@@ -81,7 +82,7 @@ def nonempty(program: Program, values: dict[str, Any]) -> bool:
 
 
 @given(st.data())
-@settings(max_examples=250)
+@examples(250)
 def test_every_way_to_call_runs_what_select_says(data: st.DataObject) -> None:
     program = data.draw(programs())
     with ir.isolated_registry():

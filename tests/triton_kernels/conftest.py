@@ -7,7 +7,9 @@ import os
 import pytest
 import torch
 
+from hypothesis_profiles import share
 from opweave import ir
+from opweave.conformance import inputs
 from opweave.kernels.triton.registration import INTERPRETED
 
 os.environ.setdefault("OPWEAVE_PLATFORM", "cpu")
@@ -20,6 +22,12 @@ def device() -> str:
     if not torch.cuda.is_available():
         pytest.skip("no GPU, and TRITON_INTERPRET=1 is not set")
     return "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw fewer sizes in CI, where Triton's interpreter takes all the time that a sweep may."""
+    monkeypatch.setattr(inputs, "_SWEEP", inputs._SWEEP * share())
 
 
 @pytest.fixture(autouse=True)
