@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -29,6 +30,9 @@ from opweave.ir.priority import NATIVE
 from opweave.ir.spelling import Spelling
 
 Values = tuple[Any, ...]
+
+_derived: dict[Any, Derivation] = {}
+_lock = threading.Lock()
 
 aten = torch.ops.aten
 # Operators that keep the elements and their order; matching ignores them.
@@ -97,6 +101,16 @@ class Derivation:
     op: IrOp
     patterns: tuple[Pattern, ...]
     failures: tuple[str, ...]
+
+
+def derivation(op: IrOp, spelling: Spelling | None = None, **options: Any) -> Derivation:
+    """Return the result of :func:`derive`, which is computed once per process."""
+    key = op, spelling, tuple(options.items())
+    with _lock:
+        if key not in _derived:
+            with compat.no_modes():
+                _derived[key] = derive(op, spelling, **options)
+        return _derived[key]
 
 
 def derive(op: IrOp, spelling: Spelling | None = None, **options: Any) -> Derivation:

@@ -110,7 +110,7 @@ class FusionReport:
 
 @dataclass
 class RecognitionReport:
-    """One place where PyTorch operators spell an op, or nearly.
+    """A recognized spelling of an op, or a near miss.
 
     Attributes:
         op: the op.
@@ -243,12 +243,12 @@ class Report:
 
     @property
     def recognized(self) -> list[RecognitionReport]:
-        """The ops that were found in PyTorch operators."""
+        """The recognized ops."""
         return [each for each in self.recognitions if each.outcome == "recognized"]
 
     @property
     def unrecognized(self) -> list[RecognitionReport]:
-        """Near misses: most of an op's operators were there, and stayed as they are."""
+        """The near misses of recognition: most of a spelling matched."""
         return [each for each in self.recognitions if each.outcome != "recognized"]
 
     def outcomes(self) -> list[tuple[NodeReport, int]]:

@@ -8,7 +8,6 @@ in the whole graph, so that a chain of two ops does not break up a chain of thre
 from __future__ import annotations
 
 import operator
-import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -29,15 +28,12 @@ from opweave.compile.nodes import (
     substitute,
 )
 from opweave.compile.passes.donation import donated_nodes
-from opweave.compile.patterns import Derivation, Pattern, derive, is_op
+from opweave.compile.patterns import Pattern, derivation, is_op
 from opweave.compile.report import FusionReport
 from opweave.ir import IrOp, Registry, current_registry
 from opweave.ir.errors import IrError
 from opweave.ir.priority import NATIVE
 from opweave.ir.selection import candidates
-
-_derived: dict[IrOp, Derivation] = {}
-_lock = threading.Lock()
 
 
 def fuse(graph: Graph, context: Context) -> None:
@@ -60,16 +56,6 @@ def fuse(graph: Graph, context: Context) -> None:
                 for name, miss in misses[anchor].items()
                 if miss.matched > 1
             ]
-
-
-def derivation(op: IrOp) -> Derivation:
-    """Return the patterns of a composite, which are derived once per process."""
-    with _lock:
-        found = _derived.get(op)
-        if found is None:
-            with compat.no_modes():
-                found = _derived[op] = derive(op)
-        return found
 
 
 class FusionForm(NamedTuple):
@@ -113,11 +99,16 @@ def _composites(graph: Graph, context: Context) -> list[IrOp]:
     present = {call.op for call in ir_calls(graph)}
     found = []
     for op in dict.fromkeys(o for p in present for o in p.registry.ops.values() if o.composite):
-        usable = [c for c in candidates(op, context.plan.policy(op)) if c.obstacle is None]
-        if usable and usable[0].impl.provider != NATIVE and _parts_are(present, op):
+        if has_kernel(op, context) and _parts_are(present, op):
             found.append(op)
             context.notes += derivation(op).failures
     return found
+
+
+def has_kernel(op: IrOp, context: Context) -> bool:
+    """Return whether an implementation other than native comes first for some arguments."""
+    usable = [c for c in candidates(op, context.plan.policy(op)) if c.obstacle is None]
+    return bool(usable) and usable[0].impl.provider != NATIVE
 
 
 def _parts_are(present: set[IrOp], op: IrOp) -> bool:
@@ -145,7 +136,7 @@ def _try(
         if used & set(match.inner):
             raise NoMatchError("a part of it is in another fusion", 1)
         _check_parts(match, context)
-        _check_kernel(match, context)
+        check_kernel(IrCall(match.inner[-1], op, match.values, (), ()), context)
     except NoMatchError as miss:
         nearest = misses.get(op.name)
         if nearest is None or miss.matched > nearest.matched:
@@ -172,10 +163,8 @@ def _check_parts(match: Match, context: Context) -> None:
                 raise NoMatchError(f"{name} must run {entry} [{entry.origin}]", WHOLE)
 
 
-def _check_kernel(match: Match, context: Context) -> None:
-    """Raise NoMatchError unless an implementation other than native would run the composite."""
-    op = match.pattern.op
-    call = IrCall(match.inner[-1], op, match.values, (), ())
+def check_kernel(call: IrCall, context: Context) -> None:
+    """Raise NoMatchError unless an implementation other than native would run *call*."""
     try:
         selection = context.plan.select(call)
     except IrError as error:

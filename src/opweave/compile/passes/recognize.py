@@ -1,14 +1,13 @@
-"""Recognition: ops in graphs of plain PyTorch operators, as unmodified models trace to.
+"""Recognition: find ops in graphs of plain PyTorch operators, the graphs of unmodified models.
 
 Each op declares its spellings (:mod:`opweave.ir.spelling`). A spelling is traced like a composite
-and found by the same matcher, which compares the dtype of every intermediate result. The op is
-called in its place where an implementation other than native would run; the rest of the graph stays
-as it is, and so does a graph that autograd differentiates.
+and found by the same matcher, which compares the dtype of every intermediate result. It is replaced
+with a call of the op if an implementation other than native would run. Graphs with gradients are
+not changed.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,6 @@ from opweave.compile import compat
 from opweave.compile.context import Context
 from opweave.compile.matching import WHOLE, Match, NoMatchError, find, kind
 from opweave.compile.nodes import (
-    IrCall,
     fake_of,
     ir_call,
     ir_calls,
@@ -27,21 +25,16 @@ from opweave.compile.nodes import (
     substitute,
     tensors_of,
 )
-from opweave.compile.passes.fusion import erase, reshaped
-from opweave.compile.patterns import Derivation, Pattern, derive, strip_views
+from opweave.compile.passes.fusion import check_kernel, erase, has_kernel, reshaped
+from opweave.compile.patterns import Pattern, derivation, strip_views
 from opweave.compile.report import RecognitionReport
 from opweave.compile.tracing import Trace, inline, variables
 from opweave.ir import IrOp, current_registry
-from opweave.ir.errors import IrError
 from opweave.ir.priority import NATIVE
-from opweave.ir.selection import candidates
 from opweave.ir.spelling import Spelling
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NEAR = 0.6  # the share of a pattern that must be there for a near miss
-
-_derived: dict[tuple[IrOp, Spelling, torch.dtype], Derivation] = {}
-_lock = threading.Lock()
+NEAR = 0.6  # the share of a pattern that must match for a near miss
 
 
 class Form(NamedTuple):
@@ -52,7 +45,7 @@ class Form(NamedTuple):
 
 
 def recognize(graph: Graph, context: Context) -> None:
-    """Call ops in place of the operators that spell them."""
+    """Replace spellings of ops with calls of the ops."""
     if context.is_differentiated:
         return
     nodes = _before_writes(graph)
@@ -61,8 +54,8 @@ def recognize(graph: Graph, context: Context) -> None:
         forms.setdefault(kind(form.pattern.anchor), []).append(form)
     chances = [(anchor, form) for anchor in reversed(nodes) for form in forms.get(kind(anchor), ())]
     used: set[Node] = set()
-    partial: set[tuple[IrOp, Node]] = set()  # parts of a larger form that is not taken as a whole
-    misses: dict[Node, tuple[float, RecognitionReport]] = {}  # the nearest of each anchor
+    partial: set[tuple[IrOp, Node]] = set()  # parts of a larger form that was rejected
+    misses: dict[Node, tuple[float, RecognitionReport]] = {}  # the nearest miss per anchor
     for anchor, form in sorted(chances, key=lambda chance: -chance[1].pattern.size):
         op = form.pattern.op
         if anchor in used or (op, anchor) in partial:
@@ -81,9 +74,9 @@ def recognize(graph: Graph, context: Context) -> None:
 
 
 def _before_writes(graph: Graph) -> list[Node]:
-    """Return the operators in front of the first one that writes to memory.
+    """Return the operators before the first one that writes to memory.
 
-    None at all for the joint graph of a training step: its backward reads inner values.
+    The list is empty for the joint graph of a training step, whose backward reads inner values.
     """
     found: list[Node] = []
     for node in graph.nodes:
@@ -97,44 +90,29 @@ def _before_writes(graph: Graph) -> list[Node]:
 
 
 def _forms(nodes: list[Node], context: Context) -> list[Form]:
-    """Return the forms of the ops that could run a kernel, in the dtypes of the graph."""
+    """Return the forms of the ops with a kernel, for the dtypes of the graph."""
     dtypes = {tensor.dtype for node in nodes for tensor in tensors_of(node)}
     present = {compat.function_name(node) for node in nodes}
     found = []
     for op in list(current_registry().ops.values()):
         wanted = [s for s in op.spellings if not s.marker or s.marker in present]
-        if not wanted or not _has_kernel(op, context):
+        if not wanted or not has_kernel(op, context):
             continue
         for spelling in wanted:
             for dtype in (d for d in DTYPES if d in dtypes):
-                derived = derivation(op, spelling, dtype)
+                derived = derivation(op, spelling, dtype=dtype)
                 context.notes += derived.failures
                 found += [Form(pattern, spelling) for pattern in derived.patterns]
     return found
 
 
-def _has_kernel(op: IrOp, context: Context) -> bool:
-    usable = [c for c in candidates(op, context.plan.policy(op)) if c.obstacle is None]
-    return bool(usable) and usable[0].impl.provider != NATIVE
-
-
-def derivation(op: IrOp, spelling: Spelling, dtype: torch.dtype) -> Derivation:
-    """Return the patterns of a spelling in one dtype; derived once in a process."""
-    with _lock:
-        key = op, spelling, dtype
-        if key not in _derived:
-            with compat.no_modes():
-                _derived[key] = derive(op, spelling, dtype=dtype)
-        return _derived[key]
-
-
 def _recognize(
     graph: Graph, form: Form, anchor: Node, used: set[Node], context: Context
 ) -> set[Node]:
-    """Replace what ends in *anchor*, and return the operators that are replaced.
+    """Replace the match that ends in *anchor*, and return the replaced operators.
 
     Raises:
-        NoMatchError: the form is not there, or no kernel would run.
+        NoMatchError: the form does not match, or no kernel would run.
     """
     pattern, op = form.pattern, form.pattern.op
     match = find(pattern, anchor, context.tracer)
@@ -155,10 +133,10 @@ def _recognize(
 
 
 def _check_arguments(match: Match, spelling: Spelling) -> None:
-    """Raise NoMatchError if the op would be called with what it is not meant for.
+    """Raise NoMatchError if an argument shows that the match is another computation.
 
-    A first argument that is widened from 16 bits is one: the op takes 16 bits, and this is a
-    spelling that rounds at another place.
+    This is so if a constant is computed, or if the first argument is widened from 16 bits: the op
+    takes 16 bits, and this spelling rounds elsewhere.
     """
     for name, value in zip(match.pattern.op.schema.names, match.values, strict=True):
         origin = strip_views(value)
@@ -172,7 +150,7 @@ def _check_arguments(match: Match, spelling: Spelling) -> None:
 
 
 def _call(match: Match, spelling: Spelling, context: Context) -> Trace:
-    """Return the graph that calls the op with the arguments that were found.
+    """Return the graph that calls the op with the arguments of the match.
 
     Raises:
         NoMatchError: no implementation other than native would run.
@@ -183,18 +161,8 @@ def _call(match: Match, spelling: Spelling, context: Context) -> Trace:
     if trace.failure:
         raise NoMatchError(trace.failure, WHOLE)
     for call in ir_calls(trace.graph):
-        _check_kernel(call, context)
+        check_kernel(call, context)
     return trace
-
-
-def _check_kernel(call: IrCall, context: Context) -> None:
-    try:
-        selection = context.plan.select(call)
-    except IrError as error:
-        raise NoMatchError(str(error), WHOLE) from error
-    if selection.provider == NATIVE:
-        reasons = "; ".join(f"{r.provider}: {r.reason}" for r in selection.rejected)
-        raise NoMatchError(f"no kernel for it: {reasons or 'native comes first'}", WHOLE)
 
 
 def _replace(graph: Graph, match: Match, trace: Trace, anchor: Node) -> list[Node]:
@@ -213,7 +181,7 @@ def _replace(graph: Graph, match: Match, trace: Trace, anchor: Node) -> list[Nod
 
 
 def _op_node(node: Node) -> Node:
-    """Return the call of the op that *node* is a view of."""
+    """Return the call of the op whose result *node* is, or is a view of."""
     while ir_call(node) is None:
         node = next(n for n in node.all_input_nodes if isinstance(fake_of(n), Tensor))
     return node

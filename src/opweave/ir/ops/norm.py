@@ -133,7 +133,7 @@ def _rounded_last(
 def _torch_rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
-    """What Inductor makes of ``torch.nn.functional.rms_norm``."""
+    """Inductor's decomposition of ``torch.nn.functional.rms_norm``."""
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = y.pow(2).mean(dim=x.ndim - 1, keepdim=True)
     y = y * torch.rsqrt(torch.ops.aten.add.Scalar(mean, epsilon))
