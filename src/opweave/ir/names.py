@@ -17,6 +17,8 @@ RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
 """Names that providers must not have."""
 OWN_PROVIDERS = ("aten", "batch_invariant", "opweave_c", "opweave_c_invariant", "triton")
 """The providers that come with opweave."""
+ADAPTERS = {"vllm_c": "vllm"}
+"""Providers for kernels of other libraries, with the package that each needs."""
 
 _NAME = re.compile(r"[a-z_][a-z0-9_]*")
 _FORM = "use lower-case letters, digits and underscores, not starting with a digit"
@@ -54,7 +56,11 @@ def check_is_not_ours(name: str, native: Callable[..., Any], function: Callable[
     Applies to opweave's ops only. Their kernels are registered at the first use of an op, and
     would then find the name taken.
     """
-    if name in OWN_PROVIDERS and _is_of_opweave(native) and not _is_of_opweave(function):
+    if (
+        name in (*OWN_PROVIDERS, *ADAPTERS)
+        and _is_of_opweave(native)
+        and not _is_of_opweave(function)
+    ):
         raise InvalidNameError(
             f"{native.__name__}: provider {name!r} comes with opweave. Choose another name, "
             f"such as 'my_{name}', and prefer it: {native.__name__}.set_default(['my_{name}'])."

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.util import find_spec
 
 from opweave.base import transaction
 from opweave.base.owner import owned_by
 from opweave.ir import Registry
-from opweave.ir.names import OWN_PROVIDERS
+from opweave.ir.names import ADAPTERS, OWN_PROVIDERS
 
 __all__ = ["load"]
 
 
 def load(registry: Registry) -> None:
-    """Import every built-in provider.
+    """Import every built-in provider, and adapters of libraries that are installed.
 
     The implementations belong to opweave, even if a plugin's platform calls this function. If an
     import fails, its registrations are rolled back.
     """
-    for provider in OWN_PROVIDERS:
+    installed = [name for name, package in ADAPTERS.items() if find_spec(package)]
+    for provider in (*OWN_PROVIDERS, *installed):
         name = f"{__name__}.{provider}"
         with owned_by(None), transaction.detached(), registry.transaction():
             try:

