@@ -399,10 +399,10 @@ kernel shows in its perplexity and its text. Its statements about Python are oft
 
 ## Data
 
-The docstrings of the standard library of Python {platform.python_version()}, without those of its
-tests, of idlelib and of installed packages. Doctest sessions are cut out; docstrings with
-characters outside ASCII, those shorter than {SHORTEST_DOCUMENT} characters and exact repeats are
-left out. {train_tokens:,} tokens are for training. A hash of the text of each docstring sends
+The docstrings of the standard library of Python {platform.python_version()}, excluding its tests,
+idlelib and installed packages. Doctest sessions are removed. Docstrings that are not
+ASCII, shorter than {SHORTEST_DOCUMENT} characters, or exact duplicates are excluded.
+{train_tokens:,} tokens are for training. A hash of each docstring's text assigns
 {HELDOUT_SHARE:.0%} of them to the held-out set and {VALIDATION_SHARE:.0%} to the validation set.
 Docstrings of one module resemble each other, so the held-out text is close to the training text.
 
