@@ -51,7 +51,7 @@ VARIABLES = (
         API_KEY,
         "list",
         "",
-        "The keys of `opweave serve`, separated by commas, where `--api-key` gives none.",
+        "The API keys of `opweave serve`, separated by commas, unless `--api-key` is given.",
     ),
     Variable(
         PRIORITY_PREFIX + "<OP>",
@@ -64,20 +64,20 @@ VARIABLES = (
         "OPWEAVE_BATCH_INVARIANT",
         "bool",
         "0",
-        "Admit only implementations whose rows do not depend on the rest of the batch.",
+        "Use only implementations with the trait `batch_invariant`.",
     ),
     Variable(
         "OPWEAVE_CACHE_DIR",
         "path",
         "~/.cache/opweave",
-        "Where native modules are kept that are built on the fly, or by `opweave native build`.",
+        "The folder for native modules that are built at run time or by `opweave native build`.",
     ),
     Variable(
         "OPWEAVE_CHECK_DONATION",
         "bool",
         "0",
-        "After `maybe_inplace`, overwrite donated inputs that were not reused with NaN, so that "
-        "reading them shows.",
+        "After `maybe_inplace`, overwrite donated inputs that were not reused with NaN, to find "
+        "code that reads them.",
     ),
     Variable(
         COMPILATION_PREFIX + "<KEY>",
@@ -103,40 +103,40 @@ VARIABLES = (
         "OPWEAVE_LOGGING_LEVEL",
         "string",
         "",
-        "Show what opweave logs, from this level up, on standard error: `DEBUG`, `INFO`, "
+        "Write log records from this level up to standard error: `DEBUG`, `INFO`, "
         "`WARNING`, `ERROR` or `CRITICAL`.",
     ),
     Variable(
         "OPWEAVE_PLATFORM",
         "string",
         "",
-        "The platform to use, whatever claims the device; no other platform plugin is imported.",
+        "The platform to use; other platform plugins are not imported.",
     ),
     Variable(
         "OPWEAVE_PLATFORM_RESOLUTION",
         "string",
         "",
-        "The platform of the parent process, which opweave sets for those that it starts; they are "
-        "on the same one, or refuse.",
+        "The platform of the parent process as JSON. Child processes use the same one or refuse to "
+        "run.",
     ),
     Variable(
         "OPWEAVE_PLUGINS",
         "list",
         "",
-        "The plugins to use, separated by commas: `a,b` for these alone, `-a` for all others. "
-        "Unset, all are used; set to nothing, none.",
+        "The plugins to load, separated by commas: `a,b` for only these, `-a` for all others. By "
+        "default all are loaded; an empty value loads no plugin.",
     ),
     Variable(
         "OPWEAVE_PLUGINS_STRICT",
         "bool",
         "1",
-        "Whether a plugin that fails is an error. `0` makes it a warning, and goes on without it.",
+        "Whether a failing plugin is an error. With `0`, opweave logs a warning and continues.",
     ),
     Variable(
         "OPWEAVE_PLUGIN_TIMEOUT",
         "number",
         "1.5",
-        "How long a plugin's function may take, in seconds; what it imports is not counted.",
+        "The time limit of a plugin's function in seconds, without its imports.",
     ),
 )
 

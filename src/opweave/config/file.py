@@ -11,8 +11,8 @@
     [compilation_config]
     custom_ops = ["none", "+rms_norm"]
 
-The nearest file counts, from the working directory upwards; an ``opweave.toml`` beats a
-``pyproject.toml`` beside it.
+opweave reads the nearest file, from the working directory upwards. In the same directory,
+``opweave.toml`` takes precedence over ``pyproject.toml``.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ TRAITS: dict[str, str] = {
     BATCH_INVARIANT: "the bits of a row do not depend on the other rows in the batch",
     ROWWISE: "each row of every output is computed from that row of the activations alone",
     ALIAS_SAFE: "donated activations may have any strides and overlap themselves, each other and "
-    "other arguments; outputs that cannot be in their memory are in new memory",
+    "other arguments; the kernel allocates outputs that cannot reuse their memory",
     ROUNDS_LESS: "intermediate results are rounded less often than in the op's definition, so that "
-    "16-bit outputs are more accurate, and may differ from native's by one unit in the last place",
+    "16-bit outputs are more accurate, and may differ from native by one unit in the last place",
     DIFFERENTIABLE: "autograd through the implementation gives the op's gradient",
 }
 """The promise of each trait."""

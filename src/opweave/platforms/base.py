@@ -1,4 +1,4 @@
-"""What opweave asks of a device family."""
+"""The contract of a platform: the members that a device family can override."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from opweave.plugins import PLATFORM_API
 
 
 class Platform:
-    """A device family: what it can do, and which parts of opweave it brings its own of.
+    """A device family: its capabilities, defaults and engine parts.
 
-    A subclass overrides what differs; `name` and `device_type` it must set. It is checked when it
-    is defined: a public name that is not below, or a method that cannot be called as below, is a
-    :class:`PlatformContractError` there and then. Helpers start with ``_``. There is one object of
-    the class in a process; it is built without arguments, and building it touches no device.
+    A subclass must set `name` and `device_type`, and overrides the members that differ. It is
+    checked when it is defined: an unknown public name or an incompatible signature raises a
+    :class:`PlatformContractError`. Prefix helpers with ``_``. Each process has one instance, which
+    is created without arguments; creating it must not touch a device.
 
-    Methods that return the name of a class (``"acme.worker.AcmeWorker"``) are asked when the class
-    is needed, and the class is imported then.
+    Methods that return the name of a class (``"acme.worker.AcmeWorker"``) are called when the class
+    is needed; it is imported then.
 
     Attributes:
         api: the version of this contract that the class is written for.
-        name: what users call the platform: ``"acme"``. A plugin's platform has a name of its own.
-        device_type: torch's name for its devices: ``"cuda"``, or what a ``PrivateUse1`` backend is
-            renamed to.
-        dispatch_tags: which methods of a ``CustomOp`` are the platform's, best first: the first
+        name: the unique name of the platform, such as ``"acme"``.
+        device_type: torch's name for the device: ``"cuda"``, or the name that a ``PrivateUse1``
+            backend was given.
+        dispatch_tags: tags of ``CustomOp`` methods, preferred one first: the first
             ``forward_<tag>`` that the op defines runs.
-        supported_dtypes: what a model can be computed in, the preferred one first.
-        capabilities: what the device can do.
+        supported_dtypes: dtypes that models can run in, the preferred one first.
+        capabilities: features of the device.
         dist_backend: the backend of ``torch.distributed`` between its devices.
         simple_compile_backend: the backend of ``torch.compile`` for a single operation.
     """
@@ -62,35 +62,34 @@ class Platform:
     # Configuration
 
     def extend_cli(self, options: PluginOptions) -> None:
-        """Declare options of the command line: ``options.add("queue_depth", int, 4, "...")``.
+        """Declare command-line options: ``options.add("queue_depth", int, 4, "...")``.
 
-        The user gives them as ``--plugin.<name>.queue-depth=8``, where *name* is the platform's.
+        Users set them with ``--plugin.<name>.queue-depth=8``, where *name* is the platform's.
         """
 
     def config_defaults(self, config: EngineConfig) -> Sequence[ConfigPatch]:
-        """Return better defaults for this platform, before anything is derived from *config*.
+        """Return defaults for this platform, applied before other values are derived from *config*.
 
-        What the user gave stays; a patch with ``force`` is refused here.
+        Values that the user set are kept; a patch with ``force`` is refused here.
         """
         return ()
 
     def check_and_update_config(self, config: EngineConfig) -> Sequence[ConfigPatch]:
-        """Check the finished *config*, and return what must be different on this platform.
+        """Check the complete *config* and return the changes that this platform needs.
 
         Raises:
-            OpweaveError: the platform cannot run what *config* asks for; the message says what it
-                can.
+            OpweaveError: the platform does not support *config*; the message says what it supports.
         """
         return ()
 
     def validate_request(self, params: Any) -> None:
-        """Refuse a request that the platform cannot serve.
+        """Reject a request that the platform does not support.
 
         Args:
             params: its :class:`opweave.engine.SamplingParams`.
 
         Raises:
-            OpweaveError: it asks for what the platform cannot do.
+            OpweaveError: the platform does not support the request.
         """
 
     # Ops and layers
@@ -98,7 +97,7 @@ class Platform:
     def import_kernels(self) -> None:
         """Import the kernels for this platform, which register their implementations.
 
-        Runs once, when an op is first used; if it raises, what it registered is undone. By default
+        Runs once, when an op is first used; if it raises, its registrations are undone. By default
         it loads the kernels that come with opweave; call ``super().import_kernels()`` to keep them.
         """
         defaults.import_kernels()
@@ -106,15 +105,15 @@ class Platform:
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
     ) -> Mapping[str, list[str]]:
-        """Return the default priority list of each op; ops left out get native.
+        """Return the default priority list of each op; ops that are not listed use native.
 
-        A platform may choose by *config*. The lists that opweave ships are the same in
-        eager mode and under ``torch.compile``.
+        The lists may depend on *config*. Those of opweave's platforms are the same in eager mode
+        and under ``torch.compile``.
         """
         return {}
 
     def default_custom_ops(self, config: EngineConfig) -> Sequence[str]:
-        """Return which ops of ``CustomOp`` to enable or disable, where the user does not say.
+        """Return the default of ``custom_ops``: the ``CustomOp`` layers to enable or disable.
 
         As in ``CompilationConfig.custom_ops``: ``["none", "+rms_norm"]``. An empty list leaves the
         default.
@@ -128,20 +127,20 @@ class Platform:
         return defaults.WORKER
 
     def get_model_runner_cls(self, config: EngineConfig) -> str:
-        """Return the name of the class that turns a batch into the model's inputs, and runs it."""
+        """Return the name of the class that prepares a batch and runs the model on it."""
         return defaults.MODEL_RUNNER
 
     def get_scheduler_cls(self, config: EngineConfig) -> str:
-        """Return the name of the class that chooses what each step computes."""
+        """Return the name of the class that chooses the sequences and tokens of each step."""
         return defaults.SCHEDULER
 
     def get_executor_cls(self, config: EngineConfig) -> str:
-        """Return the name of the class that starts the workers and speaks to them."""
+        """Return the name of the class that starts the workers and communicates with them."""
         is_alone = config.parallel.tensor_parallel_size == 1
         return defaults.EXECUTOR if is_alone else defaults.RANKED_EXECUTOR
 
     def get_sampler_cls(self, config: EngineConfig) -> str:
-        """Return the name of the class that chooses tokens from the model's scores."""
+        """Return the name of the class that samples tokens from the logits."""
         return defaults.SAMPLER
 
     def get_attn_backend_cls(self, spec: AttentionSpec) -> str:
@@ -153,44 +152,44 @@ class Platform:
         return defaults.LATENT_ATTENTION if spec.is_latent else defaults.ATTENTION
 
     def get_device_communicator_cls(self) -> str:
-        """Return the name of the class that moves tensors between the ranks."""
+        """Return the name of the class for collectives between the ranks."""
         return defaults.COMMUNICATOR
 
     def get_compile_backend(self, config: EngineConfig) -> str:
-        """Return the backend of ``torch.compile`` for a model, where the user names none.
+        """Return the default ``torch.compile`` backend for models.
 
-        Any that torch knows, or the name of a function (``"acme.compiler:compile"``).
+        The name of a torch backend or of a function (``"acme.compiler:compile"``).
         """
         return config.compilation.backend
 
     def extra_passes(self, config: EngineConfig | None) -> Sequence[str]:
         """Return the names of compiler passes, in the order in which they run.
 
-        That is in the joint stage, just before ops are lowered. Each names a function
-        ``(graph, context) -> None``: :mod:`opweave.compile.plugin_passes` says what it may do.
+        They run in the joint stage, just before ops are lowered. Each names a function
+        ``(graph, context) -> None``; see :mod:`opweave.compile.plugin_passes`.
         """
         return ()
 
     # Devices
 
     def get_device_name(self, index: int = 0) -> str:
-        """Return what the vendor calls the device of that index."""
+        """Return the product name of the device."""
         return self.name
 
     def get_device_capability(self, index: int = 0) -> DeviceCapability | None:
-        """Return the version of the device's architecture; None where there is no such number."""
+        """Return the version of the device's architecture, or None if it has no version."""
         return None
 
     def set_device(self, index: int) -> None:
-        """Make the device of that index this process's own, and start its runtime."""
+        """Make this device the current one of the process, and start its runtime."""
         self._module().set_device(index)
 
     def memory_info(self, index: int = 0) -> tuple[int, int]:
         """Return the free and the total memory of a device, in bytes.
 
         Raises:
-            UnsupportedByPlatformError: torch's module for the device cannot tell, so that the
-                platform must.
+            UnsupportedByPlatformError: torch's module for the device lacks ``mem_get_info``, so
+                the platform must override this method.
         """
         if self.device_type == "cpu":
             return probes.host_memory()
@@ -205,22 +204,22 @@ class Platform:
         return free, total
 
     def synchronize(self) -> None:
-        """Wait until the current device has done all it was given."""
+        """Wait until all work on the current device has finished."""
         self._module().synchronize()
 
     def seed_all(self, seed: int) -> None:
-        """Seed every generator that the platform's kernels may draw from."""
+        """Seed every random generator that the platform's kernels use."""
         torch.manual_seed(seed)
 
     def inference_mode(self) -> AbstractContextManager[Any]:
-        """Return the context in which models run: no gradients are recorded in it."""
+        """Return the context manager in which models run; it disables gradients."""
         return torch.inference_mode()
 
     def post_load_model(self, model: nn.Module) -> None:
-        """Change a model whose weights are loaded and on the device, such as their layout."""
+        """Change a model after its weights are on the device, for example their layout."""
 
     def doctor(self) -> Mapping[str, object]:
-        """Return facts for ``opweave doctor``: versions of drivers, what is missing."""
+        """Return facts for ``opweave doctor``, such as driver versions and missing libraries."""
         return {}
 
     def _module(self) -> Any:

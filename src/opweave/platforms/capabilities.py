@@ -1,4 +1,4 @@
-"""What a device can do, as plain facts instead of questions about its name."""
+"""Features of devices, so that code does not have to compare platform names."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a device can do. A capability that a platform does not name is absent.
+    """Features of a device; each is False unless the platform sets it.
 
     Attributes:
-        bf16: computes in bfloat16 without converting to float32 first, so that a checkpoint in
-            bfloat16 should stay in it.
+        bf16: computes in bfloat16 without converting to float32 first, so bfloat16 checkpoints keep
+            their dtype.
         fp8: multiplies matrices in ``torch.float8_e4m3fn``.
-        int8: multiplies matrices in int8, with sums in int32.
-        streams: runs work in order on more than one queue, so that copies can overlap kernels.
-        graph_capture: can record the kernels of a step and run them again without Python.
-        pinned_memory: copies from page-locked host memory without waiting.
-        unified_memory: the device's memory is the host's. What is free is then not the engine's
-            alone, and the cache takes a fixed size instead of a share of it.
+        int8: multiplies int8 matrices with int32 accumulation.
+        streams: has several in-order queues, so copies can overlap kernels.
+        graph_capture: records the kernels of a step and replays them without Python.
+        pinned_memory: copies asynchronously from page-locked host memory.
+        unified_memory: shares its memory with the host. The KV cache then has a fixed size instead
+            of a fraction of the free memory.
     """
 
     bf16: bool = False

@@ -134,13 +134,13 @@ def _near(tokens: Tokens, expected: Outputs, found: Outputs) -> Finding:
 
 INVARIANCE = Check(
     "batch_invariance",
-    "a row has the same bits in any batch, for those that claim batch_invariant",
+    "with the trait batch_invariant: a row has the same bits in any batch",
     _invariant,
     _claims_invariance,
 )
 ROWS = Check(
     "rowwise",
-    "a row comes from that row of the activations alone, for those that claim rowwise",
+    "with the trait rowwise: an output row depends only on that row of the activations",
     _by_rows,
     _claims_rows,
 )

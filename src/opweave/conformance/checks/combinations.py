@@ -95,7 +95,7 @@ def _one_of(values: Sequence[_T]) -> _T:
 
 CHECK = Check(
     "combinations",
-    "outputs are native's with sizes, dtypes, options and layouts drawn together",
+    "outputs match native with random combinations of sizes, dtypes, options and layouts",
     each(_drawn, is_right),
     not_native,
 )

@@ -90,4 +90,4 @@ def _of_tensors(run: Callable[[Values], Any], values: Values) -> Callable[..., A
 
 
 COMPILED = Check("compiled", "a compiled call gives the eager result", each(_usual, _as_eager))
-DYNAMIC = Check("dynamic_shapes", "one graph serves any number of tokens", _of_any_size)
+DYNAMIC = Check("dynamic_shapes", "one graph works for any number of tokens", _of_any_size)

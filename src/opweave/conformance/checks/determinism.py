@@ -65,6 +65,6 @@ def _new_memory_filled() -> Iterator[None]:
 
 CHECK = Check(
     "determinism",
-    "the same call gives the same bits, all of them are written, and later calls leave them",
+    "repeated calls give the same bits, write every element, and keep earlier results",
     each(inputs.of_several_sizes, _repeats),
 )

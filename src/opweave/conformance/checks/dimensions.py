@@ -45,6 +45,6 @@ def _as_native(subject: Subject, case: Case) -> Finding:
 
 CHECK = Check(
     "dimensions",
-    "rows may be counted in none or two dimensions, where native takes them so",
+    "activations without or with two token dimensions work, if native supports them",
     each(_cases, _as_native),
 )

@@ -116,13 +116,13 @@ def _survives(subject: Subject, case: Case) -> Finding:
 
 DONATION = Check(
     "donation",
-    "maybe_inplace is right, and writes into nothing but its activations",
+    "maybe_inplace is correct, and writes only to its activations",
     each(_cases, takes),
     _donates,
 )
 ALIASES = Check(
     "aliases",
-    "so it is where donated tensors share memory with each other or with other arguments",
+    "it is also correct if donated tensors share memory with each other or other arguments",
     each(aliases, _survives),
     _donates,
 )

@@ -173,7 +173,7 @@ def _of_floats(case: Case, found: Tensor, native: Tensor, reference: Tensor) -> 
 
 CHECK = Check(
     "extremes",
-    "zeros, tiny and huge numbers, NaN and infinity come out as in native",
+    "zeros, tiny and huge numbers, NaN and infinity give the results of native",
     each(extreme, _survives),
     not_native,
 )

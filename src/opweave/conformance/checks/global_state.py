@@ -23,6 +23,6 @@ def _leaves_alone(subject: Subject, case: Case) -> Finding:
 
 CHECK = Check(
     "global_state",
-    "torch's settings, random numbers, the environment and the working directory are left alone",
+    "torch settings, random state, the environment and the working directory do not change",
     each(inputs.of_several_sizes, _leaves_alone),
 )

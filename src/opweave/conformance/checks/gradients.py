@@ -62,7 +62,7 @@ def _differentiated(values: Values) -> list[Tensor]:
 
 CHECK = Check(
     "gradients",
-    "autograd gives native's gradient, for those that claim differentiable",
+    "with the trait differentiable: autograd gives the gradient of native",
     each(_cases, _same),
     _claims,
 )

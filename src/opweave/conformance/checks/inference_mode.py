@@ -22,6 +22,6 @@ def _in_inference_mode(subject: Subject, case: Case) -> Finding:
 
 CHECK = Check(
     "inference_mode",
-    "under torch.inference_mode, with its tensors, the results are the same",
+    "results are the same under torch.inference_mode, with inference tensors",
     each(inputs.usual, _in_inference_mode),
 )

@@ -63,6 +63,6 @@ def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 CHECK = Check(
     "keywords",
-    "calls by position, by name and with defaults mean the same",
+    "positional, keyword and default arguments give the same result",
     each(_cases, _by_name),
 )

@@ -49,6 +49,6 @@ def _names(case: Case, values: tuple[object, ...], tensors: Sequence[object]) ->
 
 CHECK = Check(
     "mutation",
-    "arguments, and the memory around them, are left alone; results are new memory",
+    "arguments, and the memory around them, do not change; results are in new memory",
     each(_cases, _leaves_alone),
 )

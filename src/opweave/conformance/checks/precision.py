@@ -59,7 +59,7 @@ def _differing(one: Outputs, other: Outputs) -> int:
 
 CHECK = Check(
     "precision",
-    "arguments of a wider dtype than the activations are not rounded to theirs",
+    "arguments of a wider dtype are not rounded to the dtype of the activations",
     each(_cases, _keeps_precision),
     not_native,
 )

@@ -141,12 +141,12 @@ def _refusal_problem(subject: Subject, case: Case) -> Finding:
 
 PREDICATE = Check(
     "predicate",
-    "it answers from shapes and dtypes alone, and what it accepts works",
+    "the predicate needs only shapes and dtypes, and the arguments that it accepts work",
     _honest,
     _has_one,
 )
 MISFITS = Check(
     "misfits",
-    "arguments that native refuses are refused, by the predicate or the implementation",
+    "arguments that native rejects are rejected by the predicate or the implementation",
     _refuses,
 )

@@ -46,7 +46,7 @@ def _stays(subject: Subject, case: Case) -> Finding:
 
 CHECK = Check(
     "repetition",
-    "a call gives the same bits after thousands of others, and some time later",
+    "a call gives the same bits after thousands of other calls, and some time later",
     each(_cases, _stays),
     not_native,
 )

@@ -48,7 +48,7 @@ def _error(found: Tensor, reference: Tensor) -> float:
 
 CHECK = Check(
     "rounding",
-    "outputs are at least as close to the exact ones as native's, for those that claim rounds_less",
+    "with the trait rounds_less: outputs are at least as accurate as those of native",
     each(_cases, _is_closer),
     _claims,
 )

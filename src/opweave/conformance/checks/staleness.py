@@ -70,6 +70,6 @@ def _reversed(tensor: Tensor) -> Tensor:
 
 CHECK = Check(
     "staleness",
-    "after an argument is changed in place, the result is that of its new numbers",
+    "after an argument changes in place, the result uses its new values",
     _findings,
 )

@@ -70,6 +70,6 @@ def _frequent_switches() -> Iterator[None]:
 
 CHECK = Check(
     "threads",
-    "calls from two threads at once, and with any number of threads, give what native computes",
+    "two concurrent calls, and any number of intra-op threads, give the results of native",
     _findings,
 )

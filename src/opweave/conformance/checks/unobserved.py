@@ -64,7 +64,7 @@ def _replayed(subject: Subject, modules: list[str], cases: list[Case]) -> list[A
 
 CHECK = Check(
     "unobserved",
-    "results are the same in a process where the verifier is not imported",
+    "results are the same in a process that does not import the verifier",
     _findings,
     not_native,
 )

@@ -22,32 +22,32 @@ def is_right(subject: Subject, case: Case) -> Finding:
 
 VALUES = Check(
     "values",
-    "outputs are native's within the op's tolerance, in every dtype and size",
+    "outputs match native within the op's tolerance, in every dtype and size",
     each(inputs.sizes, is_right),
     not_native,
 )
 OPTIONS = Check(
     "options",
-    "so they are with other numbers, switches and words",
+    "outputs also match with other numbers, flags and strings",
     each(scalars.options, is_right),
     not_native,
 )
 NONE = Check(
     "none",
-    "so they are where optional tensors are left out",
+    "outputs also match if optional tensors are omitted",
     each(scalars.without, is_right),
     not_native,
 )
 LAYOUTS = Check(
     "layouts",
-    "so they are with slices, steps, transposed and repeated rows; memory between rows is not read",
+    "outputs also match with slices, strides, transposed and repeated rows; gaps are not read",
     each(layouts.laid_out, is_right),
     not_native,
 )
 DTYPES = Check(
     "dtypes",
-    "so they are where arguments have different dtypes",
+    "outputs also match if arguments have different dtypes",
     each(dtypes.mixed, is_right),
     not_native,
 )
-EMPTY = Check("empty", "a call without tokens works", each(inputs.empty, is_right))
+EMPTY = Check("empty", "a call with zero tokens works", each(inputs.empty, is_right))

@@ -48,7 +48,7 @@ _COMPLETIONS = (
 _CHAT = (
     *COMMON,
     *CONVERSATION,
-    supported("max_completion_tokens", "The most tokens of an answer; stronger than max_tokens."),
+    supported("max_completion_tokens", "As max_tokens, which it overrides."),
     supported("logprobs", "Whether to return log-probabilities."),
     supported("top_logprobs", "Log-probabilities of this many alternatives; with logprobs."),
     refused("best_of", "Use n.", off=(1,)),
@@ -71,7 +71,7 @@ _EMBEDDINGS = (
     supported("add_special_tokens", "True by default for input, false for messages."),
     supported(
         "truncate_prompt_tokens",
-        "Keep so many tokens of a longer text; -1: as many as the model takes.",
+        "Keep this many tokens of a longer text; -1 keeps as many as the model accepts.",
     ),
     supported("truncation_side", "The side that is cut off: right by default, or left."),
     refused("padding", "Texts are not padded.", off=("do_not_pad",)),

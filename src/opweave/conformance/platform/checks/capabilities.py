@@ -115,5 +115,5 @@ SHOWN: Mapping[str, Callable[[Platform], str | None]] = {
 }
 
 CHECK = PlatformCheck(
-    "capabilities", "it computes in every dtype it supports, and does what it says it can", _run
+    "capabilities", "models can compute in every supported dtype; declared capabilities work", _run
 )

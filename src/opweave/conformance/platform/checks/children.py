@@ -32,4 +32,4 @@ def _name(qualname: str) -> str:
     return qualname.replace(":", ".")
 
 
-CHECK = PlatformCheck("children", "processes that it starts run on the same platform", _run)
+CHECK = PlatformCheck("children", "child processes run on the same platform", _run)

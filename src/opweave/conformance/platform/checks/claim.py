@@ -55,6 +55,6 @@ def _problems(told: list[Any], reference: str) -> Findings:
 
 CHECK = PlatformCheck(
     "claim",
-    "what claims the device answers the same each time, at once, and starts no device's runtime",
+    "the plugin's function is fast and repeatable, and does not start a device runtime",
     _run,
 )

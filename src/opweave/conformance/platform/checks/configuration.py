@@ -20,6 +20,6 @@ def _run(subject: PlatformSubject) -> Findings:
 
 CHECK = PlatformCheck(
     "configuration",
-    "changes to a configuration have an existing key, a reason and a valid value, and are final",
+    "configuration patches have an existing key, a valid value and a reason, and are stable",
     _run,
 )

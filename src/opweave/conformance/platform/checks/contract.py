@@ -164,5 +164,5 @@ def _problem(platform: Platform, name: str, member: Member) -> str | None:
 
 
 CHECK = PlatformCheck(
-    "contract", "every member can be called, and returns what the contract says", _run
+    "contract", "every member can be called and returns the documented type", _run
 )

@@ -39,5 +39,5 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 CHECK = PlatformCheck(
-    "device", "tensors of every supported dtype reach the device, and come back unchanged", _run
+    "device", "tensors of every supported dtype survive a copy to the device and back", _run
 )

@@ -35,6 +35,6 @@ def _verified(implementation: Subject) -> Findings:
 
 CHECK = PlatformCheck(
     "kernels",
-    "each implementation that it selects matches the op's definition, on its device",
+    "each selected implementation matches the op's definition on the device",
     _run,
 )

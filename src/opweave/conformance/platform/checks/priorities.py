@@ -25,5 +25,5 @@ def _problem(op: str, providers: list[str]) -> str | None:
 
 
 CHECK = PlatformCheck(
-    "priorities", "its default priorities name ops and providers that are registered", _run
+    "priorities", "the default priorities name registered ops and providers", _run
 )

@@ -86,6 +86,6 @@ def _pass_problem(name: str) -> Iterator[str]:
 
 CHECK = PlatformCheck(
     "references",
-    "every class that it names exists, and can replace opweave's",
+    "every class that the platform names exists and can replace opweave's",
     _run,
 )
