@@ -19,7 +19,7 @@ from opweave.models import CheckpointModel, WeightsError
 Model = TypeVar("Model", bound=CheckpointModel, covariant=True)
 
 
-class Load(Protocol[Model]):
+class LoadFunction(Protocol[Model]):
     """A function of :mod:`opweave.integrations.transformers`."""
 
     def __call__(
@@ -28,7 +28,7 @@ class Load(Protocol[Model]):
 
 
 def load_by_transformers(
-    load: Load[Model],
+    load: LoadFunction[Model],
     checkpoint: Checkpoint,
     dtype: str,
     seed: int | None,
