@@ -52,8 +52,8 @@ class Scheduler:
     Decodes come first, one token each. The rest of the budget goes to prefills, in chunks if
     needed. If memory runs out, the last request by the policy is preempted: it loses its blocks and
     is computed again later. The first request always makes progress, so all requests finish. A
-    request is admitted only if there is room for all of its tokens so far, and never after a
-    preemption in the same step.
+    request is admitted only if there is room for all of its tokens so far, and not in the step that
+    preempted it.
 
     By the policy ``"priority"``, a request does not wait for those of lower priority: its prompt
     comes before theirs, and where there is no room for it, the last ones of lower priority lose
