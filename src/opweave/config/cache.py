@@ -1,4 +1,4 @@
-"""How much is remembered of tokens that were computed, and how."""
+"""The configuration of the KV cache."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from opweave.ir.errors import SettingError
 
 @dataclass(frozen=True)
 class CacheConfig(Config):
-    """The paged cache of keys and values, and of what other layers keep.
+    """The paged KV cache, and the states of recurrent layers.
 
     Attributes:
-        block_size: positions of one sequence in a block; a multiple of 16 for most kernels.
-        num_blocks: blocks of a layer that keeps every position; None: as many as memory allows.
-        memory_bytes: memory for all layers together; None: on a device of its own, what
-            *memory_utilization* leaves; in the host's memory, a quarter of what is free, and at
-            most 4 GiB. Never more than all sequences at their longest can use.
-        memory_utilization: the share of a device's memory that model and cache may take together.
-        enable_prefix_caching: keep blocks of finished sequences while there is room, for others
-            that begin with the same tokens.
+        block_size: tokens per block; most kernels need a multiple of 16.
+        num_blocks: blocks of a layer with full attention; None: as many as fit into memory.
+        memory_bytes: memory for all layers together. None: on a device, the rest of
+            *memory_utilization*; in host memory, a quarter of the free memory, at most 4 GiB.
+            Never more than *max_num_seqs* sequences of the maximum length can use.
+        memory_utilization: the fraction of device memory for model and cache.
+        enable_prefix_caching: keep the blocks of finished sequences while there is room, and reuse
+            them for sequences with the same prefix.
 
     Raises:
         SettingError: (a ValueError) a value is out of range, or *num_blocks* and *memory_bytes* are

@@ -1,4 +1,4 @@
-"""How a model is compiled, and which of its ops stay the platform's own."""
+"""The configuration of compilation and of the enabled custom ops."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from opweave.ir.errors import SettingError, did_you_mean
 
 
 class CompilationMode(IntEnum):
-    """How much compiling is done."""
+    """The way in which a model is compiled."""
 
     NONE = 0
-    """Nothing is compiled."""
+    """Do not compile."""
     STOCK_TORCH_COMPILE = 1
-    """``torch.compile`` as it comes."""
+    """``torch.compile`` without changes."""
     DYNAMO_TRACE_ONCE = 2
-    """``torch.compile``, of the whole model in one graph."""
+    """``torch.compile`` of the whole model in one graph."""
     OPWEAVE_COMPILE = 3
     """One graph, with opweave's passes."""
     VLLM_COMPILE = 3
-    """The name by which configurations written for vLLM know the last one."""
+    """vLLM's name for ``OPWEAVE_COMPILE``."""
 
 
 @dataclass(frozen=True)
 class CompilationConfig(Config):
-    """How to compile, and which ops of ``CustomOp`` run their platform's method.
+    """How to compile, and which ``CustomOp`` layers run their platform's method.
 
     Args:
         backend: the backend of ``torch.compile``.
         mode: a :class:`CompilationMode`, or its number or name.
-        custom_ops: ``all`` or ``none``, and ``+op`` and ``-op`` for those that differ; a list or
-            one string with commas. Unless it says ``all`` or ``none``, that is appended: ``none``
-            where Inductor compiles, since it can fuse what it sees, else ``all``.
-        options: of the backend, as ``torch.compile`` takes them; a mapping, or a JSON object. Those
-            of opweave's passes, as ``{"sequence_parallelism": False}``, are
-            :class:`opweave.compile.CompileOptions`.
+        custom_ops: ``all`` or ``none``, with exceptions ``+op`` and ``-op``; a list or a
+            comma-separated string. The default for other ops is ``none`` if Inductor compiles,
+            because it can fuse their PyTorch code, else ``all``.
+        options: the backend's options, as for ``torch.compile``; a mapping or a JSON object.
+            opweave's passes take those of :class:`opweave.compile.CompileOptions`, such as
+            ``{"sequence_parallelism": False}``.
 
     Attributes:
         enabled_custom_ops: how many instances of each op were built enabled under this config.

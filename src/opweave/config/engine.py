@@ -47,25 +47,25 @@ class EngineConfig(Config):
 
     Attributes:
         dtype: ``"auto"`` (the checkpoint's), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        seed: seeds sampling for requests that bring no seed of their own.
-        load_format: ``"auto"`` reads the checkpoint's weights; ``"dummy"`` makes small random ones
-            up, so that ``config.json`` is all it needs.
-        model_impl: whose code runs the model: ``"opweave"``, ``"transformers"``, or ``"auto"``:
-            opweave's if it supports the architecture, else transformers'.
-        generation_config: where sampling defaults come from: ``"auto"`` (the checkpoint's
+        seed: the seed of requests that do not have their own.
+        load_format: ``"auto"`` reads the checkpoint's weights; ``"dummy"`` generates random
+            ones from ``config.json``.
+        model_impl: the implementation of the model: ``"opweave"``, ``"transformers"``, or
+            ``"auto"``: opweave's if it supports the architecture, else transformers'.
+        generation_config: the source of sampling defaults: ``"auto"`` (the checkpoint's
             ``generation_config.json``), ``"none"``, or a directory with another such file.
-        cpu_threads: that kernels on the CPU use, in the process of each rank; None: as
-            OMP_NUM_THREADS says, else what torch chooses, divided by the ranks of a machine.
+        cpu_threads: CPU threads per rank; None: OMP_NUM_THREADS, else torch's default divided by
+            the number of ranks on the machine.
         kernel_config: which kernels to use.
-        compilation_config: how to compile; a :class:`CompilationConfig`, or a dict of what differs
-            from the current one, which is also the default.
-        cache: how much is remembered of tokens that were computed.
-        scheduler: what is computed together, and in which order.
-        parallel: over how many ranks the model is divided.
+        compilation_config: a :class:`CompilationConfig`, or a dict of changes to the current one,
+            which is the default.
+        cache: the KV cache.
+        scheduler: batch sizes and the order of requests.
+        parallel: the number of ranks and replicas.
 
     Raises:
-        SettingError: (a ValueError) *compilation_config* is malformed, a part is none, or a value
-            is out of range.
+        SettingError: (a ValueError) *compilation_config* is malformed, or a value has the wrong
+            type or is out of range.
     """
 
     dtype: str = "auto"

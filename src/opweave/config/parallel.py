@@ -1,4 +1,4 @@
-"""How a model is divided over devices, and how often it is there."""
+"""The configuration of tensor and data parallelism."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from opweave.ir.errors import SettingError
 
 @dataclass(frozen=True)
 class ParallelConfig(Config):
-    """Over how many ranks a model is divided, and how many replicas of it share the requests.
+    """Tensor-parallel ranks and data-parallel replicas.
 
     Attributes:
         tensor_parallel_size: ranks that each hold a part of every layer.
-        data_parallel_size: replicas that each hold the whole model, over as many ranks; more than
-            one are actors of Ray.
+        data_parallel_size: replicas of the model, each with *tensor_parallel_size* ranks; several
+            replicas run as Ray actors.
         data_parallel_address: ``"host:port"`` of a Ray cluster, or ``"auto"`` for the one of this
-            machine; None: what RAY_ADDRESS says, else Ray is started here, for as long as needed.
-        timeout: seconds that a rank waits for the others, and an engine for a sign of its replicas,
-            before it gives them up; the time that one compiles longer than another counts, too.
+            machine; None: RAY_ADDRESS, else the engine starts Ray and stops it on shutdown.
+        timeout: seconds without a response after which a rank or replica counts as failed. It
+            includes the time by which one rank compiles longer than another.
 
     Raises:
-        SettingError: (a ValueError) a value is out of range, or there is an address without
-            several replicas.
+        SettingError: (a ValueError) a value is out of range, or *data_parallel_address* is given
+            without several replicas.
     """
 
     tensor_parallel_size: int = 1

@@ -1,4 +1,4 @@
-"""What is computed together, and in which order."""
+"""The configuration of the scheduler."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ POLICIES = ("fcfs", "priority")
 
 @dataclass(frozen=True)
 class SchedulerConfig(Config):
-    """How requests share the model.
+    """Batch sizes and the order of requests.
 
     Attributes:
-        max_num_seqs: requests that run together.
-        max_num_batched_tokens: tokens of one forward: those that are decoded, and parts of prompts.
-        max_model_len: the most tokens of a prompt and its answer together; None: the model's
+        max_num_seqs: the maximum number of sequences per step.
+        max_num_batched_tokens: the maximum number of tokens per step, decode and prefill together.
+        max_model_len: the maximum number of tokens of a prompt and its answer; None: the model's
             context, or less if the cache holds less.
-        policy: ``"fcfs"``: who comes first goes first; ``"priority"``: the lowest number goes
-            first, among equals who comes first; it takes room from higher numbers, which are
-            computed again later.
-        enable_chunked_prefill: compute a long prompt in parts, beside what is decoded. Without it,
-            a prompt is computed whole, so that *max_num_batched_tokens* must not be below
-            *max_model_len*.
+        policy: ``"fcfs"`` (first come, first served), or ``"priority"``: the lowest number runs
+            first, ties in order of arrival. A request preempts those with higher numbers if memory
+            is short; they are recomputed later.
+        enable_chunked_prefill: split long prompts over several steps, together with decodes.
+            Without it, *max_num_batched_tokens* must be at least *max_model_len*.
 
     Raises:
-        SettingError: (a ValueError) a value is out of range, or does not fit the others.
+        SettingError: (a ValueError) a value is out of range or conflicts with another.
     """
 
     max_num_seqs: int = 64

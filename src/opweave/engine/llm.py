@@ -36,8 +36,7 @@ from opweave.engine.sampling.sampling_params import SamplingParams
 class LLM:
     """A language model for offline generation. For encoders, see :class:`Embedder`.
 
-    Several threads may use it at once. They take turns, step by step, and each step computes the
-    requests of all threads.
+    Thread-safe: each step computes the requests of all threads together.
 
     Args:
         model: the directory of a checkpoint.
@@ -99,11 +98,11 @@ class LLM:
             prompts: one text or several; or token ids, of one prompt or of several.
             sampling_params: for all prompts, or one for each; None:
                 :meth:`default_sampling_params`.
-            progress: called with the number of tokens generated so far, and the most there can
-                be; those that a finished request did not need count as generated. True: a bar on
+            progress: called with the number of tokens generated so far and the maximum; unused
+                tokens of finished requests count as generated. True: a bar on
                 standard error, if that is a terminal.
-            add_special_tokens: begin texts with the special tokens that the tokenizer adds. False
-                for texts that hold them already.
+            add_special_tokens: add the tokenizer's special tokens; False if the texts already
+                contain them.
 
         Raises:
             PromptError: a prompt is empty, too long, or has token ids outside the vocabulary.

@@ -26,52 +26,51 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the tokens of one request, and when to stop.
+    """Sampling and stop conditions of one request.
 
     Attributes:
-        max_tokens: stop after this many; None: at the end of the context.
-        temperature: divides the scores; 0 always takes the best token.
-        top_p: sample among the most likely tokens that together reach this probability.
-        top_k: sample among this many most likely tokens; 0 or -1: all.
-        min_p: sample among the tokens at least this probable, relative to the most likely one.
-        seed: makes the draws of the request reproducible, any integer of 64 bits; None or -1: the
-            engine draws one. The model's scores, and so the tokens, may still depend a little on
-            what else runs, unless OPWEAVE_BATCH_INVARIANT is set: see
-            ``how-to/batch-invariance.md``.
+        max_tokens: the maximum number of tokens; None: the rest of the context.
+        temperature: divides the logits; 0 is greedy.
+        top_p: sample from the most likely tokens that together reach this probability.
+        top_k: sample from this many most likely tokens; 0 or -1: all.
+        min_p: sample from tokens with at least this probability, relative to the most likely one.
+        seed: makes the random draws reproducible, any 64-bit integer; None or -1: the engine draws
+            one. Logits, and so tokens, may still depend on the other requests in the batch, unless
+            OPWEAVE_BATCH_INVARIANT is set: see ``how-to/batch-invariance.md``.
         stop: one or more texts that end the request; they are not part of its text, unless
             *include_stop_str_in_output*.
-        ignore_eos: go on after an end-of-text token.
+        ignore_eos: continue after an end-of-text token.
         stop_token_ids: tokens that end the request, besides the end-of-text token; they are not
             part of its text, unless *include_stop_str_in_output*.
-        min_tokens: nothing but *max_tokens* and the end of the context ends an answer that has
-            fewer; until then, the tokens that would are not chosen.
-        n: how many answers to give, at most 128.
-        presence_penalty: subtracted from the score of every token that the answer has, -2 to 2.
-        frequency_penalty: subtracted as often as the answer has the token, -2 to 2.
-        repetition_penalty: divides positive scores of tokens that the prompt or the answer has, and
-            multiplies negative ones; 1 changes nothing.
-        logit_bias: added to the scores of these tokens, -100 to 100.
-        logprobs: return the log-probability of each token, and of this many most likely ones, 20 at
-            most: of the model's own scores, before all that is above changes them.
+        min_tokens: the minimum number of tokens; until then, tokens that would end the answer are
+            not sampled. *max_tokens* and the context length still apply.
+        n: the number of answers, at most 128.
+        presence_penalty: subtracted from the logit of every token in the answer, -2 to 2.
+        frequency_penalty: subtracted once per occurrence of the token in the answer, -2 to 2.
+        repetition_penalty: divides positive logits of tokens in the prompt or answer, and
+            multiplies negative ones; 1 has no effect.
+        logit_bias: added to the logits of these tokens, -100 to 100.
+        logprobs: return the log-probability of each token, and of this many most likely ones, at
+            most 20. They come from the model's logits, before penalties, biases and temperature.
         prompt_logprobs: the same for the tokens of the prompt.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: where they are not left out, keep the space that some
+        spaces_between_special_tokens: if special tokens are shown, keep the space that some
             tokenizers write between two of them.
         include_stop_str_in_output: the text ends with the stop string, or with the text of the
             token that ended it.
-        allowed_token_ids: choose among these tokens only; None: among all. An end-of-text token
-            that is not one of them does not come.
+        allowed_token_ids: sample only these tokens; None: all. End-of-text tokens must be listed,
+            too, to be sampled.
         bad_words: texts that are not generated. As in vLLM, this is about tokens: of those that
             the tokenizer makes of the text by itself, after a space or at the beginning of a line,
             the last one does not follow the others. Other tokens can still spell the text.
-        truncate_prompt_tokens: keep only the last tokens of a longer prompt, as many as this, with
-            the special tokens that the tokenizer adds to a text; -1: as many as leave room for
-            *max_tokens*; None: a prompt that is too long is an error.
+        truncate_prompt_tokens: keep only this many last tokens of a longer prompt, including the
+            special tokens that the tokenizer adds; -1: as many as leave room for *max_tokens*;
+            None: a prompt that is too long is an error.
         kept_special_tokens: special tokens that stay in the text in any case, such as those that
             mark tool calls.
-        structured_outputs: the form that the answer must have: a JSON schema, a regular expression,
-            a choice or a grammar. End-of-text tokens come only where it allows the end; an answer
-            that is complete and cannot go on ends, even before *min_tokens*.
+        structured_outputs: a constraint on the answer: a JSON schema, a regular expression, a
+            choice or a grammar. End-of-text tokens are sampled only where it allows the end; a
+            complete answer that cannot continue ends, even before *min_tokens*.
 
     Raises:
         SamplingParamsError: a value is out of range or of the wrong type.
