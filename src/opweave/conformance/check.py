@@ -32,7 +32,7 @@ def not_native(subject: Subject) -> bool:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that an implementation must do.
+    """A conformance check.
 
     Attributes:
         name: as in tables and options.

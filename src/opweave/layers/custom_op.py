@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class CustomOp(Replaceable):
-    """An operation that each platform may compute in its own way.
+    """An operation with one forward method per platform.
 
     A subclass gives it ``forward_native``, in plain PyTorch, and any of ``forward_cpu``,
     ``forward_cuda``, ``forward_hip``, ``forward_xpu``, ``forward_tpu`` and ``forward_oot`` (for

@@ -6,7 +6,7 @@ from opweave.layers.replaceable import Replaceable
 
 
 class PluggableLayer(Replaceable):
-    """A layer with parameters and sub-modules of its own, which an accelerator package may replace.
+    """A layer with its own parameters and submodules that another package can replace.
 
     It has no switch and no method per platform: what it computes, it computes through ops and
     other layers, which have. Its registry is that of :class:`CustomOp`.

@@ -88,7 +88,7 @@ def owner_of(layer: type[nn.Module]) -> Owner | None:
 
 
 def replacement(layer: type[L]) -> type[L]:
-    """Return the class that is built where *layer* is asked for: its replacement, or itself.
+    """Return the replacement of the class *layer*, or *layer* itself.
 
     Subclasses of a replaced class are not replaced. Use it to call a class method on the class
     that will be built.

@@ -40,7 +40,7 @@ class UnquantizedEmbeddingMethod(UnquantizedLinearMethod):
 
 @PluggableLayer.register("vocab_parallel_embedding")
 class VocabParallelEmbedding(PluggableLayer):
-    """A table of vectors by id, padded, of which each rank has some rows.
+    """A padded embedding table, sharded over the ranks by rows.
 
     Composed of ``ir.ops.embedding`` or ``ir.ops.masked_embedding``, and ``all_reduce``. The result
     is the lookup in the whole table, bit for bit, for any number of ranks; and ids added to

@@ -11,7 +11,7 @@ from opweave.models.forward_context import CachedRows, current_forward_context
 
 
 class Attention(nn.Module):
-    """Attends to the tokens before and at each token, in its own sequence.
+    """Causal attention within each sequence.
 
     Inside a :func:`~opweave.models.forward_context.forward_context`, new keys and values join those
     that are cached. Without one, the tokens are one sequence from its beginning.

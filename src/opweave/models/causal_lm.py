@@ -17,7 +17,7 @@ HEAD = "lm_head.weight"  # the output matrix in checkpoints
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and the last norm, between which go a hidden state and a residual.
+    """Embedding, decoder layers and final norm, connected by a hidden state and a residual.
 
     Args:
         embed_tokens: ids to hidden states.

@@ -15,7 +15,7 @@ from opweave.models.weights import CheckpointModel, WeightTarget
 
 
 class GptOssMoE(CheckpointModel):
-    """The block in the place of an MLP: clamped experts with biases, the router among them.
+    """gpt-oss's mixture of experts: a router, and clamped experts with biases.
 
     Args:
         num_experts: how many experts there are.

@@ -11,7 +11,7 @@ from opweave.models.forward_context import CachedRows, current_forward_context
 
 
 class LatentAttention(nn.Module):
-    """Attends to the tokens before and at each token, in its own sequence.
+    """Causal attention within each sequence.
 
     Inside a :func:`~opweave.models.forward_context.forward_context`, new rows ``[kv_c | k_pe]``
     join those that are cached: they are keys of one head, whose values have no elements of their

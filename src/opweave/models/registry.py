@@ -107,7 +107,7 @@ def supported_architectures() -> tuple[str, ...]:
 
 
 def model_class(config: Mapping[str, Any]) -> Model:
-    """Return the class of the model that the object in a ``config.json`` describes.
+    """Return the model class for a parsed ``config.json``.
 
     Raises:
         UnsupportedModelError: the architecture is not supported; the message lists all supported
@@ -128,7 +128,7 @@ def model_class(config: Mapping[str, Any]) -> Model:
 
 
 def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> CheckpointModel:
-    """Build the model that the object in a ``config.json`` describes; weights are not set.
+    """Build the model for a parsed ``config.json``, without loading weights.
 
     It is one rank's part of the current :func:`~opweave.layers.parallel.tensor_parallel` group, on
     torch's default device.

@@ -76,7 +76,7 @@ class CheckpointModel(nn.Module):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
-        """Build the model that the object in a ``config.json`` describes; weights are not set.
+        """Build the model for a parsed ``config.json``, without loading weights.
 
         Raises:
             ModelError: the configuration is invalid or not supported.

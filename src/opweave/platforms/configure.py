@@ -16,7 +16,7 @@ _OPS, _BACKEND = "compilation_config.custom_ops", "compilation_config.backend"
 
 
 def configured(config: EngineConfig, platform: Platform | None = None) -> EngineConfig:
-    """Return *config* as the platform runs it; what the user gave stays unless a patch has force.
+    """Return *config* with the platform's patches; user settings stay unless a patch has force.
 
     First come the platform's defaults, of values, ops of ``CustomOp`` and the compile backend; then
     its check of the whole. Fitting a fitted configuration changes nothing. Where each value comes

@@ -23,7 +23,7 @@ _PACKAGE = os.path.dirname(__file__)
 
 @dataclass(frozen=True)
 class Resolution:
-    """The platform of this process, and how it came to be that.
+    """The platform of this process, and why it was chosen.
 
     Attributes:
         platform: the platform.
@@ -75,7 +75,7 @@ def is_resolved() -> bool:
 
 
 def impose(text: str) -> Resolution:
-    """Be on the platform of the parent process, which wrote *text* with ``to_json``.
+    """Use the platform of the parent process; *text* is the result of its ``to_json``.
 
     No plugin is asked whether its device is here; what differs from the parent is an error.
 

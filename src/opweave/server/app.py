@@ -53,7 +53,7 @@ def create_app(
     io_processor: IOProcessor | None = None,
     special_tokens: Mapping[str, str] | None = None,
 ) -> FastAPI:
-    """Return the application; the engine is the caller's to stop.
+    """Return the ASGI application; the caller must stop the engine.
 
     Args:
         engine: answers the requests.

@@ -13,7 +13,7 @@ MEBIBYTE = 1024 * 1024
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How a server behaves towards its clients.
+    """The configuration of a server.
 
     Attributes:
         api_keys: accepted API keys; if empty, none is required.

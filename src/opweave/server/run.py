@@ -35,7 +35,7 @@ _GLANCE = 0.2  # seconds between looks at whether the engine has died
 
 
 class AddressError(ServerError):
-    """The server cannot listen where it should."""
+    """The server cannot listen on the given address."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -126,7 +126,7 @@ def run(
     *,
     ends_with_engine: bool = False,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then finish what was accepted, and stop the engine.
+    """Serve until SIGTERM or SIGINT; then finish accepted requests and stop the engine.
 
     A second signal stops at once. When the engine dies, requests get 503 until then.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SequenceBatch:
-    """Sequences whose new tokens are packed, and where a group of layers keeps their old ones.
+    """Packed sequences, and the cache blocks of their earlier tokens in a group of layers.
 
     Sequences with one new token come first.
 

@@ -10,7 +10,7 @@ from opweave.engine.sampling.parameter_checks import check_flag, check_int
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """How to make the vector of one prompt.
+    """Pooling of one prompt's embedding.
 
     Attributes:
         dimensions: keep this many numbers of the vector; None: all. Models must be trained for it:

@@ -40,7 +40,7 @@ def load_model(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> CheckpointModel:
-    """Build the model that directory *path* holds, and load its weights.
+    """Build the model in the directory *path* and load its weights.
 
     It is on torch's default device; inside a :func:`~opweave.layers.parallel.tensor_parallel`
     block, it is one rank's part.

@@ -20,7 +20,7 @@ _FIELD = "io_processor_plugin"  # of config.json
 
 
 class IOProcessor(ABC):
-    """Turns a request into prompts, and their answers or vectors into a result.
+    """Turns a request into prompts, and their outputs into a result.
 
     The function of a plugin returns the qualified name of a class derived from this one.
     :meth:`opweave.engine.LLM.process`, :meth:`opweave.engine.Embedder.process` and the server's

@@ -47,7 +47,7 @@ class _StepPlan:
 
 
 class Scheduler:
-    """Continuous batching: fills every step again, up to a budget of tokens.
+    """Continuous batching: fills every step up to a token budget.
 
     Decodes come first, one token each. The rest of the budget goes to prefills, in chunks if
     needed. If memory runs out, the last request by the policy is preempted: it loses its blocks and

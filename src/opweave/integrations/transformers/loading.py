@@ -38,7 +38,7 @@ def is_causal_lm(architecture: str) -> bool:
 def load_transformers_model(
     path: Path, config: Mapping[str, Any], dtype: torch.dtype, *, seed: int | None = None
 ) -> TransformersModel:
-    """Build the model that directory *path* holds, and load its weights.
+    """Build the model in the directory *path* and load its weights.
 
     Every rank of a tensor-parallel group reads all weights, and keeps its part.
 

@@ -15,7 +15,7 @@ from opweave.layers.pluggable_layer import PluggableLayer
 
 @PluggableLayer.register("merged_column_parallel_linear")
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Column-parallel layers whose outputs lie side by side; each is divided by itself.
+    """Several column-parallel layers with concatenated outputs; each is sharded separately.
 
     The loaders take ``0``, ``1``, … after the tensor, for one of them, or nothing after a tensor
     that has all.

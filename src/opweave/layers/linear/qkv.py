@@ -16,7 +16,7 @@ from opweave.layers.pluggable_layer import PluggableLayer
 
 @PluggableLayer.register("qkv_parallel_linear")
 class QKVParallelLinear(ColumnParallelLinear):
-    """Heads of queries, keys and values, divided over ranks, their outputs side by side.
+    """Query, key and value projections with concatenated outputs, sharded by heads.
 
     Where there are more ranks than key heads, neighbouring ranks have the same one. The loaders
     take ``"q"``, ``"k"`` or ``"v"`` after the tensor, or nothing after a tensor that has all.

@@ -24,7 +24,7 @@ from opweave.layers.pluggable_layer import PluggableLayer
 
 @PluggableLayer.register("mamba_mixer")
 class MambaMixer(StatefulLayer):
-    """Mixes tokens of a sequence by a selective state space, each channel by itself.
+    """Mamba's mixer: a selective state space per channel.
 
     ``ir.ops.causal_conv1d`` and ``ir.ops.selective_scan`` (and their steps, where a sequence is
     decoded) between linear layers. Inside :func:`sequence_states` tokens continue the states of

@@ -21,7 +21,7 @@ from opweave.layers.pluggable_layer import PluggableLayer
 
 @PluggableLayer.register("mamba_mixer2")
 class MambaMixer2(StatefulLayer):
-    """Mixes tokens of a sequence by a state space whose heads each have one rate of decay.
+    """Mamba-2's mixer: a state space whose heads each have one decay rate.
 
     ``ir.ops.causal_conv1d`` and ``ir.ops.ssd_chunk_scan`` (and their steps, where a sequence is
     decoded), then ``mixer2_gated_rms_norm``, between linear layers. Inside :func:`sequence_states`

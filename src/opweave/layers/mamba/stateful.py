@@ -19,7 +19,7 @@ _layers: ContextVar[dict[str, StatefulLayer] | None] = ContextVar(
 
 
 class StatefulLayer(PluggableLayer):
-    """A layer that keeps, for every sequence, what it needs of the earlier tokens.
+    """A layer that keeps a state of the earlier tokens for every sequence.
 
     Args:
         prefix: the name of this layer in its model, by which the cache knows it; by default a name

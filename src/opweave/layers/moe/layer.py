@@ -31,7 +31,7 @@ class ActivationOptions(TypedDict):
 
 @PluggableLayer.register("fused_moe")
 class FusedMoE(PluggableLayer):
-    """Sends each token to the best of many experts, and adds up what they return.
+    """Top-k mixture of experts: routes each token and sums the experts' outputs.
 
     Routing is an op of :mod:`opweave.ir.ops.routing`; the experts are ``ir.ops.fused_experts``,
     called by the layer's method. Sharded over the current tensor-parallel group: every expert over
