@@ -31,6 +31,7 @@ def print_report(report: Report) -> None:
         )
         return
     _print_calls(report)
+    _print_recognitions(report)
     _print_fusions(report)
     _print_passes(report)
     out.print(_summary(report), markup=False)
@@ -61,6 +62,21 @@ def _what_became(node: NodeReport) -> list[str]:
     if node.stage.startswith("kept"):
         lines.append(node.stage)
     return lines
+
+
+def _print_recognitions(report: Report) -> None:
+    if not report.recognitions:
+        return
+    table = PlainTable("op", "recognition", "times", "why", "for example")
+    groups: dict[tuple[str, bool, str], list[str]] = {}
+    for each in report.recognitions:
+        is_found = each.outcome == "recognized"
+        key = each.op, is_found, "" if is_found else each.reason
+        groups.setdefault(key, []).append(each.source)
+    for (op, is_found, reason), sources in groups.items():
+        outcome = "[green]recognized[/]" if is_found else "[red]near miss[/]"
+        table.add_row(op, outcome, str(len(sources)), escape(reason or "-"), escape(sources[0]))
+    out.print(table, "")
 
 
 def _print_fusions(report: Report) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from opweave.compile import compat
 from opweave.compile.context import Context
@@ -35,6 +36,7 @@ from opweave.ir.spelling import Spelling
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEAR = 0.6  # the share of a pattern that must match for a near miss
+_TOO_SMALL = "{} elements: generated code is faster below {:,}"
 
 
 class Form(NamedTuple):
@@ -90,13 +92,19 @@ def _before_writes(graph: Graph) -> list[Node]:
 
 
 def _forms(nodes: list[Node], context: Context) -> list[Form]:
-    """Return the forms of the ops with a kernel, for the dtypes of the graph."""
-    dtypes = {tensor.dtype for node in nodes for tensor in tensors_of(node)}
+    """Return the forms of the ops that could run a kernel, in the dtypes of the graph."""
+    tensors = [tensor for node in nodes for tensor in tensors_of(node)]
+    dtypes = {tensor.dtype for tensor in tensors}
+    largest = max((n for t in tensors if isinstance(n := t.numel(), int)), default=0)
     present = {compat.function_name(node) for node in nodes}
     found = []
     for op in list(current_registry().ops.values()):
         wanted = [s for s in op.spellings if not s.marker or s.marker in present]
         if not wanted or not has_kernel(op, context):
+            continue
+        fewest = min(spelling.elements for spelling in wanted)
+        if context.plan.options.codegen and largest < fewest:
+            context.notes.append(f"{op.name}: {_TOO_SMALL.format(largest, fewest)}")
             continue
         for spelling in wanted:
             for dtype in (d for d in DTYPES if d in dtypes):
@@ -120,6 +128,7 @@ def _recognize(
     if used & replaced:
         raise NoMatchError("a part of it belongs to another op", 1)
     _check_arguments(match, form.spelling)
+    _check_size(match, form.spelling, context)
     trace = _call(match, form.spelling, context)
     names = [node.name for node in match.inner]
     (output,) = _replace(graph, match, trace, anchor)
@@ -147,6 +156,14 @@ def _check_arguments(match: Match, spelling: Spelling) -> None:
         before, after = (fake_of(node).dtype for node in (first.args[0], first))
         if before in DTYPES and before.itemsize < after.itemsize:
             raise NoMatchError(f"its input is widened, by {first.name}", WHOLE, tuple(match.inner))
+
+
+def _check_size(match: Match, spelling: Spelling, context: Context) -> None:
+    """Raise NoMatchError if generated code is faster than a kernel."""
+    size = fake_of(match.values[0]).numel()
+    if context.plan.options.codegen and not statically_known_true(size >= spelling.elements):
+        reason = _TOO_SMALL.format(size, spelling.elements)
+        raise NoMatchError(reason, WHOLE, tuple(match.inner))
 
 
 def _call(match: Match, spelling: Spelling, context: Context) -> Trace:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir.registry import register_op
+from opweave.ir.spelling import ROWWISE_ELEMENTS
 from opweave.ir.traits import ROWWISE
 
 
@@ -229,19 +230,19 @@ def _split(x: Tensor) -> tuple[Tensor, ...]:
     return x.chunk(2, dim=-1)
 
 
-@silu_and_mul.register_spelling(marker="exp")
+@silu_and_mul.register_spelling(marker="exp", elements=ROWWISE_ELEMENTS)
 def _silu_of_chunk(x: Tensor) -> Tensor:
     first, second = _split(x)
     return functional.silu(first) * second
 
 
-@mul_and_silu.register_spelling(marker="exp")
+@mul_and_silu.register_spelling(marker="exp", elements=ROWWISE_ELEMENTS)
 def _silu_of_last_chunk(x: Tensor) -> Tensor:
     first, second = _split(x)
     return first * functional.silu(second)
 
 
-@gelu_and_mul.register_spelling(marker="erf")
+@gelu_and_mul.register_spelling(marker="erf", elements=ROWWISE_ELEMENTS)
 def _gelu_of_chunk(x: Tensor, approximate: str = "none") -> Tensor:
     first, second = _split(x)
     return functional.gelu(first, approximate=approximate) * second
@@ -252,7 +253,9 @@ def _gelu_and_mul_by_tanh_inputs(**options: Any) -> tuple[Tensor, str]:
 
 
 for _op in (silu_and_mul, mul_and_silu):
-    _op.register_spelling(marker="exp")(_op.native)
-gelu_and_mul.register_spelling(marker="erf")(gelu_and_mul.native)
+    _op.register_spelling(marker="exp", elements=ROWWISE_ELEMENTS)(_op.native)
+gelu_and_mul.register_spelling(marker="erf", elements=ROWWISE_ELEMENTS)(gelu_and_mul.native)
 for _spelling in (_gelu_of_chunk, gelu_and_mul.native):
-    gelu_and_mul.register_spelling(marker="tanh", inputs=_gelu_and_mul_by_tanh_inputs)(_spelling)
+    gelu_and_mul.register_spelling(
+        marker="tanh", elements=ROWWISE_ELEMENTS, inputs=_gelu_and_mul_by_tanh_inputs
+    )(_spelling)

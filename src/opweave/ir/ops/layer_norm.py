@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir.registry import register_op
+from opweave.ir.spelling import ROWWISE_ELEMENTS
 from opweave.ir.traits import ROWWISE
 
 
@@ -42,11 +43,11 @@ def _inputs(
     return x.to(dtype), weight.to(dtype), bias.to(dtype), 1e-5
 
 
-@layer_norm.register_spelling(marker="var_mean")
+@layer_norm.register_spelling(marker="var_mean", elements=ROWWISE_ELEMENTS)
 def _torch_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float
 ) -> Tensor:
     return functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
 
 
-layer_norm.register_spelling(marker="var_mean")(layer_norm.native)
+layer_norm.register_spelling(marker="var_mean", elements=ROWWISE_ELEMENTS)(layer_norm.native)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir.registry import register_op
+from opweave.ir.spelling import ROWWISE_ELEMENTS
 from opweave.ir.traits import BATCH_INVARIANT, ROWWISE
 
 
@@ -119,7 +120,7 @@ def _call_with_wide_weight(
     return result
 
 
-@rms_norm.register_spelling(marker="rsqrt", call=_call_with_wide_weight)
+@rms_norm.register_spelling(marker="rsqrt", elements=ROWWISE_ELEMENTS, call=_call_with_wide_weight)
 def _rounded_last(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
@@ -129,7 +130,7 @@ def _rounded_last(
     return (y if weight is None else weight * y).to(x.dtype)
 
 
-@rms_norm.register_spelling(marker="rsqrt", call=_call_with_wide_weight)
+@rms_norm.register_spelling(marker="rsqrt", elements=ROWWISE_ELEMENTS, call=_call_with_wide_weight)
 def _torch_rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
@@ -140,4 +141,6 @@ def _torch_rms_norm(
     return (y if weight is None else y * weight).to(x.dtype)
 
 
-rms_norm.register_spelling(marker="rsqrt")(rms_norm.native)  # as in Llama
+rms_norm.register_spelling(marker="rsqrt", elements=ROWWISE_ELEMENTS)(
+    rms_norm.native
+)  # as in Llama
