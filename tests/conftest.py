@@ -1,4 +1,4 @@
-"""What every test shares: fresh but reproducible random inputs, isolation, fresh interpreters."""
+"""Fixtures of all tests: reproducible random inputs, isolation, new interpreters."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Program:
     required: frozenset[str]  # by a scope
     required_everywhere: frozenset[str]  # by a setting
 
-    # What opweave is told
+    # Settings
 
     @property
     def declaration(self) -> str:
@@ -160,7 +160,7 @@ class Program:
         settings.require(ir.Source.ENVIRONMENT, self.required_everywhere, "a test")
         return op
 
-    # What ought to come out of it
+    # Expected results
 
     def order(self, call_site: list[str]) -> list[tuple[str, bool]]:
         """Providers in the order to be tried, and whether each is strict: the design, restated."""

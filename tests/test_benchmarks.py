@@ -232,7 +232,7 @@ def test_bad_options_are_one_line(
     assert named in captured.err
 
 
-# What is made of rows
+# Tables from rows
 
 
 def row(**changed: Any) -> dict[str, Any]:

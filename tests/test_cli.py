@@ -29,7 +29,7 @@ CHECKPOINT = ROOT / "examples" / "models" / "tiny-pydoc"
 
 @dataclass
 class Done:
-    """What a run of the command left behind."""
+    """The result of a run of the command."""
 
     returncode: int
     stdout: str

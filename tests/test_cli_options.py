@@ -1,4 +1,4 @@
-"""What ``generate`` and ``chat`` are told in the same words: sampling, the model, and progress."""
+"""Options shared by ``generate`` and ``chat``: sampling, the model, and progress."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMMANDS = {
 
 @dataclass
 class Told:
-    """What a command hands to the engine."""
+    """The arguments that a command passes to the engine."""
 
     config: EngineConfig = field(default_factory=EngineConfig)
     params: SamplingParams = field(default_factory=SamplingParams)

@@ -239,7 +239,7 @@ def test_what_is_broken(fresh_cases: FreshCases) -> None:
     report, text = doctor()
     assert report["platform"] is None
     [problem] = report["problems"]
-    assert "AcmePlatform.doctr is none of its members" in problem and "'doctor'" in problem
+    assert "AcmePlatform.doctr is not a member of the contract" in problem and "'doctor'" in problem
     """
     mute = """
     report, text = doctor()
@@ -337,8 +337,8 @@ def test_a_new_platform_conforms_in_full(here: Path) -> None:
             for n in ("Demo", "my-plugin", "1st", "lambda", "", "../x")
         ),
         *((n, "is taken") for n in ("cpu", "cuda", "native", "json", "opweave")),
-        *((n, "is installed already") for n in ("torch", "pytest")),
-        ("there", "exists already; choose another name."),
+        *((n, "is already installed") for n in ("torch", "pytest")),
+        ("there", "already exists; choose another name."),
     ],
 )
 def test_bad_names_end_in_one_line(

@@ -1,4 +1,4 @@
-"""What the jobs for a GPU do, tried on the CPU with small models."""
+"""The jobs for a GPU, tested on the CPU with small models."""
 
 from __future__ import annotations
 

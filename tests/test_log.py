@@ -1,4 +1,4 @@
-"""``OPWEAVE_LOGGING_LEVEL``: what is shown, where, and what is not."""
+"""``OPWEAVE_LOGGING_LEVEL``: which messages are shown, and where."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def test_lines_are_shown_once_beside_other_handlers(fresh_python: FreshPython) -
 def test_unknown_level(fresh_python: FreshPython) -> None:
     done = fresh_python(USE_AN_OP, env={"OPWEAVE_LOGGING_LEVEL": "deebug"}, check=False)
     assert done.returncode == 1
-    assert "SettingError: OPWEAVE_LOGGING_LEVEL='deebug' is no level. Did you mean" in done.stderr
+    assert (
+        "SettingError: OPWEAVE_LOGGING_LEVEL='deebug' is not a valid log level. Did you mean"
+        in done.stderr
+    )
 
 
 CHOOSE = """

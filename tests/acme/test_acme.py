@@ -49,7 +49,7 @@ def providers(done: Any) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def host_tokens() -> list[list[int]]:
-    """What the CPU generates, in this process: no device is there."""
+    """Return the tokens generated on the CPU, in this process, without the device."""
     from opweave.engine import LLM, SamplingParams
 
     llm = LLM(GENERATE[1], dtype="float32")

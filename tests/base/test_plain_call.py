@@ -66,7 +66,7 @@ def in_jit_trace(body: Body) -> None:
         torch.jit.trace(lambda t: (body(), t * 1)[1], torch.zeros(2), check_trace=False)
 
 
-# What is active, and how to run something in it. The names are this test's own.
+# Active states, and how to run a function in each. The names are this test's own.
 STATES: dict[str, Callable[[Body], None]] = {
     "function mode": inside(FunctionMode),
     "default device": inside(lambda: torch.device("cpu")),  # a function mode, too
@@ -202,7 +202,7 @@ def check_the_generated_path(fast_path: Callable[[Tensor], bool], state: State) 
 def test_the_generated_path_skips_the_dispatcher_in_plain_states_only(
     fast_path: Callable[[Tensor], bool],
 ) -> None:
-    for name in STATES:  # each alone, whatever is drawn
+    for name in STATES:  # each alone, besides the drawn ones
         for kind in TENSORS:
             run_in(
                 alone := State((name,), "no_grad", kind),

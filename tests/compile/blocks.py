@@ -29,7 +29,7 @@ class OpCalls(dict[str, Callable[..., Any]]):
 
 
 class NativeCalls(dict[str, Callable[..., Any]]):
-    """What someone without opweave would have written: the native functions, inlined."""
+    """The same code without opweave: the native functions, inlined."""
 
     def __missing__(self, name: str) -> Callable[..., Any]:
         op = ir.current_registry().op(name)

@@ -1,4 +1,4 @@
-"""What the tests of the compile pipeline share."""
+"""Fixtures of the tests of the compile pipeline."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_an_exported_program_is_lowered() -> None:
 
 
 class Branches(nn.Module):
-    """Calls an op at each depth: beside control flow, in a branch, in a branch of a branch."""
+    """Calls an op at each depth: outside control flow, in a branch, in a nested branch."""
 
     def forward(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         def added(x: Tensor, r: Tensor) -> Tensor:
@@ -412,7 +412,7 @@ def test_passes_change_nothing_when_they_run_twice() -> None:
 
 
 def test_graphs_in_the_report_run() -> None:
-    """What a report shows as before and after is Python that runs."""
+    """The graphs before and after in a report are valid Python."""
     model = Model(BLOCKS["llama"], 1, OpCalls())
     compiled = torch.compile(model, backend=opweave.compile.backend, options={"codegen": False})
     compiled(*model_inputs(4))

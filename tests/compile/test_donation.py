@@ -227,7 +227,7 @@ def test_slices_beside_what_was_given_up_may_be_read() -> None:
 
 @pytest.fixture
 def scale() -> Any:
-    """An op whose kernel writes into its argument, whatever its type."""
+    """An op whose kernel writes into its argument, of any dtype."""
     with ir.isolated_registry():
 
         @ir.register_op(allow_inplace=True)

@@ -219,7 +219,7 @@ def test_diff_marks_the_line_and_the_word() -> None:
     assert (changed.removed, changed.added) == (1, 2)
     assert "<mark>1</mark>" in changed.table
     assert "<mark>2</mark>" in changed.table
-    assert "48 unchanged lines" in changed.table  # with the signature, without three beside
+    assert "48 unchanged lines" in changed.table  # with the signature, without three context lines
 
 
 def test_diff_of_all_and_nothing() -> None:

@@ -1,4 +1,4 @@
-"""What reports and warnings say of graphs without ops, and of gradients that nobody asked for."""
+"""Reports and warnings for graphs without ops, and for unintended gradients."""
 
 from __future__ import annotations
 

@@ -407,7 +407,7 @@ CASES = {
     "parts that differ": Case("parts_that_differ", (8,)),
     "generated code": Case("one_layer", (9, 16), dynamic=True, codegen=True),
 }
-# What docs/design/sequence-parallelism.md promises.
+# The promises of docs/design/sequence-parallelism.md.
 COLLECTIVES = {
     "llama": {"all_gather": 4, "reduce_scatter": 4},
     "dynamic": {"all_gather": 4, "reduce_scatter": 4},
@@ -421,7 +421,7 @@ COLLECTIVES = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    """What each of two ranks found, by case."""
+    """Return the results of each of two ranks, by case."""
     found = run_ranks(list(CASES.values()), tmp_path_factory.mktemp("ranks"))
     return dict(zip(CASES, map(list, zip(*found, strict=True)), strict=True))
 

@@ -1,4 +1,4 @@
-"""Compiled programs give what eager ones give, whatever they alias, with every kind of kernel."""
+"""Compiled programs equal eager ones, with any aliasing and every kind of kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random programs over a paged cache: compiled and eager agree, whatever is fused and donated."""
+"""Random programs over a paged cache: compiled and eager agree, with any fusion and donation."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def mul_and_silu(x):
 
 
 def test_modules_in_the_working_directory_are_found(tmp_path: Path) -> None:
-    # The installed command, beside which Python does not look for modules.
+    # The installed command, whose folder is not on Python's module path.
     (tmp_path / "lies_here.py").write_text(KERNELS, encoding="utf-8")
     command = [str(Path(sys.executable).parent / "opweave"), "verify", "--op", "mul_and_silu"]
     done = subprocess.run(

@@ -92,7 +92,7 @@ def test_the_zoo(check: str, broken: type[zoo.Sound], wrong_kernel: None) -> Non
 
 
 def in_forks(code: str, *environments: Mapping[str, str]) -> list[Any]:
-    """What ``ask`` does, in forks of this process: quicker than new interpreters."""
+    """Like ``ask``, in forks of this process, which is faster than new interpreters."""
     answers = []
     for environment in environments:
         reading, writing = os.pipe()

@@ -91,7 +91,7 @@ def test_what_ends_the_process_is_a_problem_of_the_case(verifier: Verifier) -> N
     (hangs,) = problems["hangs"]
     assert hangs.startswith("did not come back within 10 s: silu_and_mul(float32[0, 128])")
     assert problems["refuses"] == ["ended the process with exit code 3"]
-    # What was found before stays, and the rest of the checks is left out.
+    # Earlier findings are kept, and the remaining checks are skipped.
     assert [outcome.check for outcome in found["hangs"].outcomes] == ["values", "empty"]
     assert [outcome.check for outcome in found["right"].outcomes] == [
         "values", "empty", "mutation", "keywords",

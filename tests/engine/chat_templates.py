@@ -117,7 +117,7 @@ DEEPSEEK = """
         {%- set ns.is_tool = false %}
         {%- for tool in message['tool_calls'] %}
             {%- if loop.first %}
-                {%- if message['content'] is none %}
+                {%- if message['content'] == none %}
                     {{- '<|Assistant|><calls><call>' + tool['type'] + '<sep>' }}
                 {%- else %}
                     {{- '<|Assistant|>' + message['content'] + '<calls><call>' }}
@@ -159,7 +159,7 @@ DEEPSEEK_R1 = """
     {%- if message['role'] in ['system', 'user', 'tool'] %}
         {{- '<|' + message['role'] + '|>' + message['content'] }}
     {%- endif %}
-    {%- if message['role'] == 'assistant' and message['content'] is none %}
+    {%- if message['role'] == 'assistant' and message['content'] == none %}
         {%- for tool in message['tool_calls'] %}
             {{- '<call>' + tool['function']['name'] + ' ' + tool['function']['arguments'] }}
         {%- endfor %}

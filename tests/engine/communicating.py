@@ -1,4 +1,4 @@
-"""What processes that test communicators run; imported by each, so it imports little."""
+"""Program of the processes that test communicators; each imports it, so it imports little."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class SharedRank:
 
 
 class SharedRankProcess:
-    """What an engine sees of it."""
+    """The view of an engine."""
 
     def __init__(self, shared: SharedRank, port: int) -> None:
         self._shared, self.pid = shared, shared.process.pid

@@ -1,4 +1,4 @@
-"""What a request asks of its tokens holds in the engine: alone, in parts, and when preempted."""
+"""Sampling options hold in the engine: alone, with chunked prefill, and after preemption."""
 
 from __future__ import annotations
 

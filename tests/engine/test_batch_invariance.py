@@ -1,4 +1,4 @@
-"""Batch-invariant mode: the bits of a token do not depend on what is computed beside it."""
+"""Batch-invariant mode: the bits of a token do not depend on the rest of the batch."""
 
 from __future__ import annotations
 

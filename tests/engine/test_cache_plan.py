@@ -103,7 +103,7 @@ def test_what_cannot_be(options: dict[str, Any], message: str) -> None:
         (lambda: CacheConfig(num_blocks=-1), "num_blocks=-1 must be a positive integer, or None"),
         (lambda: CacheConfig(memory_utilization=1.5), "memory_utilization=1.5 must be a number"),
         (lambda: CacheConfig(enable_prefix_caching=1), "must be True or False"),  # type: ignore[arg-type]
-        (lambda: CacheConfig(num_blocks=1, memory_bytes=1), "Give one of them"),
+        (lambda: CacheConfig(num_blocks=1, memory_bytes=1), "give one of them"),
         (lambda: SchedulerConfig(max_num_seqs=True), "max_num_seqs=True must be a positive"),
         (lambda: SchedulerConfig(policy="fcsf"), "'fcsf' must be one of fcfs, priority.*fcfs"),
         (

@@ -28,7 +28,7 @@ _NULLS = ("refusal", "audio", "function_call", "name", "annotations", "reasoning
 
 @dataclass(frozen=True)
 class Family:
-    """What a template accepts, and how transformers has to be given it."""
+    """The messages that a template accepts, and their form for transformers."""
 
     template: str
     content: Literal["string", "parts", "either"] = "string"

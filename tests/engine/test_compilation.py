@@ -113,9 +113,9 @@ def test_an_unknown_backend_is_refused_before_the_model_loads() -> None:
         (3, '{"fusion": 1}', OptionError, "fusion=1 is neither"),
         (1, {"max_autotun": True}, InvalidArgumentError, "Did you mean 'max_autotune'"),
         (1, {"fusion": True}, InvalidArgumentError, r"'fusion'.* need mode=OPWEAVE_COMPILE"),
-        (3, '{"fusion": ', SettingError, r"options='{\"fusion\": ' is no JSON object, such as"),
-        (3, "[1]", SettingError, r"options='\[1\]' should be a mapping by name"),
-        (3, {1: 2}, SettingError, "should be a mapping by name"),
+        (3, '{"fusion": ', SettingError, r"options='{\"fusion\": ' is not a JSON object, such as"),
+        (3, "[1]", SettingError, r"options='\[1\]' must be a mapping or a JSON object"),
+        (3, {1: 2}, SettingError, "must be a mapping or a JSON object"),
     ],
 )
 def test_options_that_are_wrong_are_refused_before_the_model_loads(

@@ -148,7 +148,7 @@ def test_a_prefix_is_not_looked_for_where_none_is_kept() -> None:
     assert ReplicaRouter(2).choose([2**70] * 100, 1, range(2)) == 0  # no token; the replica says so
 
 
-# What replicas send
+# Messages of replicas
 
 
 class OddError(Exception):
@@ -346,7 +346,7 @@ def test_a_dead_replica_fails_its_own_requests_and_is_replaced(
         assert sum(isinstance(each, EngineDeadError) for each in found) == 2
         assert sum(isinstance(each, RequestOutput) for each in found) == 2
         await until(lambda: engine.stats().replicas == 2)
-        # What it had done still counts, and none of its requests runs.
+        # Its finished requests still count, and none of its requests runs.
         assert engine.stats().generation_tokens >= 24
         await until(lambda: engine.stats().running == 0)
         await asyncio.gather(*(answer(engine, f"then {i}") for i in range(4)))
@@ -582,7 +582,7 @@ def test_replicas_on_one_machine_share_its_memory() -> None:
     assert alone(told, 4).cache == told.cache
 
 
-# What cannot be
+# Invalid configurations
 
 
 @pytest.mark.parametrize("make", [LLM, AsyncEngine, Embedder])

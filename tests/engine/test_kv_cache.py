@@ -104,7 +104,7 @@ class Caches(RuleBasedStateMachine):
             end = request.num_computed_tokens
             tables = self.cache.tables(request)
             for group, (retention, table) in enumerate(zip(self.retentions, tables, strict=True)):
-                # What the next token reads.
+                # The inputs of the next token.
                 first = max(0, end + 1 - WINDOW) if isinstance(retention, Window) else 0
                 for position in range(first, end):
                     slot = group, table[position // BLOCK], position % BLOCK
@@ -196,7 +196,7 @@ def test_what_is_forgotten_is_found_no_more() -> None:
     assert cache.find_prefix(Request("again", [1] * 9)) == 0
     cache.check_integrity()
     assert cache.tables(kept)[0][0] == blocks[0]
-    # What has no content goes first.
+    # Blocks without content are evicted first.
     other = Request("other", [3] * 8)
     assert cache.allocate(other, 8)
     assert set(cache.tables(other)[0]) == set(blocks[1:])

@@ -1,4 +1,4 @@
-"""Answers are those of transformers, alone or together, whatever kernels run."""
+"""Outputs equal those of transformers, alone or batched, with any kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints are recognised, and plain weights load whatever else the files say."""
+"""Quantised checkpoints are recognised, and plain weights load regardless of other metadata."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def warped(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def distributions(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """What opweave draws from, in the order of the vocabulary."""
+    """Return the distribution that opweave samples from, in the order of the vocabulary."""
     full = torch.zeros(logits.shape, dtype=torch.float64)
     plain = [row for row, each in enumerate(params) if not each.cuts]
     cut = [row for row, each in enumerate(params) if each.cuts]
@@ -90,7 +90,7 @@ def test_any_parameters_together(
 ) -> None:
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits = spread * torch.randn(1, size)
-    # What is a rounding away from the limit may fall on either side of it.
+    # A token within rounding of the limit may fall on either side of it.
     ranked = warped(logits[0], SamplingParams(temperature=temperature, top_k=top_k))
     assume((ranked.sort(descending=True).values.cumsum(0) - top_p).abs().min() > 1e-9)
     wanted = warped(logits[0], params)

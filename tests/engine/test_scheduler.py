@@ -1,4 +1,4 @@
-"""Whatever is scheduled together, every request gets the tokens that it gets alone."""
+"""Every request gets the same tokens alone and batched with any other requests."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tokenizer_config.json": {"bos_token": "<pad>", "eos_token": "</s>"},
         "special_tokens_map.json": {"bos_token": "<s>", "eos_token": None},
     },
-    "special_tokens_map.json beside added_tokens_decoder": {
+    "special_tokens_map.json and added_tokens_decoder": {
         "tokenizer_config.json": {
             "eos_token": "</s>",
             "added_tokens_decoder": {"2": {**TOKEN, "content": "</s>", "special": True}},

@@ -302,7 +302,7 @@ def test_special_tokens_are_left_out_or_not(tokenizer: Tokenizer) -> None:
 @examples(60)
 @given(st.data())
 def test_bytes_that_are_no_text_do_not_pile_up(tokenizer: Tokenizer, data: Any) -> None:
-    # Tokens of single bytes: parts of characters, whole ones, and bytes that are no text at all.
+    # Tokens of single bytes: parts of characters, whole ones, and bytes that are not valid text.
     of_bytes = [i for i in range(VOCABULARY) if tokenizer.decode([i]) == "\ufffd"]
     ids = data.draw(st.lists(st.sampled_from([*of_bytes, EOS]), min_size=12, max_size=60))
     ids += tokenizer.encode("🙂é", add_special_tokens=False)

@@ -157,7 +157,7 @@ def test_hooks_and_gradients() -> None:
 
 
 class Odd(nn.Module):
-    """Looks like an RMS norm, and is none."""
+    """Looks like an RMS norm, but is not one."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -240,7 +240,7 @@ def test_warnings(blend: IrOp, caplog: pytest.LogCaptureFixture) -> None:
     assert "blend" in unset
     assert "priority not set" in unset
     assert "blend" in incomplete
-    assert "fallback to native" in incomplete
+    assert "native may run" in incomplete
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def read_programs() -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-# What each program needs to be there, and what must hold when it has run.
+# The requirements of each program, and the conditions that must hold after it.
 AROUND = {
     "declare": (
         """

@@ -105,7 +105,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(provider: str, dtype: torch.d
 
 
 def test_required_invariance_holds_end_to_end() -> None:
-    """With the trait required, whatever is chosen gives the same bits: every op, every row."""
+    """With the trait required, every op gives the same bits in every row, with any provider."""
     with torch.no_grad(), ir.require("batch_invariant"):
         for op in OPS:
             if "attention" in op.name or op.name == "advance_step_flashattn":  # integers only

@@ -1,4 +1,4 @@
-"""What people try first, and get wrong: each ends in a right result or one clear error."""
+"""Typical mistakes of new users: each gives a right result or one clear error."""
 
 from __future__ import annotations
 

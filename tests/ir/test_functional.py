@@ -1,4 +1,4 @@
-"""The default overload is functional, whatever the implementation does."""
+"""The default overload is functional, even if the implementation works in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transforms and gradients: right whatever the priority, or refused; never silently wrong."""
+"""Transforms and gradients are right with any priority, or an error, but never silently wrong."""
 
 from __future__ import annotations
 

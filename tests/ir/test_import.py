@@ -1,4 +1,4 @@
-"""What ``import opweave`` costs and loads."""
+"""The cost of ``import opweave``, and the modules that it loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that no op takes: the documented error, whatever provider is chosen."""
+"""Invalid arguments: every provider raises the documented error."""
 
 from __future__ import annotations
 

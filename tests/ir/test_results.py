@@ -1,4 +1,4 @@
-"""What goes into an op and what comes out: lists of tensors, and an implementation's results."""
+"""Arguments and results of ops: lists of tensors, and checks of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scopes: in this thread or task only, nested, and gone afterwards, whatever happens inside."""
+"""Scopes: limited to the thread or task, nested, and undone on exit, also after an error."""
 
 from __future__ import annotations
 

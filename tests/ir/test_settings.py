@@ -82,7 +82,7 @@ def test_variables_are_known_or_reported() -> None:
         "OPWEAVE_IR_OP_PRIORITY__X": "y,z",
     }
     (unknown,) = environment.unknown_variables(environ)
-    assert unknown.startswith("OPWEAVE_BATCH_INVARIENT is set, but opweave knows no such variable.")
+    assert unknown.startswith("OPWEAVE_BATCH_INVARIENT is set, but is not a variable of opweave.")
     assert environment.priorities(environ) == {"rms_norm": "aten", "x": "y,z"}
     assert not environment.flag("OPWEAVE_CHECK_DONATION", environ)
     for variable in environment.VARIABLES:

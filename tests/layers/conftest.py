@@ -1,4 +1,4 @@
-"""What the tests of the layers' machinery share."""
+"""Fixtures of the tests of the layers' machinery."""
 
 from __future__ import annotations
 

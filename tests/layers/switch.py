@@ -19,7 +19,7 @@ both_ways = pytest.mark.parametrize("custom_ops", ["all", "none"])
 
 
 def built(custom_ops: str, make: Callable[[], T]) -> T:
-    """What *make* returns where ``custom_ops`` says so."""
+    """Return the result of *make* under a config with these ``custom_ops``."""
     with compilation_config(CompilationConfig(custom_ops=custom_ops)):
         return make()
 
@@ -62,7 +62,7 @@ def ranks(size: int, make: Callable[[], M], run: Callable[[int, M], Tensor]) -> 
         exchanged.append(waiting)
 
 
-class _Waiting(Exception):  # noqa: N818 - it is no error
+class _Waiting(Exception):  # noqa: N818 - not an error
     def __init__(self, tensor: Any) -> None:
         super().__init__()
         self.tensor = tensor

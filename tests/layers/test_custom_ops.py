@@ -58,7 +58,7 @@ def test_what_is_enabled(
             assert unregistered.enabled() is enabled[1]  # type: ignore[attr-defined]
 
 
-# What a list may say
+# Valid lists
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_the_user_wrote_stays_and_the_default_is_appended() -> None:
     assert CompilationConfig(custom_ops=["+a", "-b"]).custom_ops == ("+a", "-b", "all")
     compiling = CompilationConfig(mode=3, custom_ops=["+a", "-b"])
     assert compiling.custom_ops == ("+a", "-b", "none")
-    # The default is found anew for a config that is derived.
+    # The default is computed again for a derived config.
     derived = dataclasses.replace(CompilationConfig(custom_ops="+a"), mode=3)
     assert derived.custom_ops == ("+a", "none")
     kept = dataclasses.replace(CompilationConfig(custom_ops="+a,all"), mode=3)
@@ -106,7 +106,7 @@ def test_what_the_user_wrote_stays_and_the_default_is_appended() -> None:
         ([3], ["[3] should be a list of strings"]),
         (3, ["list of strings"]),
         (None, ["list of strings"]),
-        ('["all"', ["no JSON list"]),
+        ('["all"', ["not a JSON list"]),
     ],
 )
 def test_what_a_list_may_not_say(written: Any, parts: list[str]) -> None:

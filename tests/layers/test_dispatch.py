@@ -202,7 +202,7 @@ def test_each_config_counts_what_is_built_under_it(config: CompilationConfig) ->
     op()
     assert (config.enabled_custom_ops, config.disabled_custom_ops) == ({"probe": 2}, {})
     assert (inner.enabled_custom_ops, inner.disabled_custom_ops) == ({}, {"probe": 2})
-    assert config == CompilationConfig()  # counts are no part of what a config says
+    assert config == CompilationConfig()  # counters do not take part in comparisons
 
 
 def test_no_config_is_needed() -> None:

@@ -1,4 +1,4 @@
-"""State-space mixers: those of transformers, whatever the batching and the number of ranks."""
+"""State-space mixers equal those of transformers, with any batching and number of ranks."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_tensor_parallel_equals_one_rank(kind: str, size: int) -> None:
         assert {k: s[0] * size for k, s in layer.state_shapes.items() if k == "ssm"} == {
             k: s[0] for k, s in whole.state_shapes.items() if k == "ssm"
         }
-        # What is this rank's part already is loaded too.
+        # A tensor that already is this rank's shard is loaded too.
         load(layer, {**weights, "D": layer.D.clone()} if "D" in weights else weights)
         return steps(layer, hidden, [7, 1, 1], StateCache(3))
 

@@ -413,7 +413,7 @@ def test_the_parts_of_all_ranks_add_up(
             assert here == set(part.placement.local_experts)
             for name, value in part.state_dict().items():
                 assert torch.equal(value, other.state_dict()[name])
-        # What is this rank's part already is taken as it is.
+        # A tensor that already is this rank's shard is loaded unchanged.
         again = filled(moe_like(part, options))
         load_fused(again, dict(part.named_parameters()))
         assert torch.equal(again.w2_weight, part.w2_weight)

@@ -1,4 +1,4 @@
-"""What two processes of a tensor-parallel group run; imported by each, so it imports little."""
+"""Program of the two processes of a tensor-parallel group; imports little, as each imports it."""
 
 from __future__ import annotations
 

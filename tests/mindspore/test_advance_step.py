@@ -45,7 +45,7 @@ class Step:
 
 
 def loop(step: Step) -> tuple[Array, ...]:
-    """What the six tensors hold afterwards, one sequence after the other."""
+    """Return the expected contents of the six tensors, computed sequence by sequence."""
     tokens, sampled, positions, lengths, slots, tables = (a.copy() for a in step.arrays)
     for i in range(len(lengths)):
         if i < len(sampled):

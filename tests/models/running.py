@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class LanguageModel(Protocol):
-    """What every language model does."""
+    """Interface of every language model."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor: ...
 

@@ -185,7 +185,7 @@ def test_the_block_of_gpt_oss(ranks: int) -> None:
         torch.testing.assert_close(result, wanted, rtol=0.0, atol=1e-5)
 
 
-# What checkpoints can get wrong
+# Invalid checkpoints
 
 
 def test_loading_is_strict(layer_checkpoint: Checkpoints) -> None:

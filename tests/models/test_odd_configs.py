@@ -116,7 +116,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral proportional with a factor": (
         "mistral", {}, {"rope_parameters": {**PROPORTIONAL, "factor": 3.0}},
     ),
-    "qwen3 proportional with the share beside it": (
+    "qwen3 proportional with a separate share": (
         "qwen3", {"head_dim": 24},
         {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4},
          "partial_rotary_factor": 0.3},
@@ -130,7 +130,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "deepseek longrope": ("deepseek_v3", DEEPSEEK, {"rope_parameters": longrope(4)}),
     "gemma longrope": ("gemma3_text", GEMMA, gemma_rope(longrope(12))),
-    "longrope with the context of training beside it": (
+    "longrope with a separate training context": (
         "llama", {},
         {"rope_parameters": None, "rope_theta": 1e4, "original_max_position_embeddings": 400,
          "rope_scaling": {"type": "longrope", "short_factor": SHORT[:8], "long_factor": LONG[:8]}},
@@ -157,10 +157,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "mistral", {"sliding_window": 5}, {"layer_types": ["full_attention", "sliding_attention"]},
     ),
     "mistral with null layer types": ("mistral", {"sliding_window": 5}, {"layer_types": None}),
-    "an empty rope_scaling beside rope_parameters": (
+    "an empty rope_scaling and rope_parameters": (
         "llama", {}, {"rope_parameters": FULL, "rope_scaling": {}},
     ),
-    "rope_scaling beside rope_parameters": (
+    "rope_scaling and rope_parameters": (
         "llama", {}, {"rope_parameters": FULL, "rope_scaling": {"type": "linear", "factor": 2.0}},
     ),
     "yarn with a null factor": (

@@ -27,7 +27,7 @@ SIZES = [(1, 4, 6), (2, 2, 4)]  # images, in patches
 
 
 class Case(NamedTuple):
-    """What a model in a directory is given, and what transformers makes of it."""
+    """The inputs of a model in a directory, and the results of transformers."""
 
     path: Path
     given: dict[str, Tensor]
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What transformers makes of a case, what each rank does, and the size of each rank's part."""
+    """The results of transformers and of each rank for a case, and the size of each shard."""
 
     wanted: Tensor
     results: list[Tensor]

@@ -118,7 +118,7 @@ def test_half_a_tensor_fits_no_rank_of_two(
     layer_checkpoint: Checkpoints,
     tmp_path: Path,
 ) -> None:
-    """A tensor of the size of a rank's part is no part: the checkpoint is of a smaller model."""
+    """A tensor of the size of a rank's shard is not a shard, but belongs to a smaller model."""
     path, _ = (checkpoint if kind in LLAMA else layer_checkpoint)(kind)
     shutil.copy(path / "config.json", tmp_path)
     tensors = load_file(path / FILE)

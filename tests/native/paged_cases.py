@@ -46,7 +46,7 @@ def case(
     seed: int = 0,
     **options: Any,
 ) -> Case:
-    """Sequences in shuffled blocks; whatever no key or value was written to is NaN."""
+    """Make sequences in shuffled blocks; unused slots are NaN."""
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-keys // block_size) for _, keys in sequences]
     blocks, width = sum(counts) + 2, max([*counts, 0]) + 1

@@ -96,7 +96,7 @@ def random_step() -> Step:
     sampled = torch.randint(2**40, (num_queries, pick(1, 3)))[:, :1]  # a column, maybe strided
     tables = torch.randint(largest, (num_seqs, width + pick(0, 4))).to(table_dtype)
     lengths = torch.randint(width * block_size, (num_seqs,)).to(pick(*INDICES))
-    # What a padded row holds is not the op's business, were it no length at all.
+    # The length of a padded row is not checked, even if it is invalid.
     lengths[num_queries:] = pick(-7, 0, 2**31 - 1)
     return Step(
         block_size=block_size,

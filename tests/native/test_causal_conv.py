@@ -70,7 +70,7 @@ def test_packed_sequences(
 def test_layouts_and_dtypes(provider: str, dtype: torch.dtype) -> None:
     packing = layout([3, 5], slots=7, after=1)
     x, weight, bias, _ = random(dtype, packing.tokens, 10, 4)
-    state = torch.randn(7, 10, 3)  # float32 whatever the inputs are
+    state = torch.randn(7, 10, 3)  # float32 regardless of the inputs
     wide = poisoned(x)
     arguments = (weight.float().T.contiguous().T, bias.float(), state.mT.contiguous().mT)
     kept = [t.clone() for t in (wide, *arguments)]

@@ -1,4 +1,4 @@
-"""Whatever aliases an in-place implementation is called with, it gives native's result."""
+"""In-place implementations give native's result for any aliasing of arguments."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def scheme_of(op: IrOp) -> tuple[str, str]:
 
 
 def composed(op: IrOp, *arguments: Any) -> tuple[Tensor, ...]:
-    """What opweave_c's kernels for the parts give, one after the other."""
+    """Return the results of opweave_c's kernels for the parts, one after the other."""
     first, second = scheme_of(op)
     quantise = getattr(kernels, second)
     if first == "silu_and_mul":
@@ -305,7 +305,7 @@ def test_refusals(module: ModuleType, path_name: str, case: str) -> None:
 
 @pytest.mark.parametrize("op", [*GATED, NORMS[0], ADDS[0]], ids=lambda op: op.name)
 def test_the_native_error_stays(module: ModuleType, op: IrOp) -> None:
-    """What native refuses, opweave_c passes over, and the error is the op's."""
+    """opweave_c rejects arguments that native refuses, so that the op's error is raised."""
     if op in GATED:
         bad: Arguments = arguments_for(op, torch.ones(4, 5))
         message = "must be even"

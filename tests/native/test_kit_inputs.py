@@ -1,4 +1,4 @@
-"""A module from the cache is the one that would be built now, whatever the build has read."""
+"""A cached module is used only if a build would read the same inputs again."""
 
 from __future__ import annotations
 
@@ -277,7 +277,9 @@ def test_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert folders.cache_dir() == own
     assert own.stat().st_mode & 0o777 == 0o700
     own.chmod(0o777)
-    with pytest.raises(NativeBuildError, match=r"others can write .*; set OPWEAVE_CACHE_DIR"):
+    with pytest.raises(
+        NativeBuildError, match=r"other users can write to .*; set OPWEAVE_CACHE_DIR"
+    ):
         folders.cache_dir()
     own.rmdir()
     own.symlink_to(tmp_path)

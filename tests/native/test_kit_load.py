@@ -1,4 +1,4 @@
-"""Building on the fly: what is built again and what is not, by whom, and what errors say."""
+"""Just-in-time builds: when modules are rebuilt, by which process, and error messages."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ with torch.no_grad():
 def test_a_corrected_schema_in_a_cached_graph(
     native_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An op that does not say that it writes is left out of a graph, whatever it does."""
+    """An op that does not declare its mutation is left out of a graph."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
     found = []
     for schema in ("add(Tensor x) -> ()", "add(Tensor(a!) x) -> ()", "add(Tensor(a!) x) -> ()"):
@@ -97,7 +97,7 @@ def test_once_in_a_process(native_cache: Path, tmp_path: Path) -> None:
     torch.ops.kit_once.add(x)
     assert x.tolist() == [2, 2]
     add_source(tmp_path, "5")
-    with pytest.raises(NativeBuildError, match="'kit_once' is loaded in this process already, fr"):
+    with pytest.raises(NativeBuildError, match="'kit_once' from other sources or flags is already"):
         native.load("kit_once", [source])
     module = native.load("kit_once_more", [source])  # the same op name in another namespace
     module.add(x)
@@ -217,7 +217,7 @@ def test_duplicate_op(native_cache: Path, tmp_path: Path) -> None:
 def test_bad_input(native_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = add_source(tmp_path, "1")
     for name in ("Bad", "a-b", "class", "", "_x", "é"):
-        assert "is not a name for a native module" in refusal(name, source).summary
+        assert "is not a valid name for a native module" in refusal(name, source).summary
     for name in ("aten", "load_library", "higher_order"):
         assert f"'{name}' is taken" in refusal(name, source).summary
     assert "no sources" in refusal("kit_none").summary
@@ -225,7 +225,7 @@ def test_bad_input(native_cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert "is not a source file (.cpp," in refusal("kit_header", tmp_path / "a.h").summary
     (tmp_path / "folder.cpp").mkdir()
     assert "folder.cpp is a folder" in refusal("kit_folder", tmp_path / "folder.cpp").summary
-    with pytest.raises(TypeError, match="no command can have a NUL in it"):
+    with pytest.raises(TypeError, match="commands cannot contain NUL characters"):
         native.load("kit_nul", [source], extra_cflags=["-D\0"])
     blocked = tmp_path / "file"
     blocked.touch()
@@ -247,21 +247,21 @@ def test_missing_compilers(
     cuda = source.with_suffix(".cu")
     cuda.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setenv("CUDACXX", "no-such-nvcc")
-    assert "CUDACXX=no-such-nvcc: there is no" in refusal("kit_no_nvcc", cuda).summary
+    assert "CUDACXX=no-such-nvcc: program" in refusal("kit_no_nvcc", cuda).summary
     for value, why in (
         ('"x', 'CXX="x is not a command: No closing quotation.'),
-        ("/bin/true", "/bin/true reports success and makes no file of "),
+        ("/bin/true", "/bin/true reports success but writes no file for "),
         (str(no_program(tmp_path)), "Cannot run "),
     ):
         monkeypatch.setenv("CXX", value)
         assert refusal("kit_no_compiler", source).summary.startswith(why)
     monkeypatch.setenv("CXX", "no-such-compiler -m64")
-    assert "CXX=no-such-compiler -m64: there is no" in refusal("kit_no_cxx", source).summary
+    assert "CXX=no-such-compiler -m64: program" in refusal("kit_no_cxx", source).summary
     monkeypatch.delenv("CXX")
     monkeypatch.delenv("CUDACXX")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert "needs a C++17 compiler, and found none" in refusal("kit_no_path", source).summary
+    assert "needs a C++17 compiler, but" in refusal("kit_no_path", source).summary
 
 
 def test_a_string_is_no_list(native_cache: Path, tmp_path: Path) -> None:

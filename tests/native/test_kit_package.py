@@ -109,18 +109,21 @@ sources = ["csrc/*.cpp"]
 @pytest.mark.parametrize(
     ("pyproject", "message"),
     [
-        (None, "There is no {folder}/pyproject.toml; `opweave native new NAME` writes"),
+        (None, "{folder}/pyproject.toml does not exist; `opweave native new NAME` creates"),
         ("[tool", "Cannot read {folder}/pyproject.toml: "),
-        ("", "{folder}/pyproject.toml has no table [tool.opweave-native], which says what"),
+        ("", "{folder}/pyproject.toml has no table [tool.opweave-native], which configures"),
         (PYPROJECT.replace("sources", "source"), "has an unknown key 'source'. Did you mean 'sou"),
         (PYPROJECT.replace('"demo._C_ops"', "3"), "needs module = 'package._C_ops', found 3"),
-        (PYPROJECT.replace("demo._C_ops", "demo"), "module = 'demo' names no package; try 'demo._"),
+        (
+            PYPROJECT.replace("demo._C_ops", "demo"),
+            "module = 'demo' does not name a package; try 'demo._",
+        ),
         (
             PYPROJECT.replace('["csrc/*.cpp"]', '"x"'),
             "sources must be a list of strings, f",
         ),
-        (PYPROJECT.replace("demo", "aten"), "The package 'aten' is in none of"),
-        (PYPROJECT, "The package 'demo' is in none of {folder}/src, {folder}"),
+        (PYPROJECT.replace("demo", "aten"), "The package 'aten' was not found in"),
+        (PYPROJECT, "The package 'demo' was not found in {folder}/src, {folder}"),
         *(
             (
                 PYPROJECT.replace("demo", "csrc").replace("csrc/*.cpp", pattern),
@@ -129,17 +132,20 @@ sources = ["csrc/*.cpp"]
             for pattern in ("/abs/*.cpp", "", "**.cpp")
         ),
         ("tool = 1", "{folder}/pyproject.toml: tool must be a table, found 1."),
-        ("[tool]\nopweave-native = 5", "[tool.opweave-native] must be one table, found 5."),
-        ("[tool]\nopweave-native = 'abc'", "[tool.opweave-native] must be one table, found 'abc'."),
-        ("[[tool.opweave-native]]", "[tool.opweave-native] must be one table, found [{{}}]."),
+        ("[tool]\nopweave-native = 5", "[tool.opweave-native] must be a table, found 5."),
+        ("[tool]\nopweave-native = 'abc'", "[tool.opweave-native] must be a table, found 'abc'."),
+        ("[[tool.opweave-native]]", "[tool.opweave-native] must be a table, found [{{}}]."),
         *(
-            (PYPROJECT.replace("_C_ops", name), f"found 'demo.{name}'; names are ASCII ")
+            (PYPROJECT.replace("_C_ops", name), f"found 'demo.{name}'; names must be ASCII ")
             for name in ("опс", "class", "a-b")
         ),
-        (PYPROJECT.replace("demo", "csrc.lambda"), "found 'csrc.lambda._C_ops'; names are ASCII"),
+        (
+            PYPROJECT.replace("demo", "csrc.lambda"),
+            "found 'csrc.lambda._C_ops'; names must be ASCII",
+        ),
         (
             PYPROJECT.replace("demo._C_ops", "csrc.python"),
-            "The module csrc.python would hide {folder}/csrc/python.py; choose another name.",
+            "The module csrc.python would shadow {folder}/csrc/python.py; choose another name.",
         ),
         (PYPROJECT.replace("demo", "csrc"), "No file in {folder} matches the source 'csrc/*.cpp'"),
     ],
@@ -167,7 +173,7 @@ def test_a_folder_that_exists(
     with pytest.raises(SystemExit) as error:
         command.new("demo")
     assert error.value.code == 2
-    expected = f"opweave: {tmp_path / 'demo'} exists already; choose another name.\n"
+    expected = f"opweave: {tmp_path / 'demo'} already exists; choose another name.\n"
     assert capfd.readouterr().err == expected
 
 

@@ -1,4 +1,4 @@
-"""What torch does not take as an op is found when a module is built or loaded, not at a call."""
+"""Ops that torch rejects are found when a module is built or loaded, not at a call."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ REFUSED = [
     ("f(Tensor x, Tensor?(a!) y) -> ()", "const View&, const View*", "found '('"),
     ("f(Tensor x) -> int junk more", "const View&", "found 'ident'"),
     ("is(Tensor x) -> ()", "const View&", "found 'is'"),
-    ("name(Tensor x) -> ()", "const View&", "torch.ops.kit_refused.name is no op"),
-    ("f(Tensor(a!) lambda) -> ()", "const View&", "'lambda' is a word of Python's or begins with"),
-    ("f(Tensor(a!) x, float _x_base) -> ()", "const View&, double", "'_x_base' is a word of Pyth"),
+    ("name(Tensor x) -> ()", "const View&", "torch reserves 'name' in every namespace"),
+    ("f(Tensor(a!) lambda) -> ()", "const View&", "'lambda' is a Python keyword or starts with"),
+    ("f(Tensor(a!) x, float _x_base) -> ()", "const View&, double", "'_x_base' is a Python key"),
 ]
 
 
@@ -58,7 +58,7 @@ def test_a_module_without_an_op(native_cache: Path, tmp_path: Path) -> None:
     source = tmp_path / "nothing.cpp"
     source.write_text("#include <opweave/extension.h>\n", encoding="utf-8")
     with pytest.raises(
-        NativeBuildError, match=r"^kit_nothing is built .* no source of it registers"
+        NativeBuildError, match=r"^kit_nothing is built .* its sources register no op"
     ):
         native.load("kit_nothing", [source])
     assert "kit_nothing" not in opened_modules()
@@ -94,7 +94,7 @@ def test_an_op_that_exists(native_cache: Path, tmp_path: Path) -> None:
     library = torch.library.Library("kit_exists", "FRAGMENT")
     library.define("add(Tensor x) -> ()")
     source = add_source(tmp_path, "1")
-    with pytest.raises(NativeBuildError, match=r"torch\.ops\.kit_exists\.add exists already"):
+    with pytest.raises(NativeBuildError, match=r"torch\.ops\.kit_exists\.add already exists"):
         native.load("kit_exists", [source])
     source = add_source(tmp_path, "2", schema="two(Tensor(a!) x) -> ()")
     module = native.load("kit_exists", [source])
@@ -126,7 +126,7 @@ class Raw(ModuleType):
 def test_import_module_refuses_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kit_raw", Raw(None))
     with pytest.raises(
-        NativeImportError, match=r"^kit_raw does not load: no source of it registers"
+        NativeImportError, match=r"^kit_raw does not load: its sources register no op"
     ):
         native.import_module("kit_raw")
     refused = Raw(None, "f(Tensor x, int in) -> ()")
@@ -166,9 +166,7 @@ def test_opweaves_own_module_degrades(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["json", "opweave.native"])
 def test_a_module_that_is_not_native(name: str) -> None:
-    with pytest.raises(
-        NativeImportError, match=f"^{name} is a Python module, but none that this opweave"
-    ):
+    with pytest.raises(NativeImportError, match=f"^{name} is not a native module built by this"):
         native.import_module(name)
     assert name.replace(".", "_") not in opened_modules()
 
@@ -213,7 +211,7 @@ def test_a_name_that_a_graph_cannot_spell(native_cache: Path, tmp_path: Path) ->
     text = source.read_text(encoding="utf-8").replace('"add(', '"lambda(')
     source.write_text(text, encoding="utf-8")
     with pytest.raises(
-        NativeBuildError, match=r"'lambda\(.*cannot be compiled: 'lambda' is a word"
+        NativeBuildError, match=r"'lambda\(.*cannot be compiled: 'lambda' is a Python"
     ):
         native.load("kit_lambda", [source])
 
@@ -278,6 +276,6 @@ def test_a_module_in_another_package(native_cache: Path, tmp_path: Path) -> None
     code = "from opweave import native; native.import_module('elsewhere.kit_moved')"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     done = warm_python().run("-c", code, env=env)
-    assert "its ops are those of torch.ops.kit_moved, and in this package they would be of" in (
+    assert "its ops belong to torch.ops.kit_moved, but those of this package must be in" in (
         done.stderr
     )

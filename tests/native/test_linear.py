@@ -263,7 +263,7 @@ def test_many_tokens_lose_no_bits(module: ModuleType, isa: str, dtype: torch.dty
 def test_what_is_not_finite_stays_in_its_row_of_many(
     module: ModuleType, isa: str, columns: int, kind: Any, dtype: torch.dtype
 ) -> None:
-    """Of the tokens, and of the weights; also what lies beside either in memory."""
+    """Of the tokens and the weights, and of memory next to them."""
     for tokens in (2, 16, 40):
         whole_x = random(tokens, columns + 40, dtype=dtype)
         whole_x[:, columns:] = torch.nan
@@ -720,7 +720,7 @@ def test_fake_tensors(module: ModuleType) -> None:
 
 
 def nodes_of_a_graph(dtype: torch.dtype) -> list[str]:
-    """What 600 tokens are in a graph of Dynamo's, and in one of make_fx."""
+    """The number of tokens in a graph of Dynamo's (symbolic), and in one of make_fx."""
     x, weight, scale = random(600, 24, dtype=dtype), weights_of(INT8, 6, 24), scale_of("rows", 6)
     nodes: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What the tests of platforms share: a platform that can be changed, and packages to install."""
+"""Fixtures of the tests of platforms: a platform that can be changed, and packages to install."""
 
 from __future__ import annotations
 

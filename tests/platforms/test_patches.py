@@ -1,4 +1,4 @@
-"""What a platform changes in a configuration: as data, with reasons, after the user's word."""
+"""Changes of a configuration by a platform, with reasons; the user's values win."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_the_user_gave_stays(caplog: pytest.LogCaptureFixture) -> None:
         assert apply(config, block_size(128)).cache.block_size == 64
     (message,) = caplog.messages
     assert message.startswith("platform acme would set cache.block_size 64→128: kernel alignment.")
-    assert message.endswith("It stays as it is: given")
+    assert message.endswith("The value is kept: given")
 
 
 def test_force_overrides_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -99,12 +99,12 @@ def test_values_that_depend_on_each_other_change_together() -> None:
             ConfigPatch("caches.block_size", 1, "r"),
             ("EngineConfig has no", "'cache'?"),
         ),
-        (ConfigPatch("cache", CacheConfig(), "r"), ("is a part", "'cache.block_size'")),
+        (ConfigPatch("cache", CacheConfig(), "r"), ("is a section", "'cache.block_size'")),
         (ConfigPatch("seed.value", 1, "r"), ("seed has no 'value'",)),
         (ConfigPatch("cache.origins", {}, "r"), ("cache has no 'origins'",)),
         (ConfigPatch("", 1, "r"), ("EngineConfig has no ''",)),
         (ConfigPatch("cache.block_size", 1, " "), ("without a reason",)),
-        (("cache.block_size", 1), ("is no ConfigPatch",)),
+        (("cache.block_size", 1), ("is not a ConfigPatch",)),
     ],
 )
 def test_a_patch_that_is_none(patch: Any, named: tuple[str, ...]) -> None:
@@ -115,7 +115,7 @@ def test_a_patch_that_is_none(patch: Any, named: tuple[str, ...]) -> None:
 
 
 def test_patches_that_contradict_each_other() -> None:
-    with pytest.raises(PatchError, match=r"block_size to be 128 .* and 256"):
+    with pytest.raises(PatchError, match=r"block_size to 128 .* and to 256"):
         apply(EngineConfig(), block_size(128), block_size(256))
     assert apply(EngineConfig(), block_size(128), block_size(128)).cache.block_size == 128
 
@@ -249,7 +249,9 @@ def test_a_platform_may_refuse() -> None:
 
 
 def test_a_dtype_that_the_platform_does_not_compute_in() -> None:
-    with pytest.raises(UnsupportedByPlatformError, match=r"'float16'.*'acme' computes.*float32"):
+    with pytest.raises(
+        UnsupportedByPlatformError, match=r"'float16' is not supported by .*'acme'.*float32"
+    ):
         configured(EngineConfig(dtype="float16"), Acme())
     assert configured(EngineConfig(dtype="float32"), Acme()).dtype == "float32"
 

@@ -68,12 +68,12 @@ def test_defaults_and_what_was_given(acme_options: PluginOptions) -> None:
     ("name", "value", "named"),
     [
         ("acme.queue_dept", "8", ("no plugin has this option", "'acme.queue_depth'?")),
-        ("acme.queue-depth", "many", ("--plugin.acme.queue-depth='many'", "a whole number")),
-        ("acme.queue-depth", "1.5", ("a whole number",)),
-        ("acme.queue-depth", True, ("a whole number",)),
+        ("acme.queue-depth", "many", ("--plugin.acme.queue-depth='many'", "an integer")),
+        ("acme.queue-depth", "1.5", ("an integer",)),
+        ("acme.queue-depth", True, ("an integer",)),
         ("acme.fast", "maybe", ("true (1) or false (0)",)),
         ("acme.share", "half", ("a number",)),
-        ("acme.mode", 3, ("a text",)),
+        ("acme.mode", 3, ("a string",)),
     ],
 )
 def test_what_cannot_be_set(
@@ -120,7 +120,9 @@ def test_a_name_remembers_its_owner_and_goes_with_a_plugin_that_fails() -> None:
     with owned_by(OWNER):
         PluginOptions("acme").add("kept", int, 1, "")
     assert options.entries["acme.kept"].owner == OWNER
-    with pytest.raises(DuplicateNameError, match=r"acme \(acme-device 0.1.0\) already"):
+    with pytest.raises(
+        DuplicateNameError, match=r"already registered by plugin acme \(acme-device 0.1.0\)"
+    ):
         PluginOptions("acme").add("kept", int, 1, "")
     with pytest.raises(ZeroDivisionError):
         fail_half_way()
@@ -138,9 +140,9 @@ def test_a_declared_variable_is_typed_and_known() -> None:
     assert declared_value("OPWEAVE_ACME_DEPTH", environ) == 8
     assert environment.in_use(environ) == {"OPWEAVE_ACME_DEPTH": "8"}
     (unknown,) = environment.unknown_variables(environ)
-    assert unknown.startswith("OPWEAVE_ACME_DEPHT is set, but opweave knows no such variable.")
+    assert unknown.startswith("OPWEAVE_ACME_DEPHT is set, but is not a variable of opweave.")
     check_declared(environ)
-    with pytest.raises(SettingError, match="OPWEAVE_ACME_DEPTH='deep' should be a whole number"):
+    with pytest.raises(SettingError, match="OPWEAVE_ACME_DEPTH='deep' must be an integer"):
         check_declared({"OPWEAVE_ACME_DEPTH": "deep"})
 
 
@@ -204,7 +206,7 @@ def test_options_on_the_command_line(fresh_cases: FreshCases) -> None:
         assert code == 2 and err.count("\\n") == 1, err
         assert "--plugin.acme.queue" in err and "'acme.queue_depth'" in err, err
         code, out, err = run("--plugin.acme.queue-depth=deep")
-        assert code == 2 and "should be a whole number" in err, err
+        assert code == 2 and "must be an integer" in err, err
         code, out, err = run("--plugin.acme.queue-depth=8", "--plugin.extra.level", "-0.5")
         assert code == 0, err
         assert "depth 8" in out

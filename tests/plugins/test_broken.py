@@ -69,7 +69,7 @@ def registers(name: str, op: str, then: str = "pass") -> dict[str, str]:
 
 
 class Row(NamedTuple):
-    """What is installed and set, what is done, and how it must end."""
+    """The installed packages and settings, the action, and the expected outcome."""
 
     files: dict[str, str]
     code: str
@@ -276,7 +276,7 @@ ROWS = {
         "PluginTypeError",
         ("general plugin 'acme'", "'acme_module:register:x y !!' is not a package.module:function"),
     ),
-    "a general plugin raises what is no Exception": Row(
+    "a general plugin raises a BaseException": Row(
         plugin("acme", "class Odd(BaseException): pass\ndef register(): raise Odd('no bus')"),
         LOAD,
         "PluginFailedError",
@@ -383,7 +383,7 @@ def test_every_row(fresh_python: FreshPython) -> None:
 
 
 def faults(row: Row, outcome: dict[str, Any]) -> list[str]:
-    """Return what is not as *row* says."""
+    """Return the differences from the expectations of *row*."""
     found = []
     if outcome["error"] != row.error:
         found.append(f"expected {row.error or 'no error'}")

@@ -1,4 +1,4 @@
-"""What the commands say of plugins."""
+"""Output of the commands about plugins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KERNEL_AND_LAYER = """
     from opweave import ir
     from opweave.layers import CustomOp, RMSNorm
     def register():
-        print("what a plugin prints is no result")
+        print("output of a plugin is not a result")
         @ir.ops.relu2.register_impl("acme")
         def _(x): return x.clamp(min=0).square()
         @RMSNorm.register_oot

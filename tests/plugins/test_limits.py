@@ -1,4 +1,4 @@
-"""What counts as time of a plugin, and where it is said to hang."""
+"""The time limit of plugins, and the reported line of a hanging one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the environment says about plugins."""
+"""Environment variables for plugins."""
 
 from __future__ import annotations
 

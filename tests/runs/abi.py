@@ -35,7 +35,7 @@ def build_wheel() -> Path:
     """Build the wheel in pip's isolated environment, which has what pyproject.toml asks for."""
     builder = Environment(FOLDER / "builder")
     if builder.run("-c", "import importlib.util as u; exit(u.find_spec('torch') is not None)"):
-        raise SystemExit(f"{builder.folder} has torch; remove it, so that it is made anew")
+        raise SystemExit(f"{builder.folder} has torch; remove it, so that it is created again")
     wheels = FOLDER / "wheels"
     for old in wheels.glob("opweave-*.whl"):
         old.unlink()
@@ -47,7 +47,7 @@ def build_wheel() -> Path:
 
 
 def passes(wheel: Path, version: str, python: str) -> bool:
-    """Install *wheel* beside torch *version*, and run the tests."""
+    """Install *wheel* with torch *version*, and run the tests."""
     environment = Environment(FOLDER / f"torch-{version}", python)
     environment.pip("install", f"{wheel}[test]", f"torch=={version}")
     environment.pip("install", "--no-deps", "--force-reinstall", wheel)

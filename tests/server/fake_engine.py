@@ -39,7 +39,7 @@ CONTEXT = 256
 
 @dataclass(frozen=True)
 class Call:
-    """What the server asked for."""
+    """The request of the server."""
 
     prompt: Sequence[int]
     params: Any

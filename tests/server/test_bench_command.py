@@ -104,7 +104,7 @@ def test_failed_requests_are_counted_by_reason(
         (("http://127.0.0.1:1",), "http://127.0.0.1:1 does not list its models"),
         (("http://a:b",), "'http://a:b' is not a URL"),
         (("http://127.0.0.1:99999",), "has the port 99999"),
-        (("http://127.0.0.1:1", "--api-key=\u65e5"), "An API key holds characters"),
+        (("http://127.0.0.1:1", "--api-key=\u65e5"), "An API key contains characters"),
         (("http://127.0.0.1:1", "--requests=1.5"), "--requests"),
         (("http://127.0.0.1:1", "--requests=0"), "--requests must be at least 1"),
         (("http://127.0.0.1:1", "--prompt-length=0"), "--prompt-length must be at least 1"),
@@ -189,7 +189,7 @@ def test_a_server_without_models(odd: str, capsys: pytest.CaptureFixture[str]) -
     assert (code, "is not a list of models" in err) == (2, True)
 
 
-# What is sent
+# The requests that are sent
 
 
 def test_arrivals_are_a_poisson_process() -> None:

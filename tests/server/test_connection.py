@@ -152,4 +152,4 @@ def test_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_room_without_anybody() -> None:
-    IdleConnections(1).make_room(2)  # whatever takes the room, it is used
+    IdleConnections(1).make_room(2)  # in use, however it was obtained

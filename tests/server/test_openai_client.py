@@ -1,4 +1,4 @@
-"""What the official client of OpenAI's API gets, from every endpoint and option."""
+"""OpenAI's official client: the responses of every endpoint, with every option."""
 
 from __future__ import annotations
 

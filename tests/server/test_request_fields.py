@@ -396,7 +396,7 @@ class Client:
         return {**base, **body}
 
     def outcome(self, body: Body) -> Any:
-        """What the client gets and the engine is asked for."""
+        """The response to the client and the request to the engine."""
         engine = self.server.engine
         engine.calls.clear()
         answer = self.send(body)

@@ -1,4 +1,4 @@
-"""What HTTP allows around a request: compressed bodies, and HEAD."""
+"""HTTP features: compressed bodies, and HEAD."""
 
 from __future__ import annotations
 

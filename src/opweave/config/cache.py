@@ -44,6 +44,6 @@ class CacheConfig(Config):
         check_flag(owner, "enable_prefix_caching", self.enable_prefix_caching)
         if self.num_blocks is not None and self.memory_bytes is not None:
             raise SettingError(
-                f"{owner}: num_blocks={self.num_blocks} and memory_bytes={self.memory_bytes} both "
-                "say how large the cache is. Give one of them."
+                f"{owner}: num_blocks={self.num_blocks} and memory_bytes={self.memory_bytes} are "
+                "mutually exclusive; give one of them."
             )

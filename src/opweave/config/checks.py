@@ -1,4 +1,4 @@
-"""Checks of values in configurations."""
+"""Checks of configuration values."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from opweave.ir.errors import SettingError, did_you_mean
 
 
 def check_count(owner: str, name: str, value: object, note: str = "") -> None:
-    """Raise :class:`SettingError` unless *value* is a positive integer; *note* says what else."""
+    """Raise :class:`SettingError` unless *value* is a positive integer; *note* ends the message."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SettingError(f"{owner}: {name}={value!r} must be a positive integer{note}.")
 
 
 def api_key_fault(key: str) -> str | None:
-    """Return why no HTTP header can carry *key*, or None."""
+    """Return why *key* cannot be sent in an HTTP header, or None."""
     if key.isascii() and key.isprintable() and " " not in key:
         return None
     return (
-        "An API key holds characters that no HTTP header can carry; use letters, digits and signs "
-        "of ASCII, without spaces."
+        "An API key contains characters that cannot be sent in an HTTP header; use printable ASCII "
+        "characters without spaces."
     )
 
 
@@ -46,7 +46,7 @@ def check_share(owner: str, name: str, value: object) -> None:
 def check_choice(owner: str, name: str, value: object, choices: Sequence[str]) -> None:
     """Raise :class:`SettingError` unless *value* is one of *choices*."""
     if value not in choices:
-        hint = did_you_mean(str(value), choices).partition("Known:")[0]  # the choices are said
+        hint = did_you_mean(str(value), choices).partition("Known:")[0]  # choices are listed below
         raise SettingError(
             f"{owner}: {name}={value!r} must be one of {', '.join(choices)}. {hint}".rstrip()
         )

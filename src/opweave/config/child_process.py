@@ -1,4 +1,4 @@
-"""Processes that run a module of this package, and are spoken to through a socket."""
+"""Child processes that run a module of this package and communicate through a socket."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from multiprocessing.connection import Connection
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return the environment in which another Python finds the modules that this one finds."""
+    """Return an environment in which another interpreter finds the same modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class ChildProcess:
-    """A fresh interpreter that does what comes through a socket; never a fork of this process.
+    """A new interpreter, not a fork, that communicates through a socket.
 
     Args:
-        module: its program; the first argument is the number of the socket.
-        arguments: the others.
-        environment: what it has set beside what this process has.
+        module: the module to run as a program; its first argument is the socket's descriptor.
+        arguments: further arguments.
+        environment: variables to set in addition to those of this process.
 
     Attributes:
-        connection: to it.
+        connection: this process's end of the socket.
     """
 
     def __init__(
@@ -37,26 +37,27 @@ class ChildProcess:
                 [sys.executable, "-P", "-m", module, str(its.fileno()), *arguments],
                 env={**inherited_environment(), **(environment or {})},
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a program prints is its own
+                stdout=2,  # keep this process's standard output clean
                 pass_fds=[its.fileno()],
-                process_group=0,  # Ctrl-C in a terminal is this process's business
+                process_group=0,  # Ctrl-C must reach this process only
             )
             self.connection = Connection(own.detach())
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process id."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end, or after *timeout* seconds make it; return the exit code.
+        """Wait for the process, and kill it after *timeout* seconds.
 
-        That is the negative number of a signal, if one has ended it.
+        Returns:
+            The exit code, or the negative signal number if a signal ended the process.
         """
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
@@ -64,5 +65,5 @@ class ChildProcess:
         return self._process.wait()
 
     def kill(self) -> None:
-        """End it at once, if it runs."""
+        """Kill the process if it is running."""
         self._process.kill()

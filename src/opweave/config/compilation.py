@@ -44,11 +44,11 @@ class CompilationConfig(Config):
             ``{"sequence_parallelism": False}``.
 
     Attributes:
-        enabled_custom_ops: how many instances of each op were built enabled under this config.
-        disabled_custom_ops: how many were built disabled.
+        enabled_custom_ops: number of instances of each op created enabled under this config.
+        disabled_custom_ops: number of instances created disabled.
 
     Raises:
-        SettingError: (a ValueError) a value is malformed, or contradicts itself.
+        SettingError: (a ValueError) a value is malformed or contradictory.
 
     Examples:
         >>> CompilationConfig(mode=3, custom_ops="+rms_norm").custom_ops
@@ -77,43 +77,45 @@ class CompilationConfig(Config):
 
     @property
     def uses_passes(self) -> bool:
-        """Whether opweave's passes compile: ``inductor`` in the last mode, or ``opweave``."""
+        """Whether opweave's passes run: ``inductor`` in the last mode, or backend ``opweave``."""
         own = self.mode == CompilationMode.OPWEAVE_COMPILE and self.backend == "inductor"
         return self.compiles and (own or self.backend == "opweave")
 
     @property
     def backend_options(self) -> Mapping[str, Any]:
-        """``options``, which is a mapping however it was given."""
+        """``options`` as a mapping."""
         assert isinstance(self.options, Mapping)
         return self.options
 
     @property
     def compiles(self) -> bool:
-        """Whether anything is to be compiled: no in mode ``NONE``, and with backend ``eager``."""
+        """Whether models are compiled: False in mode ``NONE`` and with backend ``eager``."""
         return self.mode != CompilationMode.NONE and self.backend != "eager"
 
     @property
     def custom_ops_default_on(self) -> bool:
-        """Whether ops are enabled that ``custom_ops`` does not name."""
+        """Whether ops are enabled that are not in ``custom_ops``."""
         return self._ops.default_on
 
     @property
     def named_custom_ops(self) -> frozenset[str]:
-        """The ops that ``custom_ops`` names."""
+        """The ops in ``custom_ops``."""
         return self._ops.named
 
     def enables_custom_op(self, name: str | None) -> bool:
-        """Say whether the op of that registered name, if it has one, is enabled."""
+        """Whether the op is enabled; *name* is its registered name, if it has one."""
         return self._ops.enables(name)
 
     def count_custom_op(self, name: str, *, enabled: bool) -> None:
-        """Count one op that was built under this config."""
+        """Count an instance of an op that was created under this config."""
         (self.enabled_custom_ops if enabled else self.disabled_custom_ops)[name] += 1
 
     def updated(self, values: Mapping[str, object], origin: str) -> CompilationConfig:
-        """Return this config with the *values* that a source gives; ``-`` and ``_`` are alike.
+        """Return a copy with the *values* of a source, with empty counters.
 
-        The counters of the new one start empty.
+        Args:
+            values: values by key; ``-`` and ``_`` are equivalent.
+            origin: description of the source.
 
         Raises:
             SettingError: a key is unknown or a value malformed; the message names *origin*.
@@ -129,7 +131,7 @@ class CompilationConfig(Config):
             raise SettingError(f"{origin}: {error}") from error
 
     def _is_default(self, name: str, value: object) -> bool:
-        if name == "custom_ops":  # which is completed by what else the config says
+        if name == "custom_ops":  # its default depends on other values
             return not self._ops.given
         return super()._is_default(name, value)
 

@@ -1,4 +1,4 @@
-"""The compilation config that holds now: of the enclosing scope, or of the process."""
+"""The current compilation config: that of the enclosing scope, or of the process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _command_line: dict[str, object] = {}
 def current_compilation_config() -> CompilationConfig:
     """Return the config of the innermost :func:`compilation_config` block.
 
-    Outside of any, that is what the command line, the environment and the config file say, in this
-    order of strength, and the defaults for the rest; so a ``CustomOp`` can be built anywhere.
+    Outside of a block, return the config of the process: from the command line, the environment
+    and the config file, strongest first, and the defaults.
 
     Raises:
         SettingError: one of them is malformed.
@@ -42,7 +42,7 @@ def compilation_config(config: CompilationConfig) -> Iterator[CompilationConfig]
 
 
 def apply_command_line_config(values: Mapping[str, object]) -> None:
-    """Set what ``--compilation-config.<key>=...`` said, for the process.
+    """Set the values of ``--compilation-config.<key>=...`` for the process.
 
     Raises:
         SettingError: a key is unknown or a value malformed, here or in a weaker source.

@@ -1,4 +1,4 @@
-"""Which ops of ``CustomOp`` are enabled: ``all``, ``none``, ``+op`` and ``-op``."""
+"""The list of enabled ``CustomOp`` ops: ``all``, ``none``, ``+op`` and ``-op``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _BASES = ("all", "none")
 
 
 class CustomOps(tuple[str, ...]):
-    """A list of what is enabled, complete: it says ``all`` or ``none`` exactly once.
+    """A complete list of enabled ops, with ``all`` or ``none`` exactly once.
 
     Attributes:
-        given: what the user wrote, without the default that was appended.
+        given: the user's list, without the appended default.
 
     >>> ops = CustomOps.parse("+rms_norm,-silu_and_mul", default="all")
     >>> ops, ops.enables("rms_norm"), ops.enables("silu_and_mul"), ops.enables("relu2")
@@ -26,21 +26,20 @@ class CustomOps(tuple[str, ...]):
 
     @classmethod
     def parse(cls, value: object, *, default: str) -> Self:
-        """Read a list, or a string: separated by commas, or a JSON list.
+        """Parse a list, a comma-separated string, or a JSON list.
 
-        Each item of a list may itself hold several, separated by commas. In the names of ops,
-        ``-`` and ``_`` are alike.
+        Items of a list may be comma-separated too. In op names, ``-`` and ``_`` are equivalent.
 
         Raises:
-            SettingError: (a ValueError) something is not ``all``, ``none``, ``+op`` or ``-op``;
-                there are two of the former; or one op is both enabled and disabled.
+            SettingError: (a ValueError) an item is not ``all``, ``none``, ``+op`` or ``-op``;
+                ``all`` and ``none`` occur more than once; or an op is both enabled and disabled.
         """
         given = value.given if isinstance(value, CustomOps) else tuple(_tokens(value))
         bases = [token for token in given if token in _BASES]
         if len(bases) > 1:
             raise SettingError(
-                f"custom_ops {list(given)!r} says {' and '.join(map(repr, bases))}. Say 'all' or "
-                "'none', once."
+                f"custom_ops {list(given)!r} contains {' and '.join(map(repr, bases))}. Give 'all' "
+                "or 'none' once."
             )
         both = sorted(_named(given, "+") & _named(given, "-"))
         if both:
@@ -54,16 +53,16 @@ class CustomOps(tuple[str, ...]):
 
     @property
     def default_on(self) -> bool:
-        """Whether ops are enabled that the list does not name."""
+        """Whether ops are enabled that are not in the list."""
         return "all" in self
 
     @property
     def named(self) -> frozenset[str]:
-        """The ops that the list names."""
+        """The ops in the list."""
         return _named(self, "+") | _named(self, "-")
 
     def enables(self, name: str | None) -> bool:
-        """Say whether the op of that registered name, if it has one, is enabled."""
+        """Whether the op is enabled; *name* is its registered name, if it has one."""
         if f"-{name}" in self:
             return False
         return self.default_on or f"+{name}" in self
@@ -95,10 +94,10 @@ def _token(written: str) -> str:
 
 def _from_json(text: str) -> list[object]:
     try:
-        found: list[object] = json.loads(text)  # a list, by its first character
+        found: list[object] = json.loads(text)  # a list, because it starts with a bracket
     except json.JSONDecodeError as error:
         raise SettingError(
-            f'custom_ops {text!r} is no JSON list, such as ["none", "+rms_norm"]: {error}.'
+            f'custom_ops {text!r} is not a JSON list, such as ["none", "+rms_norm"]: {error}.'
         ) from error
     return found
 

@@ -36,8 +36,8 @@ class KernelConfig(Config):
 
 LoadFormat = Literal["auto", "dummy"]
 ModelImpl = Literal["auto", "opweave", "transformers"]
-# More of them crash the OpenMP library instead of being refused.
-_MOST_THREADS = max(1024, os.cpu_count() or 1)
+# OpenMP crashes instead of rejecting a larger number.
+_MAX_THREADS = max(1024, os.cpu_count() or 1)
 _PARTS = {"cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
 
 
@@ -90,9 +90,9 @@ class EngineConfig(Config):
             )
         if self.cpu_threads is not None:
             check_count(type(self).__name__, "cpu_threads", self.cpu_threads)
-            if self.cpu_threads > _MOST_THREADS:
+            if self.cpu_threads > _MAX_THREADS:
                 raise SettingError(
-                    f"cpu_threads={self.cpu_threads} is more than {_MOST_THREADS}; the machine has "
+                    f"cpu_threads={self.cpu_threads} is more than {_MAX_THREADS}; the machine has "
                     f"{os.cpu_count()} processors."
                 )
         for name, kind in _PARTS.items():
@@ -110,6 +110,6 @@ class EngineConfig(Config):
 
     @property
     def compilation(self) -> CompilationConfig:
-        """``compilation_config``, which is typed however it was given."""
+        """``compilation_config`` as a :class:`CompilationConfig`."""
         assert isinstance(self.compilation_config, CompilationConfig)
         return self.compilation_config

@@ -1,6 +1,6 @@
-"""Every environment variable that opweave reads, in one table.
+"""The table of all environment variables that opweave reads.
 
-The docs page is generated from it. Variables are read once, on first use of an op.
+The docs page is generated from it. Variables are read once, at the first use of an op.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One environment variable."""
+    """An environment variable of opweave."""
 
     name: str
     kind: str
@@ -33,7 +33,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredVariable(Generic[T]):
-    """One environment variable that a plugin brings."""
+    """An environment variable of a plugin."""
 
     kind: type[T]
     default: T
@@ -97,7 +97,7 @@ VARIABLES = (
         "string",
         "",
         "The instruction set of the C++ kernels: `base`, `avx2`, `avx512`, `avx512bf16` or "
-        "`amx`; by default the best that the processor has.",
+        "`amx`; by default the best that the CPU supports.",
     ),
     Variable(
         "OPWEAVE_LOGGING_LEVEL",
@@ -142,99 +142,96 @@ VARIABLES = (
 
 
 def declare_variable(name: str, kind: type[T], default: T, doc: str) -> None:
-    """Declare an environment variable of a plugin, which ``opweave doctor`` then knows.
+    """Declare an environment variable of a plugin, for ``opweave doctor`` and type checks.
 
     Args:
-        name: such as ``"ACME_QUEUE_DEPTH"``.
+        name: the name, such as ``"ACME_QUEUE_DEPTH"``.
         kind: ``bool``, ``int``, ``float`` or ``str``.
-        default: what it is where it is not set.
-        doc: what it does.
+        default: the value if it is not set.
+        doc: description.
 
     Raises:
-        SettingError: (a ValueError) *name* is none, or opweave's own, or *default* is of another
-            type.
-        DuplicateNameError: (a ValueError) a plugin has declared it already.
+        SettingError: (a ValueError) *name* is malformed or used by opweave, or *default* is not of
+            type *kind*.
+        DuplicateNameError: (a ValueError) a plugin has already declared it.
     """
     if not name.isidentifier() or not name.isupper():
         raise SettingError(
-            f"environment variable {name!r} should be in capitals, digits and underscores, such "
+            f"environment variable {name!r} must consist of capitals, digits and underscores, such "
             "as 'ACME_QUEUE_DEPTH'."
         )
     if _is_own(name):
-        raise SettingError(f"environment variable {name} is opweave's own. Choose another name.")
+        raise SettingError(f"environment variable {name} is used by opweave. Choose another name.")
     check_kind(name, kind, default)
     declared.add(name, DeclaredVariable(kind, default, doc))
 
 
 def declared_value(name: str, environ: Mapping[str, str] = os.environ) -> Any:
-    """Return the value of a declared variable, typed: as it is set now, or its default.
+    """Return the current value of a declared variable as its type, or its default.
 
     Raises:
-        UnknownNameError: (a LookupError) nobody has declared it.
-        SettingError: it is set to something else than its type.
+        UnknownNameError: (a LookupError) it is not declared.
+        SettingError: its value is not of its type.
     """
     variable = declared[name]
     return read(name, variable.kind, environ[name]) if name in environ else variable.default
 
 
 def check_declared(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise :class:`SettingError` if a declared variable is set to what it cannot be."""
+    """Raise :class:`SettingError` if the value of a declared variable is not of its type."""
     for name in declared:
         declared_value(name, environ)
 
 
 def flag(name: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return the value of a bool variable.
-
-    Raises:
-        SettingError: it is neither true nor false.
-    """
+    """Return the value of a bool variable; raise :class:`SettingError` if it is malformed."""
     value = environ.get(name, "").strip().lower()
     if value not in TRUE | FALSE:
-        raise SettingError(f"{name}={environ[name]!r} is neither true (1) nor false (0).")
+        raise SettingError(f"{name}={environ[name]!r} must be true (1) or false (0).")
     return value in TRUE
 
 
 def logging_level(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the name of the level from which the log is shown, or None.
+    """Return the value of ``OPWEAVE_LOGGING_LEVEL``, or None.
 
     Raises:
-        SettingError: there is no such level.
+        SettingError: it is not a log level.
     """
     given = environ.get("OPWEAVE_LOGGING_LEVEL", "").strip()
     if given and given.upper() not in LEVELS:
         raise SettingError(
-            f"OPWEAVE_LOGGING_LEVEL={given!r} is no level. {did_you_mean(given.upper(), LEVELS)}"
+            f"OPWEAVE_LOGGING_LEVEL={given!r} is not a valid log level. "
+            f"{did_you_mean(given.upper(), LEVELS)}"
         )
     return given.upper() or None
 
 
 def api_keys(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the keys of ``opweave serve``."""
+    """Return the API keys of ``opweave serve``."""
     return [key.strip() for key in environ.get(API_KEY, "").split(",") if key.strip()]
 
 
 def priorities(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the priority lists by op, as written."""
+    """Return the priority lists by op, unparsed."""
     return _below(PRIORITY_PREFIX, environ)
 
 
 def compilation_config(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what is said of the compilation config, as written; empty counts as unset."""
+    """Return the values for the compilation config by key, unparsed; empty counts as unset."""
     return {key: value for key, value in _below(COMPILATION_PREFIX, environ).items() if value}
 
 
 def in_use(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that are set and mean something to opweave; secrets do not show."""
+    """Return the set variables that opweave knows, with secrets masked."""
     known = {name: environ[name] for name in sorted(environ) if _is_known(name)}
     return {name: "***" if name == API_KEY else value for name, value in known.items()}
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Say of each variable that starts with ``OPWEAVE_`` that it means nothing, if that is so."""
+    """Return a message for each unknown variable that starts with ``OPWEAVE_``."""
     known = [variable.name for variable in VARIABLES]
     return [
-        f"{name} is set, but opweave knows no such variable. {did_you_mean(name, known)}"
+        f"{name} is set, but is not a variable of opweave. {did_you_mean(name, known)}"
         for name in sorted(environ)
         if name.startswith("OPWEAVE_") and not _is_known(name)
     ]

@@ -31,7 +31,7 @@ _KEYS = ("batch_invariant", "check_donation", *_TABLES)
 
 @dataclass(frozen=True)
 class FileSettings:
-    """What a config file says."""
+    """The contents of a config file."""
 
     path: Path | None = None
     batch_invariant: bool = False
@@ -41,18 +41,18 @@ class FileSettings:
 
 
 def find(start: Path | None = None) -> FileSettings:
-    """Read the file that ``OPWEAVE_CONFIG`` names, or else the nearest one from *start* upwards.
+    """Read the file named by ``OPWEAVE_CONFIG``, or else the nearest one from *start* upwards.
 
     Raises:
-        SettingError: the file is missing, is not TOML, or holds something unknown or of another
-            type.
+        SettingError: the file is missing, is not valid TOML, or has an unknown key or a value of
+            the wrong type.
     """
     explicit = os.environ.get("OPWEAVE_CONFIG")
     if explicit:
         path = Path(explicit)
         if not path.is_file():
-            found = "a directory" if path.is_dir() else "no file"
-            raise SettingError(f"OPWEAVE_CONFIG={explicit!r} should name a file; found {found}.")
+            found = "is a directory" if path.is_dir() else "does not exist"
+            raise SettingError(f"OPWEAVE_CONFIG={explicit!r} {found}; it must name a file.")
         return _settings(_table(path, named=True), path)
     start = start or Path.cwd()
     for folder in (start, *start.parents):
@@ -65,9 +65,9 @@ def find(start: Path | None = None) -> FileSettings:
 
 
 def _table(path: Path, *, named: bool = False) -> Any:
-    """Return opweave's table in a file, or None if it has none.
+    """Return opweave's table in a file, or None if it does not have one.
 
-    A ``pyproject.toml`` that cannot be read is somebody else's to complain about, unless *named*.
+    An unreadable ``pyproject.toml`` counts as one without a table unless it is *named* explicitly.
     """
     is_pyproject = path.name == "pyproject.toml"
     try:
@@ -83,7 +83,7 @@ def _table(path: Path, *, named: bool = False) -> Any:
 
 
 def _settings(table: Any, path: Path) -> FileSettings:
-    if table is None:  # a file that was named, and says nothing about opweave
+    if table is None:  # an explicitly named file without opweave's table
         return FileSettings(path)
     if not isinstance(table, dict):
         raise SettingError(f"{path}: tool.opweave = {table!r} should be a table.")

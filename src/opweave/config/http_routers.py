@@ -1,4 +1,4 @@
-"""HTTP routes that plugins bring to the server."""
+"""HTTP routes that plugins add to the server."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ routers: OpenRegistry[RouterFactory | str] = OpenRegistry("HTTP router")
 
 
 def add_router(name: str, factory: RouterFactory | str) -> None:
-    """Let the server have the routes of a router; for a general plugin to call.
+    """Add routes to the server; call this in a general plugin.
 
     Args:
-        name: of the router, for messages.
-        factory: is given the :class:`opweave.engine.EngineClient` and returns a
-            ``fastapi.APIRouter``; or the factory's qualified name, ``"acme.http:router"``, which is
-            imported only where a server starts. A path and method that is taken already is an
-            error when it does.
+        name: name of the router, for messages.
+        factory: takes the :class:`opweave.engine.EngineClient` and returns a
+            ``fastapi.APIRouter``; or its qualified name, ``"acme.http:router"``, imported when a
+            server starts. A path and method that is already taken makes the start fail.
 
     Raises:
-        DuplicateNameError: (a ValueError) there is a router of that name.
+        DuplicateNameError: (a ValueError) the name is taken.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Values that are mappings in programs and files, and JSON on command lines."""
+"""Mappings that may be given as JSON text on the command line."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from opweave.ir.errors import SettingError
 
 
 def read_object(name: str, value: object) -> dict[str, Any]:
-    """Return *value*, of which an error speaks as *name*, as a dict.
+    """Return *value* as a dict.
 
     Args:
+        name: its name in messages.
         value: a mapping, or the text of a JSON object.
 
     Raises:
-        SettingError: (a ValueError) it is neither, or a key is no text.
+        SettingError: (a ValueError) it is neither, or a key is not a string.
 
     >>> read_object("options", '{"fusion": false}')
     {'fusion': False}
@@ -24,7 +25,7 @@ def read_object(name: str, value: object) -> dict[str, Any]:
     found = _parsed(name, value) if isinstance(value, str) else value
     if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
         raise SettingError(
-            f'{name}={value!r} should be a mapping by name, or a JSON object: {{"fusion": false}}.'
+            f'{name}={value!r} must be a mapping or a JSON object, such as {{"fusion": false}}.'
         )
     return dict(found)
 
@@ -34,5 +35,5 @@ def _parsed(name: str, text: str) -> object:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise SettingError(
-            f'{name}={text!r} is no JSON object, such as {{"fusion": false}}: {error}.'
+            f'{name}={text!r} is not a JSON object, such as {{"fusion": false}}: {error}.'
         ) from error

@@ -1,4 +1,4 @@
-"""Shows the log on standard error, where a setting asks for it."""
+"""Logging to standard error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to what is standard error at the time of writing."""
+    """Writes to the current ``sys.stderr``, which may be replaced after the handler is created."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -26,7 +26,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
 
 class _JsonLines(logging.Formatter):
-    """Writes each record as one line of JSON; ``fields`` of a record are keys of their own."""
+    """Formats a record as one line of JSON; the mapping ``record.fields`` replaces the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -42,14 +42,13 @@ class _JsonLines(logging.Formatter):
 
 
 _handler = _StandardError()
-_chosen = False  # by the program, which is stronger than a setting
+_chosen = False  # whether choose_log() was called, which overrides show_log()
 
 
 def show_log(level: str | None) -> None:
-    """Write what the loggers below ``opweave`` say, from *level* up, to standard error.
+    """Write the log of ``opweave`` from *level* up to standard error; with None, change nothing.
 
-    They no longer speak to the handlers of the root logger then: each line appears once. With None,
-    nothing changes; the program decides what is shown, as with any library.
+    The loggers no longer propagate to the root logger, so that each line appears once.
     """
     if level is not None and not _chosen:
         _show("opweave", level)
@@ -58,12 +57,12 @@ def show_log(level: str | None) -> None:
 def choose_log(
     level: str, *, as_json: bool = False, others: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Write the log to standard error, for a program of opweave's own; settings no longer count.
+    """Write the log to standard error regardless of settings; for opweave's own programs.
 
     Args:
-        level: of the loggers below ``opweave``.
-        as_json: write lines of JSON.
-        others: other loggers to show, and their levels.
+        level: level of the ``opweave`` logger.
+        as_json: write one line of JSON per record.
+        others: levels of other loggers to show, by name.
     """
     global _chosen
     _chosen = True
@@ -76,5 +75,5 @@ def choose_log(
 def _show(name: str, level: str) -> None:
     logger = logging.getLogger(name)
     logger.setLevel(level)
-    logger.addHandler(_handler)  # once, however often
+    logger.addHandler(_handler)  # idempotent
     logger.propagate = False

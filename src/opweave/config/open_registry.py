@@ -1,4 +1,4 @@
-"""Tables that other packages add to: options, variables, compiler passes, models."""
+"""Registries that other packages add to: options, variables, compiler passes, models."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ class DuplicateNameError(OpweaveError, ValueError):
 
 
 class UnknownNameError(UnknownError, LookupError):
-    """Nothing is registered under the name."""
+    """The name is not registered."""
 
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """What is registered under a name, and by whom; None: by opweave, or the program itself."""
+    """A registered value and its owner; None for opweave or the program itself."""
 
     value: T
     owner: Owner | None
 
 
 class OpenRegistry(Generic[T]):
-    """Things by name. A name is taken once, and remembers which plugin took it.
+    """Values by unique name, with the plugin that registered each.
 
-    A plugin that fails takes what it added with it.
+    If a plugin fails, its registrations are undone.
 
     Args:
-        noun: what the things are, for messages: ``"compiler pass"``.
+        noun: the kind of the values, for messages: ``"compiler pass"``.
 
     >>> passes = OpenRegistry[int]("compiler pass")
     >>> passes.add("fold", 1), passes["fold"], "fold" in passes
@@ -49,15 +49,16 @@ class OpenRegistry(Generic[T]):
         self._entries: dict[str, Entry[T]] = {}
 
     def add(self, name: str, value: T) -> T:
-        """Enter *value* under *name*, as the current owner's, and return it.
+        """Register *value* under *name* for the current owner, and return it.
 
         Raises:
             DuplicateNameError: (a ValueError) the name is taken.
         """
         if name in self._entries:
             raise DuplicateNameError(
-                f"{self.noun} {name!r} is {_by(self._entries[name].owner)} already, so "
-                f"{_whose(current_owner())} cannot have that name. Choose another."
+                f"{self.noun} {name!r} is already registered by "
+                f"{_shown(self._entries[name].owner)}, so {_shown(current_owner())} cannot use "
+                "that name. Choose another."
             )
         self._entries[name] = Entry(value, current_owner())
         enter(f"{self.noun} {name}", partial(self._entries.__delitem__, name))
@@ -82,13 +83,9 @@ class OpenRegistry(Generic[T]):
 
     @property
     def entries(self) -> Mapping[str, Entry[T]]:
-        """What is registered, with its owners, in the order of registration."""
+        """The entries by name, in the order of registration."""
         return MappingProxyType(self._entries)
 
 
-def _by(owner: Owner | None) -> str:
-    return "opweave's or the program's" if owner is None else f"that of plugin {owner}"
-
-
-def _whose(owner: Owner | None) -> str:
-    return "another" if owner is None else f"that of plugin {owner}"
+def _shown(owner: Owner | None) -> str:
+    return "opweave or the program" if owner is None else f"plugin {owner}"

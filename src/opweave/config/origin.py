@@ -1,4 +1,4 @@
-"""Where each value of a configuration comes from."""
+"""Base class of configurations, which records the origin of each value."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who set a value.
+    """The origin of a value.
 
     Attributes:
-        source: as a user would recognise it: ``"--compilation-config.mode"``, ``"platform acme"``.
-        value: what it was set to.
-        reason: why, where a platform set it.
-        by_user: the user asked for it, so that no platform may change it in passing.
+        source: the setting, in the words of the user: ``"--compilation-config.mode"``, ``"platform
+            acme"``.
+        value: the value.
+        reason: why, if a platform set it.
+        by_user: whether the user set it, so that platforms need ``force`` to change it.
     """
 
     source: str
@@ -32,13 +33,13 @@ _GIVEN = "given"
 
 
 class _Recording(type):
-    """Makes objects that know which of their values were given, and which are defaults."""
+    """Metaclass of :class:`Config`: records which values were given at construction."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
         names = made.names()
         passed, before = {*names[: len(args)], *kwargs}, made.origins
-        # dataclasses.replace passes every value, and with them where they came from.
+        # dataclasses.replace passes all values, including the origins.
         is_copy = "origins" in kwargs
         for name in names:
             value, old = getattr(made, name), before.get(name)
@@ -51,10 +52,10 @@ class _Recording(type):
 
 @dataclass(frozen=True)
 class Config(metaclass=_Recording):
-    """Base class of configurations: frozen dataclasses that know where each value comes from.
+    """Base class of configurations: frozen dataclasses that record the origin of each value.
 
     Attributes:
-        origins: of the values that are not defaults, by name; ``dataclasses.replace`` keeps them.
+        origins: origins of non-default values by name; ``dataclasses.replace`` keeps them.
     """
 
     origins: Mapping[str, Origin] = field(
@@ -67,18 +68,18 @@ class Config(metaclass=_Recording):
         return [each.name for each in fields(cls) if each.init and each.name != "origins"]
 
     def origin(self, name: str) -> Origin:
-        """Return where the value of that name comes from."""
+        """Return the origin of the value called *name*."""
         return self.origins.get(name) or Origin(DEFAULT, getattr(self, name), by_user=False)
 
     def with_values(self, values: Mapping[str, Origin]) -> Self:
-        """Return a copy with these values, from these origins.
+        """Return a copy with the values of these origins.
 
         Raises:
             SettingError: a value is malformed, or does not fit the others.
         """
         changed = replace(self, **{name: origin.value for name, origin in values.items()})
         for name, origin in values.items():
-            # The typed value, which is not always what was written.
+            # The typed value, which may differ from the given one.
             kept = replace(origin, value=getattr(changed, name))
             changed._set_origin(name, kept)
         return changed

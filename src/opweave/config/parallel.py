@@ -41,13 +41,13 @@ class ParallelConfig(Config):
         if address is not None and (not isinstance(address, str) or not _is_address(address)):
             raise SettingError(
                 f"{owner}: data_parallel_address={address!r} must be host:port of a Ray cluster, "
-                "auto, or None. For one that is reached through ray://, run the program on a "
-                "machine of the cluster."
+                "auto, or None. ray:// addresses are not supported; run the program on a machine "
+                "of the cluster."
             )
         if address is not None and self.data_parallel_size == 1:
             raise SettingError(
-                f"{owner}: data_parallel_address={address!r} is the cluster for several replicas, "
-                "but data_parallel_size is 1. Raise that, or leave the address out."
+                f"{owner}: data_parallel_address={address!r} needs several replicas, but "
+                "data_parallel_size is 1. Raise data_parallel_size, or remove the address."
             )
 
 

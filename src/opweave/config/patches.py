@@ -1,4 +1,4 @@
-"""Changes to a configuration as data: what a platform wants, and why."""
+"""Changes of a configuration by a platform, with reasons."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _log = logging.getLogger(__name__)
 
 
 class PatchError(OpweaveError, ValueError):
-    """A patch names no value of the configuration, or contradicts another one."""
+    """A patch does not name a value of the configuration, or contradicts another patch."""
 
 
 @dataclass(frozen=True)
 class ConfigPatch:
-    """One value that a platform wants in the configuration.
+    """A change of one value of the configuration.
 
     Args:
-        path: the attribute, from the :class:`opweave.config.EngineConfig` down, with dots between:
+        path: the attribute path in the :class:`opweave.config.EngineConfig`:
             ``"cache.block_size"``.
-        value: what it should be; of the type that the attribute takes.
-        reason: why, for the user who reads it in the log: ``"kernel alignment"``.
-        force: override what the user asked for. Without it, the user's value stays.
+        value: the new value.
+        reason: the reason for the log: ``"kernel alignment"``.
+        force: override a value that the user set.
     """
 
     path: str
@@ -37,17 +37,20 @@ class ConfigPatch:
 
 
 def apply_patches(config: C, patches: Iterable[ConfigPatch], source: str) -> C:
-    """Return *config* with what *patches* change, all at once; each change is logged.
+    """Return *config* with all *patches* applied together, and log each.
 
-    Where the user gave a value, it stays, unless the patch has ``force``; that too is logged.
-    Each new value knows its origin: ``config.cache.origin("block_size")``.
+    Values set by the user stay unless the patch has ``force``. The origin of a new value is
+    recorded: ``config.cache.origin("block_size")``.
 
     Args:
-        source: whose patches: ``"platform acme"``.
+        config: the configuration.
+        patches: the changes.
+        source: the origin of the patches: ``"platform acme"``.
 
     Raises:
-        PatchError: something is no patch, names no value, has no reason, or two contradict.
-        SettingError: a value is malformed, or the values do not fit each other.
+        PatchError: an item is not a patch, does not name a value or lacks a reason; or two patches
+            contradict each other.
+        SettingError: a value is malformed, or the values do not fit together.
     """
     wanted: dict[str, ConfigPatch] = {}
     for patch in patches:
@@ -55,8 +58,8 @@ def apply_patches(config: C, patches: Iterable[ConfigPatch], source: str) -> C:
         before = wanted.setdefault(patch.path, patch)
         if before.value != patch.value:
             raise PatchError(
-                f"{source} wants {patch.path} to be {before.value!r} ({before.reason}) and "
-                f"{patch.value!r} ({patch.reason}). It should return one of the two."
+                f"{source} sets {patch.path} to {before.value!r} ({before.reason}) and to "
+                f"{patch.value!r} ({patch.reason}). Return one of the two patches."
             )
     changes: dict[tuple[str, ...], dict[str, Origin]] = {}
     for patch in wanted.values():
@@ -71,13 +74,13 @@ def apply_patches(config: C, patches: Iterable[ConfigPatch], source: str) -> C:
 
 
 def _is_due(config: Config, patch: ConfigPatch, source: str) -> bool:
-    """Say whether *patch* changes anything, and log what it does, or that the user's word holds."""
+    """Return whether *patch* applies and changes a value, and log the outcome."""
     old, origin = _value(config, patch.path), _origin(config, patch.path)
     if old == patch.value:
         return False
     if origin.by_user and not patch.force:
         _log.info(
-            "%s would set %s %s→%s: %s. It stays as it is: %s",
+            "%s would set %s %s→%s: %s. The value is kept: %s",
             source, patch.path, old, patch.value, patch.reason, origin.source,
         )  # fmt: skip
         return False
@@ -97,9 +100,9 @@ def _changed(config: C, changes: Mapping[tuple[str, ...], Mapping[str, Origin]])
 
 def _check(config: Config, patch: object, source: str) -> None:
     if not isinstance(patch, ConfigPatch):
-        raise PatchError(f"{source} returned {patch!r}, which is no ConfigPatch.")
+        raise PatchError(f"{source} returned {patch!r}, which is not a ConfigPatch.")
     if not patch.reason.strip():
-        raise PatchError(f"{source} sets {patch.path} without a reason. Give one, for the log.")
+        raise PatchError(f"{source} sets {patch.path} without a reason. Give one for the log.")
     _value(config, patch.path, f"{source}: ")
 
 
@@ -110,13 +113,13 @@ def _value(config: Config, path: str, prefix: str = "") -> Any:
             known = found.names() if isinstance(found, Config) else ()
             where = ".".join(path.split(".")[:index]) or type(config).__name__
             raise PatchError(
-                f"{prefix}{path!r} is no value of the configuration: {where} has no {name!r}. "
+                f"{prefix}{path!r} is not a value of the configuration: {where} has no {name!r}. "
                 f"{did_you_mean(name, known)}"
             )
         found = getattr(found, name)
     if isinstance(found, Config):
         raise PatchError(
-            f"{prefix}{path!r} is a part of the configuration. Name a value in it, such as "
+            f"{prefix}{path!r} is a section of the configuration. Name a value in it, such as "
             f"'{path}.{found.names()[0]}'."
         )
     return found
@@ -130,7 +133,7 @@ def _origin(config: Config, path: str) -> Origin:
 
 
 def origins(config: Config, path: str = "") -> dict[str, Origin]:
-    """Return where every value of *config* comes from, by path, in the order of the tree."""
+    """Return the origin of every value of *config* by path, in the order of the tree."""
     found: dict[str, Origin] = {}
     for name in config.names():
         value = getattr(config, name)

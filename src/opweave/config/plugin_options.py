@@ -1,4 +1,4 @@
-"""Options that plugins bring: ``--plugin.<plugin>.<key>=<value>``."""
+"""Command-line options of plugins: ``--plugin.<plugin>.<key>=<value>``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PREFIX = "--plugin."
 
 @dataclass(frozen=True)
 class PluginOption(Generic[T]):
-    """One option: its type, what it is if nobody says, and its help text."""
+    """The type, default and help text of an option."""
 
     kind: type[T]
     default: T
@@ -32,7 +32,7 @@ class PluginOptions:
     """The options of one plugin.
 
     Args:
-        plugin: its name, which the user writes before the key.
+        plugin: its name, the prefix of the keys on the command line.
 
     Example::
 
@@ -40,7 +40,7 @@ class PluginOptions:
             def extend_cli(self, options):
                 options.add("queue_depth", int, 4, "Kernels in flight.")
 
-        PluginOptions("acme")["queue_depth"]  # 4, or what --plugin.acme.queue-depth=8 said
+        PluginOptions("acme")["queue_depth"]  # 4, or the value of --plugin.acme.queue-depth
     """
 
     def __init__(self, plugin: str) -> None:
@@ -52,32 +52,36 @@ class PluginOptions:
         Args:
             key: an identifier; the user may write ``-`` for ``_``.
             kind: ``bool``, ``int``, ``float`` or ``str``.
+            default: the value if the user does not set it.
+            help: description.
 
         Raises:
-            SettingError: (a ValueError) *key* is no identifier, or *default* is of another type.
+            SettingError: (a ValueError) *key* is not an identifier, or *default* is not of type
+                *kind*.
             DuplicateNameError: (a ValueError) the plugin has an option of that name.
         """
         if not key.isidentifier():
-            raise SettingError(f"plugin option {key!r} should be an identifier, as 'queue_depth'.")
+            raise SettingError(f"plugin option {key!r} must be an identifier, as 'queue_depth'.")
         check_kind(f"{PREFIX}{self.plugin}.{key}", kind, default)
         options.add(f"{self.plugin}.{key}", PluginOption(kind, default, help))
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value: what the user gave, or the default.
+        """Return the user's value, or the default.
 
         Raises:
-            UnknownNameError: (a LookupError) the plugin declares no such option.
+            UnknownNameError: (a LookupError) the plugin does not declare the option.
         """
         name = f"{self.plugin}.{key}"
         return _given.get(name, options[name].default)
 
 
 def apply_plugin_options(values: Mapping[str, object], origin: str = PREFIX) -> None:
-    """Set what the user gave, by ``plugin.key``, with ``-`` and ``_`` alike; all at once.
+    """Replace all values set by the user.
 
     Args:
-        values: texts, which are read as the option's type, or values of that type.
-        origin: what stands before the name in messages.
+        values: by ``plugin.key``, where ``-`` and ``_`` are equivalent: text to parse as the
+            option's type, or values of that type.
+        origin: prefix of the names in messages.
 
     Raises:
         SettingError: (a ValueError) an option is unknown, or a value malformed.
@@ -94,11 +98,11 @@ def apply_plugin_options(values: Mapping[str, object], origin: str = PREFIX) -> 
 
 
 def set_plugin_options(values: Mapping[str, Any]) -> None:
-    """Set typed values by ``plugin.key``: those of :func:`given_plugin_options` elsewhere."""
+    """Set typed values by ``plugin.key``, from :func:`given_plugin_options` of another process."""
     _given.clear()
     _given.update(values)
 
 
 def given_plugin_options() -> dict[str, Any]:
-    """Return what the user gave, by ``plugin.key``; for the processes that this one starts."""
+    """Return the values set by the user, by ``plugin.key``, for child processes."""
     return dict(_given)

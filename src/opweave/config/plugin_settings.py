@@ -1,4 +1,4 @@
-"""What plugins can be told, in one list: options of the command line, environment variables."""
+"""All settings of plugins: command-line options and environment variables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opweave.config.plugin_options import PREFIX, given_plugin_options, options
 
 
 class PluginSetting(NamedTuple):
-    """One option or variable, as the user writes it; ``given`` is None where it has its default."""
+    """An option or variable as the user writes it; ``given`` is None if it has its default."""
 
     name: str
     kind: str
@@ -24,14 +24,12 @@ class PluginSetting(NamedTuple):
 
 def plugin_settings(environ: Mapping[str, str] = os.environ) -> Iterator[PluginSetting]:
     """Yield every option, then every variable, that plugins have declared so far."""
-    said = given_plugin_options()
-    for name, option in options.entries.items():
-        written, of = PREFIX + name.replace("_", "-"), option.value
-        yield PluginSetting(
-            written, of.kind.__name__, of.default, said.get(name), of.help, option.owner
-        )
-    for name, variable in declared.entries.items():
-        what = variable.value
-        yield PluginSetting(
-            name, what.kind.__name__, what.default, environ.get(name), what.doc, variable.owner
-        )
+    given = given_plugin_options()
+    for name, entry in options.entries.items():
+        flag, option = PREFIX + name.replace("_", "-"), entry.value
+        kind, value = option.kind.__name__, given.get(name)
+        yield PluginSetting(flag, kind, option.default, value, option.help, entry.owner)
+    for name, declaration in declared.entries.items():
+        variable, value = declaration.value, environ.get(name)
+        kind = variable.kind.__name__
+        yield PluginSetting(name, kind, variable.default, value, variable.doc, declaration.owner)

@@ -1,4 +1,4 @@
-"""Shows progress on standard error, where it is a terminal."""
+"""Progress bars on terminals."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class ProgressBar:
-    """A bar that goes away when it is done, and is nowhere but on a terminal.
+    """A transient progress bar, shown on terminals only.
 
-    Call it with ``(done, total)``, and with what is at work if that is worth knowing; or never.
+    Call it with ``(done, total)`` and, optionally, the name of the current item.
 
     Args:
-        what: is done.
-        then: what comes after it, and cannot be counted; it is shown when all is done.
+        what: description of the work.
+        then: description of uncounted work that follows; shown when ``done`` reaches ``total``.
         counts: whether to show numbers.
-        console: where; by default standard error.
+        console: the console, by default standard error.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ProgressBar:
         if done >= total and self._then:
             self._bar.remove_task(self._task)
             self._task, self._what, self._then = self._bar.add_task(self._then, total=None), "", ""
-        if not self._what:  # what comes after it
+        if not self._what:  # the uncounted work has begun
             return
         described = f"{self._what} {item}".rstrip()
         self._bar.update(self._task, completed=done, total=total, description=described)

@@ -47,6 +47,6 @@ class SchedulerConfig(Config):
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise SettingError(
                 f"{owner}: max_num_batched_tokens={self.max_num_batched_tokens} is below "
-                f"max_num_seqs={self.max_num_seqs}: not every sequence could get a token. Raise "
-                "the one or lower the other."
+                f"max_num_seqs={self.max_num_seqs}, so not every sequence can get a token. Raise "
+                "the former or lower the latter."
             )

@@ -1,4 +1,4 @@
-"""Hands the settings of the environment, the config file and the platform to the IR."""
+"""Applies the settings of the environment, the config file and the command line to the IR."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def apply_environment_and_file(registry: Registry) -> None:
     """Read the environment and the config file into the registry's settings.
 
     Raises:
-        SettingError: something is malformed.
+        SettingError: a setting is malformed.
     """
     show_log(environment.logging_level())
     for unknown in environment.unknown_variables():
@@ -38,7 +38,7 @@ def apply_environment_and_file(registry: Registry) -> None:
 
 
 def apply_command_line(registry: Registry, priorities: Mapping[str, str | Iterable[str]]) -> None:
-    """Set what ``--ir-op-priority.<op>=...`` said, ``-`` and ``_`` alike, and check every name.
+    """Apply ``--ir-op-priority.<op>=...`` and check all names; ``-`` and ``_`` are equivalent.
 
     Raises:
         SettingError: an op or a provider is unknown, or a list is malformed.
@@ -48,5 +48,5 @@ def apply_command_line(registry: Registry, priorities: Mapping[str, str | Iterab
         Source.COMMAND_LINE, normalised, lambda op: f"--ir-op-priority.{op}"
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnknownOpWarning)  # an error is raised for the same
+        warnings.simplefilter("ignore", UnknownOpWarning)  # check_settings raises instead
         registry.check_settings()

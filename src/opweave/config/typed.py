@@ -1,4 +1,4 @@
-"""Values of settings that plugins declare: bool, int, float or str, written as text."""
+"""Typed values of plugin settings, parsed from text: bool, int, float or str."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ FALSE = frozenset({"0", "false", "no", "off", ""})
 
 
 def check_kind(where: str, kind: type, default: object) -> None:
-    """Raise :class:`SettingError` unless *kind* is one of the four, and *default* is of it."""
+    """Raise :class:`SettingError` unless *kind* is supported and *default* is of that type."""
     names = ", ".join(each.__name__ for each in KINDS)
     if kind not in KINDS:
-        raise SettingError(f"{where}: kind={kind!r} should be one of {names}.")
+        raise SettingError(f"{where}: kind={kind!r} must be one of {names}.")
     if not _is(kind, default):
-        raise SettingError(f"{where}: default={default!r} should be of type {kind.__name__}.")
+        raise SettingError(f"{where}: default={default!r} must be of type {kind.__name__}.")
 
 
 def read(where: str, kind: type, value: object) -> Any:
-    """Return *value* as *kind*: read from its text, or as it is.
+    """Return *value* as *kind*: parsed if it is text, or unchanged if it has the type.
 
     >>> read("--plugin.acme.depth", int, "8"), read("ACME_FAST", bool, "yes")
     (8, True)
 
     Raises:
-        SettingError: it is not of that type, nor the text of one; the message begins with *where*.
+        SettingError: it is malformed; the message starts with *where*.
     """
     if _is(kind, value):
         return value
     found = _from_text(kind, value.strip()) if isinstance(value, str) else None
     if found is None:
-        raise SettingError(f"{where}={value!r} should be {_WANTED[kind]}.")
+        raise SettingError(f"{where}={value!r} must be {_WANTED[kind]}.")
     return found
 
 
@@ -55,7 +55,7 @@ def _from_text(kind: type, text: str) -> Any:
 
 _WANTED = {
     bool: "true (1) or false (0)",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
-    str: "a text",
+    str: "a string",
 }

@@ -1,1 +1,1 @@
-"""Entry points for code that was written against other projects' interfaces."""
+"""Entry points for code written against the interfaces of other projects."""

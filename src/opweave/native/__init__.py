@@ -1,8 +1,8 @@
-"""The native module of opweave, and the kit to build such modules.
+"""opweave's native module, and the kit to build your own.
 
-Importing this package loads nothing and builds nothing; `module` loads opweave's own native module,
-and the functions about it call that. `load` builds and loads a module of your own; `build` builds
-that of a package ahead of time, and `import_module` imports it.
+Importing this package loads and builds nothing. `module` loads opweave's native module. `load`
+builds and loads your module just in time; `build` builds that of a package ahead of time, and
+`import_module` imports it.
 """
 
 from opweave.native.call_paths import NativeModule, import_module, opened_modules

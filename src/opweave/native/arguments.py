@@ -1,4 +1,4 @@
-"""What the schema of an op says about its arguments."""
+"""The name and the arguments of an op, from its schema."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ def name_of(op: compat.OpOverload) -> str:
 
 
 def arguments_of(op: compat.OpOverload) -> tuple[tuple[str, bool], ...]:
-    """Return the name of each argument, and whether it is written."""
+    """Return the name of each argument, and whether the op mutates it."""
     return tuple((argument.name, argument.is_write) for argument in op._schema.arguments)
 
 
-# Dynamo then runs the functions while tracing instead of tracing them, since it cannot follow what
-# reads a schema; see _custom_ops.py.
+# Makes Dynamo call the functions instead of tracing them, since it cannot trace schema objects; see
+# _custom_ops.py.
 name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 arguments_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Native ops where autograd watches: it has no derivative of them, and loses none unseen."""
+"""Calls of native ops with autograd: they have no derivatives, so a lost gradient is an error."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from opweave.native.arguments import arguments_of, name_of
 
 
 def call_watched(op: compat.OpOverload, *arguments: Any) -> Any:
-    """Call *op* through torch's dispatcher, and count a new version of each tensor it writes.
+    """Call *op* through the dispatcher, and increment the version of each tensor that it mutates.
 
-    So that a backward pass which needs the values from before notices, as with torch's own ops.
+    A backward pass that needs the old values then raises, as for torch's own ops.
 
     Raises:
-        RuntimeError: a negated view is written; floating-point numbers are, in grad mode, and a
-            tensor requires grad; or a tensor has a tangent.
+        RuntimeError: the op mutates a negated view, or mutates floating-point tensors in grad mode
+            while a tensor requires grad; or a tensor has a tangent.
     """
     tensors = {
         argument: (given, is_written)
         for (argument, is_written), given in zip(arguments_of(op), arguments, strict=False)
         if isinstance(given, Tensor)
     }
-    with compat.no_torch_function():  # the user did not make this call
+    with compat.no_torch_function():  # internal calls must not reach the user's modes
         lazy_views.check_none_written(op, *arguments)
         _check_derivatives(name_of(op), tensors)
         written = [t for t, is_written in tensors.values() if is_written and not t.is_inference()]
@@ -44,16 +44,16 @@ def _check_derivatives(op: str, tensors: Mapping[str, tuple[Tensor, bool]]) -> N
             raise RuntimeError(_refusal(op, argument))
         if compat.has_tangent(tensor):
             raise RuntimeError(
-                f"{op}: {argument} has a tangent, of which the op has no derivative; call it on "
-                "tensors without one"
+                f"{op}: {argument} has a tangent, but the op does not support forward-mode AD; "
+                "call it on tensors without tangents"
             )
 
 
 def call_unwatched(op: compat.OpOverload, *arguments: Any) -> Any:
-    """Call *op* through torch's dispatcher, where autograd does not watch.
+    """Call *op* through the dispatcher without autograd.
 
     Raises:
-        RuntimeError: a negated view is written.
+        RuntimeError: the op mutates a negated view.
     """
     with compat.no_torch_function():
         lazy_views.check_none_written(op, *arguments)
@@ -61,10 +61,11 @@ def call_unwatched(op: compat.OpOverload, *arguments: Any) -> Any:
 
 
 def call_traced(op: compat.OpOverload, *arguments: Any) -> Any:
-    """Do what `call_watched` does, as far as Dynamo can trace it.
+    """Like `call_watched`, as far as Dynamo can trace it.
 
     Raises:
-        RuntimeError: floating-point numbers are written, in grad mode, and a tensor requires grad.
+        RuntimeError: the op mutates floating-point tensors in grad mode while a tensor requires
+            grad.
     """
     if not torch.is_grad_enabled():
         return op(*arguments)
@@ -83,6 +84,6 @@ def call_traced(op: compat.OpOverload, *arguments: Any) -> Any:
 
 def _refusal(op: str, argument: str) -> str:
     return (
-        f"{op}: {argument} requires grad, and the op has no derivative; call it under "
-        "torch.no_grad(), or with tensors that are detached (Tensor.detach)"
+        f"{op}: {argument} requires grad, but the op is not differentiable; call it under "
+        "torch.no_grad(), or with detached tensors (Tensor.detach)"
     )

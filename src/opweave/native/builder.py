@@ -1,4 +1,4 @@
-"""Compiles and links a native module."""
+"""Compiling and linking of native modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KIT_FLAGS = (*_COMMON, "-O2", "-DPy_LIMITED_API=0x030a0000")
 _USER_FLAGS = (*_COMMON, "-O3", "-Wall")
 _CUDA_FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 
-# Written out, because the module's name may be that of a macro, such as linux.
+# Not PyInit_##name: the module's name may be a predefined macro, such as linux.
 _ENTRY = """\
 #include <opweave/python_module.h>
 
@@ -33,7 +33,7 @@ PyMODINIT_FUNC PyInit_{module}() {{
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One call of a compiler: *command* makes *output* from *source*."""
+    """A compiler call: *command* makes *output* from *source*."""
 
     source: Path
     output: Path
@@ -41,7 +41,7 @@ class Job:
 
 
 def flags(extension: Extension) -> list[list[str]]:
-    """Return every flag that *extension* is built with: the order counts, and who gets which."""
+    """Return all flags that *extension* is built with, grouped by use, in order."""
     return [
         [*_KIT_FLAGS, *_USER_FLAGS, *_link_flags()],
         [str(folder) for folder in extension.include_dirs],
@@ -52,22 +52,22 @@ def flags(extension: Extension) -> list[list[str]]:
 
 
 def kit_flags() -> list[str]:
-    """Return the flags that the kit itself is built with."""
+    """Return the flags that the kit is built with."""
     return list(_KIT_FLAGS)
 
 
 def compile_kit(folder: Path, *, verbose: bool = False) -> None:
-    """Compile what every module shares into objects in *folder*."""
+    """Compile the sources that all modules share into objects in *folder*."""
     _run_all([_kit_job(source, folder) for source in kit.core_sources()], verbose=verbose)
 
 
 def build(extension: Extension, kit_objects: Path, folder: Path, *, verbose: bool = False) -> Path:
     """Build *extension* in *folder* and return the module's file.
 
-    Beside it are the compilers' lists of what they read, for `inputs.listed`.
+    The folder also gets the dependency files of the compilers, for `inputs.listed`.
 
     Raises:
-        NativeBuildError: a compiler is missing, or refuses.
+        NativeBuildError: a compiler is missing or fails.
     """
     jobs = [_user_job(i, source, extension, folder) for i, source in enumerate(extension.sources)]
     jobs.append(_kit_job(_write_entry(extension, folder), folder))
@@ -107,7 +107,7 @@ def _user_job(number: int, source: Path, extension: Extension, folder: Path) -> 
 
 
 def _architecture() -> tuple[str, ...]:
-    """Return the flag for this machine's GPU; without one, nvcc's default runs on any newer GPU."""
+    """Return the flag for this machine's GPU; without a GPU, nvcc's portable default applies."""
     if not torch.cuda.is_available():
         return ()
     major, minor = torch.cuda.get_device_capability()
@@ -118,14 +118,14 @@ def _link(extension: Extension, objects: Iterable[Path], output: Path) -> tuple[
     files = (*map(str, objects), *_linker_list(extension, output), "-o", str(output))
     if not extension.has_cuda:
         return (*toolchain.cxx().command, *_link_flags(), *files, *extension.ldflags, "-ldl")
-    # nvcc knows where CUDA's run-time library is.
+    # nvcc finds the CUDA runtime library.
     host = ("-ccbin", toolchain.cxx().command[0])
     passed_on = _through_nvcc((*_link_flags(), *extension.ldflags))
     return (*toolchain.nvcc().command, *host, *files, *passed_on, "-ldl")
 
 
 def _linker_list(extension: Extension, output: Path) -> tuple[str, ...]:
-    """Return flags that make the linker list what it reads, if it can (binutils 2.35, LLVM 13)."""
+    """Return flags for a dependency file of the linker, if supported (binutils 2.35, LLVM 13)."""
     chosen = (flag for flag in extension.ldflags if flag.startswith(("-fuse-ld", "-B")))
     command = (*toolchain.cxx().command, *chosen, "-Wl,--help")
     if "--dependency-file" not in toolchain.run(command).stdout:
@@ -134,7 +134,7 @@ def _linker_list(extension: Extension, output: Path) -> tuple[str, ...]:
 
 
 def _through_nvcc(link_flags: Iterable[str]) -> Iterator[str]:
-    """Rewrite flags of a C++ compiler that links into those of nvcc."""
+    """Translate link flags of a C++ compiler to those of nvcc."""
     for flag in link_flags:
         if flag.startswith("-Wl,"):
             for part in flag.removeprefix("-Wl,").split(","):
@@ -146,7 +146,7 @@ def _through_nvcc(link_flags: Iterable[str]) -> Iterator[str]:
 
 
 def _link_flags() -> tuple[str, ...]:
-    """Return flags that give the module a C++ run time of its own, whatever torch came with."""
+    """Return flags that link the C++ runtime statically, independent of torch's."""
     if sys.platform == "darwin":
         return ("-shared", "-undefined", "dynamic_lookup")
     return ("-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs=ALL")
@@ -174,15 +174,15 @@ def _processors() -> int:
 
 
 def _run(job: Job, *, verbose: bool) -> str | None:
-    """Return what the compiler said if it failed."""
+    """Return the compiler's messages if it failed, else None."""
     done = toolchain.run(job.command)
     log = done.stdout + done.stderr
     if verbose:
         print(shlex.join(job.command), log, sep="\n", end="", file=sys.stderr)
     if done.returncode == 0 and not job.output.is_file():
         raise NativeBuildError(
-            f"{job.command[0]} reports success and makes no file of {job.source.name}: it is no "
-            "compiler, or a flag tells it to write none; name a compiler in CXX (or CUDACXX), or "
-            "leave the flag out."
+            f"{job.command[0]} reports success but writes no file for {job.source.name}: it is not "
+            "a compiler, or a flag suppresses the output; name a compiler in CXX (or CUDACXX), or "
+            "remove the flag."
         )
     return log if done.returncode != 0 else None

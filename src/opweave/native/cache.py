@@ -1,4 +1,4 @@
-"""Built modules, kept under a hash of everything that they were built from."""
+"""Cache of built modules, keyed by a hash of everything that they were built from."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from opweave.native.errors import NativeBuildError
 from opweave.native.extension import Extension
 
 _MANIFEST = "files.json"
-_OWN = "."  # in a manifest, the digest of what was built
+_OWN = "."  # key of the built file's own digest in a manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A built module: its file, the hash of what it came from, and whether it was there before."""
+    """A built module: its file, the hash of its inputs, and whether it came from the cache."""
 
     path: Path
     key: str
@@ -30,7 +30,7 @@ class Built:
 
 
 def build(extension: Extension, *, verbose: bool = False) -> Built:
-    """Build *extension*, unless the cache has it. Processes that want the same one wait for it.
+    """Build *extension*, unless it is cached. Concurrent builds of the same module wait.
 
     Raises:
         NativeBuildError: it cannot be built.
@@ -41,16 +41,16 @@ def build(extension: Extension, *, verbose: bool = False) -> Built:
     cached = found is not None
     if found is None:
         with folders.locked(folder):
-            found = _find(folder, extension.filename)  # another process built it meanwhile?
+            found = _find(folder, extension.filename)  # another process may have built it
             cached = found is not None
             found = found or _build_in(folder, extension, verbose=verbose)
     return Built(found, f"{key}-{found.parent.name}", cached=cached)
 
 
 def content_key(extension: Extension) -> str:
-    """Return a hash of what is known before a build: sources, flags, compilers, the kit.
+    """Return a hash of the inputs known before a build: sources, flags, compilers, the kit.
 
-    What the compilers turn out to read is compared afterwards, file by file.
+    Files that the compilers read besides are in the manifest, and compared one by one.
     """
     compilers = [toolchain.cxx()] + ([toolchain.nvcc()] if extension.has_cuda else [])
     given = [flag for compiler in compilers for flag in compiler.command[1:]]
@@ -74,13 +74,13 @@ def _source_digest(path: Path) -> str:
 
 
 def _find(folder: Path, filename: str) -> Path | None:
-    """Return the module in *folder* whose build read what is there now."""
+    """Return the module in *folder* whose inputs are unchanged, if there is one."""
     digest = functools.cache(inputs.digest)
     for manifest in folder.glob(f"*/{_MANIFEST}"):
         files = _read_manifest(manifest)
         target = manifest.with_name(filename)
         own = files.pop(_OWN, None)
-        if own is None or own != inputs.digest(target):  # damaged, or somebody took it
+        if own is None or own != inputs.digest(target):  # damaged or removed
             continue
         if all(digest(path) == known for path, known in files.items()):
             return target
@@ -88,7 +88,7 @@ def _find(folder: Path, filename: str) -> Path | None:
 
 
 def _read_manifest(path: Path) -> dict[str, str]:
-    """Return the digests in a manifest, by path; none if it cannot be read."""
+    """Return the digests in a manifest by path; empty if it cannot be read."""
     try:
         files = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -97,7 +97,7 @@ def _read_manifest(path: Path) -> dict[str, str]:
 
 
 def _build_in(folder: Path, extension: Extension, *, verbose: bool) -> Path:
-    """Build *extension* into a new folder in *folder*, which appears there when it is complete."""
+    """Build *extension* into a new folder in *folder*, which appears atomically."""
     objects = _kit_objects(verbose=verbose)
     with folders.scratch(folder) as scratch:
         began = scratch.stat().st_ctime_ns
@@ -112,7 +112,7 @@ def _build_in(folder: Path, extension: Extension, *, verbose: bool) -> Path:
         manifest = {_OWN: inputs.digest(built), **files}
         (ready / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         built.rename(ready / built.name)
-        shutil.rmtree(target, ignore_errors=True)  # a damaged one
+        shutil.rmtree(target, ignore_errors=True)  # a damaged earlier build
         ready.rename(target)
     return target / built.name
 
@@ -120,8 +120,8 @@ def _build_in(folder: Path, extension: Extension, *, verbose: bool) -> Path:
 def _read_digest(path: str, began: int) -> str:
     """Return the digest of a file that a build read.
 
-    Nobody knows what the compiler saw of a file that was written since the build *began*, so no
-    file is equal to such a one.
+    If the file was written after the build *began*, the compiler may have read other contents, so
+    return a value that equals no digest.
     """
     try:
         was_there = os.stat(path).st_ctime_ns <= began
@@ -131,7 +131,7 @@ def _read_digest(path: str, began: int) -> str:
 
 
 def _processor(*flags: str) -> str:
-    """Return what the processor can do, if *flags* tell a compiler to use all of it."""
+    """Return the CPU's features if *flags* contain something like ``-march=native``."""
     if not any("native" in flag for flag in flags):
         return ""
     try:
@@ -142,7 +142,7 @@ def _processor(*flags: str) -> str:
 
 
 def _kit_objects(*, verbose: bool) -> Path:
-    """Return the folder with the compiled kit, compiling it if it is not there."""
+    """Return the folder of the compiled kit; compile the kit if necessary."""
     compiler = toolchain.cxx()
     key = _hash(
         [*compiler.command, compiler.version],
@@ -161,13 +161,13 @@ def _kit_objects(*, verbose: bool) -> Path:
                     builder.compile_kit(fresh, verbose=verbose)
                     manifest = {path.name: inputs.digest(path) for path in fresh.glob("*.o")}
                     (fresh / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-                    shutil.rmtree(objects, ignore_errors=True)  # damaged ones
+                    shutil.rmtree(objects, ignore_errors=True)  # damaged earlier objects
                     fresh.rename(objects)
     return objects
 
 
 def _is_whole(objects: Path) -> bool:
-    """Whether the folder *objects* has the files that were compiled into it, as they were."""
+    """Whether all files that were compiled into the folder *objects* are unchanged."""
     files = _read_manifest(objects / _MANIFEST)
     return bool(files) and all(
         inputs.digest(objects / name) == known for name, known in files.items()

@@ -19,11 +19,7 @@ from opweave.base import compat
 from opweave.base.plain_call import differentiates, is_watched
 from opweave.ir.errors import did_you_mean
 from opweave.native import registration
-from opweave.native.autograd import (
-    call_traced,
-    call_unwatched,
-    call_watched,
-)
+from opweave.native.autograd import call_traced, call_unwatched, call_watched
 from opweave.native.errors import NativeImportError
 
 Function = Callable[..., Any]
@@ -31,7 +27,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class CallPaths:
-    """Which call paths of a module are open; *problem* says why torch.ops has none of its ops."""
+    """Whether a module's direct calls work; *problem* says why torch.ops lacks its ops, if so."""
 
     direct: bool
     problem: str | None
@@ -45,10 +41,10 @@ class _Interface(Protocol):
 class NativeModule(ModuleType):
     """The ops of a native module: one function each.
 
-    A function goes straight to C++ where it may, and through ``torch.ops.<namespace>.<op>`` under
-    ``torch.compile``, in grad mode, under a dispatch mode, or for tensors that only torch
-    understands. Arguments are positional. Its attribute ``direct`` is the C++ function alone, for
-    callers who know which of these they are in.
+    A function calls C++ directly if possible. Under ``torch.compile``, in grad mode, under a
+    dispatch mode, or for tensor subclasses, it calls ``torch.ops.<namespace>.<op>``. Arguments are
+    positional. Its attribute ``direct`` is the bare C++ function, for callers who know that a
+    direct call is possible.
     """
 
     def __init__(self, name: str, namespace: str, raw: ModuleType) -> None:
@@ -73,12 +69,12 @@ class NativeModule(ModuleType):
 def import_module(name: str) -> NativeModule:
     """Import the native module *name*, such as ``demo._C_ops``, that was built ahead of time.
 
-    Its torch ops are ``torch.ops.<namespace>``, the namespace being the package's name.
+    Its torch ops are in the namespace of the package: ``torch.ops.demo``.
 
     Raises:
-        NativeImportError: it is not built, does not load, is no native module, or torch does not
-            take its ops.
-        ModuleNotFoundError: there is no such package, or a module that it imports is missing.
+        NativeImportError: it is not built, does not load, is not a native module, or torch rejects
+            its ops.
+        ModuleNotFoundError: the package, or a module that it imports, does not exist.
     """
     if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
         raise NativeImportError(f"{name!r} is not the name of a module, such as demo._C_ops.")
@@ -95,23 +91,23 @@ def import_module(name: str) -> NativeModule:
     except ImportError as error:
         raise NativeImportError(f"{name} does not load: {error}") from error
     if not hasattr(raw, "_namespace"):
-        raise NativeImportError(f"{name} is a Python module, but none that this opweave has built.")
+        raise NativeImportError(f"{name} is not a native module built by this version of opweave.")
     try:
         return NativeModule(name, namespace, raw)
     except NativeImportError as error:
         raise NativeImportError(f"{name} does not load: {error}.") from error
 
 
-_opened: dict[str, str] = {}  # namespaces by file
+_opened: dict[str, str] = {}  # file -> namespace
 
 
 def opened_modules() -> dict[str, str]:
-    """Return the files of the native modules in this process, by the namespace of their ops."""
+    """Return the files of the native modules in this process by namespace."""
     return {namespace: file for file, namespace in _opened.items()}
 
 
 def open_call_paths(raw: ModuleType, namespace: str) -> CallPaths:
-    """Open both call paths of *raw*, and teach torch what its ops return for fake tensors."""
+    """Open both call paths of *raw*, and register fake implementations of its ops."""
     _opened[raw.__file__ or ""] = namespace
     direct, problem = cast(_Interface, raw)._open(torch.Tensor, torch.nn.Parameter)
     if problem is None:
@@ -121,9 +117,10 @@ def open_call_paths(raw: ModuleType, namespace: str) -> CallPaths:
 
 
 def _mark_caches(raw: ModuleType, namespace: str) -> None:
-    """Keep torch from taking graphs from its caches that were made for other schemas.
+    """Add the schemas of the ops to torch's cache keys, which contain only their names.
 
-    An op that did not say that it writes is left out of a graph; torch's key of it has names only.
+    Otherwise a graph that was compiled for an old schema, such as one that does not declare a
+    mutation, would be reused.
     """
     found = sorted(registration.schemas(raw).values())
     mark = f" {namespace}:{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
@@ -132,7 +129,7 @@ def _mark_caches(raw: ModuleType, namespace: str) -> None:
 
 
 def _check_registration(raw: ModuleType, namespace: str) -> None:
-    """Check that torch takes the ops of *raw*, before it gets any: torch forgets none."""
+    """Check that torch accepts all ops of *raw* before any is defined, since that is permanent."""
     found = registration.schemas(raw)
     problem = registration.refusal(found, namespace) or _misplaced(raw, namespace)
     if problem is None and raw.__file__ not in _opened:
@@ -142,13 +139,13 @@ def _check_registration(raw: ModuleType, namespace: str) -> None:
 
 
 def _misplaced(raw: ModuleType, namespace: str) -> str | None:
-    """Return that *raw* was built for ops of another namespace, if it was."""
+    """Return a message if *raw* was built for another namespace."""
     built_for = cast(_Interface, raw)._namespace()
     if built_for == namespace:
         return None
     return (
-        f"its ops are those of torch.ops.{built_for}, and in this package they would be of "
-        f"torch.ops.{namespace}; build it again, for the package that it is in"
+        f"its ops belong to torch.ops.{built_for}, but those of this package must be in "
+        f"torch.ops.{namespace}; build it again for this package"
     )
 
 
@@ -159,24 +156,24 @@ def _fake(raw: ModuleType, op: str, namespace: str) -> Function:
     def fake(*arguments: object) -> None:
         _check_devices(op, arguments)
         if not returns_nothing:
-            # Known only when the op has run, which breaks the graph, as Tensor.item() does.
+            # The result depends on data, which breaks the graph, as Tensor.item() does.
             raise compat.depends_on_values(getattr(getattr(torch.ops, namespace), op).default)
 
     return fake
 
 
 def _check_devices(op: str, arguments: tuple[object, ...]) -> None:
-    """Check what the op itself would: among tensors on ``meta``, torch calls the fake alone."""
+    """Check that all tensors are on one device; with meta tensors, torch calls only the fake."""
     devices = {str(a.device): None for a in arguments if isinstance(a, Tensor)}
     if len(devices) > 1:
         raise RuntimeError(
-            f"{op}: the tensors must be on one device, found {' and '.join(devices)}; move one of "
-            "them"
+            f"{op}: the tensors must be on one device, found {' and '.join(devices)}; move them to "
+            "one of these"
         )
 
 
 def function_of(op: str, raw: ModuleType, namespace: str, paths: CallPaths) -> Function:
-    """Return *op* as one function that takes the cheapest path for each call."""
+    """Return *op* as a function that takes the cheapest path for each call."""
     dispatched = _dispatched(op, namespace, paths)
     watched = unwatched = traced = dispatched
     if isinstance(dispatched, compat.OpOverload):
@@ -187,17 +184,16 @@ def function_of(op: str, raw: ModuleType, namespace: str, paths: CallPaths) -> F
     def call(*arguments: Any) -> Any:
         if is_dynamo_compiling():
             return traced(*arguments)
-        if differentiates():  # through the dispatcher, where modes see it
+        if differentiates():
             return watched(*arguments)
         if is_watched():
             return unwatched(*arguments)
         try:
             return direct(*arguments)
-        except TypeError:  # not plain tensors: torch's dispatcher knows what they are
-            if not any(isinstance(a, Tensor) for a in arguments) and not has_torch_function(
-                arguments
-            ):
-                raise  # there is none, which the dispatcher says less well
+        except TypeError:  # tensor subclasses need the dispatcher
+            has_tensor = any(isinstance(a, Tensor) for a in arguments)
+            if not has_tensor and not has_torch_function(arguments):
+                raise  # clearer than the dispatcher's error
             return unwatched(*arguments)
 
     call.__name__ = call.__qualname__ = op
@@ -207,7 +203,7 @@ def function_of(op: str, raw: ModuleType, namespace: str, paths: CallPaths) -> F
 
 
 def _dispatched(op: str, namespace: str, paths: CallPaths) -> Function:
-    """Return the op through torch's dispatcher."""
+    """Return the torch op, or a function that raises if it is unavailable."""
     if paths.problem is None:
         found: Function = getattr(getattr(torch.ops, namespace), op).default
         return found

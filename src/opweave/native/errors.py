@@ -1,4 +1,4 @@
-"""What can go wrong between C++ sources and a loaded native module."""
+"""Errors of building and loading native modules."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class NativeBuildError(OpweaveError, RuntimeError):
     """A native module cannot be built.
 
     Attributes:
-        summary: says in one line what is wrong and how to mend it.
-        log: what the compiler said, if it was asked.
+        summary: one line with the problem and how to fix it.
+        log: the compiler's messages, if it ran.
     """
 
     def __init__(self, summary: str, log: str = "") -> None:
@@ -20,4 +20,4 @@ class NativeBuildError(OpweaveError, RuntimeError):
 
 
 class NativeImportError(OpweaveError, ImportError):
-    """A native module cannot be imported: it is not built, or its registrations are wrong."""
+    """A native module cannot be imported because it is not built, or torch rejects its ops."""

@@ -1,4 +1,4 @@
-"""A native module to be built: its name, its sources, its flags."""
+"""The description of a native module to build: names, sources and flags."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _TAKEN = frozenset({"aten", "opweave", "opweave_c", "prim", "prims", "torch"})
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """What to build.
+    """A native module to build.
 
-    ``module`` is the Python module's name without its package, ``namespace`` that of its torch ops.
+    ``module`` is the name of the Python module without its package, ``namespace`` that of its torch
+    ops.
     """
 
     module: str
@@ -38,12 +39,12 @@ class Extension:
 
     @property
     def filename(self) -> str:
-        """The name of the file that Python imports."""
+        """The name of the module's file."""
         return f"{self.module}.abi3.so"
 
     @property
     def label(self) -> str:
-        """The module's name as its users know it."""
+        """The module's name for messages."""
         is_alone = self.module == self.namespace
         return self.module if is_alone else f"{self.namespace}.{self.module}"
 
@@ -54,18 +55,14 @@ class Extension:
 
 
 def check_name(name: str) -> str:
-    """Return *name* if it can name a native module and a torch namespace.
-
-    Raises:
-        NativeBuildError: it cannot.
-    """
+    """Return *name*; raise NativeBuildError unless it is valid for a module and a namespace."""
     fits = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name)
     if not fits or keyword.iskeyword(name):
         raise NativeBuildError(
-            f"{name!r} is not a name for a native module; use lowercase letters, digits and "
-            "underscores, starting with a letter, and no Python keyword."
+            f"{name!r} is not a valid name for a native module; use lowercase letters, digits and "
+            "underscores, starting with a letter, but not a Python keyword."
         )
-    # Beside namespaces, torch.ops has attributes of its own, such as load_library.
+    # torch.ops also has attributes that are not namespaces, such as load_library.
     is_namespace = compat.is_op_namespace(getattr(torch.ops, name))
     if name in _TAKEN or not is_namespace:
         raise NativeBuildError(f"The name {name!r} is taken; choose another one.")
@@ -73,10 +70,10 @@ def check_name(name: str) -> str:
 
 
 def check_list(value: object, what: str, item: str) -> tuple[Any, ...]:
-    """Return *value* as a tuple: a list of strings or, for *item* "path", of paths.
+    """Return *value* as a tuple of strings or, if *item* is "path", of strings and paths.
 
     Raises:
-        TypeError: it is no such list; a string would be one of letters.
+        TypeError: it is not an iterable of these, or is a single string or path.
     """
     kinds = (str, os.PathLike) if item == "path" else (str,)
     if isinstance(value, (*kinds, bytes)) or not isinstance(value, Iterable):
@@ -86,7 +83,7 @@ def check_list(value: object, what: str, item: str) -> tuple[Any, ...]:
         if not isinstance(element, kinds):
             raise TypeError(f"{what} must be a list of {item}s, found {element!r} in it.")
         if "\0" in os.fspath(element):
-            raise TypeError(f"{what} has {element!r}, and no command can have a NUL in it.")
+            raise TypeError(f"{what} has {element!r}; commands cannot contain NUL characters.")
     return found
 
 
@@ -94,7 +91,7 @@ def check_sources(sources: Iterable[str | Path]) -> tuple[Path, ...]:
     """Return *sources* as absolute paths.
 
     Raises:
-        NativeBuildError: there is none, one does not exist, or one is not C++ or CUDA.
+        NativeBuildError: the list is empty, a file does not exist, or is not C++ or CUDA.
     """
     found = tuple(Path(source).absolute() for source in sources)
     if not found:
@@ -107,6 +104,6 @@ def check_sources(sources: Iterable[str | Path]) -> tuple[Path, ...]:
         if not path.is_file():
             nearby = [p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES]
             raise NativeBuildError(
-                f"There is no source file {path}. {did_you_mean(path.name, nearby)}"
+                f"The source file {path} does not exist. {did_you_mean(path.name, nearby)}"
             )
     return found

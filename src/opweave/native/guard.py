@@ -1,4 +1,4 @@
-"""A quick answer to "may this call bypass torch's dispatcher?", tried out before it is trusted."""
+"""The native check whether a call may bypass torch's dispatcher, with a self-test before use."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class _FunctionMode(TorchFunctionMode):
 def plain_check() -> Callable[..., bool] | None:
     """Return the native check (see :func:`opweave.ir.codegen.use_plain_check`), or None.
 
-    None if there is no native module, if this torch lacks a symbol that it needs, or if one of its
-    answers is wrong.
+    None if there is no native module, if torch lacks a symbol that it needs, or if the self-test
+    fails.
     """
     module = native_module()
     if module is None or not module._open_plain_check(
@@ -28,10 +28,10 @@ def plain_check() -> Callable[..., bool] | None:
     ):
         return None
     check: Callable[..., bool] = module._is_plain
-    return check if _answers_right(check) else None
+    return check if _passes(check) else None
 
 
-def _answers_right(check: Callable[..., bool]) -> bool:
+def _passes(check: Callable[..., bool]) -> bool:
     tensor = torch.empty(0, device="cpu")
     parameter = torch.nn.Parameter(torch.empty(0, device="cpu"))
     with torch.no_grad():
@@ -40,7 +40,7 @@ def _answers_right(check: Callable[..., bool]) -> bool:
 
 
 def _states() -> Iterator[list[AbstractContextManager[object]]]:
-    """Every state of a thread in which the answer must be no."""
+    """Yield every thread state in which the check must return False."""
     yield [torch.enable_grad()]
     yield [torch.no_grad(), _FunctionMode()]
     for key in plain_call.MODE_KEYS:

@@ -1,4 +1,4 @@
-"""What a build reads: what its flags and sources name, and what its compilers list afterwards."""
+"""The input files of a build: those that flags and sources name, and those that compilers list."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from opweave.native.extension import Extension
 
-# Compilers search these folders, or take flags from these variables, without being told to.
+# Environment variables from which compilers take search folders or flags.
 _VARIABLES = (
     "CPATH",
     "C_INCLUDE_PATH",
@@ -29,15 +29,15 @@ _WORDS = re.compile(r"(?:\\.|[^\s\\])+")
 
 
 def environment() -> list[str | None]:
-    """Return the variables that compilers read, in a fixed order."""
+    """Return the values of the variables that compilers read, in a fixed order."""
     return [os.environ.get(name) for name in _VARIABLES]
 
 
 def named(extension: Extension) -> list[Path]:
-    """Return the headers, libraries and other files that the sources and flags name, if they exist.
+    """Return the existing headers, libraries and other files that sources and flags name.
 
-    They may be more than the compilers read, and must be: a file that comes to be in an earlier
-    folder shadows one in a later folder, which no list from the build before can show.
+    These include candidates in all search folders, not only the files that compilers read: a new
+    file in an earlier folder shadows one in a later folder, which dependency files cannot show.
     """
     compiling = [*extension.cflags, *extension.cuda_cflags]
     flags = (*compiling, *extension.ldflags)
@@ -50,7 +50,7 @@ def named(extension: Extension) -> list[Path]:
 
 
 def digest(path: str | Path) -> str:
-    """Return a digest of a file's bytes; empty if it cannot be read."""
+    """Return a digest of a file's contents; empty if it cannot be read."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except (OSError, ValueError):  # such as a NUL in its name
@@ -58,18 +58,18 @@ def digest(path: str | Path) -> str:
 
 
 def listed(folder: Path) -> list[str]:
-    """Return what the compilers read, by their lists ``*.d`` (and the linker's, ``*.link``)."""
+    """Return the files in the compilers' dependency files ``*.d`` and the linker's ``*.link``."""
     found: dict[str, None] = {}
     for path in sorted(folder.glob("*.d")):
         rule = _first_rule(path)
         found.update(dict.fromkeys(map(_plain, _WORDS.findall(" ".join(rule)))))
-    for path in sorted(folder.glob("*.link")):  # one file in a line, blanks in names as they are
+    for path in sorted(folder.glob("*.link")):  # one file per line, with unescaped blanks
         found.update(dict.fromkeys(_plain(line.strip()) for line in _first_rule(path)))
     return [name for name in found if name]
 
 
 def _first_rule(path: Path) -> list[str]:
-    """Return the lines of what the first rule of a makefile depends on, without their ends."""
+    """Return the lines of the prerequisites of a makefile's first rule, without line ends."""
     text = path.read_text(encoding="utf-8", errors="surrogateescape")
     rule = re.split(r"(?<!\\)\n", text, maxsplit=1)[0]
     return rule.partition(": ")[2].split("\\\n")
@@ -81,7 +81,7 @@ def _plain(word: str) -> str:
 
 
 def _headers(sources: Iterable[Path], folders: Iterable[Path]) -> Iterator[Path]:
-    """Find every file that the sources include, directly or not, in *folders* or beside them."""
+    """Yield the files that the sources include, transitively, next to them or in *folders*."""
     folders = list(folders)
     found: set[Path] = set()
     waiting = list(sources)
@@ -97,7 +97,7 @@ def _headers(sources: Iterable[Path], folders: Iterable[Path]) -> Iterator[Path]
 
 
 def _libraries(flags: Iterable[str]) -> Iterator[Path]:
-    """Find the files that ``-l`` may mean, in the folders of ``-L``."""
+    """Yield the candidates of ``-l`` in the folders of ``-L``."""
     flags = list(flags)
     folders = [*_values(flags, ("-L",)), *_paths("LIBRARY_PATH")]
     for name in map(str, _values(flags, ("-l",))):
@@ -106,7 +106,7 @@ def _libraries(flags: Iterable[str]) -> Iterator[Path]:
 
 
 def _values(flags: Iterable[str], names: tuple[str, ...]) -> Iterator[Path]:
-    """Return what follows one of *names* in *flags*, in the same word or as the next one."""
+    """Yield the values of the flags called *names*, in the same word or the next."""
     follows = False
     for flag in flags:
         name = next((name for name in names if flag.startswith(name)), None)
@@ -120,7 +120,7 @@ def _values(flags: Iterable[str], names: tuple[str, ...]) -> Iterator[Path]:
 def _paths(*variables: str) -> Iterator[Path]:
     for variable in variables:
         value = os.environ.get(variable)
-        if value:  # an empty part is the working folder
+        if value:  # an empty item stands for the working folder
             yield from map(Path, value.split(os.pathsep))
 
 
@@ -131,12 +131,12 @@ def _real(path: Path) -> Path:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a flag that is no path
+    except (OSError, ValueError):  # a flag that is not a path
         return False
 
 
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # the compiler will say so
+    except OSError:  # the compiler will report it
         return b""

@@ -1,4 +1,4 @@
-"""Builds native modules on the fly."""
+"""Just-in-time builds of native modules."""
 
 from __future__ import annotations
 
@@ -28,19 +28,27 @@ def load(
     include_dirs: Iterable[str | Path] = (),
     verbose: bool = False,
 ) -> NativeModule:
-    """Build the native module *name* from *sources*, unless the cache has it, and load it.
+    """Build the native module *name* from *sources*, unless it is cached, and load it.
 
     The sources register ops with ``OPWEAVE_EXTENSION_MODULE`` from ``<opweave/extension.h>``. Each
-    op is a function of the result, and ``torch.ops.<name>.<op>``. Files that end in ``.cu`` are
-    compiled by nvcc. *verbose* prints the compiler's commands and messages.
+    op is a function of the returned module, and ``torch.ops.<name>.<op>``.
 
-    The cache is a folder (``OPWEAVE_CACHE_DIR``, by default ``~/.cache/opweave``); what is in it
-    was built from the same sources, headers, libraries, flags, compiler and opweave.
+    Modules are cached in ``OPWEAVE_CACHE_DIR`` (by default ``~/.cache/opweave``), and rebuilt if a
+    source, header, library, flag, the compiler or opweave changes.
+
+    Args:
+        name: name of the module and of the torch namespace.
+        sources: C++ files, and CUDA files (``.cu``) for nvcc.
+        extra_cflags: flags for the C++ compiler.
+        extra_cuda_cflags: flags for nvcc.
+        extra_ldflags: flags for linking.
+        include_dirs: folders of headers.
+        verbose: print the compiler's commands and messages.
 
     Raises:
-        NativeBuildError: the compiler is missing or refuses, a source is missing, a schema is
-            wrong, or *name* was loaded from other sources already in this process.
-        TypeError: *sources*, *include_dirs* or flags are no list.
+        NativeBuildError: a compiler or a source is missing, compilation fails, a schema is invalid,
+            or this process has loaded *name* from other sources.
+        TypeError: *sources*, *include_dirs* or flags are not lists.
     """
     folders = check_list(include_dirs, "include_dirs", "path")
     extension = Extension(
@@ -59,8 +67,8 @@ def load(
         key, module = _loaded[name]
     if key != built.key:
         raise NativeBuildError(
-            f"A native module {name!r} is loaded in this process already, from other sources or "
-            "flags, and Python cannot unload it; give this one another name, or start anew."
+            f"A native module {name!r} from other sources or flags is already loaded in this "
+            "process, and Python cannot unload it; use another name, or restart Python."
         )
     return module
 
@@ -76,7 +84,7 @@ def _load(name: str, path: Path) -> NativeModule:
         return NativeModule(name, name, raw)
     except ImportError as error:
         raise NativeBuildError(f"{name} is built but does not load: {error}.") from error
-    finally:  # Python enters the module there, where another one may have been
+    finally:  # the import adds the module there, and may have replaced another
         sys.modules.pop(name, None)
         if before is not None:
             sys.modules[name] = before

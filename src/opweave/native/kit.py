@@ -1,4 +1,4 @@
-"""The kit's headers and sources, which come with the package."""
+"""The headers and sources of the kit, which are part of the package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from opweave.native.errors import NativeBuildError
 
-# For those who build without these commands, and opweave's own.
+# For builds without these commands, and for opweave's own module.
 _UNUSED = ("module_init.cpp", "plain_call.cpp")
 
 
@@ -19,18 +19,18 @@ def include_dir() -> Path:
     Raises:
         NativeBuildError: the headers are not installed.
     """
-    # In an editable install, files that CMake installs lie elsewhere than the Python files.
+    # In an editable install, CMake installs its files apart from the Python files.
     folders = list(sys.modules[__name__.partition(".")[0]].__path__)
     for folder in folders:
         if (Path(folder) / "include" / "opweave" / "extension.h").is_file():
             return Path(folder) / "include"
     raise NativeBuildError(
-        f"opweave/extension.h is in none of {', '.join(folders)}; reinstall opweave."
+        f"opweave/extension.h was not found in {', '.join(folders)}; reinstall opweave."
     )
 
 
 def core_sources() -> list[Path]:
-    """Return the kit's sources that are the same for every module."""
+    """Return the kit's sources that all modules share."""
     found = sorted((include_dir() / "opweave").glob("*.cpp"))
     return [path for path in found if path.name not in _UNUSED]
 

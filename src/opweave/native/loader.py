@@ -1,4 +1,4 @@
-"""Loads ``opweave._C_ops`` once and says how that went."""
+"""Loading of ``opweave._C_ops``, once, and its status."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ NAMESPACE = "opweave_c"
 
 @dataclass(frozen=True, slots=True)
 class NativeStatus:
-    """What the native module offers in this process.
+    """The status of the native module in this process.
 
     Attributes:
-        available: whether it has a usable instruction set and torch ops, without which no graph
-            could hold its kernels.
+        available: whether it has a usable instruction set, and torch ops, which graphs need.
         reason_missing: why it is not available, or None.
         isa: the instruction set in use.
-        isa_levels: those that this CPU can run, best first.
+        isa_levels: the instruction sets that this CPU supports, best first.
         fast_call: whether ``_C_ops.<op>`` may be called directly.
         torch_ops: whether ``torch.ops.opweave_c`` has the ops.
         path: the module's file.
@@ -47,7 +46,7 @@ class NativeStatus:
 
 
 class _Interface(Protocol):
-    """What ``_C_ops`` defines besides the ops."""
+    """The functions of ``_C_ops`` besides the ops."""
 
     __file__: str
 
@@ -57,7 +56,7 @@ class _Interface(Protocol):
 
 
 def module() -> ModuleType | None:
-    """Return ``opweave._C_ops``, or None if it cannot be used; `status` says why.
+    """Return ``opweave._C_ops``, or None if it cannot be used (see `status`).
 
     The first call imports the module and opens both call paths. Never raises.
     """
@@ -70,7 +69,7 @@ def available() -> bool:
 
 
 def status() -> NativeStatus:
-    """Return what the native module offers, loading it if that has not happened yet."""
+    """Return the status of the native module, loading it first if necessary."""
     return _loaded()[1]
 
 
@@ -101,7 +100,7 @@ def _open(raw: ModuleType) -> tuple[ModuleType | None, NativeStatus]:
 
 def _import_failure(error: ImportError) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == "opweave._C_ops":
-        return "opweave._C_ops is not built; reinstall opweave with a C++ compiler at hand"
+        return "opweave._C_ops is not built; reinstall opweave with a C++ compiler installed"
     return f"opweave._C_ops does not load: {error}"
 
 

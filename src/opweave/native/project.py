@@ -1,4 +1,4 @@
-"""Builds the native module of a package ahead of time, as its pyproject.toml says."""
+"""Ahead-of-time builds of a package's native module, configured in its pyproject.toml."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _LISTS = ("sources", "include-dirs", "cflags", "cuda-cflags", "ldflags")
 
 
 def build(folder: str | Path, *, verbose: bool = False) -> Built:
-    """Build the native module of the package in *folder* and put it beside the package's files.
+    """Build the native module of the package in *folder*, and copy it into the package.
 
-    ``[tool.opweave-native]`` in its ``pyproject.toml`` says what to build: ``module`` (such as
-    ``demo._C_ops``), ``sources`` (patterns), and if need be ``include-dirs``, ``cflags``,
-    ``cuda-cflags`` and ``ldflags``. Nothing is compiled if the cache has it.
+    ``[tool.opweave-native]`` in ``pyproject.toml`` configures the build: ``module`` (such as
+    ``demo._C_ops``), ``sources`` (patterns), and optionally ``include-dirs``, ``cflags``,
+    ``cuda-cflags`` and ``ldflags``. Uses the cache if nothing has changed.
 
     Raises:
         NativeBuildError: the table is missing or wrong, or the build fails.
@@ -37,7 +37,7 @@ def build(folder: str | Path, *, verbose: bool = False) -> Built:
     target = _package_folder(folder, package)
     if (target / f"{module}.py").exists():
         raise NativeBuildError(
-            f"The module {table['module']} would hide {target / module}.py; choose another name."
+            f"The module {table['module']} would shadow {target / module}.py; choose another name."
         )
     extension = Extension(
         module=module,
@@ -57,7 +57,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise NativeBuildError(
-            f"There is no {path}; `opweave native new NAME` writes a package to start from."
+            f"{path} does not exist; `opweave native new NAME` creates a package."
         ) from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise NativeBuildError(f"Cannot read {path}: {error}.") from error
@@ -66,9 +66,9 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise NativeBuildError(f"{path}: tool must be a table, found {tool!r}.")
     table = tool.get("opweave-native")
     if table is None:
-        raise NativeBuildError(f"{path} has no table {_TABLE}, which says what to build.")
+        raise NativeBuildError(f"{path} has no table {_TABLE}, which configures the build.")
     if not isinstance(table, dict):
-        raise NativeBuildError(f"{path}: {_TABLE} must be one table, found {table!r}.")
+        raise NativeBuildError(f"{path}: {_TABLE} must be a table, found {table!r}.")
     return _checked(table, path)
 
 
@@ -82,12 +82,12 @@ def _checked(table: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     module = table.get("module")
     if not isinstance(module, str) or not all(map(_is_name, module.split("."))):
         raise NativeBuildError(
-            f"{path}: {_TABLE} needs module = 'package._C_ops', found {module!r}; names are ASCII "
-            "letters, digits and underscores, and no keywords of Python."
+            f"{path}: {_TABLE} needs module = 'package._C_ops', found {module!r}; names must be "
+            "ASCII letters, digits and underscores, but not Python keywords."
         )
     if "." not in module:
         raise NativeBuildError(
-            f"{path}: module = {module!r} names no package; try '{module}._C_ops'."
+            f"{path}: module = {module!r} does not name a package; try '{module}._C_ops'."
         )
     lists = {key: table.get(key, []) for key in _LISTS}
     for key, value in lists.items():
@@ -107,7 +107,7 @@ def _expand(folder: Path, patterns: list[str]) -> list[Path]:
             found = sorted(folder.glob(pattern))
         except (ValueError, NotImplementedError, OSError) as error:
             raise NativeBuildError(
-                f"The source {pattern!r} is no pattern of files in {folder}, such as "
+                f"The source {pattern!r} is not a valid pattern for files in {folder}, such as "
                 f"'csrc/*.cpp': {error}."
             ) from error
         if not found:
@@ -123,12 +123,12 @@ def _package_folder(folder: Path, package: str) -> Path:
         if path.is_dir():
             return path
     raise NativeBuildError(
-        f"The package {package!r} is in none of {', '.join(map(str, candidates))}."
+        f"The package {package!r} was not found in {', '.join(map(str, candidates))}."
     )
 
 
 def _place(built: Path, folder: Path) -> Path:
-    """Copy *built* into *folder* in one step: a process that has it open keeps the old file."""
+    """Copy *built* into *folder* atomically; processes that have loaded it keep the old file."""
     target = folder / built.name
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:

@@ -1,4 +1,4 @@
-"""Writes a package with a native op that works, to start from."""
+"""Creation of packages from templates."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PLACES = {"package": "src/{name}", "gitignore": ".gitignore"}
 
 
 def new(name: str, parent: Path) -> list[Path]:
-    """Write the package *name* into a folder of that name in *parent*; return its files.
+    """Create a package with a native op in the new folder *parent*/*name*; return its files.
 
     Raises:
-        NativeBuildError: the name is no good, or the folder exists or cannot be written.
+        NativeBuildError: the name is invalid, or the folder exists or cannot be written.
     """
     check_name(name)
     return write_package(name, parent, [_TEMPLATES], NativeBuildError)
@@ -31,23 +31,25 @@ def write_package(
     error: type[OpweaveError],
     values: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Write a Python package from folders of templates; return its files.
+    """Create a Python package from folders of templates; return its files.
 
-    A template is a file ``*.tmpl`` with ``{{name}}`` in place of the name, and ``{{key}}`` for each
-    of *values*. Those in the folder ``package`` become the Python package.
+    A template is a file ``*.tmpl`` with placeholders ``{{name}}``, and ``{{key}}`` for each key of
+    *values*. Templates in the folder ``package`` become the Python package.
 
     Raises:
-        error: no project can have that name, a package of that name is installed, or the folder
-            exists or cannot be written.
+        error: the name is invalid or that of an installed package, or the folder exists or cannot
+            be written.
     """
     if name.endswith("_"):
-        raise error(f"{name!r} ends in an underscore, as no project's name may; choose another.")
+        raise error(
+            f"{name!r} ends in an underscore, which project names must not; choose another."
+        )
     folder = parent / name
     filled = {"name": name, **(values or {})}
     try:
         if not folder.exists() and importlib.util.find_spec(name) is not None:
             raise error(
-                f"A Python package {name!r} is installed already and would be in the way; choose "
+                f"A Python package {name!r} is already installed and would conflict; choose "
                 "another name."
             )
         folder.mkdir()
@@ -57,7 +59,7 @@ def write_package(
             for template in sorted(root.rglob("*.tmpl"))
         ]
     except FileExistsError as cause:
-        raise error(f"{folder} exists already; choose another name.") from cause
+        raise error(f"{folder} already exists; choose another name.") from cause
     except OSError as cause:
         raise error(f"Cannot write {folder}: {cause.strerror}.") from cause
 

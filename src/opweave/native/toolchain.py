@@ -16,7 +16,7 @@ from opweave.native.errors import NativeBuildError
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A compiler's command and what it says about itself."""
+    """A compiler's command, and the output of its ``--version``."""
 
     command: tuple[str, ...]
     version: str
@@ -26,7 +26,7 @@ def cxx() -> Compiler:
     """Return the C++ compiler: ``$CXX``, or else the first of c++, g++ and clang++.
 
     Raises:
-        NativeBuildError: there is none.
+        NativeBuildError: no compiler was found.
     """
     return _compiler(_command("CXX", ("c++", "g++", "clang++"), "a C++17 compiler"))
 
@@ -35,7 +35,7 @@ def nvcc() -> Compiler:
     """Return the CUDA compiler: ``$CUDACXX``, nvcc on the path, or that of ``$CUDA_HOME``.
 
     Raises:
-        NativeBuildError: there is none.
+        NativeBuildError: no compiler was found.
     """
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return _compiler(_command("CUDACXX", ("nvcc", f"{home}/bin/nvcc"), "nvcc, the CUDA compiler"))
@@ -56,7 +56,7 @@ def python_include() -> Path:
 
 
 def run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    """Run *command* and return what it says.
+    """Run *command* and return its exit code and output.
 
     Raises:
         NativeBuildError: it cannot be started.
@@ -80,9 +80,9 @@ def _command(variable: str, names: tuple[str, ...], what: str) -> tuple[str, ...
         if path:
             return (path, *chosen[1:])
     if chosen:
-        raise NativeBuildError(f"{variable}={shlex.join(chosen)}: there is no program {chosen[0]}.")
+        raise NativeBuildError(f"{variable}={shlex.join(chosen)}: program {chosen[0]} not found.")
     raise NativeBuildError(
-        f"Building needs {what}, and found none of {', '.join(names)}; install one, or name it in "
+        f"Building needs {what}, but {', '.join(names)} was not found; install one, or name it in "
         f"{variable}."
     )
 

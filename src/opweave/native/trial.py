@@ -1,4 +1,4 @@
-"""Loads a module that was just built in another process, where a failure harms nobody."""
+"""Trial load of a new module in another process, where a crash does no harm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opweave.native import registration, toolchain
 from opweave.native.errors import NativeBuildError
 from opweave.native.extension import Extension
 
-# Without torch, which takes seconds to import, unless the module is linked against it.
+# Imports torch, which takes seconds, only if the module is linked against it.
 _LOAD = """
 import importlib.util, json, sys
 from importlib.machinery import ExtensionFileLoader
@@ -34,17 +34,17 @@ except ImportError as error:
     answer = {"error": str(error)}
 print("\\nopweave: " + json.dumps(answer), flush=True)
 """
-_ANSWER = "opweave: "  # other lines are what the module itself prints, when it loads or Python ends
+_ANSWER = "opweave: "  # the module may print other lines when it loads or Python exits
 
-# Of the C++ library, which a C compiler does not link.
+# Symbols of the C++ library, which a C compiler does not link.
 _CXX_SYMBOLS = ("__cxxabiv1", "__cxa_", "__gxx_", "symbol: _ZSt", "symbol: _ZNSt", "symbol: _Zn")
 
 
 def check(extension: Extension, path: Path) -> None:
-    """Check that the module at *path* loads and that torch takes the schemas of its ops.
+    """Check that the module at *path* loads and that torch accepts the schemas of its ops.
 
     Raises:
-        NativeBuildError: it does not, or torch does not.
+        NativeBuildError: one of these fails.
     """
     command = (sys.executable, "-I", "-S", "-c", _LOAD, extension.module, str(path))
     answer = _answer(toolchain.run((*command, json.dumps(sys.path))))
@@ -59,14 +59,12 @@ def check(extension: Extension, path: Path) -> None:
 
 def _answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     lines = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
-    if not lines:  # it did not get so far
+    if not lines:  # it crashed
         last = done.stderr.strip().splitlines()[-1:]
         return {"error": last[0] if last else f"Python ended with {done.returncode}"}
     answer: dict[str, Any] = json.loads(lines[0].removeprefix(_ANSWER))
     if "error" not in answer and done.returncode != 0:
-        answer["error"] = f"when Python exits, it ends with {_way_to_end(done.returncode)}"
+        code = done.returncode
+        end = signal.Signals(-code).name if code < 0 else f"code {code}"
+        answer["error"] = f"when Python exits, it ends with {end}"
     return answer
-
-
-def _way_to_end(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"code {code}"

@@ -1,6 +1,6 @@
-"""Device families, and the one that this process runs on.
+"""Device families, and the current platform of the process.
 
-``current_platform`` is resolved on first access, once. Importing this package asks no plugin and
+``current_platform`` is resolved once, on first access. Importing this package calls no plugin and
 touches no device.
 """
 
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 current_platform: Platform
-"""The platform of this process; resolved on first access, once."""
+"""The platform of this process; resolved once, on first access."""
 
 
 def __getattr__(name: str) -> Any:

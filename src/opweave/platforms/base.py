@@ -115,7 +115,7 @@ class Platform:
     def default_custom_ops(self, config: EngineConfig) -> Sequence[str]:
         """Return the default of ``custom_ops``: the ``CustomOp`` layers to enable or disable.
 
-        As in ``CompilationConfig.custom_ops``: ``["none", "+rms_norm"]``. An empty list leaves the
+        As in ``CompilationConfig.custom_ops``: ``["none", "+rms_norm"]``. An empty list keeps the
         default.
         """
         return ()
@@ -163,7 +163,7 @@ class Platform:
         return config.compilation.backend
 
     def extra_passes(self, config: EngineConfig | None) -> Sequence[str]:
-        """Return the names of compiler passes, in the order in which they run.
+        """Return the names of compiler passes in the order in which they run.
 
         They run in the joint stage, just before ops are lowered. Each names a function
         ``(graph, context) -> None``; see :mod:`opweave.compile.plugin_passes`.
@@ -196,9 +196,9 @@ class Platform:
         ask = getattr(self._module(), "mem_get_info", None)
         if ask is None:
             raise UnsupportedByPlatformError(
-                f"platform {self.name!r} does not say how much memory its devices have: "
-                f"{type(self).__name__} should define memory_info(index) -> (free, total), in "
-                f"bytes, or torch.{self.device_type} have mem_get_info."
+                f"platform {self.name!r} does not report the memory of its devices: define "
+                f"{type(self).__name__}.memory_info(index) -> (free, total), in bytes, or "
+                f"torch.{self.device_type}.mem_get_info."
             )
         free, total = ask(index)
         return free, total

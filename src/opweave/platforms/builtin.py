@@ -1,4 +1,4 @@
-"""The platforms that come with opweave, and when each claims the machine."""
+"""The built-in platforms, and the conditions under which they claim the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CPU_SCORE, _ACCELERATOR_SCORE = 0, 50
 
 
 def cpu() -> Claim:
-    """Claim any machine, after everybody else."""
+    """Claim any machine, with the lowest score."""
     return Claim(f"{__package__}.cpu.CpuPlatform", PLATFORM_API, _CPU_SCORE, "every machine has it")
 
 
@@ -42,7 +42,7 @@ BUILTIN: Mapping[str, Callable[[], Claim | None]] = {
     "tpu": tpu,
     "xpu": xpu,
 }
-"""What each built-in platform says of this machine: a claim, or None if its device is not here."""
+"""Functions that return the claim of a platform, or None if the machine lacks its device."""
 
 
 def _claim(name: str, devices: int, kind: str) -> Claim | None:

@@ -1,4 +1,4 @@
-"""Chooses the platform of a process, and makes its object."""
+"""Selection and construction of the platform of a process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from opweave.plugins.platform import choose as best_candidate
 
 
 class Found(NamedTuple):
-    """A platform that can be used, and what it was chosen from."""
+    """A usable platform, and the candidates that it was chosen from."""
 
     platform: Platform
     chosen: PlatformCandidate
@@ -40,7 +40,7 @@ class Found(NamedTuple):
 
 
 def choose() -> Found:
-    """Find the platform of this process: the parent's, or the best that claims the machine.
+    """Choose the platform of this process: that of its parent, or the claim with the best score.
 
     Raises:
         PluginError, PlatformError: see :func:`opweave.platforms.resolution`.
@@ -55,8 +55,8 @@ def imposed(parent: handover.Handover) -> Found:
     """Return the platform of the parent process.
 
     Raises:
-        PlatformMismatchError: something that it uses has another version here.
-        PluginError, PlatformError: its class cannot be used here.
+        PlatformMismatchError: a package has another version than in the parent.
+        PluginError, PlatformError: the class cannot be used here.
     """
     parent.check_versions()
     contract.check_api(parent.claim.api, parent.claim.platform, PLATFORM_API)
@@ -67,7 +67,7 @@ def imposed(parent: handover.Handover) -> Found:
 
 
 def _first_usable(choice: Choice) -> Found:
-    """Return the platform that was chosen; without strictness, the next best if it is broken."""
+    """Return the chosen platform, or the next best if it is broken and plugins are not strict."""
     chosen = choice.chosen
     try:
         return Found(_made(chosen), chosen, choice.candidates, _why(choice))
@@ -96,7 +96,7 @@ def _made(chosen: PlatformCandidate) -> Platform:
 
 @contextmanager
 def _way_out(owner: Owner | None) -> Iterator[None]:
-    """Let an error about a plugin's class say how to go on without the plugin."""
+    """Add to errors about a plugin's class how to disable the plugin."""
     try:
         yield
     except (PlatformContractError, ReferenceNameError) as error:

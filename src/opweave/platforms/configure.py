@@ -1,4 +1,4 @@
-"""Fits a configuration to the platform, and says what was changed and why."""
+"""Adapts a configuration to the platform, and records each change with its reason."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ _OPS, _BACKEND = "compilation_config.custom_ops", "compilation_config.backend"
 def configured(config: EngineConfig, platform: Platform | None = None) -> EngineConfig:
     """Return *config* with the platform's patches; user settings stay unless a patch has force.
 
-    First come the platform's defaults, of values, ops of ``CustomOp`` and the compile backend; then
-    its check of the whole. Fitting a fitted configuration changes nothing. Where each value comes
-    from is in its :meth:`~opweave.config.origin.Config.origin`.
+    Applies the platform's defaults for values, the compile backend and ``CustomOp`` ops, then the
+    changes of its ``check_and_update_config``. Idempotent. The source of each value is its
+    :meth:`~opweave.config.origin.Config.origin`.
 
     Args:
+        config: the configuration.
         platform: by default the current one.
 
     Raises:
-        PatchError: the platform returned what is no patch of this configuration.
-        UnsupportedByPlatformError: it cannot compute in ``config.dtype``.
-        SettingError: it wants a value that is malformed.
-        OpweaveError: what it raises where it cannot run what *config* asks for.
+        PatchError: the platform returned an invalid patch.
+        UnsupportedByPlatformError: it does not support ``config.dtype``.
+        SettingError: it returned a malformed value.
+        OpweaveError: it cannot run *config*.
     """
     platform = platform or resolution().platform
     source = f"platform {platform.name}"
@@ -43,8 +44,8 @@ def _check_dtype(config: EngineConfig, platform: Platform) -> None:
     known = [str(dtype).removeprefix("torch.") for dtype in platform.supported_dtypes]
     if config.dtype not in ("auto", *known):
         raise UnsupportedByPlatformError(
-            f"dtype={config.dtype!r}: platform {platform.name!r} computes models in "
-            f"{', '.join(known)}. Choose one of these."
+            f"dtype={config.dtype!r} is not supported by platform {platform.name!r}; choose one of "
+            f"{', '.join(known)}."
         )
 
 
@@ -54,8 +55,8 @@ def _defaults(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]
     for patch in patches:
         if isinstance(patch, ConfigPatch) and patch.force:
             raise PatchError(
-                f"platform {platform.name}: config_defaults forces {patch.path}. A default gives "
-                "way to what the user asks for; return it from check_and_update_config."
+                f"platform {platform.name}: config_defaults forces {patch.path}. Defaults must not "
+                "override the user; return the patch from check_and_update_config."
             )
     return patches
 

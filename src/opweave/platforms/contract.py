@@ -1,7 +1,6 @@
-"""Checks a class against the contract of ``Platform`` when it is defined.
+"""Checks of a platform class against the contract of ``Platform``, when the class is defined.
 
-A hook that is misspelt, or that the engine calls in another way, would otherwise be found out by
-the user of the platform, or by nobody.
+Otherwise a misspelt hook, or one with an incompatible signature, would go unnoticed until run time.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from opweave.platforms.capabilities import Capabilities
 from opweave.platforms.errors import PlatformApiError, PlatformContractError
 
 RENAMED: dict[str, str] = {}
-"""Members that have a new name: old to new. The old one works, with a DeprecationWarning."""
+"""Renamed members, old name to new. Old names work, with a DeprecationWarning."""
 
 _BOUND = (staticmethod, classmethod)
 _COMPUTED = (property, cached_property)
 
 
 def check_class(cls: type, base: type) -> None:
-    """Check what *cls*, and each class mixed into it, defines.
+    """Check the members that *cls* and its mixins define.
 
     Raises:
         PlatformApiError: (a TypeError) it is written for another version of the contract.
-        PlatformContractError: (a TypeError) it breaks the contract; the message lists where.
+        PlatformContractError: (a TypeError) it breaks the contract; the message lists each fault.
     """
     check_api(cls.__dict__.get("api", base.__dict__["api"]), _name(cls), base.__dict__["api"])
     _rename(cls)
@@ -50,7 +49,7 @@ def check_class(cls: type, base: type) -> None:
 
 
 def check_api(found: object, who: str, provided: int) -> None:
-    """Raise :class:`PlatformApiError` unless *found* is the version that opweave provides."""
+    """Raise :class:`PlatformApiError` unless *found* is the *provided* version."""
     if isinstance(found, bool) or not isinstance(found, int):
         raise PlatformApiError(f"{who}: api={found!r} should be the number {provided}.")
     if found != provided:
@@ -67,16 +66,16 @@ def check_api(found: object, who: str, provided: int) -> None:
 
 
 def check_object(platform: object, base: type, who: str) -> None:
-    """Check what only an object shows: that it is a platform, and has its name and device type.
+    """Check that *platform* is an instance of *base* with valid attributes.
 
     Raises:
-        PlatformContractError: (a TypeError) it is not, or has not.
+        PlatformContractError: (a TypeError) it is not.
     """
     if not isinstance(platform, base):
         raise PlatformContractError(
             f"{who} is a {type(platform).__name__}, and not derived from {_name(base)}."
         )
-    # What is computed may start the device's runtime: it is not asked here.
+    # Properties are not read, because they may start the device's runtime.
     found = {name: inspect.getattr_static(platform, name, None) for name in base.__annotations__}
     faults = [
         fault
@@ -89,7 +88,7 @@ def check_object(platform: object, base: type, who: str) -> None:
 
 
 def members(base: type) -> Iterator[str]:
-    """Yield the names of the contract, in the order of its definition: attributes, methods."""
+    """Yield the names of the contract in definition order: attributes, then methods."""
     yield from base.__annotations__
     yield from (name for name, value in vars(base).items() if _is_method(name, value))
 
@@ -102,8 +101,8 @@ def _rename(cls: type) -> None:
     for old, new in RENAMED.items():
         if old in cls.__dict__ and new not in cls.__dict__:
             warnings.warn(
-                f"{_name(cls)}.{old} is called {new} now. The old name will not be asked in a "
-                "later version of the contract.",
+                f"{_name(cls)}.{old} was renamed to {new}. A later version of the contract will "
+                "ignore the old name.",
                 DeprecationWarning,
                 stacklevel=5,
             )
@@ -117,8 +116,7 @@ def _faults(where: str, name: str, value: Any, base: type) -> Iterator[str]:
         close = get_close_matches(name, known, n=1)
         hint = f"Did you mean {close[0]!r}? " if close else ""
         yield (
-            f"{where} is none of its members, and nobody would call it. {hint}The name of a "
-            "helper starts with _."
+            f"{where} is not a member of the contract. {hint}Names of helpers must start with _."
         )
     elif name in base.__annotations__:
         if not isinstance(value, _COMPUTED):
@@ -133,7 +131,7 @@ def _method_faults(where: str, value: Any, expected: Callable[..., Any]) -> Iter
         yield f"{where} is {_shown(value)}; it should be a method {_signature(expected)}."
         return
     if inspect.iscoroutinefunction(function):
-        yield f"{where} is a coroutine; it should be a plain method, whose result is used at once."
+        yield f"{where} is a coroutine function; it should be a plain method."
         return
     own = list(inspect.signature(function).parameters.values())
     bound = own if isinstance(value, staticmethod) else own[1:]
@@ -147,34 +145,29 @@ def _method_faults(where: str, value: Any, expected: Callable[..., Any]) -> Iter
 
 
 def _missing(own: list[inspect.Parameter], asked: list[inspect.Parameter]) -> Iterator[str]:
-    """Say which of the arguments that are passed it cannot take, in place and by name."""
+    """Describe the expected parameters that *own* does not accept by position and by name."""
     kinds = {parameter.kind for parameter in own}
     if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
         return
-    by_name = {parameter.name: parameter for parameter in own if _is_plain(parameter)}
+    by_name = {p.name: p for p in own if p.kind is p.POSITIONAL_OR_KEYWORD}
     places = list(by_name)
     for place, parameter in enumerate(asked):
         found = by_name.get(parameter.name)
         if found is None:
             yield f"does not take {parameter.name!r}"
         elif places[place : place + 1] != [parameter.name]:
-            yield f"takes {parameter.name!r} in another place"
+            yield f"takes {parameter.name!r} in another position"
         elif parameter.default is not parameter.empty and found.default is found.empty:
-            yield f"requires {parameter.name!r}, which may be left out"
+            yield f"requires {parameter.name!r}, which is optional"
 
 
 def _unasked(own: list[inspect.Parameter], asked: list[inspect.Parameter]) -> Iterator[str]:
-    """Say which arguments it requires that are never passed."""
+    """Describe the required parameters of *own* that are never passed."""
     names = {parameter.name for parameter in asked}
     for parameter in own:
         variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if not variadic and parameter.name not in names and parameter.default is parameter.empty:
             yield f"requires {parameter.name!r}, which is never passed"
-
-
-def _is_plain(parameter: inspect.Parameter) -> bool:
-    """Whether it can be given in its place as well as by name."""
-    return parameter.kind is parameter.POSITIONAL_OR_KEYWORD
 
 
 def _data_faults(where: str, name: str, value: object) -> Iterator[str]:
@@ -193,10 +186,7 @@ def _is_tuple_of(kind: type) -> Callable[[object], bool]:
 
 _DATA: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "api": ("the number of the version", lambda v: isinstance(v, int)),
-    "name": (
-        "an identifier, such as 'acme'",
-        lambda v: isinstance(v, str) and v.isidentifier(),
-    ),
+    "name": ("an identifier, such as 'acme'", lambda v: isinstance(v, str) and v.isidentifier()),
     "device_type": ("torch's name for the devices, such as 'cuda'", _is_text),
     "dispatch_tags": ("a tuple of strings, such as ('oot',)", _is_tuple_of(str)),
     "supported_dtypes": ("a tuple of torch.dtype", _is_tuple_of(torch.dtype)),

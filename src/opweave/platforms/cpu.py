@@ -1,4 +1,4 @@
-"""The CPU."""
+"""The CPU platform."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opweave.platforms import defaults, probes
 from opweave.platforms.base import Platform
 from opweave.platforms.capabilities import Capabilities
 
-# Ops with a kernel in the native module, which is the first choice for each.
+# Ops for which the C++ kernel is the first choice.
 _NATIVE_OPS = (
     "advance_step_flashattn",
     "attention_quant",
@@ -54,8 +54,8 @@ _NATIVE_OPS = (
     "xielu",
 )
 
-# Ops whose first choice is a fused call of torch.
-_TORCHS_OPS = (
+# Ops for which a fused torch operator is the first choice.
+_TORCH_OPS = (
     "bidirectional_attention",
     "causal_attention",
     "causal_conv1d",
@@ -69,7 +69,7 @@ _TORCHS_OPS = (
 
 
 class CpuPlatform(Platform):
-    """Host memory and processor."""
+    """The CPU."""
 
     name = "cpu"
     device_type = "cpu"
@@ -89,10 +89,9 @@ class CpuPlatform(Platform):
         self, config: EngineConfig | None = None
     ) -> Mapping[str, list[str]]:
         own = {op: ["opweave_c"] for op in _NATIVE_OPS}
-        # The second is for a batch-invariant run, which the first one's choice of kernels is not.
-        maps = {op: ["opweave_c", "opweave_c_invariant"] for op in ("linear", "linear_w8a16")}
-        torchs = {op: ["aten"] for op in _TORCHS_OPS}
-        return {**own, **maps, **torchs}
+        # The second is for batch-invariant runs; the first chooses kernels by batch size.
+        layers = {op: ["opweave_c", "opweave_c_invariant"] for op in ("linear", "linear_w8a16")}
+        return {**own, **layers, **{op: ["aten"] for op in _TORCH_OPS}}
 
     def get_device_communicator_cls(self) -> str:
         return defaults.HOST_COMMUNICATOR
@@ -101,10 +100,10 @@ class CpuPlatform(Platform):
         return probes.cpu_name()
 
     def set_device(self, index: int) -> None:
-        """There is one."""
+        """No-op: there is a single device."""
 
     def synchronize(self) -> None:
-        """Every call has finished when it returns."""
+        """No-op: the CPU is synchronous."""
 
     def doctor(self) -> Mapping[str, object]:
         return {"threads": torch.get_num_threads(), "features": sorted(probes.cpu_features())}

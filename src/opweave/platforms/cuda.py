@@ -1,4 +1,4 @@
-"""GPUs that torch calls ``cuda``: NVIDIA's and AMD's."""
+"""NVIDIA and AMD GPUs, both ``cuda`` devices in torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from opweave.platforms.base import Platform
 from opweave.platforms.capabilities import Capabilities
 from opweave.platforms.spec import DeviceCapability
 
-# Ops whose first choice is a fused call of torch.
-_TORCHS_OPS = (
+# Ops for which a fused torch operator is the first choice.
+_TORCH_OPS = (
     "bidirectional_attention",
     "causal_attention",
     "fused_add_rms_norm",
@@ -22,23 +22,21 @@ _TORCHS_OPS = (
     "varlen_attention",
 )
 
-# In torch these gather keys, copy the cache, or take a dozen kernels for a few numbers.
-_TRITONS_OPS = ("advance_step_flashattn", "paged_attention", "reshape_and_cache")
+# In torch, these gather keys, copy the cache, or need a dozen kernels for a few numbers.
+_TRITON_OPS = ("advance_step_flashattn", "paged_attention", "reshape_and_cache")
 
 _MATRIX_CORES = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD Instinct, from MI100 on
 
 
 class _Gpu(Platform):
-    """What both have in common."""
-
     device_type = "cuda"
     supported_dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    dist_backend = "nccl"  # which is RCCL in torch for ROCm
+    dist_backend = "nccl"  # RCCL in torch for ROCm
 
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
     ) -> dict[str, list[str]]:
-        return {op: ["aten"] for op in _TORCHS_OPS}
+        return {op: ["aten"] for op in _TORCH_OPS}
 
     def get_device_name(self, index: int = 0) -> str:
         return str(probes.properties("cuda", index).name)
@@ -57,11 +55,11 @@ class CudaPlatform(_Gpu):
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
     ) -> dict[str, list[str]]:
-        return super().get_default_ir_op_priority(config) | {op: ["triton"] for op in _TRITONS_OPS}
+        return super().get_default_ir_op_priority(config) | {op: ["triton"] for op in _TRITON_OPS}
 
     @cached_property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        # Tensor cores take int8 from 7.5 on, bfloat16 from 8.0, float8 from 8.9: CUDA C++
+        # Tensor cores support int8 from 7.5 on, bfloat16 from 8.0, float8 from 8.9: CUDA C++
         # Programming Guide, "Compute Capabilities".
         capability = self.get_device_capability() or DeviceCapability(0, 0)
         return Capabilities(
@@ -85,8 +83,8 @@ class RocmPlatform(_Gpu):
 
     @cached_property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        # float8_e4m3fn is what gfx950 and gfx12 multiply; gfx942 multiplies float8_e4m3fnuz, which
-        # is another format. AMD, "Data types and precision support".
+        # gfx950 and gfx12 support float8_e4m3fn; gfx942 supports float8_e4m3fnuz, a different
+        # format. AMD, "Data types and precision support".
         architecture = str(getattr(probes.properties("cuda", 0), "gcnArchName", "")).split(":")[0]
         return Capabilities(
             bf16=architecture.startswith((*_MATRIX_CORES, "gfx11", "gfx12")),

@@ -1,4 +1,4 @@
-"""What a platform gets that brings nothing of its own: names, looked up when they are needed."""
+"""Defaults of the ``Platform`` contract: qualified names, imported when they are needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _KERNELS = "opweave.kernels.load"
 
 
 def import_kernels() -> None:
-    """Load the kernels that come with opweave. They are opweave's own, whoever asks for them."""
-    # Whatever becomes of the hook that asks for them: they are imported only once.
+    """Load the kernels that come with opweave."""
+    # Not owned by the calling plugin nor part of its transaction: they are imported only once, and
+    # must survive a failure of the calling hook.
     with owned_by(None), transaction.detached():
         resolve_obj_by_qualname(_KERNELS)(current_registry())

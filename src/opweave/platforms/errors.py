@@ -1,7 +1,4 @@
-"""Every error of the platforms, one class per condition.
-
-Each message says what was asked, what was found, what is possible, and how to fix it.
-"""
+"""Errors of the platforms."""
 
 from __future__ import annotations
 
@@ -9,23 +6,23 @@ from opweave.ir.errors import OpweaveError
 
 
 class PlatformError(OpweaveError):
-    """Base class of everything that :mod:`opweave.platforms` raises on purpose."""
+    """Base class of the errors of :mod:`opweave.platforms`."""
 
 
 class PlatformContractError(PlatformError, TypeError):
-    """A class derived from ``Platform`` does not keep its contract; the message lists every point.
+    """A subclass of ``Platform`` violates the contract; the message lists every fault.
 
-    Raised where the class is defined, or where it is first used for what only then can be seen.
+    Raised when the class is defined, or at the first use for faults that show only then.
     """
 
 
 class PlatformApiError(PlatformContractError):
-    """A platform is written for another version of the contract than this opweave has."""
+    """A platform is written for another version of the contract than opweave's."""
 
 
 class PlatformMismatchError(PlatformError, RuntimeError):
-    """A process resolved another platform than the one that started it."""
+    """A child process resolved another platform than its parent."""
 
 
 class UnsupportedByPlatformError(PlatformError, NotImplementedError):
-    """The platform cannot do what is asked of it."""
+    """The platform does not support the requested operation."""

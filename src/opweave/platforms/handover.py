@@ -1,4 +1,4 @@
-"""What a process tells those that it starts about the platform, so that none chooses another."""
+"""The platform of a process in a form that its child processes read, so that they use the same."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _ALWAYS = ("opweave", "torch")
 
 @dataclass(frozen=True)
 class Handover:
-    """A platform, and what it was found with.
+    """A platform and its environment.
 
     Attributes:
-        name: what the environment calls it: its plugin's name.
-        claim: of the platform.
-        owner: the plugin that brings it; None: it comes with opweave.
-        versions: of opweave, torch and every distribution whose plugins are in use.
-        options: what the user gave as ``--plugin.<plugin>.<key>``.
+        name: the plugin's name, as in ``OPWEAVE_PLATFORM``.
+        claim: the claim of the platform.
+        owner: the plugin that provides it, or None if it comes with opweave.
+        versions: versions of opweave, torch and every distribution whose plugins are in use.
+        options: the values of ``--plugin.<plugin>.<key>`` options.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Handover:
 
     @classmethod
     def of(cls, name: str, claim: Claim, owner: Owner | None) -> Self:
-        """Take down what holds in this process."""
+        """Return the handover of this process."""
         used = {r.distribution for r in plugin_report() if r.state in _IN_USE}
         if owner is not None:
             used.add(owner.distribution)
@@ -46,10 +46,10 @@ class Handover:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote.
+        """Parse the result of :meth:`to_json`.
 
         Raises:
-            PlatformMismatchError: it is something else.
+            PlatformMismatchError: *text* is malformed.
         """
         try:
             data = json.loads(text)
@@ -57,15 +57,15 @@ class Handover:
             return cls(claim=claim, owner=None if owner is None else Owner(**owner), **data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlatformMismatchError(
-                f"{VARIABLE} should be what Resolution.to_json() of the parent process wrote. It "
-                f"is {text!r}."
+                f"{VARIABLE} must be the result of Resolution.to_json() in the parent process; "
+                f"found {text!r}."
             ) from error
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     def check_versions(self) -> None:
-        """Raise :class:`PlatformMismatchError` if something has another version here."""
+        """Raise :class:`PlatformMismatchError` if a version differs in this process."""
         for name, expected in self.versions.items():
             found = _version(name)
             if found != expected:

@@ -1,4 +1,4 @@
-"""Compiler passes that plugins bring, by name; they are imported when something is compiled."""
+"""Compiler passes of plugins, by qualified name; they are imported at the first compilation."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from opweave.platforms.resolution import resolution
 from opweave.plugins.qualname import split_qualname
 
 registered_passes: OpenRegistry[str] = OpenRegistry("compiler pass")
-"""What :func:`register_pass` was given."""
+"""The passes registered with :func:`register_pass`."""
 
 
 class PassReference(NamedTuple):
-    """A pass by its qualified name, and who brings it."""
+    """The qualified name of a pass, and the plugin that registered it."""
 
     qualname: str
     owner: Owner | None
 
 
 def register_pass(qualname: str) -> None:
-    """Add a compiler pass for every platform; :meth:`Platform.extra_passes` adds for one.
+    """Add a compiler pass for all platforms; :meth:`Platform.extra_passes` adds passes for one.
 
     Args:
-        qualname: of the function, such as ``"acme.passes.fold_scales"``; see
+        qualname: the qualified name of the function, such as ``"acme.passes.fold_scales"``; see
             :mod:`opweave.compile.plugin_passes`.
 
     Raises:
-        DuplicateNameError: (a ValueError) it is registered already.
-        ReferenceNameError: (an ImportError) it is no such name.
+        DuplicateNameError: (a ValueError) it is already registered.
+        ReferenceNameError: (an ImportError) it is not a qualified name.
     """
     split_qualname(qualname)
     registered_passes.add(qualname, qualname)
 
 
 def pass_references(platform: Platform) -> list[PassReference]:
-    """Return the passes in the order in which they run: the registered, then the platform's."""
+    """Return the passes in the order in which they run: registered ones, then the platform's."""
     found = {
         name: PassReference(name, entry.owner) for name, entry in registered_passes.entries.items()
     }

@@ -1,6 +1,7 @@
-"""The questions that the built-in platforms put to the machine, all in one place.
+"""Hardware detection for the built-in platforms.
 
-None starts the runtime of a device: a process that forks or spawns workers must be able to ask.
+Except for :func:`properties`, no function starts the runtime of a device, so that a process may
+call them before it forks or spawns workers.
 """
 
 from __future__ import annotations
@@ -19,35 +20,35 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def cuda_devices() -> int:
-    """Return how many NVIDIA GPUs torch can use (counted by NVML, where it is installed)."""
+    """Return the number of NVIDIA GPUs that torch can use (from NVML if it is installed)."""
     return torch.cuda.device_count() if torch.version.cuda is not None else 0
 
 
 def rocm_devices() -> int:
-    """Return how many AMD GPUs torch can use (counted by AMD SMI, where it is installed)."""
+    """Return the number of AMD GPUs that torch can use (from AMD SMI if it is installed)."""
     return torch.cuda.device_count() if torch.version.hip is not None else 0
 
 
 def xpu_devices() -> int:
-    """Return how many Intel GPUs torch can use."""
+    """Return the number of Intel GPUs that torch can use."""
     return torch.xpu.device_count()
 
 
 def tpu_devices() -> int:
-    """Return how many TPU device files there are, if ``torch_xla`` is installed to use them."""
+    """Return the number of TPU device files, or 0 if ``torch_xla`` is not installed."""
     if find_spec("torch_xla") is None:
         return 0
     return len([*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")])
 
 
 def properties(device_type: str, index: int) -> Any:
-    """Return what torch knows about a device. The one question here that starts its runtime."""
+    """Return torch's properties of a device; starts its runtime."""
     return torch.get_device_module(device_type).get_device_properties(index)
 
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """Return the extensions of the processor's instruction set, by torch's names for them."""
+    """Return the instruction set extensions of the CPU, by torch's names."""
     ask = getattr(torch.cpu, "get_capabilities", None)
     if ask is not None:
         return frozenset(name for name, found in ask().items() if found is True)
@@ -62,7 +63,7 @@ def cpu_features() -> frozenset[str]:
 
 @cache
 def cpu_name() -> str:
-    """Return what the processor calls itself."""
+    """Return the model name of the CPU."""
     for key in ("model name", "Hardware"):
         for line in _lines(Path("/proc/cpuinfo")):
             name, _, value = line.partition(":")
@@ -72,10 +73,7 @@ def cpu_name() -> str:
 
 
 def host_memory() -> tuple[int, int]:
-    """Return the available and the total memory of the host in bytes.
-
-    The limits of the process's control group apply.
-    """
+    """Return the available and the total host memory in bytes, within the limits of the cgroup."""
     found = {line.split(":")[0]: line.split(":")[1] for line in _lines(_MEMINFO)}
     if "MemAvailable" in found:
         free, total = (int(found[key].split()[0]) << 10 for key in ("MemAvailable", "MemTotal"))
@@ -83,12 +81,12 @@ def host_memory() -> tuple[int, int]:
         free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     if limit is not None and used is not None and limit < total:
-        return min(free, max(limit - used + _pages_of_files(), 0)), limit
+        return min(free, max(limit - used + _page_cache(), 0)), limit
     return free, total
 
 
-def _pages_of_files() -> int:
-    """Return the bytes that the group uses for what files hold, which it gives back when asked."""
+def _page_cache() -> int:
+    """Return the size of the cgroup's page cache in bytes, which the kernel can reclaim."""
     stat = dict(line.split() for line in _lines(_CGROUP / "memory.stat"))
     return int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
 
@@ -102,4 +100,4 @@ def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return []  # another system, which has no such file
+        return []  # not Linux

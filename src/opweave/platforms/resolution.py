@@ -1,4 +1,4 @@
-"""Which platform this process runs on: found out once, when somebody first asks."""
+"""Resolution of the platform of this process, once, on first use."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Resolution:
 
     Attributes:
         platform: the platform.
-        qualname: of its class.
-        claim: what the plugin, or opweave, claimed.
-        owner: the plugin that brings it; None: it comes with opweave.
-        why: why this one.
-        trace: the stack of whoever asked first, as in a traceback.
-        candidates: all that claim the machine, the chosen one among them.
+        qualname: the qualified name of its class.
+        claim: the claim of the plugin, or of opweave.
+        owner: the plugin that provides it, or None if it comes with opweave.
+        why: the reason for the choice.
+        trace: the stack of the first access, formatted as in a traceback.
+        candidates: all platforms that claim the machine, including the chosen one.
     """
 
     platform: Platform
@@ -44,22 +44,21 @@ class Resolution:
     candidates: tuple[PlatformCandidate, ...]
 
     def to_json(self) -> str:
-        """Return what a process that this one starts needs to be on the same platform.
+        """Return the resolution as JSON for a child process.
 
-        Give it to :func:`impose` there, or put it into its environment as
-        ``OPWEAVE_PLATFORM_RESOLUTION``.
+        Pass it to :func:`impose` there, or set it as ``OPWEAVE_PLATFORM_RESOLUTION``.
         """
         name = next(each.name for each in self.candidates if each.claim is self.claim)
         return handover.Handover.of(name, self.claim, self.owner).to_json()
 
 
 def resolution() -> Resolution:
-    """Return the platform of this process and how it was found; the first call finds it.
+    """Return the resolution of this process; the first call resolves the platform.
 
     Raises:
         PluginError: a platform plugin failed, or several claim the device.
-        PlatformContractError: the class that was chosen is no platform, or breaks the contract.
-        PlatformMismatchError: the parent process runs on another platform, or other versions.
+        PlatformContractError: the chosen class is not a platform, or violates the contract.
+        PlatformMismatchError: the parent process has another platform or other versions.
     """
     return _process.resolution()
 
@@ -70,24 +69,25 @@ def resolve_current_platform_cls_qualname() -> str:
 
 
 def is_resolved() -> bool:
-    """Return whether the platform of this process is known; asking does not resolve it."""
+    """Whether the platform of this process is resolved; does not resolve it."""
     return _process.is_resolved
 
 
 def impose(text: str) -> Resolution:
     """Use the platform of the parent process; *text* is the result of its ``to_json``.
 
-    No plugin is asked whether its device is here; what differs from the parent is an error.
+    Args:
+        text: the result of ``to_json`` in the parent process.
 
     Raises:
-        PlatformMismatchError: this process has resolved another one, or has other versions.
+        PlatformMismatchError: this process has resolved another platform, or has other versions.
         PlatformContractError, PluginError: as :func:`resolution`.
     """
     return _process.impose(handover.Handover.from_json(text))
 
 
 class _Process:
-    """What one process knows about its platform."""
+    """The platform state of a process."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -109,13 +109,14 @@ class _Process:
         return found
 
     def _once(self, find: Callable[[], choice.Found]) -> Resolution:
-        # A plugin's function may run in a thread of its own, which has a copy of the context.
+        # A context variable, because a plugin's function may run in another thread, with a copy of
+        # the context.
         if _resolving.get():
             refuse_reentry()
             raise PlatformReentryError(
-                "current_platform is asked for by the code that is to decide which one it is. A "
-                "platform plugin's function, and the constructor of a platform, must not use it, "
-                "nor import what does."
+                "current_platform is used by the code that resolves it. The function of a platform "
+                "plugin and the constructor of a platform must not use it, nor import a module "
+                "that does."
             )
         with self._lock:
             if self._found is None:
@@ -133,7 +134,7 @@ _process = _Process()
 
 @contextmanager
 def isolated_resolution() -> Iterator[None]:
-    """Let the platform be resolved anew inside the block; for tests."""
+    """Resolve the platform again inside the block; for tests."""
     global _process
     before, _process = _process, _Process()
     try:
@@ -145,8 +146,8 @@ def isolated_resolution() -> Iterator[None]:
 def _check_same(found: Resolution, parent: handover.Handover) -> None:
     if found.qualname != parent.claim.platform or found.owner != parent.owner:
         raise PlatformMismatchError(
-            f"the parent process runs on {parent.claim.platform}; this process runs on "
-            f"{found.qualname} already ({found.why}). It was resolved here:\n{found.trace}"
+            f"the parent process runs on {parent.claim.platform}, but this process has resolved "
+            f"{found.qualname} ({found.why}), here:\n{found.trace}"
         )
 
 

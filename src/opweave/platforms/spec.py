@@ -1,4 +1,4 @@
-"""What the engine and the platform tell each other about attention and devices."""
+"""Descriptions of attention layers and devices."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 class DeviceCapability(NamedTuple):
-    """The version of a device's architecture, as its vendor counts: 9.0 for an H100.
+    """The version of a device's architecture, such as 9.0 for an H100.
 
     Attributes:
-        major: the number before the point.
-        minor: the number after it.
+        major: major version.
+        minor: minor version.
     """
 
     major: int
@@ -25,18 +25,18 @@ class DeviceCapability(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What one attention layer computes, for the platform to choose an implementation.
+    """An attention layer, for the choice of an implementation by the platform.
 
     Attributes:
-        num_heads: of the queries.
-        num_kv_heads: of keys and values; divides `num_heads`.
-        head_size: elements of one head of queries and keys.
-        dtype: of queries, keys and values.
-        window: each token attends to this many positions at most; None: all.
-        scale: of the scores; None: ``head_size ** -0.5``.
-        soft_cap: the scores are bounded by ``soft_cap * tanh(score / soft_cap)``; None: not.
-        is_latent: multi-head latent attention: the cache has one row for all heads, of
-            ``head_size`` elements.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads; divides `num_heads`.
+        head_size: size of a query or key head.
+        dtype: dtype of queries, keys and values.
+        window: size of the sliding window, or None.
+        scale: factor of the scores, or None for ``head_size ** -0.5``.
+        soft_cap: replace scores by ``soft_cap * tanh(score / soft_cap)``, or None.
+        is_latent: multi-head latent attention: the cache has one row of ``head_size`` elements for
+            all heads.
     """
 
     num_heads: int

@@ -1,4 +1,4 @@
-"""Google's TPUs, through PyTorch/XLA."""
+"""Google TPUs, through PyTorch/XLA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opweave.platforms.capabilities import Capabilities
 
 
 class TpuPlatform(Platform):
-    """TPUs, whose tensors are on the device ``xla``; needs ``torch_xla``."""
+    """TPUs, ``xla`` devices in torch; needs ``torch_xla``."""
 
     name = "tpu"
     device_type = "xla"
@@ -33,7 +33,7 @@ class TpuPlatform(Platform):
         return str(_xla().core.xla_model.xla_device_hw(f"xla:{index}"))
 
     def set_device(self, index: int) -> None:
-        """Nothing: the runtime gives each process its devices."""
+        """No-op: the runtime assigns devices to processes."""
 
     def memory_info(self, index: int = 0) -> tuple[int, int]:
         found = _xla().core.xla_model.get_memory_info(f"xla:{index}")

@@ -13,7 +13,7 @@ from opweave.platforms.capabilities import Capabilities
 
 
 class XpuPlatform(Platform):
-    """Intel GPUs, which torch calls ``xpu``."""
+    """Intel GPUs, ``xpu`` devices in torch."""
 
     name = "xpu"
     device_type = "xpu"

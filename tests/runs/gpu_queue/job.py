@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 Row = dict[str, Any]
-"""What a job found: ``name``, ``case``, ``value`` and ``unit``; ``problem`` if it is wrong."""
+"""A measurement of a job; ``problem`` says what is wrong with it, if anything."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ KERNELS = {
 }
 _FAMILIES = ("llama", "mixtral", "deepseek", "gemma3", "mamba2")
 _BODIES = "tests/runs/gpu_queue/bodies"
-# What a kernel and its definition are made of; the checks are those of the CPU's tests, too.
+# Kernels and their definitions; the checks are those of the tests for the CPU.
 _KERNELS = ("opweave.kernels", "opweave.ir.ops")
 _ENGINE = (
     *(f"src/opweave/{part}" for part in ("compile", "engine", "ir", "kernels", "layers")),
@@ -75,7 +75,7 @@ def _implementations(device: str) -> Iterator[Job]:
         for impl in op.impls.values()
         if impl.provider not in CPU_PROVIDERS
     ]
-    # What is ours comes first: the definitions are torch's own kernels.
+    # opweave's kernels first: the definitions are torch's own kernels.
     found.sort(key=lambda impl: (impl.provider == "native", impl.provider != "triton"))
     core = files_in("src/opweave/ir")
     for impl in found:

@@ -50,7 +50,7 @@ def plan(
     first; then other changed ones; then those that failed with the same sources.
 
     Args:
-        again: run all of them, whatever is recorded.
+        again: run all of them, regardless of recorded results.
     """
     found = [_planned(job, records.get(job.name), again) for job in jobs]
     order = {stage.name: index for index, stage in enumerate(stages)}

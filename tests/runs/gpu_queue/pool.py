@@ -33,7 +33,7 @@ class Queue:
         self._lock = threading.Lock()
 
     def take(self) -> Planned | None:
-        """Return the next job; None: there is none that the rest of the budget is enough for."""
+        """Return the next job that fits the rest of the budget, or None."""
         with self._lock:
             now = time.monotonic()
             fit = [each for each in self._left if now + each.expected <= self._deadline]

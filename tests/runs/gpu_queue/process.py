@@ -28,7 +28,7 @@ _LINES, _WIDTH = 15, 240  # of the output that is kept of a failure
 
 @dataclass
 class Outcome:
-    """What came of a job."""
+    """The outcome of a job."""
 
     status: str
     problem: str = ""

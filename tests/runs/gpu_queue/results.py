@@ -16,7 +16,7 @@ NAME = "gpu_queue"
 
 
 class Results:
-    """What came of each job.
+    """The outcome of each job.
 
     Args:
         state: the file of the state; the page of results goes next to it.

@@ -1,4 +1,4 @@
-"""What the program prints: the queue, and the results."""
+"""Output of the program: the queue, and the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job depends on: source files, the modules that they import, and a digest of them all."""
+"""Dependencies of a job: source files, the modules that they import, and a digest of all."""
 
 from __future__ import annotations
 

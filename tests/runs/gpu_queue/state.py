@@ -20,7 +20,7 @@ class StateError(Exception):
 
 @dataclass(frozen=True)
 class Record:
-    """What came of the last run of a job.
+    """The outcome of the last run of a job.
 
     Attributes:
         status: ``passed``; ``failed``: it raised an error or found something wrong; ``crashed``:

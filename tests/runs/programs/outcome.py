@@ -1,4 +1,4 @@
-"""What a call of programs returns and leaves behind, and how two such outcomes differ."""
+"""The results and side effects of a program, and the difference of two outcomes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""vLLM's names for what opweave has: code written against them runs with the imports changed.
+"""vLLM's names for opweave's objects: code written for vLLM runs with changed imports.
 
-Write ``opweave.integrations.vllm_api`` where an import says ``vllm``; modules have the names that
-they have there. For the layers, import :mod:`opweave.layers`. The page "Run code written for
-vLLM" lists every name, and what differs.
+Replace ``vllm`` by ``opweave.integrations.vllm_api`` in imports; module names are the same. For
+layers, import :mod:`opweave.layers`. The page "Run code written for vLLM" lists every name and the
+differences.
 
 >>> from opweave.integrations.vllm_api.ir.op import IrOp
 >>> IrOp.registry["rms_norm"].supported_providers()[0]

@@ -1,4 +1,4 @@
-"""The configuration by vLLM's names."""
+"""vLLM's names for the configuration."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _given: ContextVar[EngineConfig | None] = ContextVar("opweave_vllm_api_config", 
 
 @contextmanager
 def set_current_vllm_config(vllm_config: EngineConfig) -> Iterator[None]:
-    """Go by this configuration inside the block, in this thread or asyncio task only.
+    """Use this configuration inside the block, in this thread or asyncio task only.
 
-    Its ``compilation_config`` holds for layers that are built, its ``kernel_config`` for ops.
+    ``compilation_config`` applies to layers that are created, ``kernel_config`` to ops.
 
     Raises:
-        UnknownOpError, UnknownProviderError: it prefers what is not registered.
+        UnknownOpError, UnknownProviderError: an op or provider in it is not registered.
     """
     priorities = vllm_config.kernel_config.ir_op_priority
     with compilation_config(vllm_config.compilation), priority(priorities):
@@ -51,8 +51,8 @@ def set_current_vllm_config(vllm_config: EngineConfig) -> Iterator[None]:
 
 
 def get_current_vllm_config() -> EngineConfig:
-    """Return the configuration of the innermost block; outside of any, one that has what holds."""
+    """Return the configuration of the innermost block, or else one from the current settings."""
     given, compilation = _given.get(), current_compilation_config()
     if given is not None and given.compilation is compilation:
         return given
-    return EngineConfig(compilation_config=compilation)  # opweave's own block is the innermost
+    return EngineConfig(compilation_config=compilation)  # no block, or opweave's own is innermost

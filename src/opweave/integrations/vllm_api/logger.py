@@ -1,4 +1,4 @@
-"""``init_logger``: a logger that can say a thing once."""
+"""``init_logger``: loggers with methods that log a message only once."""
 
 from __future__ import annotations
 
@@ -6,38 +6,35 @@ import logging
 from types import MethodType
 from typing import cast
 
-_said: set[tuple[object, ...]] = set()
+_logged: set[tuple[object, ...]] = set()
 
 
 class Logger(logging.Logger):
-    """The logger of a name, with methods that say the same only once.
-
-    Their *scope* is for code that gives one: each process speaks for itself.
-    """
+    """A logger with methods that log each message once per process, regardless of *scope*."""
 
     def debug_once(self, message: str, *args: object, scope: str = "process") -> None:
-        """Log a message for debugging, unless it was."""
-        _say_once(self, logging.DEBUG, message, args)
+        """Log a debug message once."""
+        _log_once(self, logging.DEBUG, message, args)
 
     def info_once(self, message: str, *args: object, scope: str = "process") -> None:
-        """Log a message, unless it was."""
-        _say_once(self, logging.INFO, message, args)
+        """Log a message once."""
+        _log_once(self, logging.INFO, message, args)
 
     def warning_once(self, message: str, *args: object, scope: str = "process") -> None:
-        """Log a warning, unless it was."""
-        _say_once(self, logging.WARNING, message, args)
+        """Log a warning once."""
+        _log_once(self, logging.WARNING, message, args)
 
 
 def init_logger(name: str) -> Logger:
-    """Return the logger of that name, which is the one of :func:`logging.getLogger`."""
+    """Return the logger of :func:`logging.getLogger`, with the additional methods."""
     logger = logging.getLogger(name)
     for method in (Logger.debug_once, Logger.info_once, Logger.warning_once):
         setattr(logger, method.__name__, MethodType(method, logger))
     return cast(Logger, logger)
 
 
-def _say_once(logger: logging.Logger, level: int, message: str, args: tuple[object, ...]) -> None:
-    said = (logger.name, level, message, *map(str, args))
-    if said not in _said:
-        _said.add(said)
-        logger.log(level, message, *args, stacklevel=3)  # where the method is called
+def _log_once(logger: logging.Logger, level: int, message: str, args: tuple[object, ...]) -> None:
+    key = (logger.name, level, message, *map(str, args))
+    if key not in _logged:
+        _logged.add(key)
+        logger.log(level, message, *args, stacklevel=3)  # the caller of the method

@@ -1,4 +1,4 @@
-"""``current_platform``, with the questions that code written for vLLM asks of it."""
+"""``current_platform`` with vLLM's methods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CurrentPlatform", "current_platform", "resolve_current_platform_cls_
 
 
 class CurrentPlatform:
-    """opweave's current platform, which has every other member; resolved when first asked."""
+    """opweave's current platform with vLLM's methods; resolved on first use."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(platforms.current_platform, name)
@@ -29,7 +29,7 @@ class CurrentPlatform:
         return self._is("rocm")
 
     def is_cuda_alike(self) -> bool:
-        """Whether this is either."""
+        """Whether this is an NVIDIA or AMD GPU."""
         return self._is("cuda", "rocm")
 
     def is_cpu(self) -> bool:
@@ -45,7 +45,7 @@ class CurrentPlatform:
         return self._is("tpu")
 
     def is_out_of_tree(self) -> bool:
-        """Whether another package brings the platform."""
+        """Whether a plugin provides the platform."""
         return platforms.current_platform.name not in BUILTIN_PLATFORMS
 
     @property
@@ -54,25 +54,25 @@ class CurrentPlatform:
         return platforms.current_platform.name
 
     def has_device_capability(self, capability: tuple[int, int] | int, device_id: int = 0) -> bool:
-        """Whether the device's architecture is this version (``(9, 0)``, or 90) or a later one."""
+        """Whether the device's architecture is at least this version, ``(9, 0)`` or 90."""
         found = platforms.current_platform.get_device_capability(device_id)
         asked = divmod(capability, 10) if isinstance(capability, int) else capability
         return found is not None and tuple(found) >= tuple(asked)
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
-        """Return the memory of a device in bytes."""
+        """Return the total memory of a device in bytes."""
         return platforms.current_platform.memory_info(device_id)[1]
 
     def supports_fp8(self) -> bool:
-        """Whether the device multiplies in float8."""
+        """Whether the device supports float8 matrix products."""
         return platforms.current_platform.capabilities.fp8
 
     def is_pin_memory_available(self) -> bool:
-        """Whether copies from page-locked memory need not be waited for."""
+        """Whether copies from page-locked memory are asynchronous."""
         return platforms.current_platform.capabilities.pinned_memory
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed every generator of the platform."""
+        """Seed every random number generator of the platform."""
         platforms.current_platform.seed_all(seed)
 
     def _is(self, *names: str) -> bool:

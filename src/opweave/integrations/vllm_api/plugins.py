@@ -1,4 +1,4 @@
-"""The plugin loaders. A distribution's entry-point groups are opweave's: ``opweave.…_plugins``."""
+"""The plugin loaders. Distributions must use opweave's entry-point groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_plugins_by_group(group: str) -> dict[str, Callable[..., Any]]:
     """Return the entry points of a group by name; ``vllm.general_plugins`` is opweave's group.
 
     Raises:
-        PluginError: a plugin of the group is broken, or the group is none.
+        PluginError: a plugin of the group is broken, or the group does not exist.
     """
     kind = group.removeprefix("vllm.")
     return plugins.load_plugins_by_group(group if kind == group else f"opweave.{kind}")

@@ -3,6 +3,8 @@
 Every step is computed in the dtype of ``x``.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -165,47 +167,21 @@ def _random(
     return torch.randn(num_tokens, 2 * hidden_size, device=device).to(dtype)
 
 
-@gelu_and_mul.register_input_generator
-def _gelu_and_mul_inputs(
-    num_tokens: int = 8,
-    hidden_size: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> tuple[Tensor, str]:
-    return _random(num_tokens, hidden_size, dtype, device), "none"
+def _inputs(*rest: Any, scale: float = 1.0) -> Callable[..., tuple[Any, ...]]:
+    """Return a function that makes random halves times *scale*, followed by *rest*."""
+
+    @functools.wraps(_random)
+    def generate(*args: Any, **options: Any) -> tuple[Any, ...]:
+        return scale * _random(*args, **options), *rest
+
+    return generate
 
 
-@gelu_and_mul_sparse.register_input_generator
-def _gelu_and_mul_sparse_inputs(
-    num_tokens: int = 8,
-    hidden_size: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> tuple[Tensor, float, str]:
-    return _random(num_tokens, hidden_size, dtype, device), 0.5, "tanh"
-
-
-@swigluoai_and_mul.register_input_generator
-def _swigluoai_and_mul_inputs(
-    num_tokens: int = 8,
-    hidden_size: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> tuple[Tensor, float, float]:
-    return 4 * _random(num_tokens, hidden_size, dtype, device), 1.702, 7.0
-
-
-@silu_and_mul.register_input_generator
-@mul_and_silu.register_input_generator
-@fatrelu_and_mul.register_input_generator
-def _gated_inputs(
-    num_tokens: int = 8,
-    hidden_size: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> tuple[Tensor]:
-    return (_random(num_tokens, hidden_size, dtype, device),)
-
+for _op in (silu_and_mul, mul_and_silu, fatrelu_and_mul):
+    _op.register_input_generator(_inputs())
+gelu_and_mul.register_input_generator(_inputs("none"))
+gelu_and_mul_sparse.register_input_generator(_inputs(0.5, "tanh"))
+swigluoai_and_mul.register_input_generator(_inputs(1.702, 7.0, scale=4.0))
 
 for _op in (silu_and_mul, mul_and_silu, gelu_and_mul):
     # The activation may round either way, and the product rounds once more: 2 ulp.

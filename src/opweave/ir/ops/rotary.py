@@ -7,7 +7,9 @@ elementwise operation.
 Source: Su et al., "RoFormer", arXiv:2104.09864.
 """
 
+import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -223,58 +225,21 @@ def _rotary_embedding_inputs(
 
 
 @rotary_embedding_single.register_input_generator
+@functools.wraps(_rotary_embedding_inputs)
 def _rotary_embedding_single_inputs(
-    num_tokens: int = 8,
-    num_heads: int = 4,
-    head_size: int = 16,
-    rotary_size: int = 0,
-    max_position: int = 64,
-    negative_positions: bool = False,
-    split_heads: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    *args: Any, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, int, bool]:
-    query, _, *rest = _rotary_embedding_inputs(
-        num_tokens,
-        num_heads,
-        1,
-        head_size,
-        rotary_size,
-        max_position,
-        negative_positions,
-        split_heads,
-        dtype,
-        device,
-    )
+    query, _, *rest = _rotary_embedding_inputs(*args, **options)
     return query, *rest
 
 
 @qk_norm_rope.register_input_generator
+@functools.wraps(_rotary_embedding_inputs)
 def _qk_norm_rope_inputs(
-    num_tokens: int = 8,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_size: int = 16,
-    rotary_size: int = 0,
-    max_position: int = 64,
-    negative_positions: bool = False,
-    split_heads: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    *args: Any, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, bool]:
-    query, key, positions, cache, _, is_neox = _rotary_embedding_inputs(
-        num_tokens,
-        num_heads,
-        num_kv_heads,
-        head_size,
-        rotary_size,
-        max_position,
-        negative_positions,
-        split_heads,
-        dtype,
-        device,
-    )
-    weights = (1 + 0.1 * torch.randn(2, head_size, device=device)).to(dtype)
+    query, key, positions, cache, head_size, is_neox = _rotary_embedding_inputs(*args, **options)
+    weights = (1 + 0.1 * torch.randn(2, head_size, device=query.device)).to(query.dtype)
     return query, key, positions, cache, weights[0], weights[1], 1e-6, head_size, is_neox
 
 

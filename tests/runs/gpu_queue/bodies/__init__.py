@@ -1,1 +1,1 @@
-"""What the jobs do. Every body runs on the CPU too, in small, so that it can be tested there."""
+"""The bodies of the jobs. Each also runs on the CPU, at a small size, so that it can be tested."""

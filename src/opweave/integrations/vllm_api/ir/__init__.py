@@ -1,4 +1,4 @@
-"""The IR by vLLM's names: ``register_op``, ``ops``, ``op.IrOp``, and the torch wrap."""
+"""vLLM's names for the IR: ``register_op``, ``ops``, ``op.IrOp``, and the torch wrap."""
 
 from opweave.integrations.vllm_api.ir.op import IrOp, IrOpImpl, register_op
 from opweave.integrations.vllm_api.ir.torch_wrap import enable_torch_wrap, set_default_torch_wrap

@@ -1,4 +1,4 @@
-"""Errors that are opweave's, and also of the built-in class that vLLM raises there."""
+"""Errors that derive from opweave's and from the built-in class that vLLM raises."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _BOTH: dict[type, type[Exception]] = {
 
 @contextmanager
 def as_in_vllm() -> Iterator[None]:
-    """Let an error of the block also be caught by the class that code written for vLLM expects."""
+    """Convert errors of the block so that ``except`` with vLLM's built-in class catches them."""
     try:
         yield
     except tuple(_BUILT_IN) as error:
-        if type(error) not in _BOTH:  # it is one of _BOTH already
+        if type(error) not in _BOTH:  # already converted
             raise
         raise _BOTH[type(error)](*error.args) from error

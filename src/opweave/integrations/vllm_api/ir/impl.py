@@ -1,4 +1,4 @@
-"""An implementation, as vLLM's code knows it."""
+"""vLLM's interface of an implementation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class IrOpImpl:
-    """One implementation of an op; *wrapped* is opweave's own object."""
+    """An implementation of an op; *wrapped* is opweave's object."""
 
     def __init__(self, op: IrOp, wrapped: ir.IrOpImpl) -> None:
         self.op, self.wrapped = op, wrapped
@@ -23,17 +23,17 @@ class IrOpImpl:
 
     @property
     def provider(self) -> str:
-        """Where the kernel comes from."""
+        """The provider of the kernel."""
         return self.wrapped.provider
 
     @property
     def impl_fn(self) -> Callable[..., Any]:
-        """The function that was registered."""
+        """The registered function."""
         return self.wrapped.impl_fn
 
     @property
     def supported(self) -> bool:
-        """Whether it can run here at all."""
+        """Whether it can run on this system."""
         return self.wrapped.supported
 
     @property
@@ -47,11 +47,11 @@ class IrOpImpl:
         return self.wrapped.supports_all_args
 
     def supports_args(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether the predicate accepts these arguments, the op's defaults filled in."""
+        """Whether the predicate accepts these arguments."""
         return self.wrapped.rejection(self.op.wrapped.bind(*args, **kwargs)) is None
 
     def uuid(self) -> str:
-        """Return a digest of the kernel's source and its predicate's."""
+        """Return a digest of the sources of the kernel and its predicate."""
         return self.wrapped.uuid()
 
     @property

@@ -1,4 +1,4 @@
-"""``IrOp`` as vLLM's code knows it: opweave's op, with the names, messages and errors of there."""
+"""vLLM's interface of an op: opweave's op with vLLM's names, messages and errors."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Registry(Mapping[str, "IrOp"]):
 
 
 class IrOp:
-    """An op; *wrapped* is opweave's own object, which decides everything.
+    """An op; *wrapped* is opweave's object, which does the work.
 
-    Made by :func:`register_op`. One that is constructed directly is in no registry, as there, and
-    has a torch namespace of its own.
+    Created by :func:`register_op`. An op that is constructed directly is not registered, as in
+    vLLM, and has a torch namespace of its own.
     """
 
     registry: ClassVar[Mapping[str, IrOp]] = Registry()
@@ -77,7 +77,7 @@ class IrOp:
         self._warned: set[str] = set()
         if wrapped.allow_inplace:
             self.maybe_inplace = IrOpInplaceOverload(self)
-        vars(wrapped)["vllm_api"] = self  # so that an op has one wrapper, for as long as it lives
+        vars(wrapped)["vllm_api"] = self  # one wrapper per op, with the same lifetime
 
     def __repr__(self) -> str:
         return f"IrOp({self.name!r})"
@@ -91,8 +91,8 @@ class IrOp:
 
     def __getattr__(self, name: str) -> Any:
         if name == "maybe_inplace":
-            return self.wrapped.maybe_inplace  # which raises: the op has none
-        return object.__getattribute__(self, name)  # raises what a property raised, too
+            return self.wrapped.maybe_inplace  # raises DonationError
+        return object.__getattribute__(self, name)  # keeps the AttributeError of a property
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if compat.is_dynamo_compiling() or torch_wrap_enabled():
@@ -101,7 +101,7 @@ class IrOp:
 
     @property
     def torch_op(self) -> Function:
-        """The torch op that stands for the op in graphs."""
+        """The torch op that represents the op in graphs."""
         return self.wrapped.torch_op
 
     @property
@@ -116,7 +116,7 @@ class IrOp:
 
     @property
     def activation_indices(self) -> list[int]:
-        """Their positions."""
+        """The positions of the activations among the parameters."""
         return self.wrapped.activation_indices
 
     @property
@@ -141,11 +141,11 @@ class IrOp:
         return MappingProxyType({provider: self._impl(impl) for provider, impl in found})
 
     def _check_whole_signature(self, predicate: Callable[..., bool]) -> None:
-        """Raise unless *predicate* has all parameters of the op, as vLLM demands."""
+        """Raise unless *predicate* has all parameters of the op, as in vLLM."""
         found, wanted = signature(predicate), signature(self.wrapped.native)
         if list(found.parameters) != list(wanted.parameters):
             raise PredicateSignatureError(
-                f"{self.name}: supports_args takes {list(found.parameters)}, and must take all "
+                f"{self.name}: supports_args takes {list(found.parameters)}, but must take all "
                 f"parameters of the op, {list(wanted.parameters)}."
             )
 
@@ -157,12 +157,12 @@ class IrOp:
         supports_args: Callable[..., bool] | None = None,
         inplace: bool = False,
     ) -> Callable[[Function], IrOpImpl]:
-        """Register the decorated function as an implementation; the name then stands for that.
+        """Register the decorated function as an implementation, and replace it by that.
 
         Raises:
-            AssertionError: the provider is reserved, ill-formed or taken, or ``inplace`` is asked
-                of an op that does not allow it.
-            ValueError: the function's schema differs from the op's, or the predicate's does.
+            AssertionError: the provider is reserved, malformed or taken, or the op does not allow
+                ``inplace``.
+            ValueError: the schema of the function or the predicate differs from the op's.
         """
         with as_in_vllm():
             decorate = self.wrapped.register_impl(
@@ -174,7 +174,7 @@ class IrOp:
                 if supports_args is not None:
                     self._check_whole_signature(supports_args)
                 decorate(function)
-            # Not through impls: that loads every kernel, and a plugin registers before that.
+            # Not self.impls, which loads all kernels; plugins register before that.
             return self._impl(self.wrapped._impls[provider])
 
         return register
@@ -195,13 +195,13 @@ class IrOp:
     # Priority
 
     def get_priority(self) -> list[str]:
-        """Return the providers that can be chosen here and now, in order; [] if none was set."""
+        """Return the providers that can be selected, in order; [] if no priority is set."""
         entries = ir.policy_for(self.wrapped).priority
         asked = [entry for entry in entries if entry.origin != ALWAYS_LAST]
         return self._complete(asked) if asked else []
 
     def set_priority(self, priority: Sequence[str]) -> AbstractContextManager[None]:
-        """Prefer these providers inside a ``with`` block, to those of any block around it.
+        """Prefer these providers inside a ``with`` block, before those of enclosing blocks.
 
         Raises:
             AssertionError: a provider is not registered.
@@ -210,7 +210,7 @@ class IrOp:
             return self.wrapped.set_priority(self._checked(priority, "set_priority(...)"))
 
     def set_default(self, priority: Sequence[str]) -> None:
-        """Prefer these providers in the whole process, where nothing stronger is said.
+        """Prefer these providers in the whole process, unless a stronger source overrides them.
 
         Raises:
             AssertionError: a provider is not registered.
@@ -219,19 +219,19 @@ class IrOp:
             self.wrapped.set_default(self._checked(priority, "set_default(...)"))
 
     def _checked(self, priority: Sequence[str], origin: str) -> list[str]:
-        """Return the providers that can be reached, native among them if others may refuse."""
+        """Return the reachable providers, including native if the others may reject arguments."""
         entries = parse(priority, origin) if priority else ()
         self.wrapped.check_providers(entries)
         complete = self._complete(entries)
         if complete[-1] == NATIVE and NATIVE not in priority:
             self._warn(
-                "Op %s: no provider of the priority takes all arguments, so a fallback to "
-                "native is possible. Put 'native' last if that is meant."
+                "Op %s: no provider of the priority supports all arguments, so native may run. Put "
+                "'native' last if that is intended."
             )
         return complete
 
     def _complete(self, entries: Sequence[Entry]) -> list[str]:
-        """Return the providers that can be reached: up to the first that takes all arguments."""
+        """Return the reachable providers: up to the first that supports all arguments."""
         found: list[str] = []
         for entry in entries:
             impl = self.wrapped.impls[entry.provider]
@@ -249,7 +249,7 @@ class IrOp:
     # Fake, inputs and tolerances
 
     def register_fake(self, fn: Function) -> Function:
-        """Use *fn* for shapes and dtypes under fake tensors."""
+        """Use *fn* for shapes and dtypes of fake tensors."""
         return self.wrapped.register_fake(fn)
 
     def register_input_generator(self, fn: Callable[..., tuple[Any, ...]]) -> Any:
@@ -258,33 +258,33 @@ class IrOp:
 
     @property
     def has_input_generator(self) -> bool:
-        """Whether there is one."""
+        """Whether an input generator is registered."""
         return self.wrapped.has_input_generator
 
     def generate_inputs(self, **kwargs: Any) -> tuple[Any, ...]:
-        """Make arguments (RuntimeError without a generator)."""
+        """Make arguments; raise RuntimeError without a generator."""
         with as_in_vllm():
             return self.wrapped.generate_inputs(**kwargs)
 
     def override_tolerance(self, dtype: torch.dtype, *, atol: float, rtol: float) -> None:
-        """Set how far implementations may be from native in *dtype*."""
+        """Set the tolerance for comparing implementations with native in *dtype*."""
         self.wrapped.override_tolerance(dtype, atol=atol, rtol=rtol)
 
     def get_tolerance(self, dtype: torch.dtype) -> dict[str, float]:
-        """Return ``{"atol": ..., "rtol": ...}`` (ValueError if nothing is known for the dtype)."""
+        """Return ``{"atol": ..., "rtol": ...}``; raise ValueError for an unknown dtype."""
         with as_in_vllm():
             return self.wrapped.get_tolerance(dtype)._asdict()
 
 
 class IrOpInplaceOverload:
-    """``op.maybe_inplace``: the op, given its activations to keep."""
+    """``op.maybe_inplace``: call the op and donate its activations."""
 
     def __init__(self, op: IrOp) -> None:
         self.op, self.name = op, f"{op.name}.maybe_inplace"
 
     @property
     def torch_op(self) -> Function:
-        """The torch op that stands for a donating call in graphs."""
+        """The torch op that represents a donating call in graphs."""
         return self.op.wrapped.torch_ops.for_call((), donates=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -297,13 +297,13 @@ class IrOpInplaceOverload:
 
 
 def _must_copy(op: ir.IrOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a donating call may not write into its activations: memory, gradients."""
+    """Whether a donating call must not write to its activations (gradients, shared memory)."""
     values = op.bind(*args, **kwargs)
     return needs_gradient(values) or bool(refused(op, values))
 
 
 def wrapper_of(op: ir.IrOp) -> IrOp:
-    """Return the one ``IrOp`` that stands for opweave's *op*."""
+    """Return the unique ``IrOp`` that wraps opweave's *op*."""
     found = vars(op).get("vllm_api")
     if found is None:
         found = IrOp.__new__(IrOp)
@@ -332,10 +332,10 @@ def register_op(
     activations: Sequence[str] | None = None,
     allow_inplace: bool = False,
 ) -> IrOp | Callable[[Function], IrOp]:
-    """Declare an op: the decorated function is its native implementation.
+    """Declare an op with the decorated function as its native implementation.
 
     Raises:
-        AssertionError: the name is taken or ill-formed, or the function cannot be an op.
+        AssertionError: the name is taken or malformed, or the function cannot be an op.
     """
 
     def decorate(function: Function) -> IrOp:

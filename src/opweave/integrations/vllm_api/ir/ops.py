@@ -1,4 +1,4 @@
-"""Every declared op as vLLM's ``IrOp``: those of opweave, and those that a package declares."""
+"""Every declared op, including those of plugins, as vLLM's ``IrOp``."""
 
 from __future__ import annotations
 

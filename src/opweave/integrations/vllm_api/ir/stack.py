@@ -8,7 +8,7 @@ from opweave.base.site import Site
 
 
 def registration_stack(site: Site) -> list[str]:
-    r"""Return the place of a registration as :func:`traceback.format_stack` writes its last frame.
+    r"""Return the site of a registration in the format of :func:`traceback.format_stack`.
 
     >>> registration_stack(Site("nowhere.py", 3))
     ['  File "nowhere.py", line 3, in <registration>\n']

@@ -1,4 +1,4 @@
-"""Whether an op that is called shows up as one torch op, or as its implementation."""
+"""Whether calls of ops are traced as one torch op, or as their implementation."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _scoped: ContextVar[bool | None] = ContextVar("opweave_vllm_api_torch_wrap", def
 
 
 def torch_wrap_enabled() -> bool:
-    """Whether calls go through opweave, and by it into graphs as one torch op; True by default."""
+    """Whether ops are traced as torch ops; True by default."""
     scoped = _scoped.get()
     return _default if scoped is None else scoped
 
 
 def set_default_torch_wrap(enable: bool) -> None:
-    """Say for the process whether ops are traced as torch ops."""
+    """Set for the process whether ops are traced as torch ops."""
     global _default
     _default = enable
 
 
 @contextmanager
 def enable_torch_wrap(enable: bool = True) -> Iterator[None]:
-    """Say it inside the block, in this thread or asyncio task only."""
+    """Set it inside the block, in this thread or asyncio task only."""
     token = _scoped.set(enable)
     try:
         yield

@@ -1,4 +1,4 @@
-"""``CustomOp``, ``PluggableLayer`` and their registries: opweave's own, which mean the same."""
+"""``CustomOp``, ``PluggableLayer`` and their registries, which are opweave's own."""
 
 from __future__ import annotations
 

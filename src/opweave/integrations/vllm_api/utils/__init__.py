@@ -1,4 +1,4 @@
-"""What vLLM's helpers for torch are called."""
+"""vLLM's helpers for torch."""
 
 from opweave.integrations.vllm_api.utils.torch_utils import direct_register_custom_op
 

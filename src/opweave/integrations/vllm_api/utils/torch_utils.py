@@ -1,4 +1,4 @@
-"""``direct_register_custom_op``: a function as a torch op that compilers do not look into."""
+"""``direct_register_custom_op``: register a function as an opaque torch op."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opweave.base import compat, transaction
 NAMESPACE = "vllm"  # code that registers an op calls torch.ops.vllm.<op>
 _EVERY_DEVICE = "CompositeExplicitAutograd"
 
-_libraries: list[Library] = []  # torch forgets the ops of a library that nobody has
+_libraries: list[Library] = []  # torch removes the ops of a library that is garbage-collected
 
 
 def direct_register_custom_op(
@@ -25,24 +25,24 @@ def direct_register_custom_op(
     dispatch_key: str | None = None,
     tags: tuple[torch.Tag, ...] = (),
 ) -> None:
-    """Register *op_func* as ``torch.ops.vllm.<op_name>``, with the schema of its annotations.
+    """Register *op_func* as ``torch.ops.vllm.<op_name>``, with a schema from its annotations.
 
-    A plugin that fails takes it back, unless it is of a library of the plugin's own.
+    If a plugin fails, its ops are removed, except those in a *target_lib*.
 
     Args:
-        op_name: the op's name.
-        op_func: what the op runs.
-        mutates_args: the arguments that it writes into.
-        fake_impl: returns tensors with the metadata of the results; by default *op_func* does.
-        target_lib: the library to define the op in, whose namespace it has then.
-        dispatch_key: torch's key for *op_func*; by default it runs on every device.
+        op_name: the name of the op.
+        op_func: its implementation.
+        mutates_args: the arguments that it mutates.
+        fake_impl: returns tensors with the metadata of the results; *op_func* by default.
+        target_lib: the library to define the op in, with its namespace.
+        dispatch_key: torch's dispatch key for *op_func*; all devices by default.
         tags: torch's tags for the op.
 
     Raises:
         ValueError: a schema cannot be inferred from the annotations.
-        RuntimeError: the namespace has an op of that name.
+        RuntimeError: the namespace already has an op of that name.
     """
-    # Torch declares no types for define and impl.
+    # Torch does not annotate define and impl.
     library: Any = target_lib or compat.new_library(NAMESPACE)
     schema = torch.library.infer_schema(op_func, mutates_args=tuple(mutates_args or ()))
     library.define(op_name + schema, tags=tags)
