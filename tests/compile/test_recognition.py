@@ -161,7 +161,7 @@ def test_linear_layers_are_recognized(
     assert recognized(Linear(dtype, bias), torch.randn(shape).to(dtype)) == {"linear": 1}
 
 
-# What is left alone
+# Unchanged programs
 
 
 def shared(x: Tensor) -> tuple[Tensor, Tensor]:
