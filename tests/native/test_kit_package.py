@@ -15,6 +15,7 @@ import pytest
 
 from opweave.cli import native as command
 from opweave.native import scaffold
+from warm_python import warm_python
 
 CODE = """
 import sys
@@ -36,15 +37,8 @@ def run(native_cache: Path, tmp_path: Path) -> Run:
 
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         paths = os.pathsep.join(path for path in sys.path if path)
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": paths, **environment},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+        env = {**os.environ, "PYTHONPATH": paths, **environment}
+        return warm_python().run(*arguments, cwd=tmp_path, env=env)
 
     return run
 
