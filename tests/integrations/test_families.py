@@ -30,6 +30,7 @@ FAMILIES: dict[str, list[str]] = {
     "mamba": ["Cached"],
     "mixtral": ["native", "Packed"],
     "mpt": ["Cached"],
+    "nemotron_h": ["Recomputed"],  # its cache gives other logits
     "olmo2": ["Packed"],
     "opt": ["Packed"],
     "phi3": ["Packed"],
@@ -37,6 +38,7 @@ FAMILIES: dict[str, list[str]] = {
     "qwen3_next": ["Cached"],  # linear attention, mixture of experts
     "rwkv": ["Cached"],
     "stablelm": ["Packed"],
+    "xlnet": ["Recomputed"],  # its configuration does not limit positions
 }
 
 

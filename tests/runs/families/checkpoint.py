@@ -37,7 +37,8 @@ def build(name: str, seed: int = 0) -> Any:
             else:
                 _randomise(parameter_name, parameter, gain)
         for buffer_name, buffer in model.named_buffers():
-            if "bias" in buffer_name and buffer.is_floating_point():  # of routers
+            # Of routers; a causal mask may have the name, too.
+            if "bias" in buffer_name and buffer.is_floating_point() and buffer.dim() == 1:
                 buffer.add_(0.1 * torch.randn_like(buffer))
     if head is not None and not is_tied:
         _scale_logits(model, head)

@@ -44,7 +44,8 @@ class TransformersModel(LanguageModel):
         self.config = causal_lm.config
         self.dtype = causal_lm.dtype
         text = causal_lm.config.get_text_config(decoder=True)
-        self.max_positions = getattr(text, "max_position_embeddings", None)
+        positions = getattr(text, "max_position_embeddings", None)
+        self.max_positions = positions if positions and positions > 0 else None  # XLNet has -1
         causal_lm.requires_grad_(False)
         tokens = verify.sample_tokens(text.vocab_size, _special_tokens(text), causal_lm.device)
         with torch.inference_mode():
