@@ -38,8 +38,6 @@ PHRASES = {
 }  # fmt: skip
 BANNED = [(re.compile(pattern), hint) for pattern, hint in PHRASES.items()]
 
-# Files whose prose has not been rewritten yet. Remove a line when its folder passes.
-NOT_YET_CHECKED = ("src/opweave/integrations/optimize",)
 # Their inputs are such phrases.
 NEVER_CHECKED = ("tests/runs/writing.py", "tests/test_writing.py")
 
@@ -88,15 +86,7 @@ def main(arguments: list[str]) -> int:
 
 def repository_findings() -> list[str]:
     """Return the findings in every file, and in the lists of this program."""
-    findings, clean = [], dict.fromkeys(NOT_YET_CHECKED)
-    for file in _files():
-        found = file_findings(file)
-        left_out = _left_out(file.relative_to(ROOT).as_posix())
-        if found and left_out:
-            clean.pop(left_out, None)
-        elif found:
-            findings += found
-    findings += [f"{name} passes: remove it from NOT_YET_CHECKED" for name in clean]
+    findings = [finding for file in _files() for finding in file_findings(file)]
     findings += class_findings(ROOT / "src")
     unused = [page for page in LONG_PAGES if not (ROOT / page).exists()]
     return findings + [f"{page} does not exist: remove it from LONG_PAGES" for page in unused]
@@ -223,13 +213,6 @@ def _files() -> Iterator[Path]:
     for name in listed.splitlines():
         if name.endswith(SUFFIXES) and (ROOT / name).is_file():
             yield ROOT / name
-
-
-def _left_out(name: str) -> str | None:
-    """Return the entry of NOT_YET_CHECKED that *name* falls under."""
-    return next(
-        (left for left in NOT_YET_CHECKED if name == left or name.startswith(f"{left}/")), None
-    )
 
 
 if __name__ == "__main__":

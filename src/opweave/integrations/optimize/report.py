@@ -1,4 +1,4 @@
-"""What :func:`opweave.optimize` did to a model."""
+"""The report of :func:`opweave.optimize`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModuleOutcome:
-    """What happened to one module.
+    """Whether one module was replaced, and why not.
 
     Attributes:
         name: of the module in the model, as in ``named_modules()``; "" is the model itself.
