@@ -13,6 +13,8 @@ otherwise, and a figure is the median over rounds. `ratio` above 1: ours is bett
 arrive at once; baseline: transformers' continuous batching, with the same budget of tokens.
 ``engine.throughput.generate``: the same; baseline: ``generate`` of transformers, one padded batch.
 `equal_answers` of `answers` are token for token those of the baseline, in float32.
+``engine.structured_output``: the throughput of such a load with a JSON schema for every answer;
+baseline: without.
 ``engine.latency.first_token.p50`` and so on: from handing a request in, in milliseconds.
 ``engine.decode_bandwidth``: tokens in a second of one request; `limit`: those that reading the
 weights at the measured speed of memory would allow; baseline: a loop over transformers' model.
@@ -33,12 +35,12 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from engine_cells import mixed, plot, single
+from engine_cells import mixed, plot, single, structured
 from engine_cells.llama_cpp_contender import HOW_TO_GET, LlamaCppError, check_python
 from engine_cells.models import MIXED
 from harness import Parser, describe_machine, out, print_json, run
 
-PARTS = ("mixed", "single")
+PARTS = ("mixed", "structured", "single")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,6 +76,10 @@ def main(arguments: list[str] | None = None) -> int:
     found = []
     if "mixed" in options.parts:
         found += mixed.measure(options.size, options.requests, options.rounds, quiet=options.json)
+    if "structured" in options.parts:
+        found += structured.measure(
+            options.size, options.requests, options.rounds, quiet=options.json
+        )
     if "single" in options.parts:
         found += single.measure(
             options.size,
