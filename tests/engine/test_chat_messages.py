@@ -78,16 +78,18 @@ def parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
+@pytest.mark.parametrize("test", ["is none", "== none"])
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
 def test_calls_of_a_template_that_prints_them_for_null_content_alone(
-    content: dict[str, Any],
+    content: dict[str, Any], test: str
 ) -> None:
+    template = of.DEEPSEEK_R1.replace("== none", test)
     # transformers drops a field that is None, so that this template never prints the calls.
-    assert ours(of.DEEPSEEK_R1, [USER, call(ARGUMENTS, **content)]) == (
+    assert ours(template, [USER, call(ARGUMENTS, **content)]) == (
         f"<s><|user|>Sum?<call>add {ARGUMENTS}</s><|assistant|>"
     )
     text = {"role": "assistant", **content}
-    assert ours(of.DEEPSEEK_R1, [USER, text]) == "<s><|user|>Sum?<|assistant|></s><|assistant|>"
+    assert ours(template, [USER, text]) == "<s><|user|>Sum?<|assistant|></s><|assistant|>"
 
 
 @pytest.mark.parametrize("template", [of.DEEPSEEK, of.MISTRAL, of.QWEN3, of.ITEMS])

@@ -60,7 +60,6 @@ REPLACEMENTS = {
     "--max-seq-len-to-capture": "Use --compilation-config.",
     "--middleware": "Write a plugin with a router.",
     "--mm-processor-kwargs": _NO_MEDIA,
-    "--model-impl": "opweave has one implementation of each model.",
     "--num-gpu-blocks-override": "Use --kv-cache-memory BYTES.",
     "--num-speculative-tokens": _NO_DRAFTS,
     "--optimization-level": "Use --compilation-config.mode.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.util import find_spec
 
 from opweave.base import transaction
 from opweave.base.owner import owned_by
@@ -20,8 +19,7 @@ def load(registry: Registry) -> None:
     The implementations belong to opweave, even if a plugin's platform calls this function. If an
     import fails, its registrations are rolled back.
     """
-    installed = [name for name, package in ADAPTERS.items() if find_spec(package)]
-    for provider in (*OWN_PROVIDERS, *installed):
+    for provider in (*OWN_PROVIDERS, *ADAPTERS):
         name = f"{__name__}.{provider}"
         with owned_by(None), transaction.detached(), registry.transaction():
             try:

@@ -152,6 +152,10 @@ class Traits:
         node, nodes = placed.node, self._nodes
         if placed.above and isinstance(placed.above[0], nodes.Not):
             return False
+        if isinstance(node, nodes.Compare) and [each.op for each in node.ops] == ["eq"]:
+            sides = (node.expr, node.ops[0].expr)
+            has_none = any(is_constant(side) and side.value is None for side in sides)
+            return has_none and any(map(self._content.is_value, sides))
         is_test = isinstance(node, nodes.Test) and node.name == "none"
         return is_test and self._content.is_value(node.node)
 

