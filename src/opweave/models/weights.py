@@ -7,7 +7,7 @@ rank of a tensor-parallel group keeps its part of what a checkpoint holds whole.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -184,18 +184,24 @@ def fill(
             place.fill(tensor)
         except ValueError as error:  # what loaders raise for a shape
             unfit.append(f"{name}: {str(error).removesuffix('.')}")
-    problems = {
-        "missing": sorted(missing),
-        "given twice": twice,
-        "unexpected": unexpected,
-        "do not fit": unfit,
-    }
+    check_fit(
+        {
+            "missing": sorted(missing),
+            "given twice": twice,
+            "unexpected": unexpected,
+            "do not fit": unfit,
+        }
+    )
+
+
+def check_fit(problems: Mapping[str, Sequence[str]]) -> None:
+    """Raise WeightsError if there are *problems*: the names of tensors, by the problem."""
     lines = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
     if lines:
         raise WeightsError(f"The checkpoint's tensors do not fit the model. {'; '.join(lines)}.")
 
 
-def _some(names: list[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     hidden = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
 

@@ -15,10 +15,9 @@ from opweave.integrations.transformers.model import TransformersModel
 from opweave.integrations.transformers.sharding import check_ranks
 from opweave.ir.errors import described
 from opweave.models.errors import InvalidConfigError, WeightsError
+from opweave.models.weights import check_fit
 
 Build = Callable[..., Any]
-
-_SHOWN = 10  # names in an error
 
 
 def is_available() -> bool:
@@ -172,21 +171,14 @@ def _loaded(
         )
     except Exception as error:
         raise WeightsError(f"transformers cannot load {path}: {described(error)}") from error
-    problems = {
-        "missing": [name for name in loaded["missing_keys"] if not name.startswith(may_lack)],
-        "unexpected": [] if may_have_more else loaded["unexpected_keys"],
-        "do not fit": loaded["mismatched_keys"],
-    }
-    lines = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
-    if lines:
-        raise WeightsError(f"The checkpoint's tensors do not fit the model. {'; '.join(lines)}.")
+    check_fit(
+        {
+            "missing": sorted(n for n in loaded["missing_keys"] if not n.startswith(may_lack)),
+            "unexpected": [] if may_have_more else sorted(loaded["unexpected_keys"]),
+            "do not fit": sorted(name for name, *_ in loaded["mismatched_keys"]),
+        }
+    )
     return model
-
-
-def _some(names: Any) -> str:
-    shown = sorted(str(name[0] if isinstance(name, tuple) else name) for name in names)
-    rest = len(shown) - _SHOWN
-    return ", ".join(shown[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 @contextmanager

@@ -8,13 +8,10 @@ from torch import Tensor
 from opweave.ir import IrOp, rules
 from opweave.ir.ops import activation, pointwise
 from opweave.ir.traits import BATCH_INVARIANT, ROUNDS_LESS
+from opweave.kernels.arguments import FLOATS
 from opweave.kernels.vllm_c import library
 
-_INPUT = (
-    rules.cpu("x")
-    & rules.dtype("x", torch.float32, torch.bfloat16, torch.float16)
-    & rules.contiguous("x")
-)
+_INPUT = rules.cpu("x") & rules.dtype("x", *FLOATS) & rules.contiguous("x")
 # A half of a row is made of whole vectors of 16 elements.
 _GATED = _INPUT & rules.last_dim_multiple_of("x", 32)
 _TRAITS = {BATCH_INVARIANT, ROUNDS_LESS}

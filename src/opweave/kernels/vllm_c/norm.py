@@ -8,13 +8,14 @@ from torch import Tensor
 from opweave.ir import rules
 from opweave.ir.ops import norm as ops
 from opweave.ir.traits import BATCH_INVARIANT, ROUNDS_LESS
+from opweave.kernels.arguments import FLOATS
 from opweave.kernels.vllm_c import library
 
 # The kernels compute in float32 and round once, multiply whole vectors of 8 or 16 elements, and
 # read rows one after the other.
 _ROWS = (
     rules.cpu("x")
-    & rules.dtype("x", torch.float32, torch.bfloat16, torch.float16)
+    & rules.dtype("x", *FLOATS)
     & rules.same_dtype("x", "weight")
     & rules.contiguous("x", "weight")
     & rules.not_none("weight")

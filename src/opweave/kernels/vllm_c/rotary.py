@@ -8,6 +8,7 @@ from torch import Tensor
 from opweave.ir import rules
 from opweave.ir.ops.rotary import rotary_embedding as op
 from opweave.ir.traits import BATCH_INVARIANT, ROUNDS_LESS
+from opweave.kernels.arguments import FLOATS
 from opweave.kernels.vllm_c import library
 
 
@@ -23,7 +24,7 @@ def _fits(x_query: Tensor, x_key: Tensor, cos_sin_cache: Tensor, head_size: int)
 @library.implements(
     op,
     rules.cpu("x_query")
-    & rules.dtype("x_query", torch.float32, torch.bfloat16, torch.float16)
+    & rules.dtype("x_query", *FLOATS)
     & rules.same_dtype("x_query", "x_key", "cos_sin_cache")
     & rules.dtype("positions", torch.int64)
     & rules.ndim("positions", 1)
