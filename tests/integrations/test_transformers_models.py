@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,6 +228,17 @@ def test_transformers_is_recommended_where_it_is_missing(
         monkeypatch.setattr(implementation.backend, name, lambda *_: False)
     with pytest.raises(UnsupportedModelError, match=r"pip install 'opweave\[transformers\]'"):
         load_model(family("olmo2")[0])
+
+
+def test_models_of_opweave_load_without_transformers() -> None:
+    path = Path(__file__).parents[2] / "examples" / "models" / "tiny-pydoc"
+    code = (
+        "import sys; from opweave.engine.client.engine_class import engine_class;"
+        "from opweave.engine.loading.loader import load_model;"
+        f"engine_class({str(path)!r}); load_model({str(path)!r});"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_prompts_are_limited_to_the_context(family: Family) -> None:

@@ -13,7 +13,7 @@ from opweave.engine.loading.checkpoint import Checkpoint, Progress
 from opweave.engine.loading.loader import check_dtype, load_model
 from opweave.integrations import transformers as backend
 from opweave.integrations.transformers import load_transformers_encoder
-from opweave.models import Encoder, UnsupportedModelError, model_class
+from opweave.models import CheckpointModel, Encoder, UnsupportedModelError, model_class
 from opweave.models.fields import Fields
 
 
@@ -26,8 +26,10 @@ def is_encoder(checkpoint: Checkpoint) -> bool:
         CheckpointError, ModelError: the configuration is missing or damaged.
     """
     config = checkpoint.config()
-    if _is_own(config) or checkpoint.json_list("modules.json") is not None:
+    if checkpoint.json_list("modules.json") is not None:
         return True
+    if (own := _own_class(config)) is not None:  # without a question to transformers
+        return issubclass(own, Encoder)
     named = Fields(config).texts("architectures")
     return bool(named) and (backend.is_base_model(named[0]) or backend.is_masked_lm(named[0]))
 
@@ -51,7 +53,8 @@ def load_encoder(
     """
     given = checkpoint.config()
     dtype = check_dtype(dtype)
-    if _is_own(given) and config.model_impl != "transformers":
+    own = _own_class(given)
+    if own is not None and issubclass(own, Encoder) and config.model_impl != "transformers":
         loaded = load_model(
             checkpoint.path,
             dtype=dtype,
@@ -76,8 +79,9 @@ def load_encoder(
     )
 
 
-def _is_own(config: Mapping[str, Any]) -> bool:
+def _own_class(config: Mapping[str, Any]) -> type[CheckpointModel] | None:
+    """Return opweave's model of the architecture, or None."""
     try:
-        return issubclass(model_class(config), Encoder)
+        return model_class(config)
     except UnsupportedModelError:
-        return False
+        return None

@@ -45,7 +45,7 @@ def uses_transformers(config: Mapping[str, Any], model_impl: ModelImpl) -> bool:
         return True
     try:
         model_class(config)
-        if backend.is_causal_lm(architecture) and num_layers(config) <= MOST_LAYERS:
+        if num_layers(config) <= MOST_LAYERS:
             with torch.device("meta"):
                 build(without_quantization(config), torch.float32)
     except UnsupportedModelError as error:
