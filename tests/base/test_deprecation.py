@@ -32,6 +32,7 @@ def test_a_moved_name_works_and_warns(old: str, name: str, current: object) -> N
         ("opweave.plugins", "Candidate", "PlatformCandidate"),
         ("opweave.plugins", "Group", "PluginGroup"),
         ("opweave.layers.moe", "QuantConfig", "FusedMoEQuantConfig"),
+        ("opweave.ir.errors", "InvalidArgumentError", "TensorArgumentError"),
     ],
 )
 def test_a_renamed_class_works_and_warns(module: str, old: str, new: str) -> None:

@@ -27,21 +27,21 @@ from opweave.engine import (
 )
 from opweave.engine.sampling.logits_processors import adjusted
 from opweave.engine.sampling.sampler import SamplingRequest
-from opweave.engine.structured.grammars import Grammars
+from opweave.engine.structured.grammar_compiler import GrammarCompiler
 from opweave.engine.structured.state import GrammarState
 from opweave.engine.structured.vocabulary import vocabulary
 from server.fake_engine import CHECKPOINT, VOCABULARY
 
 EOS = 2
 PYDOC = Tokenizer(Checkpoint(CHECKPOINT))
-GRAMMARS = Grammars(PYDOC, VOCABULARY, [EOS])
+GRAMMARS = GrammarCompiler(PYDOC, VOCABULARY, [EOS])
 
 
 def constrained(ignore_eos: bool = False, **form: Any) -> SamplingParams:
     return SamplingParams(structured_outputs=StructuredOutputsParams(**form), ignore_eos=ignore_eos)
 
 
-def started(grammars: Grammars = GRAMMARS, **form: Any) -> GrammarState:
+def started(grammars: GrammarCompiler = GRAMMARS, **form: Any) -> GrammarState:
     state = grammars.start(constrained(**form))
     assert state is not None
     return state
@@ -316,7 +316,7 @@ def test_the_parameter_is_checked() -> None:
 def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import llguidance
 
-    grammars, count = Grammars(PYDOC, VOCABULARY, [EOS]), []
+    grammars, count = GrammarCompiler(PYDOC, VOCABULARY, [EOS]), []
     real = llguidance.LLMatcher
 
     class Counted:
@@ -336,7 +336,7 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_llguidance_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    grammars = Grammars(PYDOC, VOCABULARY, [EOS])
+    grammars = GrammarCompiler(PYDOC, VOCABULARY, [EOS])
     assert grammars.start(SamplingParams()) is None
     with pytest.raises(MissingDependencyError, match=r"pip install 'opweave\[serve\]'"):
         grammars.start(constrained(regex="a"))
@@ -353,7 +353,7 @@ def test_an_answer_that_ignores_eos_goes_on_while_it_can() -> None:
 
 
 def test_a_model_without_an_end_of_text_token() -> None:
-    grammars = Grammars(PYDOC, VOCABULARY, [])
+    grammars = GrammarCompiler(PYDOC, VOCABULARY, [])
     state = started(grammars, choice=["a", "a."])
     for text in ("a", "."):
         assert not state.is_complete
@@ -438,7 +438,7 @@ def test_bytes_of_tokens(build: Any, tmp_path: Any) -> None:
         elif (known := tokenizer.bytes_of(token)) != b"\xff":  # no text has this byte
             assert found.decode_bytes([token]) == known
     # Every text can be written, also one with an added token or the name of a special one.
-    grammars = Grammars(tokenizer, size, [eos])
+    grammars = GrammarCompiler(tokenizer, size, [eos])
     for text in ("a <tool_call> b", "<tool_call>", "return </s>", "<s>", " x", "déjà"):
         state, written = started(grammars, choice=[text]), b""
         while not state.is_complete and state.error is None:

@@ -144,7 +144,7 @@ RAISED: dict[str, tuple[Callable[[ir.IrOp], Any], list[str]]] = {
             "to the priority, or drop the requirement",
         ],
     ),
-    "InvalidArgumentError": (lambda op: op("x"), ["my_norm", "x must be a Tensor", "str"]),
+    "TensorArgumentError": (lambda op: op("x"), ["my_norm", "x must be a Tensor", "str"]),
     "InvalidResultError": (
         lambda op: [op.register_impl("gamma")(forgetful), op.using("gamma")(X)],
         ["my_norm", "'gamma'", HERE, "must return one Tensor, found NoneType"],

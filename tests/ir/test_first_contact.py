@@ -66,7 +66,7 @@ def test_a_donation_that_overlaps_is_copied() -> None:
 
 @pytest.mark.parametrize("wrong", [X.numpy(), None, "x", [X], 3])
 def test_what_is_no_tensor_is_named(wrong: object) -> None:
-    with pytest.raises(errors.InvalidArgumentError, match=r"rms_norm: x must be a Tensor, found"):
+    with pytest.raises(errors.TensorArgumentError, match=r"rms_norm: x must be a Tensor, found"):
         ir.ops.rms_norm(wrong, W, 1e-6)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.ir.errors import InvalidArgumentError, InvalidResultError, PredicateFailedError
+from opweave.ir.errors import InvalidResultError, PredicateFailedError, TensorArgumentError
 
 X = torch.ones(2, 3)
 
@@ -46,7 +46,7 @@ def test_lists_of_something_else_are_refused(
 ) -> None:
     total(X, [X], [X])
     scope = ir.priority({"total": ["native"]} if in_scope else {})
-    with scope, pytest.raises(InvalidArgumentError, match=message):
+    with scope, pytest.raises(TensorArgumentError, match=message):
         total(X, *lists)
 
 

@@ -54,8 +54,6 @@ LONG_PAGES: dict[str, str] = {
     # page: why it is longer than MAX_WORDS
     "docs/design/acceptance.md": "a table with one row per requirement, read by searching",
 }
-# Class names that two modules define. Remove a name when it is unique.
-NOT_YET_UNIQUE = frozenset(["Entry", "InvalidArgumentError"])
 # It repeats vLLM's names on purpose.
 OTHER_NAMESPACES = ("opweave/integrations/vllm_api",)
 
@@ -187,17 +185,14 @@ def class_findings(folder: Path) -> list[str]:
         if file.relative_to(folder).as_posix().startswith(OTHER_NAMESPACES):
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 place = f"{file.relative_to(folder).as_posix()}:{node.lineno}"
                 places.setdefault(node.name, []).append(place)
-    repeated = {name: found for name, found in places.items() if len(found) > 1}
-    findings = [
+    return [
         f"class {name} is defined {len(found)} times: {', '.join(found)}"
-        for name, found in repeated.items()
-        if name not in NOT_YET_UNIQUE
+        for name, found in places.items()
+        if len(found) > 1
     ]
-    unique = sorted(NOT_YET_UNIQUE - set(repeated))
-    return findings + [f"class {name} is unique: remove it from NOT_YET_UNIQUE" for name in unique]
 
 
 def subject_findings(message: str) -> list[str]:

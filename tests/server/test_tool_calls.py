@@ -12,7 +12,7 @@ import jsonschema
 import openai
 import pytest
 
-from engine.test_structured import PYDOC, VOCABULARY, Grammars, allowed
+from engine.test_structured import PYDOC, VOCABULARY, GrammarCompiler, allowed
 from opweave.engine import LLM, AsyncEngine, ChatTemplate, SamplingParams
 from opweave.server import ServerConfig
 from opweave.server.output.call_format import CallFormat
@@ -300,7 +300,7 @@ def test_forms_hold_after_reasoning_and_beside_calls(stream: bool, end: str) -> 
 
 
 def test_special_tokens_of_a_format_are_forced_by_their_ids() -> None:
-    grammars = Grammars(PYDOC, VOCABULARY, [2])
+    grammars = GrammarCompiler(PYDOC, VOCABULARY, [2])
     form = answer_grammar(
         layout=Mistral.layout(""), functions=[("f", NOTHING)], special={"[TOOL_CALLS]": 1}
     )

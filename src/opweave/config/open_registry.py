@@ -24,7 +24,7 @@ class UnknownNameError(UnknownError, LookupError):
 
 
 @dataclass(frozen=True)
-class Entry(Generic[T]):
+class RegistryEntry(Generic[T]):
     """A registered value and its owner; None for opweave or the program itself."""
 
     value: T
@@ -46,7 +46,7 @@ class OpenRegistry(Generic[T]):
 
     def __init__(self, noun: str) -> None:
         self.noun = noun
-        self._entries: dict[str, Entry[T]] = {}
+        self._entries: dict[str, RegistryEntry[T]] = {}
 
     def add(self, name: str, value: T) -> T:
         """Register *value* under *name* for the current owner, and return it.
@@ -60,7 +60,7 @@ class OpenRegistry(Generic[T]):
                 f"{_shown(self._entries[name].owner)}, so {_shown(current_owner())} cannot use "
                 "that name. Choose another."
             )
-        self._entries[name] = Entry(value, current_owner())
+        self._entries[name] = RegistryEntry(value, current_owner())
         enter(f"{self.noun} {name}", partial(self._entries.__delitem__, name))
         return value
 
@@ -82,7 +82,7 @@ class OpenRegistry(Generic[T]):
         return len(self._entries)
 
     @property
-    def entries(self) -> Mapping[str, Entry[T]]:
+    def entries(self) -> Mapping[str, RegistryEntry[T]]:
         """The entries by name, in the order of registration."""
         return MappingProxyType(self._entries)
 

@@ -30,7 +30,7 @@ from opweave.engine.sampling.logprobs import named
 from opweave.engine.sampling.sampling_params import SamplingParams
 from opweave.engine.sampling.sampling_request import Sampled
 from opweave.engine.scheduler import Scheduled, Scheduler
-from opweave.engine.structured.grammars import Grammars
+from opweave.engine.structured.grammar_compiler import GrammarCompiler
 from opweave.engine.tokenization.tokenizer import tokenizer_of
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
@@ -107,7 +107,7 @@ class EngineCore:
         )
         self.scheduler = scheduler(config.scheduler, cache)
         eos_token_ids = self._known_eos(facts.vocab_size)
-        self.grammars = Grammars(self.tokenizer, facts.vocab_size, eos_token_ids)
+        self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, eos_token_ids)
         prompts = PromptReader(self.tokenizer, facts.vocab_size, self.max_model_len)
         self._factory = RequestFactory(
             prompts, self.grammars, self.platform, eos_token_ids, config.seed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from opweave.base.deprecation import renamed_in
 from opweave.base.errors import (
     IrError,
     OpweaveError,
@@ -20,7 +21,6 @@ __all__ = [
     "DuplicateImplError",
     "DuplicateOpError",
     "GradientFallbackWarning",
-    "InvalidArgumentError",
     "InvalidNameError",
     "InvalidOpError",
     "InvalidResultError",
@@ -37,6 +37,7 @@ __all__ = [
     "SchemaMismatchError",
     "SettingError",
     "SettingWarning",
+    "TensorArgumentError",
     "TransactionClosedError",
     "UnknownError",
     "UnknownOpError",
@@ -57,7 +58,7 @@ class InvalidOpError(IrError, TypeError):
     """A function cannot be an op because of its signature, return type or options."""
 
 
-class InvalidArgumentError(IrError, TypeError):
+class TensorArgumentError(IrError, TypeError):
     """A tensor parameter of an op got a value of another type."""
 
 
@@ -135,3 +136,6 @@ class MissingInputGeneratorError(IrError, LookupError):
 
 class SettingError(IrError, ValueError):
     """A setting from the command line, the environment or a file is malformed."""
+
+
+__getattr__ = renamed_in(__name__, {"InvalidArgumentError": "TensorArgumentError"})

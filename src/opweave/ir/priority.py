@@ -41,7 +41,7 @@ class Source(enum.IntEnum):
     """The native implementation, always last."""
 
 
-class Entry(NamedTuple):
+class PriorityEntry(NamedTuple):
     """One provider in a priority list.
 
     Attributes:
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
         return f"{self.provider}!" if self.strict else self.provider
 
 
-Entries = tuple[Entry, ...]
+Entries = tuple[PriorityEntry, ...]
 
 
 def parse(providers: str | Iterable[str], origin: str) -> Entries:
@@ -84,7 +84,7 @@ def parse(providers: str | Iterable[str], origin: str) -> Entries:
     return entries
 
 
-def _entry(name: object, origin: str) -> Entry:
+def _entry(name: object, origin: str) -> PriorityEntry:
     if not isinstance(name, str):
         raise SettingError(
             f"{origin}: {name!r} is not the name of a provider. "
@@ -100,7 +100,7 @@ def _entry(name: object, origin: str) -> Entry:
     if bare in RENAMED:
         message = f"{origin}: provider {bare!r} is deprecated; use {RENAMED[bare]!r}"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
-    return Entry(RENAMED.get(bare, bare), name.strip().endswith("!"), origin)
+    return PriorityEntry(RENAMED.get(bare, bare), name.strip().endswith("!"), origin)
 
 
 def merge(lists: Iterable[Entries]) -> Entries:
@@ -111,10 +111,10 @@ def merge(lists: Iterable[Entries]) -> Entries:
         >>> [entry.provider for entry in merge(lists)]
         ['a', 'b', 'c', 'native']
     """
-    merged: dict[str, Entry] = {}
+    merged: dict[str, PriorityEntry] = {}
     for entry in (entry for entries in lists for entry in entries):
         merged.setdefault(entry.provider, entry)
-    merged.setdefault(NATIVE, Entry(NATIVE, False, ALWAYS_LAST))
+    merged.setdefault(NATIVE, PriorityEntry(NATIVE, False, ALWAYS_LAST))
     return tuple(merged.values())
 
 

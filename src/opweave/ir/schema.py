@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opweave.base import compat
-from opweave.ir.errors import InvalidArgumentError, InvalidOpError, SchemaMismatchError
+from opweave.ir.errors import InvalidOpError, SchemaMismatchError, TensorArgumentError
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
@@ -192,18 +192,18 @@ def check_returns(function: object, what: str, error: type[Exception]) -> None:
 
 
 def check_types(op: IrOp, values: Sequence[Any]) -> None:
-    """Raise InvalidArgumentError if a tensor parameter of *op* gets any other type."""
+    """Raise TensorArgumentError if a tensor parameter of *op* gets any other type."""
     for param, value in zip(op.schema.params, values, strict=True):
         if param.is_tensor and not isinstance(value, Tensor):
             if value is None and param.is_optional:
                 continue
             wanted = "a Tensor or None" if param.is_optional else "a Tensor"
-            raise InvalidArgumentError(
+            raise TensorArgumentError(
                 f"{op.name}: {param.name} must be {wanted}, found {type(value).__name__}."
             )
         if param.is_tensor_list and (found := _list_problem(param, value)):
             items = "Tensors and None" if param.has_optional_items else "Tensors"
-            raise InvalidArgumentError(
+            raise TensorArgumentError(
                 f"{op.name}: {param.name} must be a list or tuple of {items}, found {found}."
             )
 

@@ -18,7 +18,7 @@ from opweave.ir.errors import (
     ProviderUnavailableError,
 )
 from opweave.ir.impl import IrOpImpl
-from opweave.ir.priority import NATIVE, Entries, Entry, merge
+from opweave.ir.priority import NATIVE, Entries, PriorityEntry, merge
 from opweave.ir.scope import current_scope
 from opweave.ir.settings import Requirements
 from opweave.ir.traits import DIFFERENTIABLE
@@ -46,7 +46,7 @@ class Policy(NamedTuple):
 class Candidate(NamedTuple):
     """An implementation in the priority list."""
 
-    entry: Entry
+    entry: PriorityEntry
     impl: IrOpImpl
     obstacle: str | None  # why it cannot run regardless of the arguments
 
@@ -111,7 +111,7 @@ def _with_traits(op: IrOp, required: Requirements) -> Entries:
         return ()
     origin = f"has the required traits: {', '.join(required)}"
     return tuple(
-        Entry(impl.provider, False, origin)
+        PriorityEntry(impl.provider, False, origin)
         for impl in op.impls.values()
         if required.keys() <= impl.traits
     )

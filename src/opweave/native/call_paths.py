@@ -33,7 +33,7 @@ class CallPaths:
     problem: str | None
 
 
-class _Interface(Protocol):
+class _ModuleInterface(Protocol):
     def _open(self, tensor: type, parameter: type) -> tuple[bool, str | None]: ...
     def _namespace(self) -> str: ...
 
@@ -109,7 +109,7 @@ def opened_modules() -> dict[str, str]:
 def open_call_paths(raw: ModuleType, namespace: str) -> CallPaths:
     """Open both call paths of *raw*, and register fake implementations of its ops."""
     _opened[raw.__file__ or ""] = namespace
-    direct, problem = cast(_Interface, raw)._open(torch.Tensor, torch.nn.Parameter)
+    direct, problem = cast(_ModuleInterface, raw)._open(torch.Tensor, torch.nn.Parameter)
     if problem is None:
         for op in registration.schemas(raw):
             torch.library.register_fake(f"{namespace}::{op}", _fake(raw, op, namespace))
@@ -140,7 +140,7 @@ def _check_registration(raw: ModuleType, namespace: str) -> None:
 
 def _misplaced(raw: ModuleType, namespace: str) -> str | None:
     """Return a message if *raw* was built for another namespace."""
-    built_for = cast(_Interface, raw)._namespace()
+    built_for = cast(_ModuleInterface, raw)._namespace()
     if built_for == namespace:
         return None
     return (

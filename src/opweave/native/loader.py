@@ -45,7 +45,7 @@ class NativeStatus:
         return self.fast_call
 
 
-class _Interface(Protocol):
+class _CoreInterface(Protocol):
     """The functions of ``_C_ops`` besides the ops."""
 
     __file__: str
@@ -83,7 +83,7 @@ def _loaded() -> tuple[ModuleType | None, NativeStatus]:
 
 
 def _open(raw: ModuleType) -> tuple[ModuleType | None, NativeStatus]:
-    native = cast(_Interface, raw)
+    native = cast(_CoreInterface, raw)
     paths = open_call_paths(raw, NAMESPACE)
     problem = native._isa_error() or paths.problem
     found = NativeStatus(

@@ -31,7 +31,7 @@ class Rewritten:
 def rewrite(function: Function, layer: LayerClass, arguments: Mapping[str, str]) -> Rewritten:
     """Return how *function* reads with *arguments* instead of the attributes of ``self``."""
     rewritten = Rewritten(function.name)
-    reader = _Reader(layer, arguments, rewritten)
+    reader = _BodyReader(layer, arguments, rewritten)
     for statement in function.body:
         reader.visit(statement)
     rewritten.problems += _hidden(function, reader.replaced, set(arguments.values()))
@@ -63,7 +63,7 @@ def _bound(function: Function) -> set[str]:
     }
 
 
-class _Reader(ast.NodeVisitor):
+class _BodyReader(ast.NodeVisitor):
     def __init__(
         self, layer: LayerClass, arguments: Mapping[str, str], rewritten: Rewritten
     ) -> None:

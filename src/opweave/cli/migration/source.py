@@ -104,7 +104,7 @@ def read(path: Path) -> SourceModule:
     imports = imports_of(module)
     strings = dict(_strings(module))
     registrations = find_registrations(module, strings)
-    reader = _Reader(imports, strings, registrations)
+    reader = _ClassReader(imports, strings, registrations)
     for node in module.body:
         if isinstance(node, ast.ClassDef) and (found := reader.layer(node)):
             if found.name in reader.layers:
@@ -143,7 +143,7 @@ def _parsed(path: Path) -> tuple[ast.Module, cst.Module]:
         raise CliError(f"{str(path)!r} is nested too deeply to be read.") from error
 
 
-class _Reader:
+class _ClassReader:
     """Reads classes into *layers*."""
 
     def __init__(
@@ -250,7 +250,7 @@ def _strangers(
             )
 
 
-def _nested(module: ast.Module, reader: _Reader) -> Iterator[str]:
+def _nested(module: ast.Module, reader: _ClassReader) -> Iterator[str]:
     """Note the layers that are inside a function, a class or a block."""
     top = set(module.body)
     for node in ast.walk(module):

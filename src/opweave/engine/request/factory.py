@@ -13,7 +13,7 @@ from opweave.engine.sampling.randomness import derived_seed
 from opweave.engine.sampling.sampling_params import SamplingParams, check_params
 from opweave.engine.sampling.seeds import RequestSeeds
 from opweave.engine.sampling.token_mask import token_mask
-from opweave.engine.structured.grammars import Grammars
+from opweave.engine.structured.grammar_compiler import GrammarCompiler
 from opweave.engine.tokenization.detokenizer import Detokenizer
 from opweave.platforms import Platform
 
@@ -32,7 +32,7 @@ class RequestFactory:
     def __init__(
         self,
         prompts: PromptReader,
-        grammars: Grammars,
+        grammars: GrammarCompiler,
         platform: Platform,
         eos_token_ids: frozenset[int],
         seed: int,

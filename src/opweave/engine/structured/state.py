@@ -39,7 +39,7 @@ class GrammarState:
     """The position of one answer in its grammar.
 
     It belongs to the answer, not to its KV blocks, so preemption does not change it.
-    :meth:`Grammars.advance` moves it on.
+    :meth:`GrammarCompiler.advance` moves it on.
 
     Attributes:
         matcher: llguidance's.

@@ -22,7 +22,7 @@ from opweave.ir import RESERVED_PROVIDERS
 from opweave.ir.codegen import functional
 from opweave.ir.donation import refused
 from opweave.ir.errors import PredicateSignatureError
-from opweave.ir.priority import ALWAYS_LAST, NATIVE, Entry, parse
+from opweave.ir.priority import ALWAYS_LAST, NATIVE, PriorityEntry, parse
 from opweave.ir.selection import needs_gradient
 
 __all__ = ["RESERVED_PROVIDERS", "IrOp", "IrOpImpl", "IrOpInplaceOverload", "register_op"]
@@ -230,7 +230,7 @@ class IrOp:
             )
         return complete
 
-    def _complete(self, entries: Sequence[Entry]) -> list[str]:
+    def _complete(self, entries: Sequence[PriorityEntry]) -> list[str]:
         """Return the reachable providers: up to the first that supports all arguments."""
         found: list[str] = []
         for entry in entries:

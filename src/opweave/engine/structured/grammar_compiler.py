@@ -1,4 +1,4 @@
-"""The grammars of an engine: compiled once, shared by the answers that follow them."""
+"""Compiles the grammars of an engine once, and shares them among its answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Compiled(NamedTuple):
     words: NDArray[np.uint8]
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles constraints for one model, and advances the answers that follow them.
 
     :meth:`compile` and :meth:`start` may be called from several threads.
