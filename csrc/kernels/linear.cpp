@@ -1,5 +1,5 @@
 // Linear layers for few tokens, and widening of weights; compiled once per instruction set. Kernels
-// for many tokens are in linear_panels.h and linear_tiles.h.
+// for many tokens are in isa/linear_panels_avx2.h and isa/linear_tiles_amx.h.
 //
 // With few tokens, the kernels are bound by reading the weights. Blocks of weights, one row per
 // lane, are read once for all tokens. Several blocks are read concurrently, each as a sequential
@@ -19,10 +19,10 @@
 #include "kernels/vec_reduce.h"
 
 #if defined(__AMX_BF16__)
-#include "kernels/linear_tiles.h"
+#include "kernels/isa/linear_tiles_amx.h"
 #elif defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
 #define OPWEAVE_HAS_PANELS
-#include "kernels/linear_panels.h"
+#include "kernels/isa/linear_panels_avx2.h"
 #endif
 
 namespace {

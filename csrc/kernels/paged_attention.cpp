@@ -15,7 +15,7 @@
 #include "kernels/vec_reduce.h"
 
 #if defined(__AMX_BF16__)
-#include "kernels/paged_tiles.h"
+#include "kernels/isa/paged_tiles_amx.h"
 #endif
 
 namespace {

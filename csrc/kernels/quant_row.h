@@ -4,8 +4,8 @@
 // that fused kernels can quantise computed values without storing them first.
 #pragma once
 
-#include "kernels/fp8_quotients.h"
-#include "kernels/fp8_steps.h"
+#include "kernels/isa/fp8_quotients_avx512bf16.h"
+#include "kernels/isa/fp8_steps_avx512.h"
 #include "kernels/prefetch.h"
 #include "kernels/storage.h"
 #include "kernels/vec_group.h"
@@ -174,7 +174,8 @@ inline float keep_and_find_largest(float* kept, int64_t n, Value value) {
   return largest_or_nan(most);
 }
 
-// For rows with fewer elements, computing the steps of their scale (fp8_steps.h) does not pay.
+// For rows with fewer elements, computing the steps of their scale (isa/fp8_steps_avx512.h) does
+// not pay.
 constexpr int64_t kFewestForSteps = 512;
 
 // Quantise a row in memory with a given scale.

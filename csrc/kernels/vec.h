@@ -1,6 +1,6 @@
 // The vector layer of the kernels: computations are in float32 lanes for every storage type.
 //
-// Each vec_*.h defines, in an anonymous namespace:
+// Each of isa/vec_{avx512,avx2,generic}.h defines, in an anonymous namespace:
 //   Vec, kLanes           a vector of float32 lanes
 //   splat, add, sub, mul, div, fma  lane-wise arithmetic, rounded to nearest even
 //   min, max              of two lanes; the second one if either is NaN
@@ -78,12 +78,12 @@ inline void touch([[maybe_unused]] const T* p, [[maybe_unused]] Tail tail) {
 }  // namespace
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#include "kernels/vec_avx512.h"
+#include "kernels/isa/vec_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#include "kernels/vec_avx2.h"
+#include "kernels/isa/vec_avx2.h"
 #include "kernels/vec_exponent.h"
 #else
-#include "kernels/vec_generic.h"
+#include "kernels/isa/vec_generic.h"
 #include "kernels/vec_exponent.h"
 #endif
 

@@ -82,5 +82,5 @@ struct Dot<BFloat16> {
 }  // namespace
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-#include "kernels/vec_dot_bytes.h"
+#include "kernels/isa/vec_dot_bytes_avx512bf16.h"
 #endif

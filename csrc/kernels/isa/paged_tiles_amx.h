@@ -14,7 +14,7 @@
 
 #include "kernels/paged_part.h"
 #include "kernels/vec_math.h"
-#include "kernels/vec_tiles.h"
+#include "kernels/isa/vec_tiles_amx.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// Linear layers for many tokens with 8-bit weights on Intel AMX; see vec_tiles.h.
+// Linear layers for many tokens with 8-bit weights on Intel AMX; see isa/vec_tiles_amx.h.
 //
 //   sums [row, token] += weights [row, pair] * tokens [pair, token]
 //
@@ -15,7 +15,7 @@
 #include "kernels/prefetch.h"
 #include "kernels/row_cursor.h"
 #include "kernels/vec_dot.h"
-#include "kernels/vec_tiles.h"
+#include "kernels/isa/vec_tiles_amx.h"
 
 namespace {
 
