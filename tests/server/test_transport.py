@@ -11,6 +11,7 @@ import pytest
 
 from opweave.server import ServerConfig
 from server.conftest import Running, Start
+from server.test_limits import until
 
 PATH = "/v1/completions"
 BODY = json.dumps({"prompt": "Return the", "max_tokens": 3}).encode()
@@ -109,3 +110,21 @@ def test_head_is_counted_under_its_path(server: Running) -> None:
     lines = server.get("/metrics").text.splitlines()
     counted = [line for line in lines if line.startswith("opweave_http_requests_total")]
     assert any('"HEAD"' in line and '"/version"' in line for line in counted), counted
+
+
+@pytest.mark.parametrize(("trusted", "client"), [(None, "203.0.113.7"), ("192.0.2.1", "127.0.0.1")])
+def test_the_client_of_a_proxy_is_logged(
+    trusted: str | None,
+    client: str,
+    start: Start,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if trusted is None:
+        monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
+    else:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
+    with caplog.at_level("INFO", "opweave.server.access"):
+        start().get("/health", headers={"X-Forwarded-For": "203.0.113.7"})
+        until(lambda: "path='/health'" in caplog.text)
+    assert f"client='{client}'" in caplog.text

@@ -109,9 +109,6 @@ class Connection(H11Protocol):
             self.transport.write(_as_http(answer))
         self.transport.close()
 
-    def _should_upgrade(self) -> bool:
-        return False  # ignore upgrade requests without a log message
-
 
 def _as_http(answer: Response) -> bytes:
     """Return a response as bytes; h11 cannot write one without a valid request."""

@@ -184,6 +184,7 @@ def http_server(app: FastAPI) -> uvicorn.Server:
             app,
             http=cast(type[asyncio.Protocol], connection),
             log_config=None,
+            log_level="error",  # refused upgrades and malformed requests are not warnings
             access_log=False,
             server_header=False,
             lifespan="off",
