@@ -20,7 +20,7 @@ ENTRY = re.compile(r"^::: (opweave\.[\w.]+)", re.MULTILINE)
 ENTRIES = {name for text in PAGES.values() for name in ENTRY.findall(text)}
 PACKAGES = (
     "compile", "config", "conformance", "engine", "ir", "layers", "models", "native", "platforms",
-    "plugins", "server",
+    "plugins", "server", "tuning",
 )  # fmt: skip
 
 

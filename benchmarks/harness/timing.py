@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from opweave.tuning.timing import interleaved
 
-def interleaved(
-    measures: Mapping[str, Callable[[], float]], rounds: Iterable[object]
-) -> dict[str, list[float]]:
-    """Call every measure once a round, in a new order each; return what each gave, by round."""
-    found: dict[str, list[float]] = {name: [] for name in measures}
-    for _ in rounds:
-        for name in random.sample(list(measures), len(measures)):
-            found[name].append(measures[name]())
-    return found
+__all__ = ["interleaved", "microseconds", "within"]
 
 
 def microseconds(call: Callable[..., Any], batch: Sequence[tuple[Any, ...]]) -> float:

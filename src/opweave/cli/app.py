@@ -45,6 +45,8 @@ COMMANDS = {
     "serve": "opweave.cli.serve:serve_app",
     "plugins": "opweave.cli.plugins:plugins",
     "verify": "opweave.cli.verify:verify_command",
+    "record": "opweave.cli.record:record",
+    "replay": "opweave.cli.record:replay",
 }
 for _name, _place in COMMANDS.items():
     app.command(_place, name=_name)

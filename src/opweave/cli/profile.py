@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -18,11 +16,9 @@ from opweave.cli.tables import PlainTable
 from opweave.ir import Selection
 from opweave.ir.scope import Scope, current_scope, entered
 from opweave.ir.traffic import least_bytes
-from opweave.platforms import current_platform
+from opweave.tuning.timing import Effort, compare, copy_speed
 
-_SECONDS = 0.02  # minimum time of a measurement
-_ROUNDS = 5
-_COPIED = 2**27  # bytes, more than the caches
+_EFFORT = Effort(rounds=5, seconds=0.02)
 
 
 @dataclass
@@ -68,7 +64,10 @@ class Profile:
         limit = copy_speed()
         for done, (key, (selection, values)) in enumerate(self._calls.items()):
             progress(done, len(self._calls))
-            seconds, results = _time(partial(selection.impl.impl_fn, *values))
+            call = partial(selection.impl.impl_fn, *values)
+            with torch.inference_mode():
+                results = call()
+            seconds = compare({"call": call}, _EFFORT)["call"].microseconds / 1e6
             moved = least_bytes(selection.op, values, [results])
             speed = moved / seconds if moved else None
             op, provider, shapes = key
@@ -90,14 +89,6 @@ def profiled() -> Iterator[Profile]:
     found = Profile()
     with entered(Scope(current_scope(), recorder=found.add)):
         yield found
-
-
-def copy_speed() -> float:
-    """Return the bandwidth of a large copy in bytes per second, reads and writes."""
-    source = torch.ones(_COPIED, dtype=torch.uint8, device=current_platform.device_type)
-    target = torch.empty_like(source)
-    seconds, _ = _time(lambda: target.copy_(source))
-    return 2 * _COPIED / seconds
 
 
 def timing_table(timings: list[Timing]) -> Table:
@@ -122,24 +113,6 @@ def timing_table(timings: list[Timing]) -> Table:
 def as_data(timings: list[Timing]) -> list[dict[str, Any]]:
     """Return the timings as plain data."""
     return [asdict(each) for each in timings]
-
-
-def _time(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the median time of a call in seconds, and its last results."""
-    with torch.inference_mode():
-        result = call()
-        once = _elapsed(call, 1)
-        repeats = max(1, int(_SECONDS / max(once, 1e-7)))
-        return median(_elapsed(call, repeats) for _ in range(_ROUNDS)), result
-
-
-def _elapsed(call: Callable[[], Any], repeats: int) -> float:
-    current_platform.synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    current_platform.synchronize()
-    return (time.perf_counter() - start) / repeats
 
 
 def _copied(values: tuple[Any, ...]) -> tuple[Any, ...]:

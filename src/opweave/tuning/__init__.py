@@ -1,0 +1,23 @@
+"""Record, replay and measure op calls, and choose implementations by measurement.
+
+``opweave record``, ``replay``, ``bench`` and ``tune`` are the commands.
+"""
+
+from opweave.tuning.errors import TraceError, TuningError
+from opweave.tuning.recorder import Recorder, record_calls
+from opweave.tuning.replay import Replay, replay
+from opweave.tuning.timing import Effort, Time
+from opweave.tuning.trace import Trace, TracedCall
+
+__all__ = [
+    "Effort",
+    "Recorder",
+    "Replay",
+    "Time",
+    "Trace",
+    "TraceError",
+    "TracedCall",
+    "TuningError",
+    "record_calls",
+    "replay",
+]

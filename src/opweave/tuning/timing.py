@@ -1,0 +1,119 @@
+"""Timing that is robust to noise: contenders take turns, and each has an estimate of its noise."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from opweave.platforms import current_platform
+
+_COPIED = 2**27  # bytes, more than the caches hold
+
+
+@dataclass(frozen=True)
+class Time:
+    """The time of a call.
+
+    Attributes:
+        microseconds: the median of all rounds.
+        noise: half the 95 % confidence interval of that median, as a share of it; infinite for
+            one round.
+    """
+
+    microseconds: float
+    noise: float
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How thoroughly to measure.
+
+    Attributes:
+        rounds: the number of rounds; each contender runs once per round, in random order.
+        seconds: the minimum duration of a contender's turn.
+    """
+
+    rounds: int = 15
+    seconds: float = 0.003
+
+
+def compare(
+    calls: Mapping[str, Callable[[], object]],
+    effort: Effort | None = None,
+    turn: Callable[[str], object] = lambda name: None,
+) -> dict[str, Time]:
+    """Time several calls against each other.
+
+    Args:
+        calls: the contenders by name.
+        effort: how thoroughly to measure.
+        turn: called with the name of a contender before each of its turns.
+    """
+    effort = effort or Effort()
+    with torch.inference_mode():
+        repeats: dict[str, int] = {}
+        for name, call in calls.items():
+            turn(name)
+            _elapsed(call, 1)
+            repeats[name] = max(1, int(effort.seconds / max(_elapsed(call, 1), 1e-7)))
+
+        def measure(name: str) -> float:
+            turn(name)
+            return _elapsed(calls[name], repeats[name])
+
+        measures = {name: partial(measure, name) for name in calls}
+        found = interleaved(measures, range(effort.rounds))
+    return {name: _time(seconds) for name, seconds in found.items()}
+
+
+def is_faster(one: Time, other: Time, least: float = 0.02) -> bool:
+    """Whether *one* is faster than *other* by more than the noise of both, and *least*."""
+    margin = max(least, one.noise + other.noise)
+    return one.microseconds * (1 + margin) < other.microseconds
+
+
+def copy_speed(size: int = _COPIED) -> float:
+    """Return the bandwidth of a large copy in bytes per second, reads and writes."""
+    source = torch.ones(size, dtype=torch.uint8, device=current_platform.device_type)
+    target = torch.empty_like(source)
+    found = compare({"copy": lambda: target.copy_(source)}, Effort(rounds=5))
+    return 2e6 * size / found["copy"].microseconds
+
+
+def interleaved(
+    measures: Mapping[str, Callable[[], float]], rounds: Iterable[object]
+) -> dict[str, list[float]]:
+    """Call every measure once per round, in random order; return the results by round."""
+    found: dict[str, list[float]] = {name: [] for name in measures}
+    for _ in rounds:
+        for name in random.sample(list(measures), len(measures)):
+            found[name].append(measures[name]())
+    return found
+
+
+def _elapsed(call: Callable[[], object], repeats: int) -> float:
+    """Return seconds per call."""
+    current_platform.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    current_platform.synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def _time(seconds: list[float]) -> Time:
+    middle = statistics.median(seconds)
+    if len(seconds) < 2:
+        return Time(middle * 1e6, math.inf)
+    low, _, high = statistics.quantiles(seconds, n=4)
+    # Of a normal distribution, the quartiles are 1.35 standard deviations apart, and the standard
+    # error of the median is 1.25 standard deviations over the root of the number of values.
+    error = 1.25 * (high - low) / 1.35 / math.sqrt(len(seconds))
+    return Time(middle * 1e6, 1.96 * error / middle)

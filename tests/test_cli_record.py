@@ -1,0 +1,102 @@
+"""``opweave record`` and ``opweave replay``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import test_cli
+from test_cli import CHECKPOINT, Run, assert_one_line_error, run_anew
+
+run = test_cli.run  # the fixture
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("traces") / "trace.jsonl"
+    done = run_anew("record", CHECKPOINT, "-o", file, "--tokens", "3", "5", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert "8 ops" in done.stdout
+    return file
+
+
+def lines(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_record_has_every_length_and_a_decode_step(trace: Path) -> None:
+    header, *calls = lines(trace)
+    assert header["format"] == "opweave trace"
+    assert {call["tokens"] for call in calls if call["op"] == "rms_norm"} == {3, 5, 1}
+    attention = next(c for c in calls if c["op"] == "paged_attention" and c["tokens"] == 3)
+    assert attention["count"] == 6  # layers
+    assert attention["arguments"]["seq_lens"]["values"] == [3]
+    blocks, *_ = attention["arguments"]["key_cache"]["shape"]
+    assert blocks <= 4  # a small cache, whatever the memory of the machine
+
+
+def test_replay_in_another_process(trace: Path) -> None:
+    done = run_anew("replay", trace, "--json", "--op", "rms-norm", "--rounds", "2")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["replays"]
+    assert [(each["op"], each["status"]) for each in found] == [("rms_norm", "passed")] * 3
+    assert all(each["time"]["microseconds"] > 0 for each in found)
+
+
+def test_replay_prints_a_table(run: Run, trace: Path) -> None:
+    done = run("replay", trace, "--provider", "native", "--op", "silu_and_mul", "--rounds", "2")
+    assert done.returncode == 0, done.stderr
+    header, *rows = done.stdout.splitlines()
+    assert header.split()[:4] == ["op", "tokens", "calls", "provider"]
+    assert all(row.split()[3:5] == ["native", "passed"] for row in rows)
+    assert len(rows) == 3
+
+
+def test_replay_fails_where_the_provider_supports_nothing(run: Run, trace: Path) -> None:
+    done = run("replay", trace, "--provider", "triton", "--op", "silu_and_mul", "--rounds", "2")
+    assert done.returncode == 1
+    assert "rejected: " in done.stdout
+
+
+WRONG_KERNEL = """
+from opweave import ir
+
+@ir.ops.silu_and_mul.register_impl("mine")
+def silu_and_mul(x):
+    return ir.ops.silu_and_mul.native(x) * 1.5
+"""
+
+
+def test_replay_finds_a_wrong_kernel(trace: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_kernel.py").write_text(WRONG_KERNEL, encoding="utf-8")
+    done = run_anew(
+        "replay", trace, "--provider", "mine", "--op", "silu_and_mul", "--import", "my_kernel",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "✗ silu_and_mul: output 0:" in done.stdout
+
+
+def test_record_with_data(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    arguments = ("--prompt", "def", "--max-tokens", "1", "--data", "--dtype", "float32")
+    assert run("record", CHECKPOINT, "-o", file, *arguments).returncode == 0
+    header, *calls = lines(file)
+    assert header["data"] == "t.safetensors"
+    kinds = {a["type"] for call in calls for a in call["arguments"].values()}
+    assert kinds == {"safetensors", "scalar"}
+    assert run("replay", file, "--op", "fused_add_rms_norm", "--rounds", "2").returncode == 0
+
+
+def test_bad_input(run: Run, trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "t.jsonl"
+    assert_one_line_error(run("record", CHECKPOINT, "-o", tmp_path / "no" / "t"), "no directory")
+    assert_one_line_error(run("record", tmp_path, "-o", out), "tokenizer.json")
+    assert_one_line_error(run("record", CHECKPOINT, "-o", out, "--tokens", "0"), "--tokens 0")
+    assert_one_line_error(run("record", CHECKPOINT, "-o", out, "--tokens", "900"), "900")
+    assert_one_line_error(run("replay", out), str(out))
+    assert_one_line_error(run("replay", trace, "--op", "rms_nrom"), "did you mean", "rms_norm")
+    assert_one_line_error(run("replay", trace, "--provider", "x"), "'x'", "opweave_c")
