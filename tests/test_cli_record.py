@@ -96,7 +96,9 @@ def test_bad_input(run: Run, trace: Path, tmp_path: Path) -> None:
     assert_one_line_error(run("record", CHECKPOINT, "-o", tmp_path / "no" / "t"), "no directory")
     assert_one_line_error(run("record", tmp_path, "-o", out), "tokenizer.json")
     assert_one_line_error(run("record", CHECKPOINT, "-o", out, "--tokens", "0"), "--tokens 0")
-    assert_one_line_error(run("record", CHECKPOINT, "-o", out, "--tokens", "900"), "900")
+    assert_one_line_error(
+        run("record", CHECKPOINT, "-o", out, "--tokens", "900"), "context of 256 tokens"
+    )
     assert_one_line_error(run("replay", out), str(out))
     assert_one_line_error(run("replay", trace, "--op", "rms_nrom"), "did you mean", "rms_norm")
     assert_one_line_error(run("replay", trace, "--provider", "x"), "'x'", "opweave_c")
