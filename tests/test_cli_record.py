@@ -100,5 +100,5 @@ def test_bad_input(run: Run, trace: Path, tmp_path: Path) -> None:
         run("record", CHECKPOINT, "-o", out, "--tokens", "900"), "context of 256 tokens"
     )
     assert_one_line_error(run("replay", out), str(out))
-    assert_one_line_error(run("replay", trace, "--op", "rms_nrom"), "did you mean", "rms_norm")
+    assert_one_line_error(run("replay", trace, "--op", "rms_nrom"), "Did you mean", "rms_norm")
     assert_one_line_error(run("replay", trace, "--provider", "x"), "'x'", "opweave_c")
