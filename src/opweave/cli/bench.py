@@ -1,4 +1,4 @@
-"""``opweave bench serve``: measure the latency and throughput of a running server."""
+"""``opweave bench``: compare kernels (``bench OP``), load-test a server (``bench serve``)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from cyclopts import App
 from rich.markup import escape
 from rich.table import Table
 
+from opweave.cli.bench_op import bench_op
 from opweave.cli.flag import Flag
 from opweave.cli.load import Client, Load, Summary, summarise
 from opweave.cli.output import out, print_json
 from opweave.cli.progress import progress_bar
 from opweave.cli.tables import PlainTable
 
-bench = App(name="bench", help="Measure a running server.", help_format="plaintext")
+bench = App(name="bench", help="Compare the kernels of an op, or load-test a running server.")
+bench.help_format = "plaintext"
+bench.default(bench_op)
 
 _TIMES = {
     "ttft": "time to first token",

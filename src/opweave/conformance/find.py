@@ -57,7 +57,9 @@ def subjects(
     return found
 
 
-def with_inputs(found: Sequence[Subject], given: Sequence[str]) -> list[Subject]:
+def with_inputs(
+    found: Sequence[Subject], given: Sequence[str], option: str = "--input"
+) -> list[Subject]:
     """Return the subjects with options of their ops' input generators, written as ``NAME=VALUE``.
 
     An op whose generator does not have an option does without.
@@ -71,13 +73,16 @@ def with_inputs(found: Sequence[Subject], given: Sequence[str]) -> list[Subject]
         if all(default is None for default in defaults):
             known = dict.fromkeys(key for subject in found for key in _defaults(subject))
             raise UnknownInputError(
-                f"--input {text!r}: no input generator of these ops has an option {name!r}. "
+                f"{option} {text!r}: no input generator of these ops has an option {name!r}. "
                 f"{did_you_mean(name, known)}"
             )
         found = [
             subject
             if default is None
-            else replace(subject, options=(*subject.options, (name, _number(text, value, default))))
+            else replace(
+                subject,
+                options=(*subject.options, (name, _number(f"{option} {text!r}", value, default))),
+            )
             for subject, default in zip(found, defaults, strict=True)
         ]
     return list(found)
@@ -96,7 +101,7 @@ def _number(text: str, value: str, default: int | bool) -> int | bool:
     if not isinstance(default, bool) and value.isdecimal():
         return int(value)
     kind = "true or false" if isinstance(default, bool) else "a number of at least 0"
-    raise UnknownInputError(f"--input {text!r}: it should be {kind}, as its default {default}.")
+    raise UnknownInputError(f"{text}: it should be {kind}, as its default {default}.")
 
 
 def _ensure_registered(provider: str) -> None:

@@ -3,6 +3,7 @@
 ``opweave record``, ``replay``, ``bench`` and ``tune`` are the commands.
 """
 
+from opweave.tuning.contest import Measurement, contest
 from opweave.tuning.errors import TraceError, TuningError
 from opweave.tuning.recorder import Recorder, record_calls
 from opweave.tuning.replay import Replay, replay
@@ -11,6 +12,7 @@ from opweave.tuning.trace import Trace, TracedCall
 
 __all__ = [
     "Effort",
+    "Measurement",
     "Recorder",
     "Replay",
     "Time",
@@ -18,6 +20,7 @@ __all__ = [
     "TraceError",
     "TracedCall",
     "TuningError",
+    "contest",
     "record_calls",
     "replay",
 ]

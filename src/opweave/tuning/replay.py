@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from opweave.base.errors import described
 from opweave.conformance.case import Case
-from opweave.conformance.compare import outputs_problem
-from opweave.conformance.memory import Values, copied
-from opweave.conformance.subject import Subject
-from opweave.ir import IrOp, IrOpImpl
-from opweave.ir.codegen import functional
-from opweave.platforms import current_platform
+from opweave.tuning.contest import timed_call, verified
 from opweave.tuning.timing import Effort, Time, compare
 from opweave.tuning.trace import Trace, TracedCall
-
-FAILURES = (Exception, SystemExit)
 
 
 @dataclass(frozen=True)
@@ -71,53 +62,14 @@ def replay(
     if case.refusal is not None:
         reason = f"native raises {described(case.refusal, 1)}"
         return Replay(call, provider or "native", "native", "rejected", reason)
-    default = op.dispatch(*op.schema.split(values)[0], **op.schema.split(values)[1]).provider
+    args, kwargs = op.schema.split(values)
+    default = op.dispatch(*args, **kwargs).provider
     provider = provider or default
-    reason = refusal(op, provider, values)
-    if reason:
-        return Replay(call, provider, default, "rejected", reason)
-    problem = wrong(case, provider)
-    if problem:
-        return Replay(call, provider, default, "failed", problem)
-    calls = {
-        name: timed_call(op.impls[name], values) for name in dict.fromkeys((provider, default))
-    }
+    checked = verified(case, provider)
+    if checked.status != "passed":
+        return Replay(call, provider, default, checked.status, checked.reason)
+    calls = {name: timed_call(op.impls[name], values) for name in (provider, default)}
     times = compare(calls, effort)
     return Replay(
         call, provider, default, "passed", time=times[provider], default_time=times[default]
     )
-
-
-def refusal(op: IrOp, provider: str, values: Values) -> str:
-    """Return why an implementation does not support a call, or an empty string."""
-    if provider not in op.impls:
-        return f"{op.name} has no implementation from {provider}"
-    impl = op.impls[provider]
-    if not impl.supported:
-        return impl.unsupported_reason
-    try:
-        return impl.rejection(values) or ""
-    except FAILURES as error:
-        return f"its predicate raised {described(error, 1)}"
-
-
-def wrong(case: Case, provider: str) -> str:
-    """Return what is wrong with an implementation's result, or an empty string."""
-    try:
-        result = Subject(case.op, provider, current_platform.device_type).run(copied(case.values))
-        return outputs_problem(case, result) or ""
-    except FAILURES as error:
-        return f"raised {described(error, 1)}"
-
-
-def timed_call(impl: IrOpImpl, values: Values) -> Callable[[], object]:
-    """Return a call of the kernel alone, on arguments of its own.
-
-    An in-place kernel writes to its activations, as after ``maybe_inplace``. Those with integer
-    activations get a copy each time: running such a kernel repeatedly would advance its input.
-    """
-    args, kwargs = impl.op.schema.split(copied(values))
-    advances = impl.inplace and not all(
-        values[i].is_floating_point() for i in impl.op.activation_indices
-    )
-    return partial(functional(impl) if advances else impl.impl_fn, *args, **kwargs)

@@ -79,8 +79,9 @@ def is_faster(one: Time, other: Time, least: float = 0.02) -> bool:
     return one.microseconds * (1 + margin) < other.microseconds
 
 
-def copy_speed(size: int = _COPIED) -> float:
+def copy_speed(size: int | None = None) -> float:
     """Return the bandwidth of a large copy in bytes per second, reads and writes."""
+    size = size or _COPIED
     source = torch.ones(size, dtype=torch.uint8, device=current_platform.device_type)
     target = torch.empty_like(source)
     found = compare({"copy": lambda: target.copy_(source)}, Effort(rounds=5))
