@@ -173,6 +173,7 @@ def test_arguments_that_cannot_be_recorded_are_named(scaled: ir.IrOp) -> None:
 
 
 HEADER = '{"format": "opweave trace", "version": 1, "device": "cpu", "data": null}\n'
+LINE = '{"op": "a", "provider": "b", "count": 1, "tokens": 1, "arguments": {"x": %s}}'
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,10 @@ HEADER = '{"format": "opweave trace", "version": 1, "device": "cpu", "data": nul
         (HEADER.replace("1", "2"), "version 1"),
         (HEADER + "{", "line 2 is not a JSON object"),
         (HEADER + '{"op": "rms_norm"}', "line 2: 'provider' should be str"),
+        (HEADER + LINE % "3", "line 2: argument 'x': expected an object with a 'type'"),
+        (HEADER + LINE % '{"type": "odd"}', "line 2: argument 'x': expected an object"),
+        (HEADER + LINE % '{"type": "values", "dtype": "int8"}', "values lacks shape, stride"),
+        (HEADER + LINE % '{"type": "list", "items": [{"type": "scalar"}]}', "scalar lacks value"),
         (HEADER.replace("null", '"gone.safetensors"'), "cannot read its tensors"),
     ],
 )

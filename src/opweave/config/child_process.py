@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any
 
 
 def inherited_environment() -> dict[str, str]:
@@ -67,3 +71,45 @@ class ChildProcess:
     def kill(self) -> None:
         """Kill the process if it is running."""
         self._process.kill()
+
+    def receive(self, timeout: float) -> Any:
+        """Receive the next message.
+
+        Raises:
+            TimeoutError: none came in time.
+            EOFError: the process has ended.
+        """
+        if not self.connection.poll(timeout):
+            raise TimeoutError
+        try:
+            return self.connection.recv()
+        except OSError as error:
+            raise EOFError from error
+
+    def close(self) -> int:
+        """End the process, and return its exit code, or the negative signal number."""
+        code = self.wait(1.0 if self.connection.poll(0) else 0.0)
+        self.connection.close()
+        return code
+
+
+def ending(code: int) -> str:
+    """Return in words how a process ended.
+
+    Examples:
+        >>> ending(3), ending(-11)
+        ('exit code 3', 'SIGSEGV')
+    """
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def end_with_parent() -> None:
+    """End this process once its parent has ended, even while a kernel runs."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

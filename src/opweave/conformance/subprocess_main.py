@@ -5,14 +5,12 @@ Its argument is the file descriptor of the socket to the parent process.
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
+from opweave.config.child_process import end_with_parent
 from opweave.conformance.find import subjects
 from opweave.conformance.heap import leave_to_this_process
 from opweave.conformance.modules import import_named
@@ -40,15 +38,8 @@ def _found(named: Named) -> Subject:
     return replace(subject, device=named.device, options=named.options)
 
 
-def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, even while a kernel runs."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()
     leave_to_this_process()
     with suppress(EOFError, ConnectionError):  # the parent has ended
         serve(Connection(int(sys.argv[1])))

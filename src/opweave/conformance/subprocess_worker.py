@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
-from opweave.config.child_process import ChildProcess
+from opweave.config.child_process import ChildProcess, ending
 from opweave.conformance.check import Outcome
 from opweave.conformance.errors import VerifierFailedError
 from opweave.conformance.heap import checking_environment
@@ -100,7 +100,7 @@ class Verifier:
         outcomes, check, case = list[Outcome](), "", ""
         while True:
             try:
-                message = _receive(process, self._timeout)
+                message = process.receive(self._timeout)
             except EOFError:
                 problem = self._end()
                 break
@@ -132,7 +132,7 @@ class Verifier:
         self._process = process = ChildProcess(_MODULE, environment=environment)
         process.connection.send(self._task)
         try:
-            _receive(process, _STARTING)
+            process.receive(_STARTING)
         except (EOFError, TimeoutError):
             raise VerifierFailedError(
                 f"the process that verifies {self._end()} before it began."
@@ -144,21 +144,7 @@ class Verifier:
         process, self._process = self._process, None
         if process is None:
             return ""
-        code = process.wait(1.0 if process.connection.poll(0) else 0.0)
-        process.connection.close()
-        if code >= 0:
-            return f"ended the process with exit code {code}"
-        reason = signal.Signals(-code)
+        code = process.close()
         # glibc's checks of the heap are on: see the module heap.
-        hint = ", as where memory behind a result is written" if reason is signal.SIGABRT else ""
-        return f"ended the process with {reason.name}{hint}"
-
-
-def _receive(process: ChildProcess, timeout: float) -> Any:
-    """Receive the next message; raises TimeoutError, or EOFError if the subprocess has ended."""
-    if not process.connection.poll(timeout):
-        raise TimeoutError
-    try:
-        return process.connection.recv()
-    except OSError as error:
-        raise EOFError from error
+        hint = ", as where memory behind a result is written" if code == -signal.SIGABRT else ""
+        return f"ended the process with {ending(code)}{hint}"

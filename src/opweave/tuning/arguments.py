@@ -32,6 +32,12 @@ _INDEXES = (torch.bool, torch.int16, torch.int32, torch.int64)
 _MOST_VALUES = 2**16  # larger integer tensors are packed weights, not indices
 _SAMPLE = 2**20
 _PLAIN = (int, float, bool, str)
+_TENSOR = ("dtype", "shape", "stride", "device")
+_FIELDS = {
+    "scalar": ("value",), "dtype": ("value",), "device": ("value",), "list": ("items",),
+    "random": (*_TENSOR, "min", "max"), "values": (*_TENSOR, "values"),
+    "safetensors": (*_TENSOR, "tensor_key"),
+}  # fmt: skip
 
 
 def signature(value: Any) -> Hashable:
@@ -63,6 +69,18 @@ def describe(value: Any, keep: Callable[[Tensor], str] | None = None) -> Descrip
     if value is None or isinstance(value, _PLAIN):
         return {"type": "scalar", "value": value}
     raise TraceError(f"an argument of type {type(value).__name__} cannot be recorded")
+
+
+def problem_of(given: Any) -> str:
+    """Return what is wrong with a description that was read from a file, or an empty string."""
+    if not isinstance(given, dict) or given.get("type") not in _FIELDS:
+        return f"expected an object with a 'type' of {', '.join(_FIELDS)}; found {given!r:.60}"
+    missing = [name for name in _FIELDS[given["type"]] if name not in given]
+    if missing:
+        return f"{given['type']} lacks {', '.join(missing)}"
+    if not all(isinstance(given.get(name, []), list) for name in ("shape", "stride", "items")):
+        return "shape, stride and items should be lists"
+    return next(filter(None, map(problem_of, given.get("items", ()))), "")
 
 
 def build(given: Description, load: Build, device: Mapping[str, str]) -> Any:

@@ -9,3 +9,11 @@ class TuningError(OpweaveError):
 
 class TraceError(TuningError, ValueError):
     """A trace file cannot be read, or an argument cannot be recorded."""
+
+
+class TuningFileError(TuningError, ValueError):
+    """A tuning file cannot be read, or is of another machine."""
+
+
+class WorkerFailedError(TuningError, RuntimeError):
+    """The process that measures does not start."""

@@ -20,7 +20,7 @@ import opweave
 from opweave.ir import IrOp
 from opweave.ir.registry import find_op
 from opweave.platforms import current_platform
-from opweave.tuning.arguments import Description, build
+from opweave.tuning.arguments import Description, build, problem_of
 from opweave.tuning.errors import TraceError
 
 FORMAT, VERSION = "opweave trace", 1
@@ -182,6 +182,9 @@ def _call(path: Path, number: int, line: str) -> TracedCall:
                 f"{path}: line {number}: {name!r} should be {kind.__name__}, "
                 f"found {found.get(name)!r:.60}."
             )
+    for name, argument in found["arguments"].items():
+        if problem := problem_of(argument):
+            raise TraceError(f"{path}: line {number}: argument {name!r}: {problem}.")
     return TracedCall(**{name: found[name] for name in wanted})
 
 

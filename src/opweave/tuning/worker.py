@@ -1,0 +1,167 @@
+"""Measures calls in a subprocess, so that a crashing or hanging kernel is excluded, not fatal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Self
+
+from opweave.config.child_process import ChildProcess, ending
+from opweave.platforms import resolution
+from opweave.platforms.handover import VARIABLE
+from opweave.tuning.cell import Cell, candidates, family_of
+from opweave.tuning.contest import Measurement
+from opweave.tuning.errors import WorkerFailedError
+from opweave.tuning.timing import Effort
+from opweave.tuning.trace import Trace, TracedCall
+
+_MODULE = "opweave.tuning.worker_main"
+_STARTING = 300.0  # seconds to import opweave, its plugins and the user's modules
+
+
+@dataclass(frozen=True)
+class Task:
+    """Settings shared by all calls.
+
+    Attributes:
+        modules: modules to import, which register ops and implementations.
+        effort: how thoroughly to measure.
+        seed: the seed of random arguments.
+    """
+
+    modules: tuple[str, ...] = ()
+    effort: Effort = field(default_factory=Effort)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A call to measure; the only one of its trace.
+
+    Attributes:
+        trace: the call and its stored tensors.
+        providers: the implementations.
+    """
+
+    trace: Trace
+    providers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Sent before each use of an implementation."""
+
+    provider: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """The result of a job: the default provider, and the measurements or an obstacle."""
+
+    default: str
+    measurements: tuple[Measurement, ...]
+    obstacle: str = ""
+
+
+class Worker:
+    """Measures calls one after another in a subprocess.
+
+    Args:
+        task: the shared settings.
+        timeout: seconds that one step (verifying, or one turn of timing) may take.
+    """
+
+    def __init__(self, task: Task, timeout: float = 120.0) -> None:
+        self._task, self._timeout = task, timeout
+        self._process: ChildProcess | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def measure(self, trace: Trace, call: TracedCall) -> Cell | str:
+        """Measure every implementation that can run here.
+
+        An implementation that ends or blocks the process gets the status ``crashed``, and the
+        others are measured in a new process.
+
+        Returns:
+            The cell, or why the call cannot be measured.
+
+        Raises:
+            WorkerFailedError: the subprocess does not start.
+        """
+        job = Job(_only(trace, call), tuple(candidates(trace.op(call))))
+        crashed: list[Measurement] = []
+        while True:
+            stage, outcome = self._run(job)
+            if isinstance(outcome, Done):
+                break
+            if not stage.provider:
+                return f"while building the arguments, the process {outcome}"
+            reason = f"{outcome} while {stage.what}"
+            crashed.append(Measurement(stage.provider, "crashed", reason))
+            job = replace(job, providers=tuple(p for p in job.providers if p != stage.provider))
+        if outcome.obstacle:
+            return outcome.obstacle
+        return Cell(
+            call.op,
+            family_of(call),
+            call.tokens,
+            call.count,
+            outcome.default,
+            (*outcome.measurements, *crashed),
+        )
+
+    def _run(self, job: Job) -> tuple[Stage, Done | str]:
+        """Return the last stage, and the result or how the process ended."""
+        process, stage = self._running(), Stage("", "")
+        process.connection.send(job)
+        while True:
+            try:
+                message = process.receive(self._timeout)
+            except EOFError:
+                return stage, f"ended with {ending(self._end())}"
+            except TimeoutError:
+                self._end()
+                return stage, f"did not respond within {self._timeout:g} s"
+            if isinstance(message, Done):
+                return stage, message
+            stage = message
+
+    def _running(self) -> ChildProcess:
+        if self._process is not None and self._process.is_running:
+            return self._process
+        self._end()
+        environment = {VARIABLE: resolution().to_json()}
+        self._process = process = ChildProcess(_MODULE, environment=environment)
+        process.connection.send(self._task)
+        try:
+            process.receive(_STARTING)
+        except (EOFError, TimeoutError):
+            raise WorkerFailedError(
+                f"the process that measures ended with {ending(self._end())} before it began."
+            ) from None
+        return process
+
+    def _end(self) -> int:
+        process, self._process = self._process, None
+        return 0 if process is None else process.close()
+
+
+def _only(trace: Trace, call: TracedCall) -> Trace:
+    data = {
+        given["tensor_key"]: trace.data[given["tensor_key"]]
+        for argument in call.arguments.values()
+        for given in (argument, *argument.get("items", ()))
+        if given["type"] == "safetensors"
+    }
+    return replace(trace, calls=[call], data=data)

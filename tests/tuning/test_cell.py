@@ -1,0 +1,150 @@
+"""Cells of a tuning file: which calls share one, and which implementation wins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from opweave import ir
+from opweave.tuning import (
+    Cell,
+    Machine,
+    Measurement,
+    Time,
+    Trace,
+    TuningFile,
+    TuningFileError,
+    record_calls,
+)
+from opweave.tuning.cell import cells_to_measure, family_of
+from opweave.tuning.file import merge
+
+HERE = Machine("cpu", "a processor", "amx", 2, "2.13", "0.1")
+OTHER = Machine("cpu", "another processor", "avx2", 2, "2.13", "0.1")
+
+
+def cell(tokens: int = 4, default: str = "a", **times: tuple[float, float]) -> Cell:
+    results = tuple(Measurement(p, "passed", time=Time(*found)) for p, found in times.items())
+    return Cell("rms_norm", "x float32[n,8]", tokens, 3, default, results)
+
+
+@pytest.mark.parametrize(
+    ("times", "best"),
+    [
+        ({"a": (10, 0.01), "b": (9, 0.01)}, "b"),
+        ({"a": (10, 0.01), "b": (9.9, 0.001)}, "a"),  # below 2 %
+        ({"a": (10, 0.2), "b": (9, 0.01)}, "a"),  # within the noise
+        ({"a": (10, 0.01), "b": (9, 0.01), "c": (8, 0.01)}, "c"),
+        ({"a": (10, 0.01), "b": (7, 0.6), "c": (8, 0.01)}, "c"),  # b is too uncertain
+        ({"a": (8, 0.01), "b": (9, 0.01)}, "a"),
+        ({"b": (9, 0.01), "c": (8, 0.5)}, "c"),  # the default has no time: it is wrong here
+        ({}, "a"),
+    ],
+)
+def test_the_default_stays_unless_another_is_faster_by_more_than_the_noise(
+    times: dict[str, tuple[float, float]], best: str
+) -> None:
+    assert cell(**times).best == best
+
+
+def recorded() -> Trace:
+    with record_calls() as recorder:
+        for tokens in (1, 3, 4, 4, 5, 9):
+            ir.ops.rms_norm(torch.randn(tokens, 8), torch.ones(8), 1e-6)
+        ir.ops.rms_norm(torch.randn(4, 16), torch.ones(16), 1e-6)
+        ir.ops.rms_norm(torch.randn(4, 8), torch.ones(8), 1e-5)
+        ir.ops.rms_norm(torch.randn(4, 16)[:, ::2], torch.ones(8), 1e-6)
+        ir.ops.embedding(torch.arange(4), torch.randn(9, 8))  # has one implementation
+    return recorder.trace
+
+
+def test_a_cell_is_a_family_and_a_bucket_of_tokens() -> None:
+    calls = cells_to_measure(recorded())
+    families: dict[str, list[int]] = {}
+    for call in calls:
+        families.setdefault(family_of(call), []).append(call.tokens)
+    usual = "x float32[n,8], weight float32[8], epsilon 1e-06, variance_size None"
+    assert {family: sorted(tokens) for family, tokens in families.items()} == {
+        usual: [1, 4, 5, 9],  # 3 and 4 share a bucket, where 4 is more frequent
+        usual.replace("8", "16"): [4],
+        usual.replace("1e-06", "1e-05"): [4],
+        usual.replace("[n,8]", "[n,8] strides [16, 2]"): [4],
+    }
+    assert calls[0].tokens == 4
+    assert calls[0].count == 2
+
+
+def test_measured_cells_are_left_out() -> None:
+    trace = recorded()
+    done = [(c.op, family_of(c), 4) for c in cells_to_measure(trace) if c.tokens == 4]
+    assert sorted(c.tokens for c in cells_to_measure(trace, done)) == [1, 5, 9]
+
+
+def test_ops_with_one_implementation_are_left_out() -> None:
+    assert {call.op for call in cells_to_measure(recorded())} == {"rms_norm"}
+
+
+def test_a_file_gives_the_same_cells(tmp_path: Path) -> None:
+    file, path = TuningFile(), tmp_path / "tuning.json"
+    failed = Measurement("c", "crashed", "ended with SIGSEGV while timing")
+    found = cell(a=(10.5, 0.01), b=(9.25, 0.02))
+    found = Cell(found.op, found.family, 4, 3, "a", (*found.results, failed))
+    file.add(found, HERE)
+    file.add(cell(8, a=(1, 0)), OTHER)
+    file.save(path)
+    assert TuningFile.load(path) == file
+    assert [p.name for p in tmp_path.iterdir()] == ["tuning.json"]
+    assert json.loads(path.read_text(encoding="utf-8"))["machines"][0]["cells"][0]["best"] == "b"
+
+
+def test_the_last_of_merged_files_wins() -> None:
+    first, second = TuningFile(), TuningFile()
+    first.add(cell(4, a=(1, 0)), HERE)
+    first.add(cell(8, a=(2, 0)), HERE)
+    second.add(cell(3, a=(3, 0)), HERE)  # the bucket of 4
+    second.add(cell(4, a=(4, 0)), OTHER)
+    merged = merge([first, second])
+    times = {
+        (machine, tokens): found.results[0].time.microseconds  # type: ignore[union-attr]
+        for machine, cells in merged.machines.items()
+        for (_, _, tokens), found in cells.items()
+    }
+    assert times == {(HERE, 4): 3, (HERE, 8): 2, (OTHER, 4): 4}
+
+
+def test_a_file_of_another_machine_is_refused(tmp_path: Path) -> None:
+    file = TuningFile()
+    file.add(cell(a=(1, 0)), OTHER)
+    with pytest.raises(
+        TuningFileError, match=r"no measurements of this machine: .*device"
+    ) as error:
+        file.here(tmp_path / "tuning.json")
+    assert "\n" not in str(error.value)
+    file.add(cell(a=(1, 0)), Machine.here())
+    assert len(file.here(tmp_path)) == 1
+
+
+ENTRY = '{"format": "opweave tuning", "version": 1, "machines": %s}'
+MACHINE = json.dumps(HERE.__dict__)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "cannot read the tuning file"),
+        ("[]", "is not a tuning file of version 1"),
+        ('{"format": "opweave tuning", "version": 9}', "is not a tuning file of version 1"),
+        (ENTRY % "3", "expected a list of objects"),
+        (ENTRY % "[{}]", "no valid 'machine'"),
+        (ENTRY % f'[{{"machine": {MACHINE}, "cells": [{{}}]}}]', "a cell is malformed"),
+        (ENTRY % f'[{{"machine": {MACHINE}, "cells": [1]}}]', "expected a list of objects"),
+    ],
+)
+def test_malformed_files(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "tuning.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(TuningFileError, match=message):
+        TuningFile.load(path)
