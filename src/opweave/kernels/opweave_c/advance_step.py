@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import SymInt, Tensor
 
 from opweave import _custom_ops
+from opweave.adapters.opaque import mutating
 from opweave.ir import rules
 from opweave.ir.ops.advance_step import advance_step_flashattn as op
 from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT
-from opweave.kernels.opaque import mutating
 from opweave.kernels.opweave_c.call_paths import implements
 
 _UPDATED = ("input_tokens", "input_positions", "seq_lens", "slot_mapping")

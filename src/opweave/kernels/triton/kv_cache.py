@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from opweave.adapters.opaque import mutating
 from opweave.ir.ops.kv_cache import reshape_and_cache as op
-from opweave.kernels.opaque import mutating
 from opweave.kernels.paged import WRITES
 from opweave.kernels.triton.arguments import on_device
 from opweave.kernels.triton.registration import (

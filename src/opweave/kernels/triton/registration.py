@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opweave.adapters.opaque import opaque
 from opweave.ir import IrOp
 from opweave.ir.predicate import Predicate
 from opweave.ir.traits import BATCH_INVARIANT
-from opweave.kernels.opaque import opaque
 
 Function = Callable[..., Any]
 
@@ -71,7 +71,7 @@ def implements(
     """Register the decorated function as the Triton implementation of *op*.
 
     The function becomes an opaque op, unless it is in-place. An in-place implementation must call
-    its kernels through :func:`opweave.kernels.opaque.mutating`.
+    its kernels through :func:`opweave.adapters.opaque.mutating`.
     """
     register = op.register_impl(
         "triton",

@@ -18,15 +18,20 @@ Function = Callable[..., Any]
 _libraries: list[Library] = []  # torch removes the ops of a library when it is garbage collected
 
 
-def opaque(op: IrOp, namespace: str) -> Callable[[Function], Function]:
+def opaque(op: IrOp, namespace: str, name: str = "") -> Callable[[Function], Function]:
     """Register the decorated implementation of *op* as a torch op in *namespace*.
 
     If gradients are required, autograd records the operators inside it instead.
+
+    Args:
+        name: the name of the torch op; by default that of *op*.
     """
 
     def wrap(function: Function) -> Function:
-        library = _new_library(namespace, op.name)
-        torch_op = opaque_op(namespace, op.name, function, op.fake, op.schema.torch, library)
+        library = _new_library(namespace, name or op.name)
+        torch_op = opaque_op(
+            namespace, name or op.name, function, op.fake, op.schema.torch, library
+        )
         arguments = op.schema.call()
         # No __name__ in the globals, because Dynamo would look them up in the module of that name.
         names = {**op.schema.defaults, "_op": torch_op}

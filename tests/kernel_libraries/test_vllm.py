@@ -1,4 +1,4 @@
-"""Provider ``vllm_c`` on the real wheel: make test-vllm."""
+"""Provider ``vllm_c`` on the real wheel: make test-libraries."""
 
 from __future__ import annotations
 

@@ -1,0 +1,180 @@
+"""Turn a function of a kernel library into an implementation of an op."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from opweave.adapters.function import Function, HubKernel, ModuleFunction
+from opweave.adapters.opaque import opaque
+from opweave.ir import IrOp
+from opweave.ir.errors import InvalidOpError, did_you_mean
+from opweave.ir.predicate import Predicate
+from opweave.ir.rule import named_call
+
+REGISTERS_FOR_CALLER = True  # an implementation's place is that of the call of wrap()
+
+_registered: Counter[tuple[str, str]] = Counter()
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that the library's function writes, and the op returns.
+
+    Attributes:
+        make: returns the tensor; takes some of the op's parameters, by name. The name of a
+            parameter stands for a copy of it, for functions that overwrite an input.
+        index: which of the op's results it is. The default is the next one in the order of the
+            arguments.
+    """
+
+    make: str | Function
+    index: int | None = None
+
+
+def wrap(
+    op: IrOp,
+    provider: str,
+    function: str | HubKernel | Function,
+    arguments: Sequence[object] | Mapping[str, object],
+    *,
+    results: int | Sequence[int] | None = None,
+    supported: bool = True,
+    unsupported_reason: str | None = None,
+    supports_args: Predicate | None = None,
+    traits: Iterable[str] = (),
+    override: bool = False,
+) -> None:
+    """Register a function of a kernel library as an implementation of *op*.
+
+    Args:
+        op: the op.
+        provider: the name of the library, ``[a-z_][a-z0-9_]*``.
+        function: the library's function. One that is named, as ``"package.module:function"`` or as
+            a :class:`HubKernel`, is imported at the first call, and unsupported if the package is
+            not installed.
+        arguments: the arguments of *function*, in order or by keyword. Each one is the name of a
+            parameter of the op; an :class:`Output`; a function of some of the op's parameters, by
+            name, that computes the argument; or any other object, which is passed as it is.
+        results: the positions of the op's results in the tuple that *function* returns, if that
+            has other elements.
+        supported: whether the function can run on this system.
+        unsupported_reason: why it cannot.
+        supports_args: a rule for the supported arguments, as for :meth:`IrOp.register_impl`.
+        traits: the promises of the function, see :mod:`opweave.ir.traits`.
+        override: replace an earlier implementation of the same provider.
+
+    The op returns the tensors of the outputs. If there are none, it returns what *function* does.
+    Under ``torch.compile``, the implementation is opaque: it is called, not traced.
+
+    Raises:
+        InvalidOpError: an argument names no parameter of the op, or the outputs do not fit.
+        DuplicateImplError: the provider is registered for this op already.
+    """
+    code = _Code(op)
+    named = ModuleFunction(function) if isinstance(function, str) else function
+    if isinstance(named, ModuleFunction | HubKernel):
+        code.names["_load"] = cache(named.load)
+        obstacle = named.obstacle() if supported else None
+        supported, unsupported_reason = supported and not obstacle, obstacle or unsupported_reason
+    else:
+        code.names["_function"] = named
+    call = code.call("_load()" if "_load" in code.names else "_function", arguments)
+    if results is not None:
+        call = f"_pick({call})"
+        code.names["_pick"] = itemgetter(*([results] if isinstance(results, int) else results))
+    returned = code.results()
+    body = f"({', '.join([*code.made, call, returned])})[-1]" if returned else call
+    implementation = op.schema.function(body, **code.names)
+    implementation.__module__ = sys._getframe(1).f_globals["__name__"]
+    decorate = op.register_impl(
+        provider,
+        supported=supported,
+        unsupported_reason=unsupported_reason,
+        supports_args=supports_args,
+        traits=traits,
+        override=override,
+    )
+    namespace = f"{op.registry.namespace}_{provider}"
+    _registered[namespace, op.name] += 1
+    name = f"{op.name}_{_registered[namespace, op.name]}"
+    decorate(opaque(op, namespace, name)(implementation))
+
+
+class _Code:
+    """The source of an implementation.
+
+    Attributes:
+        names: the objects that the source refers to.
+        made: an expression for each output, which creates it and gives it a name.
+    """
+
+    def __init__(self, op: IrOp) -> None:
+        self.op = op
+        self.names: dict[str, Any] = {}
+        self.made: list[str] = []
+        self._indices: list[int | None] = []
+
+    def call(self, function: str, arguments: Sequence[object] | Mapping[str, object]) -> str:
+        if isinstance(arguments, Mapping):
+            passed = [f"{name}={self._argument(each)}" for name, each in arguments.items()]
+        else:
+            passed = [self._argument(each) for each in arguments]
+        return f"{function}({', '.join(passed)})"
+
+    def results(self) -> str | None:
+        """Return the expression for what the op returns, or None for the function's result."""
+        if not self.made:
+            return None
+        schema = self.op.schema
+        free = iter(i for i in range(schema.num_outputs) if i not in self._indices)
+        order = [next(free, None) if i is None else i for i in self._indices]
+        if {*order} != {*range(schema.num_outputs)} or len(order) != schema.num_outputs:
+            raise InvalidOpError(
+                f"{self.op.name}: {schema.num_outputs} Outputs are needed, one per result; found "
+                f"{len(order)}, with index={self._indices}."
+            )
+        names = [f"_output_{order.index(i)}" for i in range(schema.num_outputs)]
+        return f"({', '.join(names)},)" if schema.returns_tuple else names[0]
+
+    def _argument(self, given: object) -> str:
+        if isinstance(given, Output):
+            name = f"_output_{len(self.made)}"
+            value = self._argument(given.make)
+            value = f"{value}.clone()" if isinstance(given.make, str) else value
+            self.made.append(f"({name} := {value})")
+            self._indices.append(given.index)
+            return name
+        if isinstance(given, str):
+            self._check(given)
+            return given
+        name = f"_object_{len(self.names)}"
+        self.names[name] = given
+        if not callable(given) or isinstance(given, Tensor):
+            return name
+        try:
+            needed = list(inspect.signature(given).parameters)
+        except ValueError as error:  # a function in C without a signature
+            raise InvalidOpError(
+                f"{self.op.name}: the parameters of {given!r} cannot be read. Wrap it in a "
+                "function that names what it takes, such as 'lambda x: torch.empty_like(x)'."
+            ) from error
+        for each in needed:
+            self._check(each)
+        return f"{name}({named_call(given)})"
+
+    def _check(self, name: str) -> None:
+        known = self.op.schema.names
+        if name not in known:
+            raise InvalidOpError(
+                f"{self.op.name}: an argument of the wrapped function is {name!r}, which is not a "
+                f"parameter of the op. {did_you_mean(name, known)}"
+            )

@@ -1,0 +1,66 @@
+"""Provider ``liger``: the Triton kernels of an installed Liger-Kernel.
+
+Only its functions with the meaning of one of opweave's ops are here. Liger is imported at the first
+call.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from opweave.adapters import wrap
+from opweave.ir import ops, rules
+from opweave.ir.rule import Rule
+from opweave.kernels.triton.arguments import rows
+from opweave.kernels.triton.registration import INTERPRETED
+
+
+def _row(weight: str) -> Rule:
+    return rules.not_none(weight) & rules.per_last_dim(weight, "x") & rules.contiguous(weight)
+
+
+# The kernels round the normalised rows to their dtype, multiply by the weight, and round again.
+_LLAMA = {"offset": 0.0, "casting_mode": lambda: "llama"}
+_X = rows("x") & rules.contiguous("x")
+if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16 numbers
+    _X = _X & rules.dtype("x", torch.float32, torch.float16)
+_NORM = _X & rules.is_none("variance_size") & _row("weight") & rules.same_dtype("x", "weight")
+
+if find_spec("liger_kernel"):
+    wrap(
+        ops.rms_norm,
+        "liger",
+        "liger_kernel.ops.rms_norm:rms_norm_forward",
+        {"X": "x", "W": "weight", "eps": "epsilon", **_LLAMA, "row_mode": None},
+        results=0,
+        supports_args=_NORM,
+    )
+    wrap(
+        ops.fused_add_rms_norm,
+        "liger",
+        "liger_kernel.ops.fused_add_rms_norm:fused_add_rms_norm_forward",
+        {"X": "x", "R": "x_residual", "W": "weight", "eps": "epsilon", **_LLAMA},
+        results=(0, 1),
+        supports_args=_NORM
+        & rules.contiguous("x_residual")
+        & rules.same_dtype("x", "x_residual")
+        & rules.same_shape("x", "x_residual"),
+    )
+    wrap(
+        ops.layer_norm,
+        "liger",
+        "liger_kernel.ops.layer_norm:layer_norm_forward",
+        ["x", "weight", "bias", "epsilon"],
+        results=0,
+        supports_args=_X & _row("weight") & _row("bias"),
+    )
+    wrap(
+        ops.silu_and_mul,
+        "liger",
+        "liger_kernel.ops.swiglu:swiglu_fused_gate_up_forward",
+        ["x"],
+        results=1,
+        supports_args=_X & rules.last_dim_multiple_of("x", 2),
+    )

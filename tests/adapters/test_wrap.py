@@ -1,0 +1,172 @@
+"""Functions of a kernel library as implementations of ops."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from opweave import ir
+from opweave.adapters import HubKernel, Output, wrap
+from opweave.ir import IrOp, rules
+from opweave.ir.errors import DuplicateImplError, InvalidOpError
+
+
+def gate(x: Tensor, scale: float = 1.0) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return silu(first) * second * scale
+
+
+def gate_into(out: Tensor, x: Tensor, scale: float) -> None:
+    out.copy_(gate(x, scale))
+
+
+def half_of(x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def add(x: Tensor, x_residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return (x + x_residual) * weight, x + x_residual
+
+
+@pytest.fixture
+def gated() -> Iterator[IrOp]:
+    with ir.isolated_registry():
+        yield ir.register_op(gate)
+
+
+@pytest.fixture
+def added() -> Iterator[IrOp]:
+    with ir.isolated_registry():
+        yield ir.register_op(add)
+
+
+X = torch.randn(3, 8)
+
+
+def test_a_function_that_writes_its_output(gated: IrOp) -> None:
+    wrap(gated, "acme", gate_into, [Output(half_of), "x", "scale"])
+    call = gated.using("acme!")
+    torch.testing.assert_close(call(X, 2.0), gate(X, 2.0))
+    torch.testing.assert_close(torch.compile(call, backend="opweave")(X, 3.0), gate(X, 3.0))
+
+
+def test_a_function_that_returns_its_result(gated: IrOp) -> None:
+    wrap(gated, "acme", gate, {"scale": lambda scale: 2 * scale, "x": "x"})
+    torch.testing.assert_close(gated.using("acme!")(X), gate(X, 2.0))
+
+
+def test_constants_are_passed_as_they_are(gated: IrOp) -> None:
+    wrap(gated, "acme", gate, ["x", 5.0])
+    torch.testing.assert_close(gated.using("acme!")(X), gate(X, 5.0))
+
+
+def test_results_are_picked_from_a_longer_tuple(added: IrOp) -> None:
+    def kernel(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[object, ...]:
+        normed, total = add(x, residual, weight)
+        return total, "block size", normed
+
+    wrap(added, "acme", kernel, ["x", "x_residual", "weight"], results=(2, 0))
+    found = added.using("acme!")(X, X, X)
+    torch.testing.assert_close(found, add(X, X, X))
+
+
+def test_a_function_that_overwrites_its_inputs_gets_copies(added: IrOp) -> None:
+    def kernel(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+        residual += x
+        torch.mul(residual, weight, out=x)
+
+    wrap(added, "acme", kernel, [Output("x"), Output("x_residual"), "weight"])
+    x, residual = X.clone(), X.clone()
+    found = added.using("acme!")(x, residual, X)
+    torch.testing.assert_close(found, add(X, X, X))
+    assert torch.equal(x, X)
+    assert torch.equal(residual, X)
+
+
+def test_outputs_in_another_order(added: IrOp) -> None:
+    def kernel(total: Tensor, normed: Tensor, x: Tensor, residual: Tensor, weight: Tensor) -> None:
+        torch.add(x, residual, out=total)
+        torch.mul(total, weight, out=normed)
+
+    def make(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    arguments = [Output(make, 1), Output(make), "x", "x_residual", "weight"]
+    wrap(added, "acme", kernel, arguments)
+    torch.testing.assert_close(added.using("acme!")(X, X, X), add(X, X, X))
+
+
+def test_a_named_function_is_imported_at_the_first_call(
+    gated: IrOp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "acme_lib.py").write_text("class Ops:\n    def double(x):\n        return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    wrap(gated, "acme", "acme_lib:Ops.double", [lambda x: x.chunk(2, dim=-1)[0]])
+    assert "acme_lib" not in sys.modules
+    assert torch.equal(gated.using("acme!")(X), 2 * X[:, :4])
+    assert isinstance(sys.modules.pop("acme_lib"), ModuleType)
+
+
+def test_a_library_that_is_not_installed_is_the_reason(gated: IrOp) -> None:
+    wrap(gated, "acme", "no_such_library.ops:gate", ["x", "scale"])
+    with ir.priority({"gate": ["acme"]}):
+        text = str(ir.explain(gated, X))
+    assert "no_such_library is not installed" in text
+
+
+def test_the_rule_decides(gated: IrOp) -> None:
+    wrap(gated, "acme", gate, ["x", "scale"], supports_args=rules.dtype("x", torch.float64))
+    with ir.priority({"gate": ["acme"]}), ir.record() as record:
+        gated(X)
+        gated(X.double())
+    assert record.selected_impls == {"gate": {"acme": 1, "native": 1}}
+
+
+def test_the_place_is_the_callers(gated: IrOp) -> None:
+    wrap(gated, "acme", gate, ["x", "scale"])
+    assert gated.impls["acme"].site.file == __file__
+
+
+def test_a_second_registration_needs_override(gated: IrOp) -> None:
+    wrap(gated, "acme", gate, ["x", 1.0])
+    with pytest.raises(DuplicateImplError, match="override=True"):
+        wrap(gated, "acme", gate, ["x", 2.0])
+    wrap(gated, "acme", gate, ["x", 3.0], override=True)
+    torch.testing.assert_close(gated.using("acme!")(X), gate(X, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (gate, ["y"], "'y', which is not a parameter of the op. Known: scale, x"),
+        (gate, [lambda y: y], "'y', which is not a parameter"),
+        (gate, [Output(torch.empty_like)], "parameters of .* cannot be read"),
+        (gate, [Output("x"), Output("x")], "1 Outputs are needed, one per result; found 2"),
+        (gate, [Output("x", 1)], "1 Outputs are needed"),
+        ("acme", ["x"], "'acme' does not name a function, as 'package.module:function' does"),
+        ("acme:1", ["x"], "'acme:1' does not name a function"),
+    ],
+)
+def test_mistakes(gated: IrOp, function: object, arguments: list[object], message: str) -> None:
+    with pytest.raises(InvalidOpError, match=message):
+        wrap(gated, "acme", function, arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"repository": "acme/gate"},
+        {"repository": "acme/gate", "version": 1, "revision": "main"},
+        {"repository": Path("gate"), "version": 1},
+    ],
+)
+def test_a_repository_is_pinned_and_a_path_is_not(given: dict[str, object]) -> None:
+    with pytest.raises(InvalidOpError, match="one of version=, revision= and lockfile="):
+        HubKernel(name="gate", **given)  # type: ignore[arg-type]
