@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import opweave.compile
 from opweave import ir, native
 from opweave.compile import CompileError, Report, UnloweredOpError, pipeline
-from opweave.compile.nodes import all_graphs, ir_calls
+from opweave.compile.nodes import all_graphs, graph_text, ir_calls
 from opweave.ir import rules
 
 from .blocks import BLOCKS, Model, OpCalls, model_inputs
@@ -305,13 +305,13 @@ def given_to_branches() -> list[tuple[Tensor, Tensor]]:
 
 def test_control_flow_is_lowered() -> None:
     module = torch.export.export(Branches(), given_to_branches()[0]).graph_module
-    before = [pipeline.graph_text(each.graph) for each in all_graphs(module)]
+    before = [graph_text(each.graph) for each in all_graphs(module)]
     report = Report()
     lowered = opweave.compile.lower(module, report=report)
     assert Counter(node.op for node in report.nodes) == DEPTHS
     assert len(all_graphs(lowered)) == len(before) == 5
     assert not any(ir_calls(each.graph) for each in all_graphs(lowered))
-    assert [pipeline.graph_text(each.graph) for each in all_graphs(module)] == before
+    assert [graph_text(each.graph) for each in all_graphs(module)] == before
     for given in given_to_branches():
         torch.testing.assert_close(tuple(lowered(*given)), Branches()(*given))
 
@@ -395,10 +395,10 @@ def test_passes_change_nothing_when_they_run_twice() -> None:
 
     def twice(stage: Any, graph: torch.fx.Graph, context: Any) -> None:
         original(stage, graph, context)
-        first = pipeline.graph_text(graph)
+        first = graph_text(graph)
         count = len(context.report.nodes)
         original(stage, graph, context)
-        assert pipeline.graph_text(graph) == first
+        assert graph_text(graph) == first
         assert len(context.report.nodes) == count
         graphs.append(first)
 

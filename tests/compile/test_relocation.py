@@ -83,7 +83,7 @@ def test_moved_is_computed(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> No
     assert looks(moved) == looks(computed)
     assert sharing(moved) == sharing(computed)
     assert not {id(t) for n in moved for t in tensors_of(n)} & {
-        id(t) for n in trace.graph.nodes for t in tensors_of(n)
+        id(t) for n in trace.info.nodes for t in tensors_of(n)
     }
 
 

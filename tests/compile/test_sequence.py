@@ -16,10 +16,10 @@ from opweave import ir
 from opweave.compile import collectives, compat
 from opweave.compile.collectives import WAIT, collective, find_group
 from opweave.compile.context import Context
-from opweave.compile.nodes import fake_of
+from opweave.compile.graph_info import GraphInfo
+from opweave.compile.nodes import fake_of, graph_text
 from opweave.compile.options import CompileOptions
 from opweave.compile.passes.sequence import shard_tokens
-from opweave.compile.pipeline import graph_text
 from opweave.compile.plan import Plan
 
 from .ranks import Case, Outcome, run_ranks
@@ -89,11 +89,11 @@ def sharded(function: Callable[..., Any], *inputs: Any, **how: Any) -> tuple[Gra
     """Trace *function*, run the pass, and check what holds of every graph."""
     graph, done = traced(function, *inputs, **how), context()
     before = outputs(graph)
-    shard_tokens(graph, done)
+    shard_tokens(GraphInfo(graph), done)
     graph.lint()
     assert outputs(graph) == before
     text = graph_text(graph)
-    shard_tokens(graph, context())
+    shard_tokens(GraphInfo(graph), context())
     assert graph_text(graph) == text, "the pass is not idempotent"
     return graph, done
 
@@ -351,7 +351,7 @@ def _meets_another_size(x: Tensor, r: Tensor) -> Any:
 def test_left_as_it_was(function: Callable[..., Any]) -> None:
     graph = traced(function, tokens(), tokens())
     text, done = graph_text(graph), context()
-    shard_tokens(graph, done)
+    shard_tokens(GraphInfo(graph), done)
     assert graph_text(graph) == text
     assert all(" left: " in note for note in done.notes)
 
@@ -368,7 +368,7 @@ def test_a_refusal_says_what_is_in_the_way() -> None:
 
 def test_nothing_happens_without_a_group() -> None:
     done = context()
-    shard_tokens(traced(norm, tokens()), done)
+    shard_tokens(GraphInfo(traced(norm, tokens())), done)
     assert done.report.collectives == {}
     assert done.notes == []
     assert find_group("0") is None

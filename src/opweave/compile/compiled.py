@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule
 from opweave.compile import compat, pipeline, precompiled, store
 from opweave.compile.aliases import note_writes, overlaps_another
 from opweave.compile.context import Context
+from opweave.compile.graph_info import GraphInfo
 from opweave.compile.inductor import hooks
 from opweave.compile.log import logger
 from opweave.compile.nodes import all_graphs, ir_calls, named_graphs
@@ -61,7 +62,7 @@ class CompiledGraph(compat.SerializableCallable):
         prepare_ops(graph_module)
         self._pristine = copy_module(graph_module)
         self._size_at = varying_size(example_inputs) if options.compile_ranges else None
-        self._donated = donated_inputs(graph_module.graph)
+        self._donated = donated_inputs(GraphInfo(graph_module.graph))
         self._lock = threading.RLock()
         self._variants: dict[str, tuple[Runner, Report]] = {}  # by digest of the plan
         self.log = ReportLog()

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from opweave.base.compat import depends_on_data
-from opweave.compile.nodes import fake_of, ir_call
-from opweave.compile.patterns import Pattern, definition, is_op, operands, strip_views
+from opweave.compile.nodes import fake_of, ir_call, is_op, kind, operands, strip_views, uses
+from opweave.compile.patterns import Pattern, definition
 from opweave.compile.tracing import Tracer
 from opweave.ir.priority import NATIVE
 from opweave.ir.traits import ROWWISE
@@ -41,7 +41,7 @@ class Match:
     @property
     def inner(self) -> list[Node]:
         """The ops of the graph that the composite replaces."""
-        found = [self.nodes[node] for node in self.pattern.graph.nodes if is_op(node)]
+        found = [self.nodes[node] for node in self.pattern.info.ops]
         return [node for node in found if node is not None]
 
     def outputs(self) -> list[Node | None]:
@@ -129,7 +129,7 @@ class _Search:
             self._miss(f"{where} is {found}, not {bound}")
 
     def _is_optional(self, parameter: Node) -> bool:
-        position = self.pattern.inputs.index(parameter)
+        position = self.pattern.info.inputs.index(parameter)
         return self.pattern.op.schema.params[self.pattern.parameters[position]].is_optional
 
     def _scalar(self, position: int, found: object, where: str) -> None:
@@ -172,7 +172,7 @@ def _escape(match: Match) -> str:
     """Return the use of an intermediate result outside the match, if there is one."""
     inside, returned = set(match.inner), set(match.outputs())
     for node in match.inner:
-        for value, reader in _uses(node):
+        for value, reader in uses(node):
             outputs = {node, strip_views(value)}
             if reader not in inside and not outputs & returned:
                 return f"{value.name} is used elsewhere, by {reader.name}"
@@ -195,24 +195,12 @@ def _disorder(match: Match) -> str:
     return ""
 
 
-def _uses(node: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield (value, reader) for every use of an op's results, through views and tuple items."""
-    waiting = [node]
-    while waiting:
-        value = waiting.pop()
-        for user in value.users:
-            if user.op == "call_function" and not is_op(user):
-                waiting.append(user)
-            else:
-                yield value, user
-
-
 def _bindings(
     pattern: Pattern, nodes: dict[Node, Node | None]
 ) -> Iterator[dict[Node, Node | None]]:
     """Yield the nodes with the input tensors as they are used, then with their base tensors."""
     yield nodes
-    stripped = {**nodes, **{n: strip_views(nodes[n]) for n in pattern.inputs if n in nodes}}
+    stripped = {**nodes, **{n: strip_views(nodes[n]) for n in pattern.info.inputs if n in nodes}}
     if stripped != nodes:
         yield stripped
 
@@ -221,7 +209,7 @@ def _values(
     pattern: Pattern, nodes: Mapping[Node, Node | None], scalars: Mapping[int, Any]
 ) -> tuple[Any, ...]:
     """Return the arguments of the composite."""
-    tensors = dict(zip(pattern.parameters, pattern.inputs, strict=True))
+    tensors = dict(zip(pattern.parameters, pattern.info.inputs, strict=True))
     values: list[Any] = []
     for position, (param, traced) in enumerate(
         zip(pattern.op.schema.params, pattern.values, strict=True)
@@ -248,12 +236,11 @@ def _mismatch(match: Match, tracer: Tracer) -> str:
     """
     pattern = match.pattern
     fakes = tuple(torch.fx.map_arg(list(match.values), fake_of))
-    expand = not any(c and c.op.composite for c in map(ir_call, pattern.graph.nodes))
+    expand = not any(call.op.composite for call in pattern.info.calls.values())
     try:
-        graph: Graph = definition(pattern.op, fakes, tracer, pattern.function, expand=expand)
+        expected = definition(pattern.op, fakes, tracer, pattern.function, expand=expand).ops
     except ValueError as error:
         return f"{pattern.op.name} does not take these arguments: {error}"
-    expected = [node for node in graph.nodes if is_op(node)]
     if len(expected) != len(match.inner):
         return f"{pattern.op.name} is another chain of ops for these arguments"
     for want, have in zip(expected, match.inner, strict=True):
@@ -338,12 +325,6 @@ def _counterpart(node: Node, nodes: Mapping[Node, Node | None]) -> Node | None:
         return found
     items = [u for u in found.users if u.target is operator.getitem and u.args[1] == part]
     return items[0] if items else None
-
-
-def kind(node: Node) -> object:
-    """Return a key for the function that *node* calls; all overloads of an IR op have one key."""
-    call = ir_call(node)
-    return call.op if call else (node.op, node.target)
 
 
 def _name(value: object) -> str:

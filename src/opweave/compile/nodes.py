@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from os.path import dirname, join
@@ -20,6 +20,18 @@ from opweave.ir import IrOp
 from opweave.ir.priority import Entries
 from opweave.ir.torch_ops import call_site, find_target
 
+aten = torch.ops.aten
+# Operators that keep the elements and their order; matching ignores them.
+VIEWS = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.flatten.using_ints,
+    aten.alias.default,
+}
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n +([^\n]*))?')
 _ROOT = re.compile(r"^L\.'\w+'(\._modules)?\.?")
 _OPWEAVE = join(dirname(dirname(ir.__file__)), "")
@@ -212,6 +224,58 @@ def named_graphs(owner: GraphModule | None, nodes: Iterable[Node]) -> dict[str, 
     names = sorted({str(node.target) for node in nodes if node.op == "get_attr"})
     found = {name: getattr(owner, name, None) for name in names}
     return {name: module for name, module in found.items() if isinstance(module, GraphModule)}
+
+
+def graph_text(graph: Graph) -> str:
+    """Return *graph* as Python source."""
+    return graph.python_code("self").src
+
+
+def strip_views(node: Any) -> Any:
+    """Return the base of a chain of :data:`VIEWS`."""
+    while isinstance(node, Node) and node.op == "call_function" and node.target in VIEWS:
+        node = node.args[0]
+    return node
+
+
+def is_op(node: Node) -> bool:
+    """Return whether *node* computes a tensor: not a view, a tuple item or a size."""
+    skipped = node.op != "call_function" or node.target in VIEWS
+    is_size = isinstance(node.meta.get("val"), (int, torch.SymInt))
+    return not (skipped or is_size or node.target is operator.getitem)
+
+
+def uses(node: Node) -> Iterator[tuple[Node, Node]]:
+    """Yield (value, reader) for every use of an op's results, through views and tuple items."""
+    waiting = [node]
+    while waiting:
+        value = waiting.pop()
+        for user in value.users:
+            if user.op == "call_function" and not is_op(user):
+                waiting.append(user)
+            else:
+                yield value, user
+
+
+def kind(node: Node) -> object:
+    """Return a key for the function that *node* calls; all overloads of an IR op have one key."""
+    target = find_target(node.target) if node.op == "call_function" else None
+    return target.op if target else (node.op, node.target)
+
+
+def operands(node: Node) -> list[Any]:
+    """Return the arguments of a node in the order of its schema, including defaults."""
+    call = ir_call(node)
+    if call is not None:
+        return list(call.values)
+    if isinstance(node.target, compat.OpOverload):
+        given = dict(node.kwargs)
+        schema = node.target._schema.arguments
+        return [
+            node.args[i] if i < len(node.args) else given.get(a.name, a.default_value)
+            for i, a in enumerate(schema)
+        ]
+    return list(node.args)
 
 
 def source_line(node: Node) -> str:

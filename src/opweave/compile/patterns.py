@@ -10,19 +10,18 @@ afterwards, see :func:`opweave.compile.matching.find`.
 from __future__ import annotations
 
 import inspect
-import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from opweave.compile import compat
-from opweave.compile.nodes import ir_call, replace
+from opweave.compile.graph_info import GraphInfo
+from opweave.compile.nodes import ir_call, is_op, operands, replace, uses
 from opweave.compile.tracing import Function, Trace, Tracer, arguments, inline
 from opweave.ir import IrOp
 from opweave.ir.errors import described
@@ -34,19 +33,6 @@ Values = tuple[Any, ...]
 _derived: dict[Any, Derivation] = {}
 _lock = threading.Lock()
 
-aten = torch.ops.aten
-# Operators that keep the elements and their order; matching ignores them.
-VIEWS = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.flatten.using_ints,
-    aten.alias.default,
-}
-
 
 @dataclass(frozen=True)
 class Pattern:
@@ -54,33 +40,31 @@ class Pattern:
 
     Attributes:
         op: the composite.
-        graph: its definition in aten and IR ops.
+        info: the graph of its definition in aten and IR ops.
         values: the arguments of the trace; None for an omitted optional argument.
-        parameters: the positions of the parameters that are inputs of ``graph``, in its order.
+        parameters: the positions of the parameters that are inputs of the graph, in its order.
         anchor: the last op of the chain, where the search begins.
         wildcards: constants that stand for a parameter: (node, operand) -> parameter.
         outputs: the nodes that the composite returns.
-        size: the number of ops.
         function: the spelling that the graph is of; None: the op's native function.
         free: integers that may depend on the sizes of the arguments: (node, position). A match is
             checked against the function traced for the sizes that were found.
     """
 
     op: IrOp
-    graph: Graph
+    info: GraphInfo
     values: Values
     parameters: tuple[int, ...]
     anchor: Node
     wildcards: dict[tuple[Node, int], int]
     outputs: tuple[Node, ...]
-    size: int
     function: Function | None = None
     free: frozenset[tuple[Node, int]] = frozenset()
 
     @property
-    def inputs(self) -> list[Node]:
-        """The placeholders of the graph."""
-        return self.graph.find_nodes(op="placeholder")
+    def size(self) -> int:
+        """The number of ops."""
+        return len(self.info.ops)
 
     @property
     def variant(self) -> str:
@@ -146,21 +130,8 @@ def _forms(
         found = [_pattern(op, first, second, tracer, function, expand=e) for e in forms]
     except Exception as error:  # a third-party definition may raise anything
         return [], [described(error)[:200]]
-    return found[: 1 if _same(found[0].graph, found[-1].graph) else 2], []
-
-
-def strip_views(node: Any) -> Any:
-    """Return the base of a chain of :data:`VIEWS`."""
-    while isinstance(node, Node) and node.op == "call_function" and node.target in VIEWS:
-        node = node.args[0]
-    return node
-
-
-def is_op(node: Node) -> bool:
-    """Return whether *node* computes a tensor: not a view, a tuple item or a size."""
-    skipped = node.op != "call_function" or node.target in VIEWS
-    is_size = isinstance(node.meta.get("val"), (int, torch.SymInt))
-    return not (skipped or is_size or node.target is operator.getitem)
+    kinds = [[node.target for node in pattern.info.ops] for pattern in found]
+    return found[: 1 if kinds[0] == kinds[-1] else 2], []
 
 
 def _variants(
@@ -188,7 +159,7 @@ def _covered(pattern: Pattern) -> set[int]:
     These are flags that are passed on to an op, and tensors that are passed on only to optional
     parameters.
     """
-    tensors = dict(zip(pattern.parameters, pattern.inputs, strict=True))
+    tensors = dict(zip(pattern.parameters, pattern.info.inputs, strict=True))
     passed_on = {i for i, node in tensors.items() if all(_takes_none(u, node) for u in node.users)}
     return passed_on | set(pattern.wildcards.values())
 
@@ -227,7 +198,7 @@ def _pattern(
     graphs = [
         _definition(op, values, tracer, function, expand=expand) for values in (first, second)
     ]
-    nodes = [[node for node in graph.nodes if is_op(node)] for graph in graphs]
+    nodes = [graph.ops for graph in graphs]
     if [n.target for n in nodes[0]] != [n.target for n in nodes[1]]:
         raise ValueError("its ops depend on the sizes of its arguments")
     scalars = {
@@ -248,7 +219,7 @@ def _pattern(
                 free.add((a, place))
             elif x != y:
                 raise ValueError(f"the constant {x} of {a.target} depends on its arguments")
-    output: Any = graphs[0].output_node().args[0]
+    output: Any = graphs[0].nodes[-1].args[0]
     outputs = tuple(output) if isinstance(output, (list, tuple)) else (output,)
     return Pattern(
         op,
@@ -258,31 +229,15 @@ def _pattern(
         _anchor(nodes[0], op),
         wildcards,
         outputs,
-        len(nodes[0]),
         function,
         frozenset(free),
     )
 
 
-def operands(node: Node) -> list[Any]:
-    """Return the arguments of a node in the order of its schema, including defaults."""
-    call = ir_call(node)
-    if call is not None:
-        return list(call.values)
-    if isinstance(node.target, compat.OpOverload):
-        given = dict(node.kwargs)
-        schema = node.target._schema.arguments
-        return [
-            node.args[i] if i < len(node.args) else given.get(a.name, a.default_value)
-            for i, a in enumerate(schema)
-        ]
-    return list(node.args)
-
-
 def definition(
     op: IrOp, fakes: Values, tracer: Tracer, function: Function | None = None, *, expand: bool
-) -> Graph:
-    """Return the native implementation of *op*, or *function*, for *fakes* as a graph.
+) -> GraphInfo:
+    """Return the graph of the native implementation of *op*, or of *function*, for *fakes*.
 
     With *expand*, composites inside it are expanded.
 
@@ -292,28 +247,31 @@ def definition(
     trace = tracer.trace(op.impls[NATIVE], fakes, function)
     if trace.failure:
         raise ValueError(trace.failure)
-    trace.graph.eliminate_dead_code()  # results that decompositions of torch compute for autograd
-    return _expanded(trace, tracer) if expand else trace.graph
+    return _expanded(trace, tracer) if expand else trace.info
 
 
 def _definition(
     op: IrOp, values: Values, tracer: Tracer, function: Function | None, *, expand: bool
-) -> Graph:
+) -> GraphInfo:
     with compat.FakeTensorMode() as mode:
         fakes = tuple(mode.from_tensor(v) if isinstance(v, Tensor) else v for v in values)
     return definition(op, fakes, tracer, function, expand=expand)
 
 
-def _expanded(trace: Trace, tracer: Tracer) -> Graph:
+def _expanded(trace: Trace, tracer: Tracer) -> GraphInfo:
     """Return the graph of *trace* with inner composites expanded."""
-    graph = Graph(trace.module)
-    graph.output(graph.graph_copy(trace.graph, {}))
-    while inner := [call for call in map(ir_call, graph.nodes) if call and call.op.composite]:
-        call = inner[0]
-        trace = tracer.trace(call.op.impls[NATIVE], call.fakes)
-        replace(call, inline(graph, trace, call.node, arguments(call)))
-    graph.eliminate_dead_code()
-    return graph
+    info = trace.info
+    while inner := [call for call in info.calls.values() if call.op.composite]:
+        if info is trace.info:  # the trace itself must not change
+            graph = Graph(trace.module)
+            graph.output(graph.graph_copy(info.graph, {}))
+        else:
+            call = inner[0]
+            part = tracer.trace(call.op.impls[NATIVE], call.fakes)
+            replace(call, inline(graph, part, call.node, arguments(call)))
+            graph.eliminate_dead_code()
+        info = GraphInfo(graph)
+    return info
 
 
 def _anchor(nodes: list[Node], op: IrOp) -> Node:
@@ -322,20 +280,8 @@ def _anchor(nodes: list[Node], op: IrOp) -> Node:
     Raises:
         ValueError: there are several.
     """
-    ends = [n for n in nodes if not any(is_op(user) for user in _users(n))]
+    ends = [n for n in nodes if not any(is_op(user) for _, user in uses(n))]
     if len(ends) != 1:
         names = ", ".join(str(end.target) for end in ends)
         raise ValueError(f"{op.name} ends in several ops ({names}), not in one")
     return ends[0]
-
-
-def _users(node: Node) -> list[Node]:
-    """Return the users of *node*, through views and tuple items."""
-    found: list[Node] = []
-    for user in node.users:
-        found += [user] if is_op(user) or user.op == "output" else _users(user)
-    return found
-
-
-def _same(a: Graph, b: Graph) -> bool:
-    return [n.target for n in a.nodes if is_op(n)] == [n.target for n in b.nodes if is_op(n)]

@@ -12,8 +12,9 @@ from torch.fx import Graph, GraphModule
 
 from opweave.compile.context import Context
 from opweave.compile.errors import UnloweredOpError
+from opweave.compile.graph_info import GraphInfo
 from opweave.compile.log import logger
-from opweave.compile.nodes import all_graphs, inner_graphs, ir_calls
+from opweave.compile.nodes import all_graphs, ir_calls
 from opweave.compile.options import CompileOptions
 from opweave.compile.passes.autocast import carry_autocast
 from opweave.compile.passes.cleanup import clean_up
@@ -43,7 +44,7 @@ class Pass(NamedTuple):
 
     name: str
     stage: Stage
-    run: Callable[[Graph, Context], None]
+    run: Callable[[GraphInfo, Context], None]
     enabled: Callable[[CompileOptions], bool] = lambda options: True
     owner: str = ""
 
@@ -74,45 +75,38 @@ def run(stage: Stage, graph: Graph, context: Context) -> None:
         PluginPassError: a plugin's pass failed.
         UnloweredOpError: an IR op is left after the last stage.
     """
-    _run(stage, graph, context)
+    info = _run(stage, GraphInfo(graph), context)
     if stage is Stage.POST_GRAD:
         _check_lowered(graph)
     # Inductor skips the post-grad stage if the joint graph is in its cache or computes nothing.
-    is_last = stage is Stage.POST_GRAD or (stage is Stage.JOINT and not _computes(graph))
-    if not _is_backward(graph, stage):
+    is_last = stage is Stage.POST_GRAD or (stage is Stage.JOINT and not info.computes)
+    # A backward graph is compiled and cached separately.
+    if not (stage is Stage.POST_GRAD and info.has_tangents):
         context.report.complete = is_last
 
 
-def _run(stage: Stage, graph: Graph, context: Context) -> None:
-    has_ops = _has_ops(stage, graph)
-    todo = [s for s in steps(stage, context.plan) if has_ops or s.run is recognize]
-    if not todo:
-        return
-    text, state = graph_text(graph), _state(graph)
+def _run(stage: Stage, info: GraphInfo, context: Context) -> GraphInfo:
+    """Run the passes of *stage*, and return the facts about the graph after them."""
+    has_ops = bool(info.calls) or (stage is Stage.DYNAMO and info.has_subgraphs)
     for step in steps(stage, context.plan):
         if not (has_ops or step.run is recognize):
-            return  # nothing was recognized: the graph stays as it is
+            continue
+        before = info.text  # before the pass changes the graph
         start = time.perf_counter()
-        step.run(graph, context)
+        step.run(info, context)
         seconds = time.perf_counter() - start
-        before, state_before, state = text, state, _state(graph)
-        if not _is_same(state, state_before):
-            text = graph_text(graph)
+        info = info.current()
         record = PassReport(step.name, stage.value, seconds, notes=context.notes, owner=step.owner)
-        if text != before:
-            record.before, record.after = before, text
+        if info.text != before:
+            record.before, record.after = before, info.text
         context.report.passes.append(record)
         context.report.seconds += seconds
-        has_ops = has_ops or _has_ops(stage, graph)
+        has_ops = has_ops or bool(info.calls)
         context.notes = []
         logger.debug("%s: %.1f ms, %s", step.name, seconds * 1e3, record.notes)
-    context.report.traces = len(context.tracer.traces)
-
-
-def _has_ops(stage: Stage, graph: Graph) -> bool:
-    """Whether *graph* calls ops, or may do so in the graphs of control flow."""
-    in_dynamo = stage is Stage.DYNAMO
-    return bool(ir_calls(graph)) or (in_dynamo and any(map(inner_graphs, graph.nodes)))
+    if has_ops:
+        context.report.traces = len(context.tracer.traces)
+    return info
 
 
 def steps(stage: Stage, plan: Plan) -> Iterator[Pass]:
@@ -124,37 +118,6 @@ def steps(stage: Stage, plan: Plan) -> Iterator[Pass]:
             )
         if step.stage is stage and step.enabled(plan.options):
             yield step
-
-
-def graph_text(graph: Graph) -> str:
-    """Return *graph* as Python source."""
-    return graph.python_code("self").src
-
-
-def _state(graph: Graph) -> list[tuple[object, ...]]:
-    """Return the parts of *graph* that determine :func:`graph_text`."""
-    return [(n, n.name, n.target, n.args, n.kwargs) for n in graph.nodes]
-
-
-def _is_same(a: list[tuple[object, ...]], b: list[tuple[object, ...]]) -> bool:
-    """Return whether two states hold the same objects.
-
-    Comparing identities is enough, because FX replaces args and kwargs instead of mutating them.
-    It spares the slow :func:`graph_text` for passes that change nothing.
-    """
-    return len(a) == len(b) and all(
-        x is y for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)
-    )
-
-
-def _computes(graph: Graph) -> bool:
-    return any(node.op not in ("placeholder", "get_attr", "output") for node in graph.nodes)
-
-
-def _is_backward(graph: Graph, stage: Stage) -> bool:
-    """Return whether *graph* is a backward graph, which is compiled and cached separately."""
-    inputs = graph.find_nodes(op="placeholder")
-    return stage is Stage.POST_GRAD and any(n.name.startswith("tangents_") for n in inputs)
 
 
 def _check_lowered(graph: Graph) -> None:

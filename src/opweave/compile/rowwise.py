@@ -26,8 +26,15 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from opweave.compile import compat
-from opweave.compile.nodes import IrCall, fake_of, has_fake, ir_call, tensors_of
-from opweave.compile.patterns import VIEWS, operands
+from opweave.compile.nodes import (
+    VIEWS,
+    IrCall,
+    fake_of,
+    has_fake,
+    ir_call,
+    operands,
+    tensors_of,
+)
 from opweave.compile.tracing import Tracer, arguments
 from opweave.ir.priority import NATIVE
 from opweave.ir.traits import ROWWISE
@@ -211,7 +218,7 @@ def _is_rowwise_inside(call: IrCall, rows: set[Node], tokens: Size, tracer: Trac
         return False
     given = iter(arguments(call))
     inside: set[Node] = set()
-    for node in trace.graph.nodes:
+    for node in trace.info.nodes:
         sharded = inside.intersection(node.all_input_nodes)
         if node.op == "placeholder":
             inside |= {node} if next(given) in rows else set()

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from opweave.compile.collectives import WAIT, Group, collective, find_group
-from opweave.compile.nodes import fake_of, ir_call, tensors_of
-from opweave.compile.patterns import operands
+from opweave.compile.graph_info import GraphInfo
+from opweave.compile.nodes import fake_of, ir_call, operands, tensors_of
 from opweave.compile.rowwise import Size, is_view, keeps_rows, known_equal, row_operands
 from opweave.compile.tracing import Tracer
 
@@ -99,17 +99,17 @@ class Region:
 
 
 class Sharding:
-    """The sharded nodes of *graph*, and the operands of which each needs only its rows."""
+    """The sharded nodes of a graph, and the operands of which each needs only its rows."""
 
-    def __init__(self, graph: Graph, tracer: Tracer) -> None:
+    def __init__(self, info: GraphInfo, tracer: Tracer) -> None:
         self.shards: dict[Node, Shard] = {}  # in graph order
         self.rows: dict[Node, set[Node]] = {}  # the operands of a node that have rows
         self.obstacles: dict[Node, str] = {}
         self._tracer = tracer
-        self._order = {node: place for place, node in enumerate(graph.nodes)}
-        self._summed = _summed(graph)
+        self.order = info.order
+        self._summed = _summed(info)
         self._replicated: set[Node] = set()
-        for node in graph.nodes:
+        for node in info.nodes:
             if self._is_replicated(node):
                 self._replicated.add(node)
             shard = self._source(node) or self._spread(node)
@@ -124,7 +124,7 @@ class Sharding:
             nodes = self._connected(next(iter(left)))
             for node in nodes:
                 del left[node]
-            nodes.sort(key=self._order.__getitem__)
+            nodes.sort(key=self.order.__getitem__)
             sources = [node for node in nodes if node not in self.rows]
             others = [node for node in nodes if node in self.rows]
             gathered = [node for node in nodes if self.whole_users(node)]
@@ -244,10 +244,10 @@ def _is_used_as_tuple(node: Node) -> bool:
     return not isinstance(fake_of(node), Tensor) and not parts
 
 
-def _summed(graph: Graph) -> set[Node]:
+def _summed(info: GraphInfo) -> set[Node]:
     """Return the nodes that lead to a collective through row-wise nodes only."""
     found: set[Node] = set()
-    for node in reversed(graph.nodes):
+    for node in reversed(info.nodes):
         for user in node.users:
             into = collective(user) not in ("", WAIT)
             if into or (user in found and (keeps_rows(user) or collective(user) == WAIT)):

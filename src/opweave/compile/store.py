@@ -21,8 +21,7 @@ from torch.fx import GraphModule
 from opweave.compile import compat, fingerprint
 from opweave.compile.context import Context
 from opweave.compile.log import logger
-from opweave.compile.nodes import all_graphs, fake_of, has_fakes
-from opweave.compile.pipeline import graph_text
+from opweave.compile.nodes import all_graphs, fake_of, graph_text, has_fakes
 from opweave.compile.plan import Plan
 from opweave.compile.report import WITH_GRADIENTS, Report
 

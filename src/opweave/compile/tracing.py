@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from opweave.compile import compat
+from opweave.compile.graph_info import GraphInfo
 from opweave.compile.inplace import Functional, prepare_writes
 from opweave.compile.log import logger
 from opweave.compile.nodes import IrCall, computed_fake, fake_of, tensors_of
@@ -42,32 +43,28 @@ class Trace:
     module: GraphModule | None
     failure: str = ""
 
-    @property
-    def graph(self) -> Graph:
+    @cached_property
+    def info(self) -> GraphInfo:
+        """The graph, which does not change."""
         if self.module is None:
             raise ValueError(self.failure)
-        return self.module.graph
-
-    @property
-    def inputs(self) -> list[Node]:
-        """The placeholders."""
-        return self.graph.find_nodes(op="placeholder")
-
-    @property
-    def outputs(self) -> list[Node]:
-        """The nodes whose values the implementation returns."""
-        return flat_nodes(self.graph.output_node().args)
+        return GraphInfo(self.module.graph)
 
     @cached_property
+    def outputs(self) -> list[Node]:
+        """The nodes whose values the implementation returns."""
+        return flat_nodes(self.info.nodes[-1].args)
+
+    @property
     def mutates(self) -> bool:
         """Whether an operator in the graph writes to an argument, even a buffer of the graph."""
-        return any(compat.is_mutable(node.target) for node in self.graph.nodes)
+        return bool(self.info.writes)
 
     @cached_property
     def is_movable(self) -> bool:
         """Whether copies of the graph can reuse its fake values in other storages."""
-        values = [node.meta["val"] for node in self.graph.nodes if "val" in node.meta]
-        return are_movable(values, list(map(fake_of, self.inputs)))
+        values = [node.meta["val"] for node in self.info.nodes if "val" in node.meta]
+        return are_movable(values, list(map(fake_of, self.info.inputs)))
 
 
 class Tracer:
@@ -97,7 +94,7 @@ class Tracer:
             if autocast:
                 function = _under_autocast(function, autocast)
             found = self.traces[key] = _trace(function, impl.op.schema, values)
-            outcome = found.failure or f"{len(found.graph.nodes)} nodes"
+            outcome = found.failure or f"{len(found.info.nodes)} nodes"
             logger.debug("traced %s of %s: %s", impl.provider, impl.op.name, outcome)
         return found
 
@@ -139,10 +136,10 @@ def inline(graph: Graph, trace: Trace, before: Node, given: Sequence[Node]) -> l
     copies of a trace must not appear to share memory.
     """
     mode = compat.fake_mode_of([fake_of(node) for node in given]) or compat.FakeTensorMode()
-    copies: dict[Node, Any] = dict(zip(trace.inputs, given, strict=True))
+    copies: dict[Node, Any] = dict(zip(trace.info.inputs, given, strict=True))
     outputs: Any = ()
     with graph.inserting_before(before):
-        for node in trace.graph.nodes:
+        for node in trace.info.nodes:
             if node.op == "output":
                 outputs = torch.fx.map_arg(node.args[0], copies.__getitem__)
             elif node.op == "get_attr":
@@ -243,6 +240,7 @@ def _trace(function: Function, schema: Schema, values: Sequence[Any]) -> Trace:
     try:
         module = compat.trace(flat, list(map(_in_new_memory, variables(values))))
         prepare_writes(module.graph)
+        module.graph.eliminate_dead_code()  # results that decompositions compute for autograd
         return Trace(module)
     except Exception as error:
         # Tracing runs third-party code, which may raise anything: the op stays an opaque call.

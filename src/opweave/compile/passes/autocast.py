@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from opweave.compile import compat
 from opweave.compile.context import Context
 from opweave.compile.errors import CompileError
-from opweave.compile.nodes import IrCall, annotate, inner_graphs, ir_call
+from opweave.compile.graph_info import GraphInfo
+from opweave.compile.nodes import IrCall, annotate, inner_graphs
 from opweave.ir.autocast import to_text
 from opweave.ir.selection import tensors_in
 
@@ -25,28 +26,28 @@ _WRAP = "wrap_with_autocast"  # the higher-order op of torch.export for a block
 Overrides = Mapping[str, torch.dtype | None]  # device type -> dtype; None if disabled
 
 
-def carry_autocast(graph: Graph, context: Context) -> None:
+def carry_autocast(info: GraphInfo, context: Context) -> None:
     """Annotate every call under autocast, set by the caller or by a block in the program.
 
     Raises:
         CompileError: a control-flow subgraph runs under two autocast states.
     """
-    _carry(graph, {}, context)
+    _carry(info, {}, context)
 
 
-def _carry(graph: Graph, now: Overrides, context: Context) -> None:
+def _carry(info: GraphInfo, now: Overrides, context: Context) -> None:
     before: dict[Node, Overrides] = {}  # the state outside a block, by the node that enters it
-    for node in graph.nodes:
+    for node in info.nodes:
         if node.target is _ENTER:
             before[node], now = now, {**now, **_entered(node)}
         elif node.target is _EXIT:
             now = before[node.all_input_nodes[0]]
-        elif call := ir_call(node):
+        elif call := info.calls.get(node):
             _annotate(call, now, context)
         else:
             inside = {**now, **_entered(node)} if str(node.target) == _WRAP else now
             for module in inner_graphs(node) if inside else ():
-                _carry(module.graph, inside, context)
+                _carry(GraphInfo(module.graph), inside, context)
 
 
 def _annotate(call: IrCall, now: Overrides, context: Context) -> None:

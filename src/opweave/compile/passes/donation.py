@@ -8,41 +8,38 @@ kernel gets a copy instead, see :mod:`opweave.compile.passes.reuse`.
 
 from __future__ import annotations
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from opweave.compile.aliases import Aliases
 from opweave.compile.context import Context
 from opweave.compile.errors import UseAfterDonationError
-from opweave.compile.nodes import IrCall, annotate, ir_calls, source_line
+from opweave.compile.graph_info import GraphInfo
+from opweave.compile.nodes import IrCall, annotate, source_line
 
 
-def carry_donations(graph: Graph, context: Context) -> None:
+def carry_donations(info: GraphInfo, context: Context) -> None:
     """Rewrite every ``maybe_inplace``, and check that donated tensors are not read later.
 
     Raises:
         UseAfterDonationError: a donated tensor is read later.
     """
-    aliases = Aliases(graph)
-    for call in ir_calls(graph):
+    for call in info.calls.values():
         if call.donate:
-            _check(call, aliases)
+            _check(call, info)
             if call.node.target is not call.op.torch_ops.annotated:
                 annotate(call, donate=call.donate)
             names = ", ".join(call.op.schema.names[position] for position in call.donate)
             context.notes.append(f"{call.node.name} donates {names}")
 
 
-def donated_inputs(graph: Graph) -> list[int]:
+def donated_inputs(info: GraphInfo) -> list[int]:
     """Return the positions of the graph inputs whose memory a call donates."""
-    aliases = Aliases(graph)
     given = {
         alias
-        for call in ir_calls(graph)
+        for call in info.calls.values()
         for donated in donated_nodes(call)
-        for alias in aliases.sharing(donated)
+        for alias in info.sharing(donated)
     }
-    inputs = graph.find_nodes(op="placeholder")
-    return [position for position, node in enumerate(inputs) if node in given]
+    return [position for position, node in enumerate(info.inputs) if node in given]
 
 
 def donated_nodes(call: IrCall) -> list[Node]:
@@ -51,9 +48,9 @@ def donated_nodes(call: IrCall) -> list[Node]:
     return [value for value in values if isinstance(value, Node)]
 
 
-def _check(call: IrCall, aliases: Aliases) -> None:
+def _check(call: IrCall, info: GraphInfo) -> None:
     for donated in donated_nodes(call):
-        late = aliases.readers_after(donated, call.node, certainly=True)
+        late = info.readers_after(donated, call.node, certainly=True)
         if late:
             name = call.op.schema.names[call.values.index(donated)]
             use = "it is returned" if late[0].op == "output" else source_line(late[0])

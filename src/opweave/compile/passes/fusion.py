@@ -17,18 +17,20 @@ from torch.nn import functional
 
 from opweave.compile import compat
 from opweave.compile.context import Context
-from opweave.compile.matching import WHOLE, Match, NoMatchError, find, kind
+from opweave.compile.graph_info import GraphInfo
+from opweave.compile.matching import WHOLE, Match, NoMatchError, find
 from opweave.compile.nodes import (
     IrCall,
     call_arguments,
     fake_of,
     ir_call,
-    ir_calls,
+    is_op,
+    kind,
     source_line,
     substitute,
 )
 from opweave.compile.passes.donation import donated_nodes
-from opweave.compile.patterns import Pattern, derivation, is_op
+from opweave.compile.patterns import Pattern, derivation
 from opweave.compile.report import FusionReport
 from opweave.ir import IrOp, Registry, current_registry
 from opweave.ir.errors import IrError
@@ -36,19 +38,19 @@ from opweave.ir.priority import NATIVE
 from opweave.ir.selection import candidates
 
 
-def fuse(graph: Graph, context: Context) -> None:
+def fuse(info: GraphInfo, context: Context) -> None:
     """Replace every chain of ops for which a composite with a kernel exists."""
     patterns: dict[object, list[Pattern]] = {}
-    for op in _composites(graph, context):
+    for op in _composites(info, context):
         for pattern in derivation(op).patterns:
             patterns.setdefault(kind(pattern.anchor), []).append(pattern)
-    anchors = [node for node in reversed(graph.nodes) if kind(node) in patterns]
+    anchors = [node for node in reversed(info.nodes) if kind(node) in patterns]
     chances = [(anchor, pattern) for anchor in anchors for pattern in patterns[kind(anchor)]]
     used: set[Node] = set()
     misses: dict[Node, dict[str, NoMatchError]] = {anchor: {} for anchor in anchors}
     for anchor, pattern in sorted(chances, key=lambda chance: -chance[1].size):
         if anchor not in used:
-            _try(graph, pattern, anchor, used, misses[anchor], context)
+            _try(info.graph, pattern, anchor, used, misses[anchor], context)
     for anchor in anchors:
         if anchor not in used:
             context.report.fusions += [
@@ -90,13 +92,13 @@ def fusion_table(registry: Registry | None = None) -> list[FusionForm]:
 
 
 def _op_names(pattern: Pattern) -> tuple[str, ...]:
-    nodes = [node for node in pattern.graph.nodes if is_op(node)]
-    return tuple(call.op.name if (call := ir_call(n)) else str(n.target) for n in nodes)
+    calls = pattern.info.calls
+    return tuple(calls[n].op.name if n in calls else str(n.target) for n in pattern.info.ops)
 
 
-def _composites(graph: Graph, context: Context) -> list[IrOp]:
+def _composites(info: GraphInfo, context: Context) -> list[IrOp]:
     """Return the composites that may be selected and whose ops are all in the graph."""
-    present = {call.op for call in ir_calls(graph)}
+    present = {call.op for call in info.calls.values()}
     found = []
     for op in dict.fromkeys(o for p in present for o in p.registry.ops.values() if o.composite):
         if has_kernel(op, context) and _parts_are(present, op):

@@ -7,17 +7,16 @@ the report here.
 
 from __future__ import annotations
 
-from torch.fx import Graph
-
 from opweave.compile.context import Context
-from opweave.compile.nodes import IrCall, ir_calls, tensors_of
+from opweave.compile.graph_info import GraphInfo
+from opweave.compile.nodes import IrCall, tensors_of
 from opweave.compile.report import WITH_GRADIENTS
 from opweave.ir.selection import native_for, policy_for, select
 
 
-def note_gradients(graph: Graph, context: Context) -> None:
+def note_gradients(info: GraphInfo, context: Context) -> None:
     """Report the implementations of differentiated calls, without changing the graph."""
-    for call in filter(_is_differentiated, ir_calls(graph)):
+    for call in filter(_is_differentiated, info.calls.values()):
         policy = policy_for(call.op, call.call_site, differentiable=True)
         selection = select(call.op, call.fakes, policy)
         context.describe(

@@ -12,7 +12,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from opweave.compile.context import Context
 from opweave.compile.errors import CompileError
-from opweave.compile.nodes import IrCall, annotate, fake_of, ir_call, ir_calls, replace, tensors_of
+from opweave.compile.graph_info import GraphInfo
+from opweave.compile.nodes import IrCall, annotate, fake_of, ir_call, replace, tensors_of
 from opweave.compile.tracing import Trace, arguments, inline
 from opweave.ir import Selection
 
@@ -21,7 +22,7 @@ KEPT = "opweave_kept"
 MAX_DEPTH = 16  # of implementations that call other ops; more than three are unusual
 
 
-def lower_functional(graph: Graph, context: Context) -> None:
+def lower_functional(info: GraphInfo, context: Context) -> None:
     """Inline every functional implementation, including those of ops that it calls.
 
     Raises:
@@ -29,13 +30,14 @@ def lower_functional(graph: Graph, context: Context) -> None:
     """
     later: set[Node] = set()
     for _ in range(MAX_DEPTH):
-        calls = [call for call in ir_calls(graph) if call.node not in later]
+        calls = [call for node, call in info.calls.items() if node not in later]
         if not calls:
             return
         for node in [call.node for call in calls]:
             call = ir_call(node)  # again, because its arguments may have been replaced
-            if call and not _lower(graph, call, context):
+            if call and not _lower(info.graph, call, context):
                 later.add(node)
+        info = info.current()  # the calls in inlined implementations come next
     raise CompileError(endless(calls, context))
 
 

@@ -19,12 +19,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from opweave.compile import compat
 from opweave.compile.context import Context
-from opweave.compile.nodes import fake_of
-from opweave.compile.patterns import VIEWS
+from opweave.compile.graph_info import GraphInfo
+from opweave.compile.nodes import VIEWS, fake_of
 from opweave.compile.relocation import expression, same_layout
 
 aten = torch.ops.aten
@@ -39,17 +39,17 @@ _ALL_VIEWS = VIEWS | {
 }
 
 
-def eliminate_noops(graph: Graph, context: Context) -> None:
+def eliminate_noops(info: GraphInfo, context: Context) -> None:
     """Remove no-op views and duplicate splits."""
     splits: dict[Any, Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function" or _is_returned(node):
-            continue
-        _skip_reshape(node)
+    for node in info.nodes:
+        if node.op != "call_function" or node in info.returned:
+            continue  # AOTAutograd has recorded the aliasing of the outputs
+        _skip_reshape(node, info)
         replacement = _replacement(node, splits)
         if replacement is not None:
             node.replace_all_uses_with(replacement)
-            graph.erase_node(node)
+            info.graph.erase_node(node)
             context.notes.append(f"{node.name} is {replacement}")
 
 
@@ -65,10 +65,10 @@ def _replacement(node: Node, splits: dict[Any, Node]) -> Node | None:
     return None
 
 
-def _skip_reshape(node: Node) -> None:
+def _skip_reshape(node: Node, info: GraphInfo) -> None:
     """Let a reshape of a reshape use the input of the first one, if that is contiguous."""
     first = node.args[0] if node.target in _RESHAPES else None
-    if not isinstance(first, Node) or first.target not in _RESHAPES or _is_returned(first):
+    if not isinstance(first, Node) or first.target not in _RESHAPES or first in info.returned:
         return
     source = cast("Node", first.args[0])
     value, made = fake_of(source), fake_of(node)
@@ -88,11 +88,6 @@ def _is_same_view(viewed: object, view: Node) -> bool:
 def _has_layout_of(node: object, other: Node) -> bool:
     """Return whether two nodes have the same sizes and strides, for all dynamic sizes."""
     return isinstance(node, Node) and same_layout(fake_of(node), fake_of(other))
-
-
-def _is_returned(node: Node) -> bool:
-    """Return whether *node* is a graph output, whose aliasing AOTAutograd has recorded."""
-    return any(user.op == "output" for user in node.users)
 
 
 def _key(node: Node) -> Any:

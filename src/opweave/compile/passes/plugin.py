@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from opweave.compile import compat
 from opweave.compile.context import Context
 from opweave.compile.errors import PluginPassError
+from opweave.compile.graph_info import GraphInfo
 from opweave.compile.nodes import computed_fake, ir_call, tensors_of
 from opweave.compile.passes.cleanup import clean_up
 from opweave.compile.plugin_passes import PluginPass
@@ -19,13 +20,13 @@ from opweave.ir.errors import described
 _VALUES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, list, tuple)
 
 
-def run_plugin_pass(step: PluginPass, graph: Graph, context: Context) -> None:
-    """Run a plugin pass on *graph* in-place.
+def run_plugin_pass(step: PluginPass, info: GraphInfo, context: Context) -> None:
+    """Run a plugin pass on a graph in-place.
 
     Raises:
         PluginPassError: the pass raised, or left an invalid graph.
     """
-    before = _interface(graph)
+    graph, before = info.graph, _interface(info.graph)
     try:
         step.function(graph, context)
         _check_interface(before, _interface(graph))
@@ -33,7 +34,7 @@ def run_plugin_pass(step: PluginPass, graph: Graph, context: Context) -> None:
         for node in graph.nodes:
             _check(node)
             _complete(node)
-        clean_up(graph, context)
+        clean_up(GraphInfo(graph), context)
         graph.lint()
     except (Exception, SystemExit) as error:
         by = f" of plugin {step.owner}" if step.owner else ""

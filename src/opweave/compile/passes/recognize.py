@@ -17,17 +17,19 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from opweave.compile import compat
 from opweave.compile.context import Context
-from opweave.compile.matching import WHOLE, Match, NoMatchError, find, kind
+from opweave.compile.graph_info import GraphInfo
+from opweave.compile.matching import WHOLE, Match, NoMatchError, find
 from opweave.compile.nodes import (
     fake_of,
     ir_call,
-    ir_calls,
+    kind,
     source_line,
+    strip_views,
     substitute,
     tensors_of,
 )
 from opweave.compile.passes.fusion import check_kernel, erase, has_kernel, reshaped
-from opweave.compile.patterns import Pattern, derivation, strip_views
+from opweave.compile.patterns import Pattern, derivation
 from opweave.compile.report import RecognitionReport
 from opweave.compile.tracing import Trace, inline, variables
 from opweave.ir import IrOp, current_registry
@@ -46,11 +48,11 @@ class Form(NamedTuple):
     spelling: Spelling
 
 
-def recognize(graph: Graph, context: Context) -> None:
+def recognize(info: GraphInfo, context: Context) -> None:
     """Replace spellings of ops with calls of the ops."""
     if context.is_differentiated:
         return
-    nodes = _before_writes(graph)
+    nodes = _before_writes(info)
     forms: dict[object, list[Form]] = {}
     for form in _forms(nodes, context):
         forms.setdefault(kind(form.pattern.anchor), []).append(form)
@@ -63,10 +65,10 @@ def recognize(graph: Graph, context: Context) -> None:
         if anchor in used or (op, anchor) in partial:
             continue
         try:
-            used |= _recognize(graph, form, anchor, used, context)
+            used |= _recognize(info.graph, form, anchor, used, context)
         except NoMatchError as miss:
             partial |= {(op, node) for node in miss.inner if node is not anchor}
-            share = min(miss.matched / len(form.pattern.graph.nodes), 1.0)
+            share = min(miss.matched / len(form.pattern.info.nodes), 1.0)
             if share > misses[anchor][0] if anchor in misses else share > NEAR:
                 report = RecognitionReport(
                     op.name, anchor.name, source_line(anchor), "rejected", miss.reason
@@ -75,20 +77,15 @@ def recognize(graph: Graph, context: Context) -> None:
     context.report.recognitions += [miss for node, (_, miss) in misses.items() if node not in used]
 
 
-def _before_writes(graph: Graph) -> list[Node]:
+def _before_writes(info: GraphInfo) -> list[Node]:
     """Return the operators before the first one that writes to memory.
 
     The list is empty for the joint graph of a training step, whose backward reads inner values.
     """
-    found: list[Node] = []
-    for node in graph.nodes:
-        if node.op == "placeholder" and node.name.startswith("tangents_"):
-            return []
-        if compat.is_mutable(node.target):
-            break
-        if node.op == "call_function":
-            found.append(node)
-    return found
+    if info.has_tangents:
+        return []
+    end = info.order[info.writes[0]] if info.writes else None
+    return [node for node in info.nodes[:end] if node.op == "call_function"]
 
 
 def _forms(nodes: list[Node], context: Context) -> list[Form]:
@@ -177,7 +174,7 @@ def _call(match: Match, spelling: Spelling, context: Context) -> Trace:
     trace = context.tracer.trace(op.impls[NATIVE], fakes, spelling.call or op)
     if trace.failure:
         raise NoMatchError(trace.failure, WHOLE)
-    for call in ir_calls(trace.graph):
+    for call in trace.info.calls.values():
         check_kernel(call, context)
     return trace
 
@@ -185,7 +182,7 @@ def _call(match: Match, spelling: Spelling, context: Context) -> Trace:
 def _replace(graph: Graph, match: Match, trace: Trace, anchor: Node) -> list[Node]:
     given = [value for value in match.values if isinstance(value, Node)]
     wanted = variables([fake_of(node) for node in given])
-    if len(wanted) != len(trace.inputs):
+    if len(wanted) != len(trace.info.inputs):
         raise NoMatchError("its arguments are not tensors and numbers", WHOLE)
     outputs = inline(graph, trace, anchor, given)
     mode = compat.fake_mode_of([fake_of(node) for node in given])

@@ -24,14 +24,14 @@ from dataclasses import replace as with_changes
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from opweave.base.compat import decided
-from opweave.compile.aliases import Aliases, overlap
 from opweave.compile.context import Context
 from opweave.compile.errors import CompileError
+from opweave.compile.graph_info import GraphInfo, overlap
 from opweave.compile.log import logger
-from opweave.compile.nodes import IrCall, fake_of, ir_call, ir_calls, replace, tensors_of
+from opweave.compile.nodes import IrCall, fake_of, ir_call, replace, tensors_of
 from opweave.compile.passes.dead_writes import remove_dead_writes
 from opweave.compile.passes.lowering import (
     MAX_DEPTH,
@@ -49,7 +49,7 @@ STAGE = "lower in place"
 INSTEAD = "another activation may not be reused, so the kernel's functional form runs"
 
 
-def lower_inplace(graph: Graph, context: Context) -> None:
+def lower_inplace(info: GraphInfo, context: Context) -> None:
     """Replace the remaining ops with their kernels, reusing memory where that is sound.
 
     Ops that a kernel calls are lowered in the same way.
@@ -57,22 +57,21 @@ def lower_inplace(graph: Graph, context: Context) -> None:
     Raises:
         CompileError: implementations call each other recursively.
     """
-    aliases = Aliases(graph)
     for _ in range(MAX_DEPTH):
-        calls = [call for call in ir_calls(graph) if not is_kept(call)]
+        calls = [call for call in info.calls.values() if not is_kept(call)]
         if not calls:
             break
         for node in [call.node for call in calls]:
             call = ir_call(node)  # again, because its arguments may have been replaced
             if call:
-                _lower(graph, call, aliases, context)
-        aliases.renumber(graph)  # the calls in inlined implementations come next
+                _lower(call, info, context)
+        info = info.current()  # the calls in inlined implementations come next
     else:
         raise CompileError(endless(calls, context))
-    remove_dead_writes(graph)
+    remove_dead_writes(info)
 
 
-def _lower(graph: Graph, call: IrCall, aliases: Aliases, context: Context) -> None:
+def _lower(call: IrCall, info: GraphInfo, context: Context) -> None:
     selection = context.plan.select(call)
     described = context.describe(call, selection, STAGE)
     trace = context.tracer.trace(selection.impl, call.fakes, autocast=call.autocast)
@@ -80,13 +79,13 @@ def _lower(graph: Graph, call: IrCall, aliases: Aliases, context: Context) -> No
         check_outputs(call, selection, trace)
     if selection.impl.inplace and not trace.failure:
         layouts_differ = not _keeps_promise(call, trace)
-        refusals = _refusals(call, aliases, context, layouts_differ=layouts_differ)
+        refusals = _refusals(call, info, context, layouts_differ=layouts_differ)
         functional = selection.impl.functional_fn if any(refusals.values()) else None
         if functional is not None:
             trace = context.tracer.trace(selection.impl, call.fakes, functional)
             refusals = {name: why or INSTEAD for name, why in refusals.items()}
         else:
-            call = _with_copies(graph, call, refusals, aliases, contiguous=layouts_differ)
+            call = _with_copies(call, refusals, info, contiguous=layouts_differ)
             trace = context.tracer.trace(selection.impl, call.fakes)
         for name, why in refusals.items():
             reuse = Reuse(name, not why, why, copied=bool(why) and functional is None)
@@ -99,12 +98,12 @@ def _lower(graph: Graph, call: IrCall, aliases: Aliases, context: Context) -> No
         return
     for reuse in described.reuse:
         if reuse.reused:
-            aliases.own(call.argument(reuse.activation))
-    _insert(graph, call, trace, aliases)
+            info.own(call.argument(reuse.activation))
+    _insert(call, trace, info)
 
 
 def _refusals(
-    call: IrCall, aliases: Aliases, context: Context, *, layouts_differ: bool
+    call: IrCall, info: GraphInfo, context: Context, *, layouts_differ: bool
 ) -> dict[str, str]:
     """Return for every activation why it must be copied, or an empty string."""
     reasons = {}
@@ -117,11 +116,11 @@ def _refusals(
         elif layouts_differ and not fake_of(value).is_contiguous():
             reasons[name] = "has another layout than the op promises for its output"
         else:
-            reasons[name] = _refusal(call, position, aliases)
+            reasons[name] = _refusal(call, position, info)
     return reasons
 
 
-def _refusal(call: IrCall, position: int, aliases: Aliases) -> str:
+def _refusal(call: IrCall, position: int, info: GraphInfo) -> str:
     """Return why the activation at *position* must be copied, or an empty string."""
     node = call.values[position]
     if any(overlaps_itself(t) for t in tensors_of(node)):
@@ -129,14 +128,14 @@ def _refusal(call: IrCall, position: int, aliases: Aliases) -> str:
     for other in flat_nodes([v for i, v in enumerate(call.values) if i != position]):
         if overlap(node, other):
             return f"shares memory with another argument, {other.name}"
-    for alias in aliases.sharing(node):
+    for alias in info.sharing(node):
         if {t.dtype for t in tensors_of(alias)} != {t.dtype for t in tensors_of(node)}:
             return f"is viewed with another dtype, by {alias.name}"
         if alias.op == "get_attr":
             return f"is a constant of the graph, {alias.target}"
-        if alias.op == "placeholder" and position not in call.donate and not aliases.owns(node):
+        if alias.op == "placeholder" and position not in call.donate and not info.owns(node):
             return f"is an input of the graph, {alias.name}, that the caller did not donate"
-    late = aliases.readers_after(node, call.node)
+    late = info.readers_after(node, call.node)
     if late:
         user = "the graph returns it" if late[0].op == "output" else f"{late[0].name} reads it"
         return f"{user} afterwards"
@@ -144,36 +143,36 @@ def _refusal(call: IrCall, position: int, aliases: Aliases) -> str:
 
 
 def _with_copies(
-    graph: Graph, call: IrCall, refusals: dict[str, str], aliases: Aliases, *, contiguous: bool
+    call: IrCall, refusals: dict[str, str], info: GraphInfo, *, contiguous: bool
 ) -> IrCall:
     values = list(call.values)
     for position, name in enumerate(call.op.schema.names):
         if refusals.get(name):
             layout = torch.contiguous_format if contiguous else torch.preserve_format
-            values[position] = _copy(graph, call.node, values[position], layout)
-            aliases.add(values[position], call.node)
+            values[position] = _copy(call.node, values[position], layout)
+            info.add(values[position], call.node)
     return with_changes(call, values=tuple(values))
 
 
-def _copy(graph: Graph, before: Node, node: Node, layout: torch.memory_format) -> Node:
+def _copy(before: Node, node: Node, layout: torch.memory_format) -> Node:
     target, fake = torch.ops.aten.clone.default, fake_of(node)
-    with graph.inserting_before(before):
-        new = graph.call_function(target, (node,), {"memory_format": layout})
+    with before.graph.inserting_before(before):
+        new = before.graph.call_function(target, (node,), {"memory_format": layout})
     with fake.fake_mode:
         new.meta["val"] = target(fake, memory_format=layout)
     new.meta["stack_trace"] = before.stack_trace
     return new
 
 
-def _insert(graph: Graph, call: IrCall, trace: Trace, aliases: Aliases) -> None:
+def _insert(call: IrCall, trace: Trace, info: GraphInfo) -> None:
     last = call.node.prev
-    outputs = inline(graph, trace, call.node, arguments(call))
+    outputs = inline(info.graph, trace, call.node, arguments(call))
     while last.next is not call.node:
         last = last.next
-        aliases.add(last, call.node)
+        info.add(last, call.node)
     parts = call.node.users if call.op.schema.returns_tuple else ()
-    aliases.forget([call.node, *parts])
-    aliases.renew(replace(call, outputs))
+    info.forget([call.node, *parts])
+    info.renew(replace(call, outputs))
 
 
 def _obstacle(call: IrCall, selection: Selection, trace: Trace) -> str:

@@ -32,20 +32,21 @@ from torch.fx import Graph, Node
 
 from opweave.compile.collectives import WAIT, collective, count_collectives, overload
 from opweave.compile.context import Context
-from opweave.compile.nodes import computed_fake, fake_of
-from opweave.compile.patterns import operands
+from opweave.compile.graph_info import GraphInfo
+from opweave.compile.nodes import computed_fake, fake_of, operands
 from opweave.compile.rowwise import RESHAPES, is_view
 from opweave.compile.sharding import Region, Sharding
 
 aten = torch.ops.aten
 
 
-def shard_tokens(graph: Graph, context: Context) -> None:
+def shard_tokens(info: GraphInfo, context: Context) -> None:
     """Shard the tokens over the ranks between collectives, where that pays."""
-    if not any(collective(node) == "all_reduce" for node in graph.nodes):
+    if not any(collective(node) == "all_reduce" for node in info.nodes):
         return
-    _drop_unused(graph)
-    sharding = Sharding(graph, context.tracer)
+    graph = info.graph
+    _drop_unused(info)
+    sharding = Sharding(info.current(), context.tracer)
     for region in sharding.regions():
         reason = region.refusal
         if reason:
@@ -56,10 +57,10 @@ def shard_tokens(graph: Graph, context: Context) -> None:
     context.report.collectives = count_collectives(graph)
 
 
-def _drop_unused(graph: Graph) -> None:
-    for node in reversed(graph.nodes):
+def _drop_unused(info: GraphInfo) -> None:
+    for node in reversed(info.nodes):
         if not node.users and collective(node) in (WAIT, "all_reduce"):
-            graph.erase_node(node)
+            info.graph.erase_node(node)
 
 
 def _refused(region: Region, reason: str, sharding: Sharding) -> str:
@@ -98,9 +99,8 @@ class _Rewriter:
             self._tokens, self._rows, self._padding = self._sizes()
 
     def run(self) -> None:
-        order = {node: place for place, node in enumerate(self._graph.nodes)}
         nodes = [*self._region.sources, *self._region.nodes]
-        for node in sorted(nodes, key=order.__getitem__):
+        for node in sorted(nodes, key=self._sharding.order.__getitem__):
             self._origin = node
             users, whole = self._sharding.whole_users(node), fake_of(node)
             part = self._scatter(node) if node in self._region.sources else self._divide(node)
