@@ -9,18 +9,12 @@ An op raises RuntimeError for arguments that it does not take, and for a missing
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from opweave import native
 from opweave.native.autograd import call_traced
-from opweave.native.call_paths import CallPaths, function_of
-from opweave.native.loader import NAMESPACE
+from opweave.native.loader import native_op, require
 
 __all__ = ["advance_step_flashattn", "fused_add_rms_norm", "rms_norm"]
 
@@ -98,27 +92,7 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsil
 
 def _call(op: str, *arguments: object) -> None:
     if is_dynamo_compiling():
-        _load()
+        require()
         call_traced(getattr(torch.ops.opweave_c, op).default, *arguments)
     else:
-        _function(op)(*arguments)
-
-
-@functools.cache
-def _function(op: str) -> Callable[..., None]:
-    return function_of(op, _load(), NAMESPACE, CallPaths(native.status().fast_call, None))
-
-
-def _load() -> ModuleType:
-    found, module = native.status(), native.module()
-    if module is None:
-        raise RuntimeError(
-            f"The native ops are not available: {found.reason_missing}. "
-            "opweave.ir.ops run without them."
-        )
-    return module
-
-
-# Dynamo then runs the function while tracing instead of tracing it. This is what
-# torch.compiler.assume_constant_result sets; calling that would import all of Dynamo here.
-_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        native_op(op)(*arguments)

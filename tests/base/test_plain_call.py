@@ -25,7 +25,7 @@ from opweave.base import plain_call
 from opweave.ir import codegen, results
 from opweave.ir.dispatch import Path, _needs_dispatcher
 from opweave.ir.ops.checks import is_readable
-from opweave.native.call_paths import CallPaths, function_of
+from opweave.native.callables import callable_of
 
 Body = Callable[[], None]
 
@@ -243,7 +243,7 @@ def test_functions_of_native_modules_agree(state: State) -> None:
     direct_calls = []
     raw = types.ModuleType("raw")
     vars(raw)["rms_norm"] = lambda *arguments: direct_calls.append(arguments)
-    call = function_of("rms_norm", raw, "probe", CallPaths(direct=True, problem="none here"))
+    call = callable_of("rms_norm", raw, "probe", direct=True, problem="none here")
 
     def body(x: Tensor) -> None:
         with contextlib.suppress(RuntimeError):  # the dispatcher has no such op

@@ -15,7 +15,7 @@ def arguments_of(op: compat.OpOverload) -> tuple[tuple[str, bool], ...]:
     return tuple((argument.name, argument.is_write) for argument in op._schema.arguments)
 
 
-# Makes Dynamo call the functions instead of tracing them, since it cannot trace schema objects; see
-# _custom_ops.py.
+# Makes Dynamo call the functions instead of tracing them, since it cannot trace schema objects.
+# torch.compiler.assume_constant_result sets the same, but importing it imports all of Dynamo.
 name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 arguments_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

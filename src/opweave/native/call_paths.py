@@ -6,20 +6,16 @@ import hashlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
-from torch.overrides import has_torch_function
 
 from opweave.base import compat
-from opweave.base.plain_call import differentiates, is_watched
 from opweave.ir.errors import did_you_mean
 from opweave.native import registration
-from opweave.native.autograd import call_traced, call_unwatched, call_watched
+from opweave.native.callables import callable_of
 from opweave.native.errors import NativeImportError
 
 Function = Callable[..., Any]
@@ -57,7 +53,8 @@ class NativeModule(ModuleType):
             raise NativeImportError(problem)
         _mark_caches(raw, namespace)
         for op in registration.schemas(raw):
-            setattr(self, op, function_of(op, raw, namespace, paths))
+            function = callable_of(op, raw, namespace, direct=paths.direct, problem=paths.problem)
+            setattr(self, op, function)
 
     def __getattr__(self, name: str) -> Any:
         ops = [op for op in self.__dict__ if not op.startswith("_")]
@@ -170,45 +167,3 @@ def _check_devices(op: str, arguments: tuple[object, ...]) -> None:
             f"{op}: the tensors must be on one device, found {' and '.join(devices)}; move them to "
             "one of these"
         )
-
-
-def function_of(op: str, raw: ModuleType, namespace: str, paths: CallPaths) -> Function:
-    """Return *op* as a function that takes the cheapest path for each call."""
-    dispatched = _dispatched(op, namespace, paths)
-    watched = unwatched = traced = dispatched
-    if isinstance(dispatched, compat.OpOverload):
-        watched, traced = partial(call_watched, dispatched), partial(call_traced, dispatched)
-        unwatched = partial(call_unwatched, dispatched)
-    direct: Function = getattr(raw, op) if paths.direct else dispatched
-
-    def call(*arguments: Any) -> Any:
-        if is_dynamo_compiling():
-            return traced(*arguments)
-        if differentiates():
-            return watched(*arguments)
-        if is_watched():
-            return unwatched(*arguments)
-        try:
-            return direct(*arguments)
-        except TypeError:  # tensor subclasses need the dispatcher
-            has_tensor = any(isinstance(a, Tensor) for a in arguments)
-            if not has_tensor and not has_torch_function(arguments):
-                raise  # clearer than the dispatcher's error
-            return unwatched(*arguments)
-
-    call.__name__ = call.__qualname__ = op
-    call.__doc__ = getattr(raw, op).__doc__
-    call.direct = direct  # type: ignore[attr-defined]
-    return call
-
-
-def _dispatched(op: str, namespace: str, paths: CallPaths) -> Function:
-    """Return the torch op, or a function that raises if it is unavailable."""
-    if paths.problem is None:
-        found: Function = getattr(getattr(torch.ops, namespace), op).default
-        return found
-
-    def unavailable(*arguments: object) -> None:
-        raise RuntimeError(f"torch.ops.{namespace}.{op} is not available: {paths.problem}.")
-
-    return unavailable

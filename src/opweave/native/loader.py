@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Protocol, cast
 
 from opweave.native.call_paths import open_call_paths
+from opweave.native.callables import Function, callable_of
 
 NAMESPACE = "opweave_c"
 """The ops are ``torch.ops.opweave_c.<op>``."""
@@ -61,6 +62,36 @@ def module() -> ModuleType | None:
     The first call imports the module and opens both call paths. Never raises.
     """
     return _loaded()[0]
+
+
+def require() -> ModuleType:
+    """Return ``opweave._C_ops``.
+
+    Raises:
+        RuntimeError: it cannot be used.
+    """
+    raw, found = _loaded()
+    if raw is None:
+        raise RuntimeError(
+            f"The native ops are not available: {found.reason_missing}. "
+            "opweave.ir.ops run without them."
+        )
+    return raw
+
+
+require._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see arguments.py
+
+
+@functools.cache
+def native_op(op: str, *, in_kernel: bool = False) -> Function:
+    """Return *op* of ``opweave._C_ops`` as a function (see `callable_of`).
+
+    The function raises RuntimeError if the module cannot be used.
+    """
+    if module() is None:
+        return lambda *arguments: require()  # raises
+    direct = status().fast_call
+    return callable_of(op, require(), NAMESPACE, direct=direct, in_kernel=in_kernel)
 
 
 def available() -> bool:

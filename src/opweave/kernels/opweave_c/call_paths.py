@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
-
-import torch
+from functools import partial
 
 from opweave import native
-from opweave.base import compat
 from opweave.ir import IrOp
 from opweave.ir.predicate import Predicate
 from opweave.ir.traits import BATCH_INVARIANT
-
-Function = Callable[..., Any]
+from opweave.native import loader
+from opweave.native.callables import Function
 
 STATUS = native.status()
 
-_CALLS = """
-def {name}({arguments}):
-    try:
-        return direct({arguments})
-    except TypeError:  # not plain CPU tensors
-        return dispatched({arguments})
-
-def traced({arguments}):
-    return torch.ops.opweave_c.{name}.default({arguments})
-"""
-
-
-def native_op(name: str) -> Function:
-    """Return a function that calls the native op *name* by the fastest path.
-
-    It first tries the module's own function, which is cheap but only accepts plain CPU tensors, and
-    falls back to torch's dispatcher. The function is generated with explicit parameters, because
-    passing ``*arguments`` would cost more than the call itself. Dynamo traces the torch op instead.
-    """
-    if not STATUS.available:
-        return _unavailable
-    op = getattr(torch.ops.opweave_c, name).default
-    arguments = ", ".join(argument.name for argument in op._schema.arguments)
-    namespace = {
-        "__name__": __name__,
-        "torch": torch,
-        "direct": getattr(native.module(), name) if STATUS.fast_call else op,
-        "dispatched": op,
-    }
-    exec(_CALLS.format(name=name, arguments=arguments), namespace)
-    function: Function = namespace[name]
-    compat.trace_instead(function, namespace["traced"])
-    return function
+native_op = partial(loader.native_op, in_kernel=True)
+"""Return a function that calls a native op by the fastest path."""
 
 
 def implements(
@@ -71,7 +37,3 @@ def implements(
         functional=functional,
         traits=traits,
     )
-
-
-def _unavailable(*arguments: object) -> None:
-    raise RuntimeError(f"the native ops are not available: {STATUS.reason_missing}.")
