@@ -1,13 +1,16 @@
-"""Models of transformers before and after ``opweave.optimize``.
+"""Models of transformers, eager and compiled, with opweave and without.
 
     python benchmarks/any_model.py                     a table of all models
     python benchmarks/any_model.py --models smollm2    some of them
+    python benchmarks/any_model.py --modes eager       without torch.compile, which takes minutes
     python benchmarks/any_model.py --json              one object
 
-Random weights in the shapes of published models. Both models share their parameters, and rounds
-are interleaved: a figure is the median over rounds, and `ratio` the median of the time of
-transformers over ours in the same round. Prefill runs one prompt of 512 tokens; decode is the
-median step after a prompt of 16 tokens, for a batch of 1 or 8.
+Random weights in the shapes of published models. Eager models are compared with
+``opweave.optimize``, and compiled ones with ``torch.compile(backend="opweave")`` of the same
+model. Both share their parameters, and rounds are interleaved: a figure is the median over rounds,
+and `ratio` the median of the time without opweave over ours in the same round. Prefill runs one
+prompt of 512 tokens; decode is the median step after a prompt of 16 tokens, for a batch of 1 or 8,
+compiled with a static cache.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -77,12 +80,32 @@ def build(name: str, dtype: torch.dtype) -> nn.Module:
     return kind.from_config(MODELS[name](), dtype=dtype).eval()
 
 
-def optimized(model: nn.Module) -> nn.Module:
-    """Return the same model, optimized, with the parameters of *model*."""
+def twin_of(model: nn.Module) -> nn.Module:
+    """Return a copy of *model* that shares its parameters."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
-    twin = copy.deepcopy(model, shared)
+    return copy.deepcopy(model, shared)
+
+
+def optimized(model: nn.Module) -> nn.Module:
+    twin = twin_of(model)
     opweave.optimize(twin)
     return twin
+
+
+def compiled(model: nn.Module, backend: str) -> nn.Module:
+    twin = twin_of(model)
+    twin.compile(backend=backend, dynamic=False)
+    return twin
+
+
+# Per mode: what the models without and with opweave are called, and how they are made.
+MODES: dict[str, dict[str, Callable[[nn.Module], nn.Module]]] = {
+    "eager": {"transformers": twin_of, "opweave.optimize": optimized},
+    "compiled": {
+        "torch.compile": partial(compiled, backend="inductor"),
+        'torch.compile(backend="opweave")': partial(compiled, backend="opweave"),
+    },
+}
 
 
 @torch.inference_mode()
@@ -95,10 +118,12 @@ def prefill(model: Any) -> float:
 
 
 @torch.inference_mode()
-def decode(model: Any, batch: int) -> float:
+def decode(model: Any, batch: int, *, static: bool) -> float:
     """Return the median time of a decode step, in seconds."""
     ids = torch.randint(0, model.config.vocab_size, (batch, PROMPT))
-    result = model(ids, use_cache=True)
+    length = PROMPT + STEPS
+    cache = transformers.StaticCache(model.config, max_cache_len=length) if static else None
+    result = model.forward(ids, past_key_values=cache, use_cache=True)  # not compiled
     times = []
     for _ in range(STEPS):
         start = time.perf_counter()
@@ -108,36 +133,35 @@ def decode(model: Any, batch: int) -> float:
     return statistics.median(times)
 
 
-def measure(name: str, dtype: str, rounds: int, *, quiet: bool) -> list[dict[str, Any]]:
-    """Return the rows of one model."""
+def measure(
+    name: str, dtype: str, mode: str, rounds: int, *, quiet: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one model."""
     model = build(name, DTYPES[dtype])
-    contenders = {"transformers": model, "opweave": optimized(model)}
+    contenders = {who: make(model) for who, make in MODES[mode].items()}
+    theirs, ours = contenders
     cells: dict[str, tuple[Callable[[Any], float], int]] = {"prefill": (prefill, PREFILL)}
     if name != "minilm":
-        cells |= {f"decode/{batch}": (partial(decode, batch=batch), batch) for batch in (1, 8)}
-    result = []
+        static = mode == "compiled"
+        for batch in (1, 8):
+            cells[f"decode/{batch}"] = partial(decode, batch=batch, static=static), batch
     for cell, (time_of, tokens) in cells.items():
         measures = {who: partial(time_of, each) for who, each in contenders.items()}
         for warm_up in measures.values():
             warm_up()
         with progress(quiet=quiet) as bar:
             times = interleaved(
-                measures, bar.track(range(rounds), description=f"{name} {dtype} {cell}")
+                measures, bar.track(range(rounds), description=f"{name} {dtype} {mode} {cell}")
             )
-        ours, theirs = times["opweave"], times["transformers"]
-        result.append(
-            {
-                "name": f"any_model.{cell}",
-                "case": f"{name}, {dtype}",
-                "value": significant(tokens / statistics.median(ours)),
-                "unit": "tokens/s",
-                "baseline": "transformers eager",
-                "ratio": significant(
-                    statistics.median(t / o for t, o in zip(theirs, ours, strict=True))
-                ),
-            }
-        )
-    return result
+        ratios = [t / o for t, o in zip(times[theirs], times[ours], strict=True)]
+        yield {
+            "name": f"any_model.{mode}.{cell}",
+            "case": f"{name}, {dtype}",
+            "value": significant(tokens / statistics.median(times[ours])),
+            "unit": "tokens/s",
+            "baseline": theirs,
+            "ratio": significant(statistics.median(ratios)),
+        }
 
 
 def main() -> int:
@@ -145,23 +169,28 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=PUBLISHED)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
     torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64  # of one code object, for all models together
     rows = [
         row
         for name in options.models
         for dtype in options.dtypes
-        for row in measure(name, dtype, options.rounds, quiet=options.json)
+        for mode in options.modes
+        for row in measure(name, dtype, mode, options.rounds, quiet=options.json)
     ]
     if options.json:
         print_json(describe_machine(), rows)
         return 0
-    table = Table("case", "model", "tokens/s", "against transformers")
+    table = Table("case", "model", "tokens/s", "ratio", "against")
     for row in rows:
-        table.add_row(row["name"], row["case"], f"{row['value']:g}", f"{row['ratio']:g} x")
+        table.add_row(
+            row["name"], row["case"], f"{row['value']:g}", f"{row['ratio']:g}", row["baseline"]
+        )
     out.print(table)
     return 0
 

@@ -466,14 +466,16 @@ def test_dispatch_keeps_its_options_and_output() -> None:
     assert "dispatch.one_predicate" in {row["name"] for row in found["rows"]}
 
 
-def test_any_model_compares_with_transformers() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "any_model.py")]
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_any_model_compares_with_transformers(mode: str) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "any_model.py"), "--modes", mode]
     done = subprocess.run(
         [*command, "--models", "tiny", "--dtypes", "float32", "--rounds", "1", "--json"],
         check=True, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
-    assert list(rows) == ["any_model.prefill", "any_model.decode/1", "any_model.decode/8"]
+    cells = ["prefill", "decode/1", "decode/8"]
+    assert list(rows) == [f"any_model.{mode}.{cell}" for cell in cells]
     assert all(row["value"] > 0 and row["ratio"] > 0 for row in rows.values())
 
 
