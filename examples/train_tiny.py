@@ -492,8 +492,8 @@ def main() -> None:
     (out / "heldout.txt").write_text(text, encoding="utf-8", newline="\n")
     heldout = measure_heldout(out)
     (out / "heldout.json").write_text(json.dumps(heldout, indent=2) + "\n", encoding="utf-8")
-    if (licence := stdlib / "LICENSE.txt").exists():
-        shutil.copyfile(licence, out / "LICENSE-PSF.txt")
+    if (license_file := stdlib / "LICENSE.txt").exists():
+        shutil.copyfile(license_file, out / "LICENSE-PSF.txt")
     texts = samples(out, settings.seed)
     card = model_card(model, heldout, outcome, train_tokens, settings, texts)
     (out / "README.md").write_text(card, encoding="utf-8")

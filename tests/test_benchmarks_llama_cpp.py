@@ -69,7 +69,7 @@ def test_the_file_holds_the_weights_bit_for_bit(tmp_path: Path) -> None:
     assert all(t.tensor_type.name == "F32" for n, t in tensors.items() if "norm" in n)
 
 
-def test_rotating_neighbours_of_the_file_is_rotating_halves_of_the_model(tmp_path: Path) -> None:
+def test_rotating_neighbors_of_the_file_is_rotating_halves_of_the_model(tmp_path: Path) -> None:
     """Attention scores, of heads rotated to two positions, are the same either way."""
     model = model_of(tmp_path, CONFIGS["plain"], torch.float32)
     found = {t.name: t.data for t in GGUFReader(write_gguf(tmp_path / "m.gguf", model)).tensors}
@@ -78,13 +78,13 @@ def test_rotating_neighbours_of_the_file_is_rotating_halves_of_the_model(tmp_pat
     for rotate, query, key in (
         (rotate_halves, theirs.q_proj.weight.detach(), theirs.k_proj.weight.detach()),
         (
-            rotate_neighbours,
+            rotate_neighbors,
             *(torch.from_numpy(np.array(found[f"blk.1.attn_{n}.weight"])) for n in "qk"),
         ),
     ):
         q, k = ((weight @ state).view(-1, model.config.head_dim) for weight in (query, key))
         scores[rotate] = (rotate(q, position=5) * rotate(k, position=2).repeat(2, 1)).sum(-1)
-    torch.testing.assert_close(scores[rotate_neighbours], scores[rotate_halves])
+    torch.testing.assert_close(scores[rotate_neighbors], scores[rotate_halves])
 
 
 def rotate_halves(heads: Tensor, position: int) -> Tensor:
@@ -95,7 +95,7 @@ def rotate_halves(heads: Tensor, position: int) -> Tensor:
     )
 
 
-def rotate_neighbours(heads: Tensor, position: int) -> Tensor:
+def rotate_neighbors(heads: Tensor, position: int) -> Tensor:
     halves = torch.cat((heads[:, 0::2], heads[:, 1::2]), dim=-1)
     return rotate_halves(halves, position)
 

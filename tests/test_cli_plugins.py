@@ -205,10 +205,10 @@ def test_what_is_broken(fresh_cases: FreshCases) -> None:
     report, text = doctor()
     assert report["states"] == {"acme": "loaded", "bad": "failed", "gone": "failed"}
     assert len(report["problems"]) == 3
-    raised, missing, misspelt = sorted(report["problems"], key=lambda p: "general_plugin'" in p)
+    raised, missing, misspelled = sorted(report["problems"], key=lambda p: "general_plugin'" in p)
     assert "ZeroDivisionError" in raised and "OPWEAVE_PLUGINS=-bad" in raised
     assert "no_such_module" in missing and "gone-dist" in missing
-    assert "opweave.general_plugin'" in misspelt and "opweave.general_plugins" in misspelt
+    assert "opweave.general_plugin'" in misspelled and "opweave.general_plugins" in misspelled
     assert report["native"]["available"] and report["platform"]["name"] == "cpu"
     assert "bad-dist 0.1.0" in text and "problems" in text
     assert run("plugins", "list")[0] == 1

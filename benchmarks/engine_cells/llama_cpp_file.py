@@ -79,7 +79,7 @@ def _add(writer: GGUFWriter, name: str, tensor: Tensor) -> None:
 def _as_pairs(tensor: Tensor, heads: int) -> Tensor:
     """Return the rows of each head in another order: what is rotated together, side by side.
 
-    transformers rotates rows i and i + half the head's; llama.cpp rotates neighbours.
+    transformers rotates rows i and i + half the head's; llama.cpp rotates neighbors.
     """
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 

@@ -32,11 +32,11 @@ def draw(rows: Sequence[dict[str, Any]], machine: dict[str, Any]) -> str:
 def _bar(index: int, row: dict[str, Any], most: float) -> Iterator[str]:
     y = _TOP + index * _ROW
     width = _WIDTH * row["ratio"] / most
-    colour = "#4292c6" if row["ratio"] >= 1 else "#d62728"
+    color = "#4292c6" if row["ratio"] >= 1 else "#d62728"
     share = f", {row['limit_share']:.0%} of the limit" if "limit_share" in row else ""
     yield f'<text x="{_LEFT - 10}" y="{y + 14}" text-anchor="end">{escape(row["name"])}</text>'
     yield (
-        f'<rect x="{_LEFT}" y="{y + 2}" width="{width:.1f}" height="{_ROW - 8}" fill="{colour}">'
+        f'<rect x="{_LEFT}" y="{y + 2}" width="{width:.1f}" height="{_ROW - 8}" fill="{color}">'
         f"<title>{escape(row['case'])}: {row['value']} {escape(row['unit'])}, "
         f"{escape(row['against'])} {row['baseline']}</title></rect>"
     )

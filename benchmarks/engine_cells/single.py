@@ -17,7 +17,7 @@ from torch import nn
 
 from engine_cells.llama_cpp_contender import LlamaCppProcess, running
 from engine_cells.models import NAMES, SINGLE, their_model, write_config
-from engine_cells.weight_only import quantise
+from engine_cells.weight_only import quantize
 from harness import interleaved, progress, significant
 from kernel_cells.stream import Stream
 from opweave.config import (
@@ -65,7 +65,7 @@ class Ours:
         self.model: nn.Module = self.core.executor.worker.runner.model
         self.model.load_weights(source.state_dict().items())
         if weights is not None:
-            quantise(self.model, weights)
+            quantize(self.model, weights)
 
     def decode(self) -> float:
         """Return the median time of a step, in seconds."""

@@ -1,4 +1,4 @@
-"""Weights of 8 bits, activations as they are: quantises the linear layers of a loaded model."""
+"""Weights of 8 bits, activations as they are: quantizes the linear layers of a loaded model."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class WeightOnly:
     """Multiplies by ``ir.ops.linear_w8a16``: the part of a LinearMethod that runs a model."""
 
     def create_weights(self, layer: nn.Module, *sizes: Any, **attributes: Any) -> None:
-        raise NotImplementedError("Weights are quantised after they are loaded.")
+        raise NotImplementedError("Weights are quantized after they are loaded.")
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         result: Tensor = ir.ops.linear_w8a16(x, layer.weight, layer.weight_scale, bias)
         return result
 
 
-def quantise(model: nn.Module, dtype: torch.dtype) -> None:
-    """Quantise every linear layer of *model* in place, with a scale for each output."""
+def quantize(model: nn.Module, dtype: torch.dtype) -> None:
+    """Quantize every linear layer of *model* in place, with a scale for each output."""
     for layer in model.modules():
         if isinstance(layer, LinearBase):
             wide = layer.weight.float()
             scale = wide.abs().amax(-1).clamp(min=1e-12) / LARGEST[dtype]
-            quantised = wide / scale[:, None]
+            quantized = wide / scale[:, None]
             if dtype is torch.int8:
-                quantised = quantised.round()
-            narrow = huge_pages.empty(wide.shape, dtype, wide.device).copy_(quantised)
+                quantized = quantized.round()
+            narrow = huge_pages.empty(wide.shape, dtype, wide.device).copy_(quantized)
             layer.weight = nn.Parameter(narrow, requires_grad=False)
             layer.register_buffer("weight_scale", scale, persistent=False)
             layer.quant_method = WeightOnly()

@@ -244,7 +244,7 @@ CASES: dict[str, list[Case]] = {
     "attention_quant": [
         Case(
             _attention_quant,
-            eager=eager.gather_attend_and_quantise,
+            eager=eager.gather_attend_and_quantize,
             streams=True,
             attends=True,
             least_share=0.6,

@@ -89,10 +89,10 @@ def gather_and_attend(
     return attended.transpose(1, 2).reshape(-1, heads, size)
 
 
-def gather_attend_and_quantise(*arguments: Tensor) -> Tensor:
-    """The same, and quantise by one scale, which comes last."""
+def gather_attend_and_quantize(*arguments: Tensor) -> Tensor:
+    """The same, and quantize by one scale, which comes last."""
     *attention, scale = arguments
-    quantised: Tensor = ir.ops.static_quant_fp8.native(
+    quantized: Tensor = ir.ops.static_quant_fp8.native(
         gather_and_attend(*attention).flatten(1), scale
     )
-    return quantised
+    return quantized

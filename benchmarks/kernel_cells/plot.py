@@ -16,7 +16,7 @@ from typing import Any
 from kernel_cells.summary import Cell
 
 _ROW, _TOP, _LEFT, _WIDTH, _GAP = 22, 116, 356, 250, 34
-_COLOURS = ("#9ecae1", "#4292c6", "#08519c", "#041f3f")
+_COLORS = ("#9ecae1", "#4292c6", "#08519c", "#041f3f")
 _BAD = "#d62728"
 _FONT = 'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12"'
 
@@ -63,13 +63,13 @@ PANELS = (
 def draw(cells: Sequence[Cell], machine: dict[str, Any], *, tooltips: bool = True) -> str:
     """Return the chart of *cells* as SVG.
 
-    A tooltip names the cell of a dot. Without them, dots of one colour are one path, and those at
+    A tooltip names the cell of a dot. Without them, dots of one color are one path, and those at
     the same place one dot: 60 KB instead of 750 KB for a full table.
     """
     ordered = sorted(cells, key=lambda cell: cell.kernel)
     rows = [(name, list(own)) for name, own in itertools.groupby(ordered, lambda c: c.kernel)]
     tokens = sorted({cell["tokens"] for cell in cells})
-    colours = {count: _COLOURS[min(i, len(_COLOURS) - 1)] for i, count in enumerate(tokens)}
+    colors = {count: _COLORS[min(i, len(_COLORS) - 1)] for i, count in enumerate(tokens)}
     width = _LEFT + len(PANELS) * (_WIDTH + _GAP)
     height = _TOP + _ROW * len(rows) + 40
     size = f'width="{width}" height="{height}"'
@@ -77,14 +77,14 @@ def draw(cells: Sequence[Cell], machine: dict[str, Any], *, tooltips: bool = Tru
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {width} {height}" {_FONT}>',
         f'<rect {size} fill="white"/>',
         _text(14, 24, "opweave_c: every cell of every kernel", size=17, weight="bold"),
-        _text(14, 44, _caption(machine), colour="#555"),
-        *_legend(colours),
+        _text(14, 44, _caption(machine), color="#555"),
+        *_legend(colors),
         *_names([name for name, _ in rows], width),
     ]
     for i, panel in enumerate(PANELS):
         left = _LEFT + i * (_WIDTH + _GAP)
         parts += [*_frame(panel, left, len(rows)), *_bars(panel, left, rows)]
-        parts += _dots(panel, left, rows, colours, tooltips)
+        parts += _dots(panel, left, rows, colors, tooltips)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -93,24 +93,24 @@ def _caption(machine: dict[str, Any]) -> str:
     return f"{machine['processor']}, torch {machine['torch']}, threads: {threads}"
 
 
-def _legend(colours: dict[int, str]) -> Iterator[str]:
+def _legend(colors: dict[int, str]) -> Iterator[str]:
     x = 14
-    for count, colour in colours.items():
+    for count, color in colors.items():
         label = f"{count} token{'s' if count > 1 else ''}"
-        yield f'<circle cx="{x + 5}" cy="64" r="5" fill="{colour}"/>'
+        yield f'<circle cx="{x + 5}" cy="64" r="5" fill="{color}"/>'
         yield _text(x + 14, 68, label)
         x += 30 + 7 * len(label)
     yield f'<rect x="{x + 4}" y="56" width="2" height="16" fill="black"/>'
     yield _text(x + 14, 68, "median of the kernel")
     x += 160
-    yield _triangle(x + 5, 64, 1, f'fill="{_COLOURS[1]}"')
+    yield _triangle(x + 5, 64, 1, f'fill="{_COLORS[1]}"')
     yield _text(x + 14, 68, "outside of the scale")
     x += 145
     yield f'<line x1="{x + 5}" x2="{x + 5}" y1="56" y2="72" stroke="{_BAD}" stroke-width="1.5"/>'
-    yield _text(x + 14, 68, "the bar", colour=_BAD)
+    yield _text(x + 14, 68, "the bar", color=_BAD)
     x += 70
     yield f'<circle cx="{x + 5}" cy="64" r="4.5" fill="none" stroke="{_BAD}" stroke-width="1.5"/>'
-    yield _text(x + 14, 68, "below the bar", colour=_BAD)
+    yield _text(x + 14, 68, "below the bar", color=_BAD)
 
 
 def _names(names: Sequence[str], width: int) -> Iterator[str]:
@@ -129,7 +129,7 @@ def _frame(panel: Panel, left: float, rows: int) -> Iterator[str]:
         stroke = 'stroke="#ccc" stroke-width="0.7"'
         yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}" {stroke}/>'
         for y in (_TOP - 6, bottom + 16):
-            yield _text(x, y, panel.label(tick), anchor="middle", size=10, colour="#555")
+            yield _text(x, y, panel.label(tick), anchor="middle", size=10, color="#555")
 
 
 def _bars(panel: Panel, left: float, rows: Sequence[tuple[str, Sequence[Cell]]]) -> Iterator[str]:
@@ -146,7 +146,7 @@ def _dots(
     panel: Panel,
     left: float,
     rows: Sequence[tuple[str, Sequence[Cell]]],
-    colours: dict[int, str],
+    colors: dict[int, str],
     tooltips: bool,
 ) -> Iterator[str]:
     paths: dict[tuple[str, bool], dict[str, None]] = {}
@@ -156,11 +156,11 @@ def _dots(
         found = [(cell, value) for cell in cells if (value := panel.value(cell)) is not None]
         for cell, value in found:
             x, side = left + panel.at(value), panel.side(value)
-            colour, is_below = colours[cell["tokens"]], panel.is_below(cell, value)
+            color, is_below = colors[cell["tokens"]], panel.is_below(cell, value)
             if not tooltips and not side:
-                paths.setdefault((colour, is_below), {})[f"M{round(x)},{y:g}h0"] = None
+                paths.setdefault((color, is_below), {})[f"M{round(x)},{y:g}h0"] = None
                 continue
-            look = f'fill="{colour}" fill-opacity="0.75"'
+            look = f'fill="{color}" fill-opacity="0.75"'
             if is_below:
                 look += f' stroke="{_BAD}" stroke-width="1.3"'
             title = (
@@ -172,14 +172,14 @@ def _dots(
         if found:
             x = left + panel.at(median(value for _, value in found))
             others.append(f'<rect x="{x - 1:.1f}" y="{y - 8}" width="2" height="16"/>')
-    for (colour, is_below), dots in paths.items():
-        yield from _path(dots, colour, is_below)
+    for (color, is_below), dots in paths.items():
+        yield from _path(dots, color, is_below)
     yield from others
 
 
-def _path(dots: Iterable[str], colour: str, is_below: bool) -> Iterator[str]:
+def _path(dots: Iterable[str], color: str, is_below: bool) -> Iterator[str]:
     """Draw dots as the round caps of strokes without length."""
-    for stroke, width in [(_BAD, 8.5)] * is_below + [(colour, 7.2)]:
+    for stroke, width in [(_BAD, 8.5)] * is_below + [(color, 7.2)]:
         look = f'stroke="{stroke}" stroke-width="{width}" stroke-linecap="round"'
         yield f'<path d="{"".join(dots)}" {look} stroke-opacity="0.75"/>'
 
@@ -202,9 +202,9 @@ def _text(
     size: int = 12,
     anchor: str = "start",
     weight: str = "normal",
-    colour: str = "#111",
+    color: str = "#111",
 ) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
-        f'font-weight="{weight}" fill="{colour}">{escape(text)}</text>'
+        f'font-weight="{weight}" fill="{color}">{escape(text)}</text>'
     )

@@ -28,7 +28,7 @@ union Scalar {
   bool flag;
 };
 
-// One argument of a call; the schema determines which member is set. Not initialised on purpose: a
+// One argument of a call; the schema determines which member is set. Not initialized on purpose: a
 // call has kMaxArguments of these on its stack and only fills those it uses.
 struct Value {
   Value() {}
@@ -40,7 +40,7 @@ struct Value {
   bool present;  // false: None was passed for an optional argument
 };
 
-// Maps the parameter or result type T to a schema type. Only the specialisations below are defined.
+// Maps the parameter or result type T to a schema type. Only the specializations below are defined.
 template <class T>
 struct Binding {
   static constexpr bool kKnown = false;

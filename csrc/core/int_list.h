@@ -47,7 +47,7 @@ class IntStorage {
   };
 
   static constexpr size_t kInline = 32;
-  int64_t inline_[kInline];  // not initialised on purpose: most calls do not have a list
+  int64_t inline_[kInline];  // not initialized on purpose: most calls do not have a list
   size_t used_ = 0;
   std::unique_ptr<Long> long_;
 };

@@ -37,7 +37,7 @@ struct TorchShim {
                              uint64_t built_for);
   TorchError (*delete_tensor)(TorchTensor tensor);
   TorchError (*get_data)(TorchTensor tensor, const void** result);
-  // Materialises a lazy (copy-on-write) clone first.
+  // Materializes a lazy (copy-on-write) clone first.
   TorchError (*get_mutable_data)(TorchTensor tensor, void** result);
   TorchError (*get_dim)(TorchTensor tensor, int64_t* result);
   TorchError (*get_sizes)(TorchTensor tensor, int64_t** result);

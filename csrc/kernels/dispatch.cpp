@@ -97,7 +97,7 @@ const char* refuse(const char* isa, const char* why) {
   return error;
 }
 
-// A constructor, so that the call path does not have to check for initialisation.
+// A constructor, so that the call path does not have to check for initialization.
 __attribute__((constructor)) void select_at_load() {
   const char* forced = std::getenv("OPWEAVE_ISA");
   opweave_select_isa(forced != nullptr && *forced != '\0' ? forced : nullptr);

@@ -1,6 +1,6 @@
-// Norms and activations with quantised results, compiled once per instruction set.
+// Norms and activations with quantized results, compiled once per instruction set.
 //
-// The result is rounded to the type of x before it is quantised.
+// The result is rounded to the type of x before it is quantized.
 #include "kernels/fused_quant.h"
 
 #include "kernels/quant_row.h"
@@ -12,9 +12,9 @@
 
 namespace {
 
-// Quantisation of the values of a row, one class per kind of scale.
+// Quantization of the values of a row, one class per kind of scale.
 struct StaticScale {
-  // Whether quantising a row takes as long as computing it.
+  // Whether quantizing a row takes as long as computing it.
   template <class T>
   static constexpr bool kOutlastsNorm = false;
   template <class T>
@@ -22,7 +22,7 @@ struct StaticScale {
 
   template <class Q, class T, class Call, class Value, class Ahead>
   static void write(const Call& call, int64_t, typename Q::Storage* out, Value value, Ahead next) {
-    quantise_static<Q, T>(out, call.width, *call.scales, value, next);
+    quantize_static<Q, T>(out, call.width, *call.scales, value, next);
   }
 };
 
@@ -35,7 +35,7 @@ struct ScalePerToken {
   template <class Q, class T, class Call, class Value, class Ahead>
   static void write(const Call& call, int64_t row, typename Q::Storage* out, Value value,
                     Ahead next) {
-    call.scales[row] = quantise_dynamic<Q, T>(out, call.width, call.upper_bound, value, next);
+    call.scales[row] = quantize_dynamic<Q, T>(out, call.width, call.upper_bound, value, next);
   }
 };
 
@@ -46,7 +46,7 @@ struct ScalePerGroup {
   template <class Q, class T, class Call, class Value, class Ahead>
   static void write(const Call& call, int64_t row, uint8_t* out, Value value, Ahead next) {
     const int64_t groups = (call.width + call.group_size - 1) / call.group_size;
-    quantise_groups<T>(out, call.scales + row * groups, call.width, call.group_size,
+    quantize_groups<T>(out, call.scales + row * groups, call.width, call.group_size,
                        call.power_of_two != 0, value, next);
   }
 };
@@ -107,7 +107,7 @@ struct RmsNormRows {
   static void write(const OpweaveRmsNormQuant& call, int64_t row, typename Q::Storage* out,
                     const T* x, float squares, W weight, Ahead next) {
     const float scale = inverse_rms(squares, call.width, call.epsilon);
-    Scale::template write<Q, T>(call, row, out, normalised(x, weight, scale), next);
+    Scale::template write<Q, T>(call, row, out, normalized(x, weight, scale), next);
   }
 };
 

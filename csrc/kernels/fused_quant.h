@@ -1,4 +1,4 @@
-// The plain C interface of norms and activations with quantised results; see kernels.h for the
+// The plain C interface of norms and activations with quantized results; see kernels.h for the
 // rules.
 #pragma once
 
@@ -8,8 +8,8 @@
 extern "C" {
 #endif
 
-// out = quantise(rms_norm(x)), or, with a residual, residual_out = x + residual and
-// out = quantise(rms_norm(residual_out)). `rows` walks out and x, `residual_rows` residual_out and
+// out = quantize(rms_norm(x)), or, with a residual, residual_out = x + residual and
+// out = quantize(rms_norm(residual_out)). `rows` walks out and x, `residual_rows` residual_out and
 // residual. Static: scales[0] is given; per token: scales[row] is written.
 struct OpweaveRmsNormQuant {
   void* out;
@@ -28,7 +28,7 @@ struct OpweaveRmsNormQuant {
   enum OpweaveDtype out_dtype;  // OPWEAVE_FLOAT8_E4M3FN or OPWEAVE_INT8
 };
 
-// out[..., i] = quantise(silu(x[..., i]) * x[..., width + i]): operand 0 of `rows` is out, 1 is x.
+// out[..., i] = quantize(silu(x[..., i]) * x[..., width + i]): operand 0 of `rows` is out, 1 is x.
 struct OpweaveSiluAndMulQuant {
   void* out;
   const void* x;

@@ -53,21 +53,21 @@ template <bool kSigmoid, class T, class W>
 inline void norm_then_gate(const Segment<T, W> group, float epsilon) {
   const Vec scale = splat(scale_of(group, epsilon));
   const auto value = [=](int64_t i, auto part) {
-    const Vec normalised = mul(Lanes<T>::load(group.x + i, part), scale);
+    const Vec normalized = mul(Lanes<T>::load(group.x + i, part), scale);
     const Vec gate = activate<kSigmoid, T>(Lanes<T>::load(group.gate + i, part));
-    return mul(group.weighted(normalised, i, part), gate);
+    return mul(group.weighted(normalized, i, part), gate);
   };
   store_row<W, kAtOnce>(group.out, group.size, fetching(value, group.next));
 }
 
-// Normalise product(i, part); the first pass may buffer values for the second one.
+// Normalize product(i, part); the first pass may buffer values for the second one.
 template <class T, class W, class First, class Second>
 inline void norm_of(const Segment<T, W> group, float epsilon, First first, Second second) {
   const float squares = sum_of_squares<float>(group.size, fetching(first, group.next));
   const Vec scale = splat(inverse_rms(squares, group.size, epsilon));
   for_each_vec(group.size, [=](int64_t i, auto part) {
-    const Vec normalised = mul(second(i, part), scale);
-    Lanes<T>::store(group.out + i, group.weighted(normalised, i, part), part);
+    const Vec normalized = mul(second(i, part), scale);
+    Lanes<T>::store(group.out + i, group.weighted(normalized, i, part), part);
   });
 }
 

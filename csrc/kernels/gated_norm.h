@@ -1,4 +1,4 @@
-// The plain C interface of gated RMS normalisation; see kernels.h for the rules.
+// The plain C interface of gated RMS normalization; see kernels.h for the rules.
 #pragma once
 
 #include "core/types.h"
@@ -18,7 +18,7 @@ struct OpweaveGatedNorm {
   struct OpweaveRows rows;
   struct OpweaveRows gate_rows;
   int64_t width;
-  int64_t group_size;  // a divisor of width; each group is normalised separately
+  int64_t group_size;  // a divisor of width; each group is normalized separately
   float epsilon;
   int32_t norm_before_gate;
   int32_t is_sigmoid;  // otherwise silu

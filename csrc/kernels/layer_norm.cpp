@@ -25,10 +25,10 @@ struct LayerNormRows {
       const Vec means = splat(mean);
       const Vec scale = splat(1.0f / __builtin_sqrtf(variance + call.epsilon));
       const auto value = [=](int64_t i, auto part) {
-        const Vec normalised = mul(sub(Lanes<T>::load(x + i, part), means), scale);
+        const Vec normalized = mul(sub(Lanes<T>::load(x + i, part), means), scale);
         const Vec factor = weight != nullptr ? Lanes<W>::load(weight + i, part) : splat(1);
         const Vec shift = bias != nullptr ? Lanes<W>::load(bias + i, part) : splat(0);
-        return fma(normalised, factor, shift);
+        return fma(normalized, factor, shift);
       };
       store_row<W, 1>(rows.out(), call.width, paced(value, next.others.second));
     }

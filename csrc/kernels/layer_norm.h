@@ -1,4 +1,4 @@
-// The plain C interface of layer normalisation; see kernels.h for the rules.
+// The plain C interface of layer normalization; see kernels.h for the rules.
 #pragma once
 
 #include "core/types.h"

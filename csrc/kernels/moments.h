@@ -14,12 +14,12 @@ inline float mean_of(const T* x, int64_t n, Ahead next = {}) {
   return total / static_cast<float>(n);
 }
 
-// Return the mean square of change(x) - centre, where change is a function of vectors.
+// Return the mean square of change(x) - center, where change is a function of vectors.
 template <class T, class Change, class Ahead = Next<>>
-inline float mean_square(const T* x, int64_t n, float centre, Change change, Ahead next = {}) {
-  const Vec centres = splat(centre);
+inline float mean_square(const T* x, int64_t n, float center, Change change, Ahead next = {}) {
+  const Vec centers = splat(center);
   const auto distance = [=](int64_t i, auto part) {
-    return keep(sub(change(Lanes<T>::load(x + i, part)), centres), part);
+    return keep(sub(change(Lanes<T>::load(x + i, part)), centers), part);
   };
   const float squares = sum_of_squares<T>(n, paced(distance, next));
   return squares / static_cast<float>(n);

@@ -18,8 +18,8 @@ struct RmsNormRows {
         const auto next = walks_of(rows, call.width);
         const float squares = sum_of_squares(rows.x(), call.width, next.first);
         const float scale = inverse_rms(squares, call.width, call.epsilon);
-        store_normalised<decltype(weight)>(rows.out(), call.width,
-                                           paced(normalised(rows.x(), weight, scale), next.second));
+        store_normalized<decltype(weight)>(rows.out(), call.width,
+                                           paced(normalized(rows.x(), weight, scale), next.second));
       }
     });
   }
@@ -51,8 +51,8 @@ struct AddRmsNormRows {
             add_and_sum_squares(sums.out(), rows.x(), sums.x(), call.width, next.first);
         const float scale = inverse_rms(squares, call.width, call.epsilon);
         const T* sum = sums.out();
-        store_normalised<decltype(weight)>(rows.out(), call.width,
-                                           paced(normalised(sum, weight, scale), next.second));
+        store_normalized<decltype(weight)>(rows.out(), call.width,
+                                           paced(normalized(sum, weight, scale), next.second));
       }
     });
   }

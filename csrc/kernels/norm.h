@@ -1,4 +1,4 @@
-// The plain C interface of RMS normalisation; see kernels.h for the rules.
+// The plain C interface of RMS normalization; see kernels.h for the rules.
 #pragma once
 
 #include "core/types.h"

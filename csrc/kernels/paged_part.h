@@ -80,9 +80,9 @@ class PagedPart {
       T* out = static_cast<T*>(call_.out) + first;
       for_each_vec(call_.value_size,
                    [=](int64_t d, auto part) { Lanes<T>::store(out + d, value(d, part), part); });
-    } else {  // quantise the result after rounding it to the dtype
+    } else {  // quantize the result after rounding it to the dtype
       uint8_t* out = static_cast<uint8_t*>(call_.out) + first;
-      quantise<Fp8>(out, call_.value_size, *call_.out_scale,
+      quantize<Fp8>(out, call_.value_size, *call_.out_scale,
                     [=](int64_t d, auto part) { return Lanes<T>::round(value(d, part)); });
     }
   }

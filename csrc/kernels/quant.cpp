@@ -1,4 +1,4 @@
-// Quantisation to 8 bits, compiled once per instruction set.
+// Quantization to 8 bits, compiled once per instruction set.
 //
 // The arithmetic follows the ops' definitions operation by operation in float32, so results are
 // bitwise equal to native.
@@ -21,17 +21,17 @@ struct StaticQuantRows {
       const auto next = next_rows_if<!kFollowsPages>(rows.next_x());
       const float* scales = call.scales + r / call.block_rows * call.row_blocks;
       if (call.block_columns == 1) {
-        quantise_columns<Q>(out, call.width, scales, fetching(Loaded<T>{x}, next));
+        quantize_columns<Q>(out, call.width, scales, fetching(Loaded<T>{x}, next));
         continue;
       }
       for (int64_t i = 0; i < call.width; i += call.block_columns) {
-        quantise_row<Q, true>(out + i, call.block_columns, *scales++, x + i, next.from(i));
+        quantize_row<Q, true>(out + i, call.block_columns, *scales++, x + i, next.from(i));
       }
     }
   }
 
   template <class Q, class Value>
-  static void quantise_columns(typename Q::Storage* out, int64_t n, const float* scales,
+  static void quantize_columns(typename Q::Storage* out, int64_t n, const float* scales,
                                Value value) {
     const auto scaled = [=](int64_t i, auto part) {
       return mul(value(i, part), div(splat(1), Lanes<float>::load(scales + i, part)));
@@ -52,7 +52,7 @@ struct PerTokenQuantRows {
           three_walks<true, true>(next_rows_if<!kFollowsRows<T>>(rows.next_x()), call.width);
       const float largest = largest_of_row(x, call.width, next.quick);
       call.scales[r] =
-          quantise_row_of<Q>(out, call.width, largest, call.upper_bound, x, next.others);
+          quantize_row_of<Q>(out, call.width, largest, call.upper_bound, x, next.others);
     }
   }
 };
@@ -68,7 +68,7 @@ struct GroupQuantRows {
       constexpr bool kInMaximum = sizeof(T) == sizeof(float);  // no effect with 16 bits
       const auto next =
           three_walks<kInMaximum, true>(next_rows_if<!kFollowsRows<T>>(rows.next_x()), call.width);
-      quantise_stored_groups(out, call.scales + r * groups, call.width, call.group_size,
+      quantize_stored_groups(out, call.scales + r * groups, call.width, call.group_size,
                              call.power_of_two != 0, x, walks(next.quick, next.others));
     }
   }

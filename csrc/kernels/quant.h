@@ -1,4 +1,4 @@
-// The plain C interface of quantisation to 8 bits; see kernels.h for the rules.
+// The plain C interface of quantization to 8 bits; see kernels.h for the rules.
 #pragma once
 
 #include "core/types.h"
@@ -22,7 +22,7 @@ struct OpweaveStaticQuant {
   enum OpweaveDtype out_dtype;  // OPWEAVE_FLOAT8_E4M3FN or OPWEAVE_INT8
 };
 
-// Quantisation with one scale per row, which is computed and written to scales[row].
+// Quantization with one scale per row, which is computed and written to scales[row].
 struct OpweavePerTokenQuant {
   void* out;
   const void* x;
@@ -34,7 +34,7 @@ struct OpweavePerTokenQuant {
   enum OpweaveDtype out_dtype;
 };
 
-// Quantisation to float8_e4m3fn with one scale per group of `group_size` adjacent elements.
+// Quantization to float8_e4m3fn with one scale per group of `group_size` adjacent elements.
 // Computes x / scale, not x * (1 / scale).
 struct OpweaveGroupQuant {
   void* out;

@@ -1,7 +1,7 @@
-// Quantisation of rows to 8 bits, shared by the quantising kernels.
+// Quantization of rows to 8 bits, shared by the quantizing kernels.
 //
 // A row is a function value(i, part), which returns the vector of float32 values at element i, so
-// that fused kernels can quantise computed values without storing them first.
+// that fused kernels can quantize computed values without storing them first.
 #pragma once
 
 #include "kernels/isa/fp8_quotients_avx512bf16.h"
@@ -88,9 +88,9 @@ __attribute__((always_inline)) inline void announce(const Scaled<Value>& scaled,
   announce<kElements>(scaled.value, i);
 }
 
-// Quantise a row. Without kMayExceed, no quotient may be NaN or exceed the largest code.
+// Quantize a row. Without kMayExceed, no quotient may be NaN or exceed the largest code.
 template <class Q, bool kMayExceed = true, class Value>
-inline void quantise(typename Q::Storage* out, int64_t n, float scale, Value value) {
+inline void quantize(typename Q::Storage* out, int64_t n, float scale, Value value) {
   store_codes(out, n, Scaled<Value>{value, splat(1.0f / scale)}, Q::template codes<kMayExceed>);
 }
 
@@ -178,9 +178,9 @@ inline float keep_and_find_largest(float* kept, int64_t n, Value value) {
 // not pay.
 constexpr int64_t kFewestForSteps = 512;
 
-// Quantise a row in memory with a given scale.
+// Quantize a row in memory with a given scale.
 template <class Q, bool kMayExceed, class T, class Ahead>
-inline void quantise_row(typename Q::Storage* out, int64_t n, float scale, const T* row,
+inline void quantize_row(typename Q::Storage* out, int64_t n, float scale, const T* row,
                          Ahead next) {
   int64_t done = 0;
   if constexpr (Q::template kBySteps<T>) {
@@ -189,51 +189,51 @@ inline void quantise_row(typename Q::Storage* out, int64_t n, float scale, const
       if (done == n) return;
     }
   }
-  quantise<Q, kMayExceed>(out + done, n - done, scale,
+  quantize<Q, kMayExceed>(out + done, n - done, scale,
                           paced(Loaded<T>{row + done}, next.from(done)));
 }
 
-// Quantise a row in memory with the scale of its largest magnitude, and return the scale.
+// Quantize a row in memory with the scale of its largest magnitude, and return the scale.
 template <class Q, class T, class Ahead>
-inline float quantise_row_of(typename Q::Storage* out, int64_t n, float largest, float upper_bound,
+inline float quantize_row_of(typename Q::Storage* out, int64_t n, float largest, float upper_bound,
                              const T* row, Ahead next) {
   const float scale = scale_for<Q>(bounded(largest, upper_bound));
   if (largest <= upper_bound && largest < __builtin_inff()) {
-    quantise_row<Q, false>(out, n, scale, row, next);
+    quantize_row<Q, false>(out, n, scale, row, next);
   } else {
-    quantise_row<Q, true>(out, n, scale, row, next);
+    quantize_row<Q, true>(out, n, scale, row, next);
   }
   return scale;
 }
 
-// Quantise a computed row with a given scale. 16-bit rows are buffered first, because doing both at
+// Quantize a computed row with a given scale. 16-bit rows are buffered first, because doing both at
 // once needs too many registers.
 template <class Q, class T, class Value, class Ahead>
-inline void quantise_static(typename Q::Storage* out, int64_t n, float scale, Value value,
+inline void quantize_static(typename Q::Storage* out, int64_t n, float scale, Value value,
                             Ahead next) {
   if constexpr (sizeof(T) == sizeof(uint16_t)) {
     T kept[kKept];
     if (n <= kKept) {
       keep_row(kept, n, paced(value, next.first));
-      return quantise_row<Q, true>(out, n, scale, kept, next.second);
+      return quantize_row<Q, true>(out, n, scale, kept, next.second);
     }
   }
-  quantise<Q>(out, n, scale, paced(stored<T>(value), next));
+  quantize<Q>(out, n, scale, paced(stored<T>(value), next));
 }
 
-// Quantise a computed row with the scale of its largest magnitude, and return the scale.
+// Quantize a computed row with the scale of its largest magnitude, and return the scale.
 template <class Q, class T, class Value, class Ahead>
-inline float quantise_dynamic(typename Q::Storage* out, int64_t n, float upper_bound, Value value,
+inline float quantize_dynamic(typename Q::Storage* out, int64_t n, float upper_bound, Value value,
                               Ahead next) {
   T kept[kKept];
   if (n <= kKept) {
     const float largest = keep_and_find_largest(kept, n, paced(value, next.first));
-    return quantise_row_of<Q>(out, n, largest, upper_bound, kept, next.second);
+    return quantize_row_of<Q>(out, n, largest, upper_bound, kept, next.second);
   }
   const auto as_stored = stored<T>(value);
   const float largest = largest_magnitude(n, paced(as_stored, next.first));
   const float scale = scale_for<Q>(bounded(largest, upper_bound));
-  quantise<Q>(out, n, scale, paced(as_stored, next.second));
+  quantize<Q>(out, n, scale, paced(as_stored, next.second));
   return scale;
 }
 
@@ -258,9 +258,9 @@ inline void make_group_scales(float* scales, int64_t n, bool power_of_two) {
   for (int64_t i = 0; i < n; ++i) scales[i] = rounded_up_to_power_of_two(scales[i]);
 }
 
-// Quantise a group with exact division instead of a product with the reciprocal.
+// Quantize a group with exact division instead of a product with the reciprocal.
 template <class Value>
-inline void quantise_group(uint8_t* out, int64_t n, float scale, Value value) {
+inline void quantize_group(uint8_t* out, int64_t n, float scale, Value value) {
   const Vec divisor = splat(scale);
   if (scale < __builtin_inff()) {
     const Vec inverse = splat(1.0f / scale);
@@ -296,21 +296,21 @@ __attribute__((always_inline)) inline void announce(const From<Value>& part_of_r
   announce<kElements>(part_of_row.value, part_of_row.first + i);
 }
 
-// Quantise a group in memory.
+// Quantize a group in memory.
 template <class T, class Ahead>
-inline void quantise_group(uint8_t* out, int64_t n, float scale, const T* row, Ahead next) {
+inline void quantize_group(uint8_t* out, int64_t n, float scale, const T* row, Ahead next) {
   int64_t done = 0;
   if constexpr (kHasQuotients<T>) {
     if (scale < __builtin_inff()) done = Fp8Quotients<T>(scale).store_codes(out, n, row, next);
     if (done == n) return;
   }
-  quantise_group(out + done, n - done, scale, paced(Loaded<T>{row + done}, next.from(done)));
+  quantize_group(out + done, n - done, scale, paced(Loaded<T>{row + done}, next.from(done)));
 }
 
-// Quantise a row in memory by groups. All scales are computed first, so that their latencies
+// Quantize a row in memory by groups. All scales are computed first, so that their latencies
 // overlap.
 template <class T, class Ahead>
-inline void quantise_stored_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
+inline void quantize_stored_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
                                    bool power_of_two, const T* row, Ahead next) {
   const auto size = [=](int64_t first) {
     return width - first < group_size ? width - first : group_size;
@@ -321,13 +321,13 @@ inline void quantise_stored_groups(uint8_t* out, float* scales, int64_t width, i
   }
   make_group_scales(scales, scale - scales, power_of_two);
   for (int64_t first = 0; first < width; first += group_size) {
-    quantise_group(out + first, size(first), *scales++, row + first, next.second.from(first));
+    quantize_group(out + first, size(first), *scales++, row + first, next.second.from(first));
   }
 }
 
-// Quantise a computed row by groups.
+// Quantize a computed row by groups.
 template <class T, class Value, class Ahead>
-inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
+inline void quantize_groups(uint8_t* out, float* scales, int64_t width, int64_t group_size,
                             bool power_of_two, Value value, Ahead next) {
   T kept[kKept];
   const int64_t step = group_size > kKept ? group_size : kKept / group_size * group_size;
@@ -337,13 +337,13 @@ inline void quantise_groups(uint8_t* out, float* scales, int64_t width, int64_t 
     const auto ahead = next.from(first);
     if (n <= kKept) {
       keep_row(kept, n, paced(part_of_row, ahead.first));
-      quantise_stored_groups(out + first, scales, n, group_size, power_of_two, kept,
+      quantize_stored_groups(out + first, scales, n, group_size, power_of_two, kept,
                              walks(next_rows(), ahead.second));
     } else {
       const auto as_stored = stored<T>(part_of_row);
       *scales = largest_magnitude(n, paced(as_stored, ahead));
       make_group_scales(scales, 1, power_of_two);
-      quantise_group(out + first, n, *scales, as_stored);
+      quantize_group(out + first, n, *scales, as_stored);
     }
   }
 }

@@ -1,6 +1,6 @@
 // RMS norm of one row in two passes: the sum of squares, then the scaled values.
 //
-// The rounding follows the op's definition: normalise in float32, round to the weight's type,
+// The rounding follows the op's definition: normalize in float32, round to the weight's type,
 // multiply, round to the weight's type, round to x's type.
 #pragma once
 
@@ -135,12 +135,12 @@ struct NoWeight {
   using Widest = T;
 
   template <class Part>
-  Vec apply(Vec normalised, Condition, int64_t, Part) const {
-    return normalised;
+  Vec apply(Vec normalized, Condition, int64_t, Part) const {
+    return normalized;
   }
   template <class Part>
-  Halves apply(Halves normalised, int64_t, Part) const {
-    return normalised;
+  Halves apply(Halves normalized, int64_t, Part) const {
+    return normalized;
   }
 };
 
@@ -153,13 +153,13 @@ struct Weight {
   explicit Weight(const void* data) : values(static_cast<const Stored*>(data)) {}
 
   template <class Part>
-  Vec apply(Vec normalised, Condition finite, int64_t i, Part part) const {
-    const Vec rounded = select(finite, Lanes<W>::round_moderate(normalised), normalised);
+  Vec apply(Vec normalized, Condition finite, int64_t i, Part part) const {
+    const Vec rounded = select(finite, Lanes<W>::round_moderate(normalized), normalized);
     return mul(rounded, Lanes<Stored>::load(values + i, part));
   }
   template <class Part>
-  Halves apply(Halves normalised, int64_t i, Part part) const {
-    return mul(normalised, load_halves(values + i, part));
+  Halves apply(Halves normalized, int64_t i, Part part) const {
+    return mul(normalized, load_halves(values + i, part));
   }
 
   const Stored* values;
@@ -196,9 +196,9 @@ inline void with_weight_of(const Call& call, int64_t rows, Visit visit) {
   with_weight<T>(call.weight, call.weight_dtype, visit);
 }
 
-// The elements of a normalised row, before rounding to T.
+// The elements of a normalized row, before rounding to T.
 template <class T, class W>
-struct Normalised {
+struct Normalized {
   template <class Part>
   Vec operator()(int64_t i, Part part) const {
     return weight.apply(scaled(i, part), has_finite_scale, i, part);
@@ -221,23 +221,23 @@ struct Normalised {
     if constexpr (sizeof(typename W::template Widest<T>) == sizeof(float)) {
       return halves_of(i, *this, part);
     } else {
-      const auto normalised = [this](int64_t k, auto p) { return scaled(k, p); };
-      return weight.apply(halves_of(i, normalised, part), i, part);
+      const auto normalized = [this](int64_t k, auto p) { return scaled(k, p); };
+      return weight.apply(halves_of(i, normalized, part), i, part);
     }
   }
 };
 
 template <class W>
-constexpr bool kGivesHalves<Normalised<Float16, W>> = kHasHalves;
+constexpr bool kGivesHalves<Normalized<Float16, W>> = kHasHalves;
 
 template <class T, class W>
-inline Normalised<T, W> normalised(const T* x, W weight, float scale) {
+inline Normalized<T, W> normalized(const T* x, W weight, float scale) {
   return {x, weight, splat(scale), is_finite(splat(scale))};
 }
 
 // Store a row of values that were multiplied with a weight of type W.
 template <class W, class T, class Values>
-inline void store_normalised(T* out, int64_t width, Values values) {
+inline void store_normalized(T* out, int64_t width, Values values) {
   store_row<typename W::template Widest<T>, 1>(out, width, values);
 }
 

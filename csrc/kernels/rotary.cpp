@@ -1,4 +1,4 @@
-// Rotary position embedding, alone, after RMS normalisation, or into a paged cache; compiled once
+// Rotary position embedding, alone, after RMS normalization, or into a paged cache; compiled once
 // per instruction set.
 //
 // Angles are rounded to x's type, as in the op's definition. Results are computed in float32:
@@ -485,7 +485,7 @@ class HeadWeights<BFloat16> {
   // Whether there are weights, all norm scales are finite, and no product is too large.
   bool serve() const { return serve_; }
 
-  // Return v, element i of a normalised head, times its weight, rounded.
+  // Return v, element i of a normalized head, times its weight, rounded.
   template <class Part>
   Vec rounded_product(Vec v, int64_t i, Part) const {
     return fma(v, at<Part>(powers_ + i), mul(v, at<Part>(rests_ + i)));
@@ -546,7 +546,7 @@ class HeadWeights<Float16> {
   alignas(64) float weights_[OPWEAVE_MAX_ROTARY_SIZE];
 };
 
-// Normalises and rotates heads.
+// Normalizes and rotates heads.
 template <class T>
 class NormalisedHeads {
  public:
@@ -569,19 +569,19 @@ class NormalisedHeads {
       using W = decltype(weight);
       if (has_usual_heads(call_)) {
         return run_usual(angles, scales, [=](const T* x, Vec scale, int64_t i, auto part) {
-          return stored<W>(Normalised<T, W>{x, weight, scale, is_finite(scale)}(i, part));
+          return stored<W>(Normalized<T, W>{x, weight, scale, is_finite(scale)}(i, part));
         });
       }
       const int64_t size = call_.head_size;
       heads_.for_each([&](T* out, const T* x, auto next) {
-        store_normalised<W>(out, size, fetching(normalised(x, weight, scales.next()), next));
+        store_normalized<W>(out, size, fetching(normalized(x, weight, scales.next()), next));
         angles.rotate(out, static_cast<const T*>(out), next_rows());
       });
     });
   }
 
  private:
-  // value(x, scale, i, part) is element i of the normalised head x.
+  // value(x, scale, i, part) is element i of the normalized head x.
   template <class Value>
   void run_usual(const Angles<T>& angles, HeadScales<T>& scales, Value value) {
     heads_.for_each([&](T* out, const T* x, auto next) {

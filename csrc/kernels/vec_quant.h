@@ -1,4 +1,4 @@
-// The vector operations of quantisation, for every instruction set of vec.h:
+// The vector operations of quantization, for every instruction set of vec.h:
 //   larger_magnitude   max(so_far, |v|) for a non-negative so_far; propagates NaN
 //   largest_or_nan     the largest of non-negative lanes; propagates NaN
 //   Words              a vector of kWords 16-bit magnitudes

@@ -1,4 +1,4 @@
-// Norms and activations with quantised results: argument checks, then the kernels.
+// Norms and activations with quantized results: argument checks, then the kernels.
 #include "kernels/fused_quant.h"
 
 #include "module/module.h"
@@ -10,7 +10,7 @@ namespace {
 OpweaveRmsNormQuant rms_norm_call(const View& out, const View& x, const View* weight,
                                   const View& scale, double epsilon) {
   check_activation(x);
-  check_quantised(out);
+  check_quantized(out);
   check_same_sizes(out, x);
   check_disjoint(out, x);
   check_disjoint(out, scale);
@@ -106,7 +106,7 @@ void fused_add_rms_norm_per_token_quant(const View& out, const View& scale,
 
 OpweaveSiluAndMulQuant silu_and_mul_call(const View& out, const View& x, const View& scale) {
   check_activation(x);
-  check_quantised(out);
+  check_quantized(out);
   check_half_of(out, x);
   check_disjoint(out, x);
   check_disjoint(out, scale);

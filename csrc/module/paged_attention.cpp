@@ -164,7 +164,7 @@ void run_parts(const OpweavePagedAttention& call, const Plan& plan) {
   if (next < count) fail_without_scratch(floats);
 }
 
-// Return the byte that represents a zero output: 0, or the quantised code of 0 / out_scale.
+// Return the byte that represents a zero output: 0, or the quantized code of 0 / out_scale.
 int stored_zero(const float* out_scale) {
   if (out_scale == nullptr) return 0;
   const float zero = 0.0f * (1.0f / *out_scale);
@@ -255,7 +255,7 @@ void paged_attention(const View& out, const View& query, const View& key_cache,
          {scale, causal, window, soft_cap});
 }
 
-// paged_attention, quantised by one scale.
+// paged_attention, quantized by one scale.
 void attention_quant(const View& out, const View& query, const View& key_cache,
                      const View& value_cache, const View& block_tables, const View& seq_lens,
                      const View& cu_seqlens_q, const View& out_scale, double scale, bool causal,

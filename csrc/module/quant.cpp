@@ -1,4 +1,4 @@
-// Quantisation to 8 bits: argument checks, then the kernels.
+// Quantization to 8 bits: argument checks, then the kernels.
 #include <vector>
 
 #include "kernels/quant.h"
@@ -9,7 +9,7 @@ namespace opweave {
 namespace {
 
 void check_output(const View& out, const View& x) {
-  check_quantised(out);
+  check_quantized(out);
   check_same_sizes(out, x);
   check_disjoint(out, x);
 }

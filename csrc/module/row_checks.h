@@ -46,7 +46,7 @@ inline void check_per_column(const View& vector, const View& x) {
 }
 
 // Check that out has an 8-bit dtype and contiguous rows.
-inline void check_quantised(const View& out) {
+inline void check_quantized(const View& out) {
   check_dtype(out, {OPWEAVE_FLOAT8_E4M3FN, OPWEAVE_INT8});
   check_unit_stride(out);
 }

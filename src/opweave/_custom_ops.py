@@ -66,7 +66,7 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, epsilon: float) -> N
 
     *out* and *x* have one shape ``[..., h]`` and one dtype (float32, bfloat16 or float16) and are
     contiguous in their last dimension; *out* may be *x*. *weight* is None or ``[h]``, of *x*'s
-    dtype or float32. Normalises in float32, rounds to *weight*'s dtype, multiplies, rounds to
+    dtype or float32. Normalizes in float32, rounds to *weight*'s dtype, multiplies, rounds to
     *x*'s dtype.
 
     Raises:
@@ -79,7 +79,7 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, epsilon: float) -> N
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """Add *x* to *residual*, and write `rms_norm` of the sum into *x*; both in place.
 
-    The sum is rounded to *x*'s dtype before it is normalised. *x* and *residual* have one shape
+    The sum is rounded to *x*'s dtype before it is normalized. *x* and *residual* have one shape
     ``[..., h]`` and one dtype, share no memory and are contiguous in their last dimension; *weight*
     is as in `rms_norm`.
 

@@ -1,7 +1,7 @@
 """The native ops as functions of MindSpore tensors.
 
 MindSpore runs operators asynchronously: what an op refuses is raised as RuntimeError where
-MindSpore next synchronises, for example where a tensor is read. The op has then changed nothing.
+MindSpore next synchronizes, for example where a tensor is read. The op has then changed nothing.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     """Return ``x / sqrt(mean(x ** 2, -1) + epsilon) * weight``.
 
     *x* is ``[..., h]``, float32, bfloat16 or float16, contiguous in its last dimension; *weight* is
-    None or ``[h]``, of *x*'s dtype or float32. Normalises in float32, rounds to *weight*'s dtype,
+    None or ``[h]``, of *x*'s dtype or float32. Normalizes in float32, rounds to *weight*'s dtype,
     multiplies, rounds to *x*'s dtype.
     """
     from opweave_mindspore import _C_ops  # type: ignore[attr-defined]
 
-    normalised: Tensor = _C_ops.rms_norm(x=x, weight=weight, epsilon=epsilon)
-    return normalised
+    normalized: Tensor = _C_ops.rms_norm(x=x, weight=weight, epsilon=epsilon)
+    return normalized

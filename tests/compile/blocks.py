@@ -141,7 +141,7 @@ class OneInput(nn.Module):
 
 
 class QuantisedLayers(nn.Module):
-    """The block of a quantised model, of the layers that opweave ships."""
+    """The block of a quantized model, of the layers that opweave ships."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,9 +190,9 @@ def mixtral() -> nn.Module:
 SHIPPED: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "mixtral": mixtral,
-    "quantised": QuantisedLayers,
+    "quantized": QuantisedLayers,
 }
-BLOCKS = {"llama": LlamaBlock, "moe": MoeBlock, "quantised": QuantisedBlock}
+BLOCKS = {"llama": LlamaBlock, "moe": MoeBlock, "quantized": QuantisedBlock}
 
 
 def model_inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:

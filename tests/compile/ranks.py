@@ -88,7 +88,7 @@ def llama(rank: Rank, layers: int = 2) -> Program:
     return forward
 
 
-def quantised(rank: Rank) -> Program:
+def quantized(rank: Rank) -> Program:
     """Activations of 8 bits, with a scale for each token, then with one for all."""
     embedding, norm, scale = torch.randn(50, HIDDEN), torch.randn(HIDDEN), torch.full((1,), 0.05)
     first, second, third = Mlp(rank), Mlp(rank), Mlp(rank)
@@ -155,7 +155,7 @@ def one_layer(rank: Rank) -> Program:
 
 PROGRAMS = {
     make.__name__: make
-    for make in (llama, one_layer, quantised, mixture, by_hand, parts_that_differ)
+    for make in (llama, one_layer, quantized, mixture, by_hand, parts_that_differ)
 }
 
 

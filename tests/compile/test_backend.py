@@ -404,7 +404,7 @@ def test_passes_change_nothing_when_they_run_twice() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "run", twice)
-        model = Model(BLOCKS["quantised"], 2, OpCalls())
+        model = Model(BLOCKS["quantized"], 2, OpCalls())
         compiled = torch.compile(model, backend=opweave.compile.backend, options={"codegen": False})
         inputs = model_inputs(8)
         torch.testing.assert_close(compiled(*inputs), model(*inputs), atol=0.2, rtol=0.2)

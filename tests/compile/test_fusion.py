@@ -252,7 +252,7 @@ MISSES: dict[str, tuple[str, str, Callable[..., Any]]] = {
         "is used elsewhere, by output",
         lambda a, r: ((y := attend(a)), o.static_quant_fp8(y.flatten(1), SCALE)),
     ),
-    "quantised by heads": (
+    "quantized by heads": (
         "attention_quant",
         r"operand 0 of static_quant_fp8.* is bfloat16\[8, 4, 16\], not bfloat16\[8, 64\]",
         lambda a, r: (o.static_quant_fp8(attend(a), SCALE),),
@@ -321,7 +321,7 @@ def test_a_longer_chain_keeps_its_ops() -> None:
 
 
 def test_a_cache_is_written_in_place() -> None:
-    """A layer of a model: one projection, the donated cache, attention, quantisation."""
+    """A layer of a model: one projection, the donated cache, attention, quantization."""
 
     def function(qkv: Tensor, keys: Tensor, values: Tensor) -> Any:
         q, k, v = (qkv * 2).split((64, 32, 32), -1)

@@ -258,12 +258,12 @@ PALETTES = [
 
 
 @pytest.mark.parametrize("palette", PALETTES, ids=["light", "dark"])
-def test_colours_can_be_told_apart(palette: dict[str, str]) -> None:
+def test_colors_can_be_told_apart(palette: dict[str, str]) -> None:
     grounds = ("page", "box")
     fores = ("text", "dim", "link", "good", "bad")
     pairs = [(fore, back, 4.5) for fore, back in product(fores, grounds)]
     pairs += [("text", back, 4.5) for back in ("del", "del-word", "ins", "ins-word")]
-    pairs += [(f"colour-{i}", back, 3.0) for i, back in product(range(7), grounds)]
+    pairs += [(f"color-{i}", back, 3.0) for i, back in product(range(7), grounds)]
     for fore, back, least in pairs:
         assert contrast(palette[fore], palette[back]) >= least, (fore, back)
 
@@ -274,8 +274,8 @@ def contrast(first: str, second: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def luminance(colour: str) -> float:
-    shares = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+def luminance(color: str) -> float:
+    shares = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
     return sum(s * weight for s, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
 

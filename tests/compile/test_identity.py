@@ -62,7 +62,7 @@ def test_no_line_differs(block: str, dynamic: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mixtral", "quantised"))]
+    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mixtral", "quantized"))]
 )
 @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", DEVICES)

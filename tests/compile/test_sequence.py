@@ -53,8 +53,8 @@ def linear(x: Tensor) -> Tensor:
 
 
 def norm(x: Tensor) -> Tensor:
-    normalised: Tensor = ir.ops.rms_norm(x, WEIGHT, 1e-5)
-    return normalised
+    normalized: Tensor = ir.ops.rms_norm(x, WEIGHT, 1e-5)
+    return normalized
 
 
 def add_norm(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,11 +145,11 @@ def test_the_residual_stays_sharded_through_all_layers() -> None:
 
 
 @in_group
-@pytest.mark.parametrize("dequantised", [False, True])
-def test_activations_are_gathered_after_they_are_quantised(dequantised: bool) -> None:
+@pytest.mark.parametrize("dequantized", [False, True])
+def test_activations_are_gathered_after_they_are_quantized(dequantized: bool) -> None:
     def layer(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         q, scale = ir.ops.dynamic_per_token_quant_fp8(add_norm(linear(x), r)[0])
-        return (q.to(torch.float32) * scale @ MATRIX, scale) if dequantised else (q, scale)
+        return (q.to(torch.float32) * scale @ MATRIX, scale) if dequantized else (q, scale)
 
     graph, _ = sharded(layer, tokens(), tokens())
     scattered, *gathered = moved(graph)
@@ -401,7 +401,7 @@ def test_rank_and_size_are_in_the_keys_of_caches(request: pytest.FixtureRequest)
 CASES = {
     "llama": Case("llama", (8,)),
     "dynamic": Case("llama", (9, 16, 7), dynamic=True),
-    "quantised": Case("quantised", (9,)),
+    "quantized": Case("quantized", (9,)),
     "mixture": Case("mixture", (8,)),
     "by hand": Case("by_hand", (11,)),
     "parts that differ": Case("parts_that_differ", (8,)),
@@ -411,7 +411,7 @@ CASES = {
 COLLECTIVES = {
     "llama": {"all_gather": 4, "reduce_scatter": 4},
     "dynamic": {"all_gather": 4, "reduce_scatter": 4},
-    "quantised": {"all_gather": 3, "all_reduce": 1, "reduce_scatter": 2},
+    "quantized": {"all_gather": 3, "all_reduce": 1, "reduce_scatter": 2},
     "mixture": {"all_gather": 2, "reduce_scatter": 2},
     "by hand": {"all_gather": 1, "all_reduce": 1, "reduce_scatter": 1},
     "parts that differ": {"all_reduce": 2},

@@ -44,7 +44,7 @@ class Layer:
     queries: str  # how they are used: after the write, before it as well, or seen otherwise
     keeps_keys: bool  # the rotated keys are a result
     reads_old_cache: bool
-    quantises: str  # how, in the last layer
+    quantizes: str  # how, in the last layer
     options: tuple[Any, ...]
 
 
@@ -64,11 +64,11 @@ class Program:
             x = y.flatten(1).cos()
         layer = self.layers[-1]
         y, keys, values = self._layer(layer, x, keys, values, found)
-        if layer.quantises in ("flat", "both"):
+        if layer.quantizes in ("flat", "both"):
             found.append(o.static_quant_fp8(y.reshape(T, -1), SCALE))
-        if layer.quantises == "heads":
+        if layer.quantizes == "heads":
             found.append(o.static_quant_fp8(y, SCALE))
-        if layer.quantises in ("no", "both"):
+        if layer.quantizes in ("no", "both"):
             found.append(y)
         return (*found, keys, values)
 
@@ -112,7 +112,7 @@ layers = st.builds(
     queries=st.sampled_from(["after", "before", "seen"]),
     keeps_keys=st.sampled_from([False, False, True]),
     reads_old_cache=st.sampled_from([False, False, True]),
-    quantises=st.sampled_from(["flat", "flat", "heads", "both", "no"]),
+    quantizes=st.sampled_from(["flat", "flat", "heads", "both", "no"]),
     options=st.sampled_from([(), (0.2,), (None, True, 7), (0.3, False, None, 4.0)]),
 )
 programs = st.builds(Program, st.lists(layers, min_size=1, max_size=2).map(tuple), st.booleans())

@@ -102,7 +102,7 @@ class OneSeed(Sound):
         torch.manual_seed(0)
 
 
-class Misspelt(Sound):
+class Misspelled(Sound):
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
     ) -> Mapping[str, list[str]]:
@@ -156,7 +156,7 @@ BROKEN: Mapping[str, Sequence[type[Sound]]] = {
     "device": (Elsewhere,),
     "capabilities": (Wide, Recorder, Boundless),
     "seed": (Unseeded, OneSeed),
-    "priorities": (Misspelt, Unprovided),
+    "priorities": (Misspelled, Unprovided),
     "references": (Jobless, Functional, Inattentive, Uncompiled, Passing),
     "kernels": (Wrong,),
 }

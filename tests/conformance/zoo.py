@@ -557,10 +557,10 @@ def not_batch_invariant_beyond_32(
 
 @own_op("rowwise", "native")
 def not_rowwise() -> ir.IrOp:
-    def centred(x: Tensor) -> Tensor:
+    def centered(x: Tensor) -> Tensor:
         return x - x.mean(0)
 
-    op = ir.register_op(native_traits={ROWWISE})(centred)
+    op = ir.register_op(native_traits={ROWWISE})(centered)
     op.register_input_generator(rows)
     return op
 

@@ -85,7 +85,7 @@ def test_variables_as_keywords_and_by_name(llm: LLM) -> None:
         ("moood", "mood"),
     ],
 )
-def test_misspelt_keywords(keyword: str, meant: str, llm: LLM) -> None:
+def test_misspelled_keywords(keyword: str, meant: str, llm: LLM) -> None:
     with pytest.raises(TypeError, match=f"'{keyword}' .*Did you mean '{meant}'") as raised:
         llm.chat(HELLO, GREEDY, **{keyword: True})
     assert isinstance(raised.value, EngineError)

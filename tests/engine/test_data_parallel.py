@@ -192,7 +192,7 @@ def test_answers_are_those_of_one_engine() -> None:
         assert (engine.model_name, engine.max_model_len) == ("tiny-pydoc", 256)
         assert engine.is_running
         assert engine.dead_with is None
-        assert [order.neighbours for _, order in group.orders] == [2, 2]
+        assert [order.neighbors for _, order in group.orders] == [2, 2]
         assert group.orders[0][1].model == CHECKPOINT
         assert loaded == [(1, 2)]  # of the first one
         run(work(engine, group))

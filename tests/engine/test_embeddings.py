@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel
 
-from models.layer_checkpoints import randomised
+from models.layer_checkpoints import randomized
 from models.tiny_checkpoints import random_ids, write_tokenizer
 from opweave.config import EngineConfig, SchedulerConfig
 from opweave.engine import (
@@ -159,14 +159,14 @@ def test_other_checkpoints_of_bert(kind: str, checkpoint: Checkpoints, tmp_path:
     torch.manual_seed(3)
     if kind == "silu":
         config.hidden_act = "silu"
-        randomised(BertModel(config)).save_pretrained(tmp_path)
+        randomized(BertModel(config)).save_pretrained(tmp_path)
     elif kind == "prefixed":  # as BertForPreTraining writes the encoder
-        whole = randomised(BertModel(config))
+        whole = randomized(BertModel(config))
         whole.save_pretrained(tmp_path)
         tensors = {f"bert.{name}": tensor for name, tensor in whole.state_dict().items()}
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     else:
-        masked = randomised(BertForMaskedLM(config))
+        masked = randomized(BertForMaskedLM(config))
         masked.save_pretrained(tmp_path)
         if kind == "masked with a pooler":
             tensors = load_file(tmp_path / "model.safetensors")

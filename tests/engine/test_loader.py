@@ -305,11 +305,11 @@ def test_old_frequencies_are_ignored(copy: Copy) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_quantised_tensors_are_refused(dtype: torch.dtype, copy: Copy) -> None:
+def test_quantized_tensors_are_refused(dtype: torch.dtype, copy: Copy) -> None:
     path = copy("llama")
     name = "model.layers.0.mlp.up_proj.weight"
     edit(path, lambda t: t.update({name: torch.zeros(96, 64).to(dtype)}))
-    with pytest.raises(CheckpointError, match=rf"up_proj.weight: it has dtype {dtype}; quantised"):
+    with pytest.raises(CheckpointError, match=rf"up_proj.weight: it has dtype {dtype}; quantized"):
         load_model(path)
 
 

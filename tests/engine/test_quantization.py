@@ -1,4 +1,4 @@
-"""Quantised checkpoints are recognised, and plain weights load regardless of other metadata."""
+"""Quantized checkpoints are recognized, and plain weights load regardless of other metadata."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_configuration_over_plain_weights(
     plain = tokens(path)
     edit(path, **config)
     assert tokens(path) == plain
-    assert "is ignored: no weight is quantised" in caplog.text
+    assert "is ignored: no weight is quantized" in caplog.text
     check_ranks(path, 2)
 
 
@@ -77,7 +77,7 @@ def test_an_empty_configuration(path: Path, caplog: pytest.LogCaptureFixture) ->
 def test_a_file_over_plain_weights(file: str, path: Path, caplog: pytest.LogCaptureFixture) -> None:
     edit(path, file, bits=4)
     load_model(path)
-    assert f"{file} is ignored: no weight is quantised" in caplog.text
+    assert f"{file} is ignored: no weight is quantized" in caplog.text
 
 
 def test_scales_of_a_cache(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,7 +87,7 @@ def test_scales_of_a_cache(path: Path, caplog: pytest.LogCaptureFixture) -> None
     edit_tensors(path, scales)
     edit(path, quantization_config={"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}})
     assert tokens(path) == plain
-    assert "3 scales of a quantised KV cache are ignored" in caplog.text
+    assert "3 scales of a quantized KV cache are ignored" in caplog.text
 
 
 PACKED: dict[str, Tensors] = {
@@ -115,7 +115,7 @@ PACKED: dict[str, Tensors] = {
 
 @pytest.mark.parametrize("shown_by", ["tensors", "config", "file"])
 @pytest.mark.parametrize("form", PACKED)
-def test_quantised_weights(form: str, shown_by: str, path: Path) -> None:
+def test_quantized_weights(form: str, shown_by: str, path: Path) -> None:
     edit_tensors(path, PACKED[form], f"{LAYER}.weight")
     sign = next(name for name in PACKED[form] if not name.endswith(".weight"))
     if shown_by == "config":
@@ -124,10 +124,10 @@ def test_quantised_weights(form: str, shown_by: str, path: Path) -> None:
     elif shown_by == "file":
         edit(path, "quantize_config.json", bits=4)
         sign = "quantize_config.json"
-    with pytest.raises(UnsupportedModelError, match="holds quantised weights") as raised:
+    with pytest.raises(UnsupportedModelError, match="holds quantized weights") as raised:
         load_model(path)
     assert sign in str(raised.value)
-    assert "quantised checkpoints are not supported" in str(raised.value)
+    assert "quantized checkpoints are not supported" in str(raised.value)
 
 
 def test_narrow_weights_with_a_configuration(path: Path) -> None:

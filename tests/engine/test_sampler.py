@@ -198,7 +198,7 @@ def test_greedy_rows_take_nothing_but_the_best(monkeypatch: pytest.MonkeyPatch) 
 
 def test_other_rows_do_not_change_a_row() -> None:
     logits = torch.randn(8, 50)
-    penalised = SamplingParams(temperature=0.9, repetition_penalty=1.5, presence_penalty=1)
+    penalized = SamplingParams(temperature=0.9, repetition_penalty=1.5, presence_penalty=1)
     history = History(frozenset([1, 2, 3]))
     history.counts.update([4, 4, 5])
     requests = [
@@ -208,7 +208,7 @@ def test_other_rows_do_not_change_a_row() -> None:
         SamplingRequest(SamplingParams(top_p=0.8), 3, 4),
         SamplingRequest(SamplingParams(temperature=1.9, logprobs=0), 11),
         SamplingRequest(SamplingParams(top_k=20, top_p=0.5, min_p=0.01), 11),
-        SamplingRequest(penalised, 1, 3, history=history),
+        SamplingRequest(penalized, 1, 3, history=history),
         SamplingRequest(SamplingParams(logit_bias={3: 50.0}, top_k=2), 1, 3, (9,)),
     ]
     sampler, before = Sampler(), logits.clone()

@@ -33,7 +33,7 @@ def rms_norm(
         out[i] = row / math.sqrt(mean + epsilon) if len(measured) else row
     y = torch.from_numpy(out)
     if weight is not None:
-        # The definition: the normalised values and the product have the weight's dtype.
+        # The definition: the normalized values and the product have the weight's dtype.
         y = (y.to(weight.dtype).double() * weight.detach().double()).to(weight.dtype)
     return (y.to(x.dtype),)
 

@@ -248,7 +248,7 @@ def test_environment_and_file_in_fresh_processes(fresh_cases: FreshCases) -> Non
             ),
             Case(fails(CALL, "OPWEAVE_CHECK_DONATION"), {"OPWEAVE_CHECK_DONATION": "2"}),
             Case(fails(CALL, "OPWEAVE_CONFIG", "nowhere.toml"), {"OPWEAVE_CONFIG": "nowhere.toml"}),
-            Case(fails(CALL, "opweave.toml", "'colour'"), {}, {"opweave.toml": "colour = 1"}),
+            Case(fails(CALL, "opweave.toml", "'color'"), {}, {"opweave.toml": "color = 1"}),
             Case(
                 fails(CALL, "opweave.toml ir_op_priority.rms_norm", "'atem'"),
                 {},

@@ -52,7 +52,7 @@ class Named(CpuPlatform):
 
 @pytest.fixture
 def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The platform of the name that the test is parametrised with is the current one."""
+    """The platform of the name that the test is parametrized with is the current one."""
     name: str = request.param
     monkeypatch.setattr(platforms, "current_platform", Named(name))
     return name

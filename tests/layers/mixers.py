@@ -144,7 +144,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
 }
 
 
-def randomised(module: nn.Module) -> nn.Module:
+def randomized(module: nn.Module) -> nn.Module:
     """Give every parameter values that show in the result."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():

@@ -194,7 +194,7 @@ def test_merged_columns(size: int, how: str, gathers: bool) -> None:
 )
 @pytest.mark.parametrize("how", ["each", "all", "own"])
 def test_heads(heads: int, kv_heads: int | None, size: int, how: str) -> None:
-    """Ranks beyond the key heads share them, in neighbouring groups."""
+    """Ranks beyond the key heads share them, in neighboring groups."""
     head, v_head, x, kv = 6, 4, torch.randn(3, 12), kv_heads or heads
     theirs = {
         "q": reference(12, heads * head),
@@ -276,7 +276,7 @@ class Int8:
         return y
 
 
-def test_a_quantisation_method() -> None:
+def test_a_quantization_method() -> None:
     weight = torch.randint(-127, 128, (24, 12), dtype=torch.int8)
     scale, blocks, x = torch.rand(24), torch.rand(6), torch.randn(3, 12)
     expected = x @ (weight * scale[:, None]).T

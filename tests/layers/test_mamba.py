@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layers.mixers import HIDDEN, PAIRS, PLAMO2, load, plamo2, randomised
+from layers.mixers import HIDDEN, PAIRS, PLAMO2, load, plamo2, randomized
 from layers.switch import ranks
 from opweave import ir
 from opweave.layers import (
@@ -41,11 +41,11 @@ def _no_grad() -> Iterator[None]:
 def ours(kind: str, **options: Any) -> StatefulLayer:
     """A mixer of that kind with random weights."""
     if kind == "plamo2":
-        layer = randomised(plamo2(**options))
+        layer = randomized(plamo2(**options))
         layer.A.copy_(-torch.rand_like(layer.A) - 0.1)
         return layer
     pair = PAIRS[kind]()
-    return load(pair.make(**options), randomised(pair.theirs).state_dict())
+    return load(pair.make(**options), randomized(pair.theirs).state_dict())
 
 
 def near(found: Tensor, wanted: Tensor, atol: float = 1e-5) -> None:
@@ -55,7 +55,7 @@ def near(found: Tensor, wanted: Tensor, atol: float = 1e-5) -> None:
 @pytest.mark.parametrize("kind", PAIRS)
 def test_mixers_are_those_of_transformers(kind: str) -> None:
     pair = PAIRS[kind]()
-    theirs = randomised(pair.theirs)
+    theirs = randomized(pair.theirs)
     layer = load(pair.make(), theirs.state_dict())
     hidden = torch.randn(11, HIDDEN)
     wanted = theirs(hidden[None])[0]
@@ -66,7 +66,7 @@ def test_mixers_are_those_of_transformers(kind: str) -> None:
 def bfloat16_errors(kind: str) -> Tensor:
     """How far our mixer is from float32 with the same weights, and how far transformers' is."""
     pair = PAIRS[kind]()
-    theirs = randomised(pair.theirs).to(torch.bfloat16)
+    theirs = randomized(pair.theirs).to(torch.bfloat16)
     layer = load(pair.make(params_dtype=torch.bfloat16), theirs.state_dict())
     hidden = torch.randn(11, HIDDEN).to(torch.bfloat16)
     results = [layer(hidden), theirs(hidden[None])[0]]
@@ -136,7 +136,7 @@ def test_packed_sequences_equal_each_alone(kind: str, provider: str) -> None:
 )
 def test_tensor_parallel_equals_one_rank(kind: str, size: int) -> None:
     pair = PAIRS[kind]()
-    weights, hidden = randomised(pair.theirs).state_dict(), torch.randn(9, HIDDEN)
+    weights, hidden = randomized(pair.theirs).state_dict(), torch.randn(9, HIDDEN)
     whole = load(pair.make(), weights)
 
     def run(rank: int, layer: StatefulLayer) -> Tensor:

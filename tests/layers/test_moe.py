@@ -64,7 +64,7 @@ def assert_near(found: Tensor, wanted: Tensor) -> None:
 # Names
 
 
-def test_names_of_the_catalogue() -> None:
+def test_names_of_the_catalog() -> None:
     classes = {
         "fused_moe": FusedMoE,
         "grouped_topk": GroupedTopk,
@@ -248,7 +248,7 @@ def test_steps_of_the_kernel_can_be_exchanged() -> None:
     torch.testing.assert_close(layer(x, logits), 2 * plain)
 
 
-def test_modules_can_be_initialised_the_usual_way() -> None:
+def test_modules_can_be_initialized_the_usual_way() -> None:
     seen: list[nn.Module] = []
     moe().apply(seen.append)
     assert any(isinstance(m, FusedMoEMethod) for m in seen)

@@ -39,7 +39,7 @@ def close(found: Tensor, expected: Tensor, op: ir.IrOp = ir.ops.rms_norm) -> Non
     torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
 
 
-def randomised(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+def randomized(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
     for parameter in layer.parameters():
         parameter.copy_(torch.randn_like(parameter))
     return layer.to(dtype)
@@ -51,7 +51,7 @@ def randomised(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
 def test_rms_norm_is_llamas(size: int, dtype: torch.dtype, custom_ops: str) -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    theirs = randomised(LlamaRMSNorm(size, eps=1e-5), dtype)
+    theirs = randomized(LlamaRMSNorm(size, eps=1e-5), dtype)
     ours = built(custom_ops, lambda: RMSNorm(size, 1e-5, dtype=dtype))
     ours.load_state_dict(theirs.state_dict())
     wide = torch.randn(2, 3, size + 9).to(dtype)
@@ -76,7 +76,7 @@ def test_every_provider_with_and_without_weight_residual_and_gaps(
         del norms["fused_add_rms_norm"]
     for has_weight, gaps, adds in itertools.product((True, False), repeat=3):
         layer = RMSNorm(size, 1e-5, has_weight=has_weight, dtype=dtype)
-        randomised(layer, dtype)
+        randomized(layer, dtype)
         x, residual = torch.randn(2, 5, size + 9 * gaps).to(dtype)[..., :size]
         total = x + residual if adds else x
         wide = total.double()
@@ -113,7 +113,7 @@ def test_the_variance_of_the_first_elements(custom_ops: str) -> None:
 def test_gemma(size: int, dtype: torch.dtype, custom_ops: str) -> None:
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm as Theirs
 
-    theirs = randomised(Theirs(size, eps=1e-6), dtype)
+    theirs = randomized(Theirs(size, eps=1e-6), dtype)
     ours = built(custom_ops, lambda: GemmaRMSNorm(size)).to(dtype)
     ours.load_state_dict(theirs.state_dict())
     x, residual = torch.randn(2, 3, 5, size).to(dtype)
@@ -138,7 +138,7 @@ def test_gated(norm_before_gate: bool, custom_ops: str) -> None:
         if norm_before_gate
         else MambaRMSNormGated(64, group_size=64, eps=1e-5)  # type: ignore[no-untyped-call]
     )
-    randomised(theirs, torch.float32)
+    randomized(theirs, torch.float32)
     ours = built(custom_ops, lambda: RMSNormGated(64, norm_before_gate=norm_before_gate))
     ours.load_state_dict(theirs.state_dict())
     x, z = torch.randn(2, 3, 5, 64)
@@ -167,7 +167,7 @@ def hf_mixer_norm(groups: int, dtype: torch.dtype, size: int = 64) -> Any:
     from transformers.models.mamba2 import modeling_mamba2
 
     theirs: Any = modeling_mamba2.MambaRMSNormGated
-    return randomised(theirs(size, group_size=size // groups, eps=1e-6), dtype)
+    return randomized(theirs(size, group_size=size // groups, eps=1e-6), dtype)
 
 
 @both_ways

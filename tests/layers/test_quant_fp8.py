@@ -23,7 +23,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 
 
 def check(q: Tensor, scale: Tensor, x: Tensor, by_element: Tensor, divides: bool = False) -> None:
-    """Compare codes, of which a kernel may round a few to a neighbour; and the way back.
+    """Compare codes, of which a kernel may round a few to a neighbor; and the way back.
 
     The definition multiplies by the reciprocal in float32, and for groups divides: where ties are
     frequent, as with 16 bits, that matters.

@@ -184,7 +184,7 @@ class Scaled:
         return y
 
 
-def test_a_quantised_table() -> None:
+def test_a_quantized_table() -> None:
     table, ids = torch.randint(-127, 128, (100, 4), dtype=torch.int8), torch.arange(100)
 
     def make() -> VocabParallelEmbedding:

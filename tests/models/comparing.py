@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.layer_checkpoints import randomised
+from models.layer_checkpoints import randomized
 from models.tiny_checkpoints import BOS, EOS, PAD, VOCABULARY, random_ids
 from opweave.engine import LLM, SamplingParams
 
@@ -48,7 +48,7 @@ def write(
     """
     config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
     torch.manual_seed(sum(map(ord, str(changes) + model_type)))
-    randomised(AutoModelForCausalLM.from_config(config)).save_pretrained(path, **saving)
+    randomized(AutoModelForCausalLM.from_config(config)).save_pretrained(path, **saving)
     file = path / "config.json"
     values = json.loads(file.read_text())
     if callable(config_json):

@@ -128,12 +128,12 @@ def hf_model(kind: str) -> Any:
     """Return transformers' model of that kind, every weight of it random."""
     torch.manual_seed(sum(map(ord, kind)))
     if kind.startswith("qwen2_vision"):
-        return randomised(_vision(depth=1 if kind.endswith("one_layer") else 2))
+        return randomized(_vision(depth=1 if kind.endswith("one_layer") else 2))
     model_type, differences = KINDS[kind]
     config = AutoConfig.for_model(model_type, **{**_SIZES, **differences})
     factory = AutoModel if model_type == "bert" else AutoModelForCausalLM
     attention = {} if model_type == "mamba2" else {"attn_implementation": "eager"}
-    return randomised(factory.from_config(config, **attention))
+    return randomized(factory.from_config(config, **attention))
 
 
 def write_checkpoint(path: Path, kind: str) -> Any:
@@ -148,10 +148,10 @@ def gpt_oss_block() -> tuple[dict[str, Any], Any]:
     differences = {"num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 0.5}
     config = GptOssConfig(**{**_SIZES, "num_key_value_heads": 2, **differences})
     torch.manual_seed(5)
-    return config.to_dict(), randomised(GptOssMLP(config))
+    return config.to_dict(), randomized(GptOssMLP(config))
 
 
-def randomised(model: Any) -> Any:
+def randomized(model: Any) -> Any:
     """Give every weight a random value, large enough to show in the results."""
     model = model.float().eval()
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -160,9 +160,9 @@ def randomised(model: Any) -> Any:
             if "e_score_correction_bias" in name:
                 weight.copy_(torch.randn_like(weight) * 0.1)
             elif isinstance(weight, torch.nn.Parameter):
-                centre = 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0
+                center = 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0
                 spread = 0.3 if "norm" in name.lower() else 0.12
-                weight.copy_(centre + spread * torch.randn_like(weight))
+                weight.copy_(center + spread * torch.randn_like(weight))
     return model
 
 

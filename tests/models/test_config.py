@@ -123,12 +123,12 @@ UNSUPPORTED = {
         raw(partial_rotary_factor=0.5, rope_scaling={"rope_type": "linear", "factor": 2.0}),
         "partial_rotary_factor.*Supported: 1.0",
     ),
-    "quantised": (
+    "quantized": (
         raw(quantization_config={"quant_method": "fp8"}),
-        r"quantised checkpoints \(quant_method 'fp8'\) are not supported; use unquantised weights",
+        r"quantized checkpoints \(quant_method 'fp8'\) are not supported; use unquantized weights",
     ),
-    "quantised somehow": (raw(quantization_config={"bits": 4}), r"\(quant_method None\)"),
-    "quantised by name": (raw(quantization_config="awq"), r"\(quant_method 'awq'\)"),
+    "quantized somehow": (raw(quantization_config={"bits": 4}), r"\(quant_method None\)"),
+    "quantized by name": (raw(quantization_config="awq"), r"\(quant_method 'awq'\)"),
     "layer type": (
         raw("Qwen2", num_key_value_heads=4, use_sliding_window=True, layer_types=["chunked"] * 3),
         "'chunked'.* full_attention, sliding_attention",

@@ -14,7 +14,7 @@ from transformers import Gemma3Config as Gemma3HfConfig
 from transformers import Gemma3ForConditionalGeneration as HfGemma3
 
 from models.comparing import SIZES, check_as_transformers, write
-from models.layer_checkpoints import randomised
+from models.layer_checkpoints import randomized
 from opweave.engine import CheckpointError, load_model
 from opweave.models import (
     DeepseekV3Config,
@@ -295,7 +295,7 @@ def gemma_with_vision(path: Path, text: dict[str, Any]) -> dict[str, Any]:
         mm_tokens_per_image=4, image_token_index=300, boi_token_index=301, eoi_token_index=302,
     )  # fmt: skip
     torch.manual_seed(5)
-    randomised(HfGemma3(config)).save_pretrained(path)
+    randomized(HfGemma3(config)).save_pretrained(path)
     written: dict[str, Any] = json.loads((path / "config.json").read_text())
     return written
 

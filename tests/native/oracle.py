@@ -46,10 +46,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     for row, target in zip(x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1]), strict=True):
         values = [float(v) for v in row]
         scale = 1.0 / math.sqrt(sum(v * v for v in values) / len(values) + epsilon)
-        normalised = torch.tensor([v * scale for v in values], dtype=torch.float64).float()
+        normalized = torch.tensor([v * scale for v in values], dtype=torch.float64).float()
         if weight is not None:
-            normalised = normalised.to(weight.dtype) * weight
-        target.copy_(normalised.to(x.dtype))
+            normalized = normalized.to(weight.dtype) * weight
+        target.copy_(normalized.to(x.dtype))
     return out
 
 

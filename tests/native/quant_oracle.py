@@ -1,4 +1,4 @@
-"""Quantisation in float64, element by element, and how results are compared."""
+"""Quantization in float64, element by element, and how results are compared."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def product(x: Tensor, inverse: Tensor | float) -> NDArray[np.float64]:
     return found
 
 
-def codes_of(quantised: Tensor) -> NDArray[np.int64]:
+def codes_of(quantized: Tensor) -> NDArray[np.int64]:
     """The codes, with one code for NaN."""
-    if quantised.dtype == INT8:
-        return quantised.numpy().astype(np.int64)
-    codes = quantised.contiguous().view(torch.uint8).numpy().astype(np.int64)
+    if quantized.dtype == INT8:
+        return quantized.numpy().astype(np.int64)
+    codes = quantized.contiguous().view(torch.uint8).numpy().astype(np.int64)
     return np.where(codes & 0x7F == 0x7F, 0x7F, codes)
 
 
@@ -75,7 +75,7 @@ def assert_codes(got: Tensor, wanted: NDArray[np.int64]) -> None:
     assert np.array_equal(codes_of(got), wanted)
 
 
-def share_of_neighbours(got: Tensor, wanted: Tensor) -> float:
+def share_of_neighbors(got: Tensor, wanted: Tensor) -> float:
     """The share of codes that differ; none may differ by more than one step."""
     numbers = [_ordinals(t) for t in (got, wanted)]
     difference = np.abs(numbers[0] - numbers[1])
@@ -83,10 +83,10 @@ def share_of_neighbours(got: Tensor, wanted: Tensor) -> float:
     return float((difference != 0).mean()) if difference.size else 0.0
 
 
-def _ordinals(quantised: Tensor) -> NDArray[np.int64]:
-    """Numbers that are 1 apart for neighbouring codes."""
-    codes = codes_of(quantised)
-    if quantised.dtype == INT8:
+def _ordinals(quantized: Tensor) -> NDArray[np.int64]:
+    """Numbers that are 1 apart for neighboring codes."""
+    codes = codes_of(quantized)
+    if quantized.dtype == INT8:
         return codes
     return np.where(codes & 0x80 != 0, -(codes & 0x7F), codes & 0x7F)
 
@@ -108,7 +108,7 @@ def layout(t: Tensor) -> list[tuple[int, int]]:
 
 
 def opcheck(name: str, *arguments: object) -> None:
-    """Check a torch op of the native module; its first argument is the quantised output."""
+    """Check a torch op of the native module; its first argument is the quantized output."""
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     out = arguments[0]
     assert isinstance(out, Tensor)

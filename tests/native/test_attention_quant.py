@@ -1,4 +1,4 @@
-"""Attention that is quantised as it is stored: bit by bit what quantising it afterwards gives."""
+"""Attention that is quantized as it is stored: bit by bit what quantizing it afterwards gives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from opweave.kernels.opweave_c import paged_attention as provider
 from . import quant_oracle
 from .oracle import CALL_PATHS, DTYPES, call_path, using_threads
 from .paged_cases import BLIND, DECODE, MIXED, NAN, PREFILL, Case, case, reference
-from .quant_oracle import FP8, same_bits, share_of_neighbours
+from .quant_oracle import FP8, same_bits, share_of_neighbors
 
 SCALE = torch.tensor([0.02])
 QUIET = {"paged_attention": ["native"], "static_quant_fp8": ["native"]}
@@ -85,7 +85,7 @@ def test_the_definition(module: ModuleType, isa: str, dtype: torch.dtype) -> Non
         # Weights that meet pairs are rounded to bfloat16: a few more codes are the next one.
         by_pairs = isa in ("avx512bf16", "amx") and dtype == torch.bfloat16
         most = 0.03 if by_pairs else 0.02
-        assert share_of_neighbours(differing, wanted) <= most
+        assert share_of_neighbors(differing, wanted) <= most
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

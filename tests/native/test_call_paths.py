@@ -196,7 +196,7 @@ UNUSUAL = {
     "sparse": lambda: ones(8).to_sparse(),
     "compressed": lambda: ones(4, 8).to_sparse_csr(),
     "nested": lambda: torch.nested.nested_tensor([ones(8), ones(4)]),
-    "quantised": lambda: torch.quantize_per_tensor(ones(8), 1.0, 0, torch.qint8),
+    "quantized": lambda: torch.quantize_per_tensor(ones(8), 1.0, 0, torch.qint8),
     "functional": lambda: torch._to_functional_tensor(ones(8)),
 }
 
@@ -424,7 +424,7 @@ def test_who_watches_calls_does_not_hide_them_from_autograd(
     module: ModuleType, observer: Callable[..., Tensor]
 ) -> None:
     with pytest.raises(RuntimeError, match=r"^rms_norm: .* (requires grad|has a tangent)"):
-        observer(lambda x: normalised(x) * x, ones(1, 4).requires_grad_())
+        observer(lambda x: normalized(x) * x, ones(1, 4).requires_grad_())
     weight = ones(1, 4).requires_grad_()
     factor = ones(1, 4)
     product = (weight * factor).sum()
@@ -524,7 +524,7 @@ def test_freed_memory(module: ModuleType, grad: bool, place: int) -> None:
         _custom_ops.rms_norm(*tensors, 1e-6)
 
 
-def normalised(x: Tensor) -> Tensor:
+def normalized(x: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     _custom_ops.rms_norm(out, x, None, 0.0)
     return out + 1
@@ -546,14 +546,14 @@ def test_transforms_of_derivatives_are_refused(module: ModuleType) -> None:
             torch.set_grad_enabled(grad),
             pytest.raises(RuntimeError, match=r"^rms_norm: x has a tangent"),
         ):
-            torch.func.jvp(normalised, (ones(3),), (ones(3),))
+            torch.func.jvp(normalized, (ones(3),), (ones(3),))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_trace_has_the_op(module: ModuleType, grad: bool) -> None:
     with torch.set_grad_enabled(grad):
-        traced = torch.jit.trace(normalised, 2 * ones(3))
+        traced = torch.jit.trace(normalized, 2 * ones(3))
         assert torch.equal(traced(-ones(3)), torch.zeros(3))
 
 

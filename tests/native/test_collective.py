@@ -80,8 +80,8 @@ def test_a_sum_over_one_rank(weight: Tensor | None, donated: bool) -> None:
     call = op.maybe_inplace if donated else op
     y, s = call(x, residual, weight, 1e-5)
     assert torch.equal(s, X + RESIDUAL)
-    normalised = s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-5)
-    torch.testing.assert_close(y, normalised if weight is None else normalised * weight)
+    normalized = s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-5)
+    torch.testing.assert_close(y, normalized if weight is None else normalized * weight)
     if not donated:
         assert torch.equal(x, X)
         assert torch.equal(residual, RESIDUAL)

@@ -19,7 +19,7 @@ from opweave.kernels.opweave_c import quant as kernels
 
 from . import oracle, quant_oracle
 from .oracle import CALL_PATHS, DTYPES, call_path, random, using_threads, weight_for
-from .quant_oracle import FP8, INT8, as_tuple, ours, same_bits, share_of_neighbours
+from .quant_oracle import FP8, INT8, as_tuple, ours, same_bits, share_of_neighbors
 
 NORMS = [
     ops.rms_norm_static_quant_fp8,
@@ -63,14 +63,14 @@ def scheme_of(op: IrOp) -> tuple[str, str]:
 def composed(op: IrOp, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the results of opweave_c's kernels for the parts, one after the other."""
     first, second = scheme_of(op)
-    quantise = getattr(kernels, second)
+    quantize = getattr(kernels, second)
     if first == "silu_and_mul":
-        return as_tuple(quantise(activation.silu_and_mul(arguments[0]), *arguments[1:]))
+        return as_tuple(quantize(activation.silu_and_mul(arguments[0]), *arguments[1:]))
     if first == "rms_norm":
-        return as_tuple(quantise(norm.rms_norm(*arguments[:3]), *arguments[3:]))
+        return as_tuple(quantize(norm.rms_norm(*arguments[:3]), *arguments[3:]))
     x, residual = arguments[0].clone(), arguments[1].clone()
     y, total = norm.fused_add_rms_norm(x, residual, *arguments[2:4])
-    return (*as_tuple(quantise(y, *arguments[4:])), total)
+    return (*as_tuple(quantize(y, *arguments[4:])), total)
 
 
 def arguments_for(op: IrOp, x: Tensor, weight: Tensor | None = None, seed: int = 7) -> Arguments:
@@ -105,9 +105,9 @@ def check_near_native(op: IrOp, *arguments: Any) -> None:
     for position, (mine, theirs) in enumerate(results):
         assert quant_oracle.layout(mine) == quant_oracle.layout(theirs)
         if position == 0:
-            # A few activations are the neighbouring bfloat16 or float16, and a few of those cross
+            # A few activations are the neighboring bfloat16 or float16, and a few of those cross
             # a boundary between codes.
-            share = share_of_neighbours(mine, theirs)
+            share = share_of_neighbors(mine, theirs)
             assert share <= 0.002 or share * mine.numel() <= 1, (op.name, share)
         else:
             assert mine.dtype == theirs.dtype
@@ -161,7 +161,7 @@ def test_the_norm_is_the_definition(
         assert s.item() == pytest.approx(expected, rel=1e-6)
         codes = quant_oracle.codes_for(out_dtype, quant_oracle.product(row, 1 / s.item()))
         wanted = torch.from_numpy(codes).to(torch.uint8).view(out_dtype)
-        assert share_of_neighbours(q, wanted) <= 0.01
+        assert share_of_neighbors(q, wanted) <= 0.01
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -176,7 +176,7 @@ def test_the_activation_is_the_definition(
     call_path(module, path_name, "silu_and_mul_group_quant_fp8")(out, scale, x, 100, False)
     wanted, wanted_scale = quant.per_token_group_quant_fp8.impls["native"].impl_fn(y, 100)
     torch.testing.assert_close(scale, wanted_scale, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=0)
-    assert share_of_neighbours(out, wanted) <= 0.005
+    assert share_of_neighbors(out, wanted) <= 0.005
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -22,13 +22,13 @@ def test_opcheck(module: ModuleType, op: str, weight: Tensor | None) -> None:
 
 
 def test_fullgraph(module: ModuleType) -> None:
-    def normalise(x: Tensor, weight: Tensor) -> Tensor:
+    def normalize(x: Tensor, weight: Tensor) -> Tensor:
         out = torch.empty_like(x)
         torch.ops.opweave_c.rms_norm(out, x * 2, weight, 1e-6)
         return out + 1
 
     x, weight = random(5, 24, dtype=torch.float32), torch.ones(24)
-    compiled = torch.compile(normalise, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(normalize, fullgraph=True, backend="aot_eager")
     assert_near(compiled(x, weight) - 1, oracle.rms_norm(x * 2, weight, 1e-6))
 
 

@@ -1,4 +1,4 @@
-"""Quantisation computes its definition, bit by bit as native does."""
+"""Quantization computes its definition, bit by bit as native does."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_sign_of_nan_stays(module: ModuleType, isa: str) -> None:
         assert (out.view(torch.uint8) == code).all()
 
 
-def test_neighbours_do_not_mix(module: ModuleType, isa: str) -> None:
+def test_neighbors_do_not_mix(module: ModuleType, isa: str) -> None:
     """Every place among the vectors that are converted at once, in rows of every length."""
     values = torch.tensor([0.0, -1.0, 500.0, -(2.0**-9), torch.nan, 3.3, torch.inf, -448.0])
     for width in range(1, 140):

@@ -1,4 +1,4 @@
-"""Quantisation takes any rows, refuses what it cannot do, and is safe in graphs."""
+"""Quantization takes any rows, refuses what it cannot do, and is safe in graphs."""
 
 from __future__ import annotations
 

@@ -417,7 +417,7 @@ def head_and_rotary_size(draw: Callable[[int, int], int]) -> tuple[int, int]:
     return head_size, head_size // (1 + draw(0, 3) // 3)
 
 
-def normalised(module: ModuleType, x: Tensor, weight: Tensor | None, head_size: int) -> Tensor:
+def normalized(module: ModuleType, x: Tensor, weight: Tensor | None, head_size: int) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     heads = (-1, head_size)
     module.rms_norm(out.view(heads), x.reshape(heads), weight, 1e-6)
@@ -449,7 +449,7 @@ def fuzz(module: ModuleType, isas: tuple[str, ...], cases: int, seed: int) -> No
             if draw(0, 1):  # the same as one after the other
                 kind = (None, dtype, torch.float32)[draw(0, 2)]
                 weight = None if kind is None else random(head_size, dtype=kind, seed=case)
-                wanted = [normalised(module, x, weight, head_size) for x in tensors]
+                wanted = [normalized(module, x, weight, head_size) for x in tensors]
                 module.rotary_embedding(*wanted, *wanted, where, cache, head_size, is_neox)
                 run = call_path(module, path_name, "qk_norm_rope")
                 weights = (weight, weight)

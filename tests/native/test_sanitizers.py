@@ -66,7 +66,7 @@ def test_a_kernel_leaves_its_tensors(module: ModuleType, isa: str) -> None:
         assert re.search(r"#\d .*/csrc/kernels/vec\w*\.h", said), (call, said)
 
 
-def test_undefined_behaviour(module: ModuleType) -> None:
+def test_undefined_behavior(module: ModuleType) -> None:
     fine, bad = reports("base", [f"misuse_signed(torch.zeros(1), 2**63 - {n})" for n in (2, 1)])
     assert not fine
     assert "runtime error: signed integer overflow" in bad

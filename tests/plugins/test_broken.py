@@ -147,7 +147,7 @@ ROWS = {
         "PluginFailedError",
         ("platform plugin 'acme'", "OSError: no bus", "acme_module.py:1", "OPWEAVE_PLUGINS=-acme"),
     ),
-    "a misspelt name in OPWEAVE_PLUGINS": Row(
+    "a misspelled name in OPWEAVE_PLUGINS": Row(
         platform("acme"),
         RESOLVE,
         "PluginPolicyError",
@@ -160,7 +160,7 @@ ROWS = {
         result="acme",
         env={"OPWEAVE_PLUGINS": " acme, "},
     ),
-    "a misspelt name in OPWEAVE_PLATFORM": Row(
+    "a misspelled name in OPWEAVE_PLATFORM": Row(
         platform("acme"),
         RESOLVE,
         "PluginPolicyError",
@@ -230,7 +230,7 @@ ROWS = {
         LOAD,
         result=["loaded"],
     ),
-    "a misspelt group": Row(
+    "a misspelled group": Row(
         files("acme", {"opweave.plugins": {"acme": "acme_module:register"}}),
         LOAD,
         result=[],

@@ -344,11 +344,11 @@ def test_malformed_brackets(installed: Install) -> None:
         installed(plugin("a", CALLS, order="[needs.x]")).load_general()
 
 
-def test_misspelt_groups_are_warned_of(installed: Install) -> None:
-    misspelt = files("a", {"opweave.plugins": {"a": "a_module:register"}})
+def test_misspelled_groups_are_warned_of(installed: Install) -> None:
+    misspelled = files("a", {"opweave.plugins": {"a": "a_module:register"}})
     with pytest.warns(PluginWarning, match=r"a 1.0 declares.*'opweave.plugins'.*Did you mean"):
-        loader = installed(misspelt)
-    assert len(loader.misspelt) == 1
+        loader = installed(misspelled)
+    assert len(loader.misspelled) == 1
 
 
 def test_a_plugin_may_use_ops_and_ask_for_plugins(

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         import torch
 
-        from gpu_queue import jobs as catalogue
+        from gpu_queue import jobs as catalog
         from gpu_queue import metadata, naming, pool, show
         from gpu_queue.plan import plan
         from gpu_queue.process import StartError, WorkerProcess
@@ -95,11 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         program.error(f"{error} (Python: {sys.executable}). make gpu PYTHON=... names another.")
     if options.out is not None and options.out.exists() and not options.out.is_dir():
         program.error(f"--out {str(options.out)!r} is not a folder")
-    jobs = catalogue.all_jobs(options.device, options.size)
+    jobs = catalog.all_jobs(options.device, options.size)
     if options.only:
         chosen, unknown = naming.select(jobs, options.only)
         if unknown:
-            stages = [stage.name for stage in catalogue.STAGES]
+            stages = [stage.name for stage in catalog.STAGES]
             hint = did_you_mean(unknown[0], stages, naming.names(jobs))
             program.error(f"--only: unknown job or stage {unknown[0]!r}. {hint}")
         jobs = chosen
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = Results(state, options.out, BEGAN, quiet=options.json)
     except StateError as error:
         program.error(str(error))
-    planned = plan(jobs, catalogue.STAGES, results.records, again=options.again)
+    planned = plan(jobs, catalog.STAGES, results.records, again=options.again)
     if options.list or options.dry_run:
         print_queue = show.names if options.list else show.queue
         print_queue(planned, results, as_json=options.json)
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline, paths = BEGAN + options.budget - _RESERVE, metadata.folders()
     try:
         pool.run(
-            pool.Queue(planned, catalogue.STAGES, BEGAN, options.budget - _RESERVE),
+            pool.Queue(planned, catalog.STAGES, BEGAN, options.budget - _RESERVE),
             lambda gate: WorkerProcess(options.device, deadline, gate, paths=paths),
             results.add,
             deadline=deadline,

@@ -27,6 +27,9 @@ PHRASES = {
     r"\b(?:is|are|was|were|be)\s+none\b": "say what is missing",
     r"\b[Ww]hatever\b": "use 'regardless of', 'any' or the noun",
     r"\b[Bb]eside\b": "use 'next to', 'besides' or 'in addition to'",
+    # These are not in codespell's dictionary.
+    r"(?i)(?:quant|material|memo|token|functional|normal)is(?:e[ds]?|ing|ations?)\b":
+        "use American spelling: '-ize'",
     r"\b[Aa]new\b": "use 'again'",
     r"\bwhat\s+is\s+(?:not|there|told|no)\b": "name the noun",
     r"\b(?:is|are|was|were)\s+told\s+(?:by|from|of|at|in)\b": "name the subject: 'X says'",

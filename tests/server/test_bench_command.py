@@ -15,7 +15,7 @@ import pytest
 
 from opweave.cli import main
 from opweave.cli.errors import CliError
-from opweave.cli.load import Answer, Load, arrivals, prompts, summarise
+from opweave.cli.load import Answer, Load, arrivals, prompts, summarize
 from opweave.server import ServerConfig
 from server.conftest import Start
 from server.fake_engine import CONTEXT, FakeEngine
@@ -224,7 +224,7 @@ def test_figures_of_known_answers() -> None:
         Answer(1.0, [1.1], ended=1.2, error="429: full"),
         Answer(1.0, [], ended=1.2, error="429: full"),
     ]
-    found = summarise(answers, 2.0)
+    found = summarize(answers, 2.0)
     assert (found.completed, found.errors) == (2, {"429: full": 2})
     assert (found.prompt_tokens, found.output_tokens) == (12, 4)
     rates = found.request_throughput, found.output_throughput, found.total_throughput

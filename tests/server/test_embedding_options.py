@@ -1,4 +1,4 @@
-"""Options of embeddings: long texts, length, normalisation, conversations; and bad numbers."""
+"""Options of embeddings: long texts, length, normalization, conversations; and bad numbers."""
 
 from __future__ import annotations
 

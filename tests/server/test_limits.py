@@ -232,7 +232,7 @@ def test_a_connection_that_is_kept_is_fast(start: Start) -> None:
         started = time.monotonic()
         server.get("/ping")
         times.append(time.monotonic() - started)
-    assert min(times[1:]) < 0.03  # acknowledgements are delayed by 40 ms
+    assert min(times[1:]) < 0.03  # acknowledgments are delayed by 40 ms
 
 
 def test_cors(start: Start) -> None:

@@ -40,7 +40,7 @@ def server(path: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def oracle(path: Path) -> dict[str, tuple[list[int], Tensor]]:
-    """Return the tokens and the normalised mean of the hidden states of each text."""
+    """Return the tokens and the normalized mean of the hidden states of each text."""
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path).eval()
     found = {}
     for text in TEXTS:

@@ -1,10 +1,10 @@
-// Quantise 16-bit numbers to float8_e4m3fn by dividing by a scale, for rows in which no quotient is
+// Quantize 16-bit numbers to float8_e4m3fn by dividing by a scale, for rows in which no quotient is
 // NaN or exceeds the largest code.
 //
 // As in vec_quant.h, a sum is rounded to the unit of its power of two. Its upper word then contains
 // 128 * E, where E is the exponent, and its lower word the number of units. The code is the number
 // of units plus 8 for each power of two above 2^-6. A product of words computes
-// 16 * (units + 8 * E), and 256 times as much for the neighbour, so that the sum of both contains
+// 16 * (units + 8 * E), and 256 times as much for the neighbor, so that the sum of both contains
 // two codes.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Quantise 16-bit numbers to float8_e4m3fn codes of x * factor, without computing the products.
+// Quantize 16-bit numbers to float8_e4m3fn codes of x * factor, without computing the products.
 //
 // Rounding the product to a code is a step function of x, and the bits of a magnitude, as an
 // integer, have the order of the magnitudes. Between two steps, the code is

@@ -1,4 +1,4 @@
-// The vector operations of quantisation with AVX-512; see vec_quant.h.
+// The vector operations of quantization with AVX-512; see vec_quant.h.
 #pragma once
 
 #include "kernels/vec.h"

@@ -1,4 +1,4 @@
-// The vector operations of quantisation with the vector types of GCC and Clang; see vec_quant.h.
+// The vector operations of quantization with the vector types of GCC and Clang; see vec_quant.h.
 #pragma once
 
 #include "kernels/vec.h"

@@ -44,7 +44,7 @@ class Argument {
 };
 
 // Queue a native op in MindSpore, which launches it when its inputs are ready. Errors of the op are
-// raised at MindSpore's next synchronisation; the op has then not written anything.
+// raised at MindSpore's next synchronization; the op has then not written anything.
 void run_native(const std::string& name, std::vector<Argument> arguments);
 
 // Native ops support strides, so tensors need not be copied (and outputs must not be).

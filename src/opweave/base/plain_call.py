@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from opweave.base import compat
 
 PLAIN_TYPES = frozenset({Tensor, Parameter})
-"""The exact types of tensors that have no behaviour of their own."""
+"""The exact types of tensors that have no behavior of their own."""
 
 
 class Fact(NamedTuple):

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from opweave.cli.bench_op import bench_op
 from opweave.cli.flag import Flag
-from opweave.cli.load import Client, Load, Summary, summarise
+from opweave.cli.load import Client, Load, Summary, summarize
 from opweave.cli.output import out, print_json
 from opweave.cli.progress import progress_bar
 from opweave.cli.tables import PlainTable
@@ -93,7 +93,7 @@ async def _measure(client: Client, model: str | None, load: Load) -> tuple[str, 
     async with client:
         name = model or await client.model()
         with progress_bar("answers") as progress:
-            return name, summarise(*await client.run(name, load, progress))
+            return name, summarize(*await client.run(name, load, progress))
 
 
 def _print(url: str, model: str, found: Summary) -> None:

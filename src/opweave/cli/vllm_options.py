@@ -10,7 +10,7 @@ _NO_LORA = "LoRA adapters are not supported; merge them into the checkpoint."
 _NO_MEDIA = "The server takes text only."
 _NO_DRAFTS = "Speculative decoding is not supported."
 _NO_PIPELINE = "Use --tensor-parallel-size or --data-parallel-size."
-_QUANTIZED = "Quantised checkpoints are not supported."
+_QUANTIZED = "Quantized checkpoints are not supported."
 
 # The option, and a sentence that follows "Unknown option: --name."
 REPLACEMENTS = {

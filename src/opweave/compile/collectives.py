@@ -69,7 +69,7 @@ def overload(name: str) -> Any:
 
 
 def _groups() -> str:
-    """Return every group, its size and this process's rank, which a graph may be specialised to."""
+    """Return every group, its size and this process's rank, which a graph may be specialized to."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return ""
     return repr(

@@ -178,7 +178,7 @@ def let_inductor_call(operator: torch._ops.OpOverload[..., Any]) -> None:
 
 
 def process_groups() -> Mapping[torch.distributed.ProcessGroup, str]:
-    """Return the names of all process groups; torch.distributed must be initialised."""
+    """Return the names of all process groups; torch.distributed must be initialized."""
     names: Any = torch.distributed.distributed_c10d._world.pg_names
     return cast("Mapping[torch.distributed.ProcessGroup, str]", names)
 

@@ -1,4 +1,4 @@
-"""Collect what the behaviour of a function depends on, besides its arguments."""
+"""Collect what the behavior of a function depends on, besides its arguments."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def annotate(
 def call_arguments(op: IrOp, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return ``(args, kwargs)`` for a node that calls *op*, without defaults.
 
-    AOTAutograd normalises calls in the same way, and Inductor expects it.
+    AOTAutograd normalizes calls in the same way, and Inductor expects it.
     """
     pairs = list(zip(op.schema.params, values, strict=True))
     changed = [not p.has_default or isinstance(v, Node) or v != p.default for p, v in pairs]

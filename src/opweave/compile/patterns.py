@@ -173,7 +173,7 @@ def _takes_none(user: Node, node: Node) -> bool:
 
 
 def _generated(generator: Callable[..., Values], scale: int, options: Mapping[str, Any]) -> Values:
-    """Generate arguments, with every float replaced by a recognisable value."""
+    """Generate arguments, with every float replaced by a recognizable value."""
     sizes = {
         name: p.default * scale
         for name, p in inspect.signature(generator).parameters.items()

@@ -35,9 +35,9 @@ from opweave.compile.rowwise import Size, is_view, keeps_rows, known_equal, row_
 from opweave.compile.tracing import Tracer
 
 aten = torch.ops.aten
-# Tokens per rank. With fewer, much of the traffic is padding. Besides, compilers specialise on a
+# Tokens per rank. With fewer, much of the traffic is padding. Besides, compilers specialize on a
 # size of 1, so a rank must have more rows, and "fewer than this" must include more than one size,
-# or they would specialise on that size.
+# or they would specialize on that size.
 MIN_ROWS = 3
 _PER_BYTE = 1 << 20  # price per byte; a collective costs 1, so fewer collectives break ties
 _REPLICATING = {"all_reduce", "all_gather", "broadcast"}

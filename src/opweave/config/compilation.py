@@ -121,12 +121,12 @@ class CompilationConfig(Config):
             SettingError: a key is unknown or a value malformed; the message names *origin*.
         """
         known = self.names()
-        normalised = {str(key).replace("-", "_"): value for key, value in values.items()}
-        for key in normalised:
+        normalized = {str(key).replace("-", "_"): value for key, value in values.items()}
+        for key in normalized:
             if key not in known:
                 raise SettingError(f"{origin}: unknown key {key!r}. {did_you_mean(key, known)}")
         try:
-            return self.with_values({k: Origin(origin, v) for k, v in normalised.items()})
+            return self.with_values({k: Origin(origin, v) for k, v in normalized.items()})
         except SettingError as error:
             raise SettingError(f"{origin}: {error}") from error
 

@@ -43,9 +43,9 @@ def apply_command_line(registry: Registry, priorities: Mapping[str, str | Iterab
     Raises:
         SettingError: an op or a provider is unknown, or a list is malformed.
     """
-    normalised = {op.replace("-", "_"): providers for op, providers in priorities.items()}
+    normalized = {op.replace("-", "_"): providers for op, providers in priorities.items()}
     registry.settings.set_priorities(
-        Source.COMMAND_LINE, normalised, lambda op: f"--ir-op-priority.{op}"
+        Source.COMMAND_LINE, normalized, lambda op: f"--ir-op-priority.{op}"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnknownOpWarning)  # check_settings raises instead

@@ -1,6 +1,6 @@
 """Donation: after ``op.maybe_inplace(...)`` the activations belong to the op.
 
-Reading a donated tensor is undefined behaviour. Eager mode hides it if the chosen kernel does not
+Reading a donated tensor is undefined behavior. Eager mode hides it if the chosen kernel does not
 reuse the memory; ``OPWEAVE_CHECK_DONATION=1`` exposes it by overwriting the tensor.
 """
 

@@ -18,7 +18,7 @@ class IrOpInplaceOverload(Callee):
     """``op.maybe_inplace``: call the op and donate its activations.
 
     A kernel may write its outputs into their memory, so reading an activation after the call is
-    undefined behaviour.
+    undefined behavior.
 
     Attributes:
         op: the op.

@@ -292,7 +292,7 @@ def register_op(
             names start with ``x``.
         allow_inplace: whether the op has ``maybe_inplace``. Needs as many activations as outputs.
         composite: the native implementation is written in other IR ops, so that the compiler can
-            recognise it in a graph.
+            recognize it in a graph.
         native_traits: promises of the native implementation, besides ``differentiable``.
         keeps_strides: activations, such as a cache, whose output has the strides of the input,
             gaps included (contiguous if elements overlap). Kernels may reuse them in any layout;

@@ -25,7 +25,7 @@ class OpSpec:
         schema: its parameters and outputs.
         activations: the parameters that ``maybe_inplace`` donates, in the order of the schema.
         allow_inplace: whether it has ``maybe_inplace``.
-        composite: whether native is written in other ops, so that the compiler can recognise it.
+        composite: whether native is written in other ops, so that the compiler can recognize it.
         keeps_strides: the activations whose outputs have the strides of the input.
         native_traits: the promises of native, see :mod:`opweave.ir.traits`.
         site: where it was declared.

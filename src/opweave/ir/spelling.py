@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Inductor fuses row-wise code with its neighbours, and a call of a kernel takes about 3 us more. On
+# Inductor fuses row-wise code with its neighbors, and a call of a kernel takes about 3 us more. On
 # a Xeon, kernels were faster with 512 x 4,096 elements, by 1.2 to 1.5, and not always with
 # 64 x 2,048.
 ROWWISE_ELEMENTS = 1 << 20

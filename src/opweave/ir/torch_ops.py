@@ -8,7 +8,7 @@ Each IR op has, in the registry's namespace:
   correct and insert no copies;
 - ``op_annotated(..., *, str using, int[]? donate, str autocast)``: the functional op with the
   settings of a call site and the state of ``torch.autocast`` as arguments, which survive caches
-  and serialisation.
+  and serialization.
 
 Kernels are registered for CompositeExplicitAutograd (every backend including PrivateUse1, opaque
 to AOTAutograd), Autograd (a differentiable implementation if a gradient is needed) and

@@ -128,7 +128,7 @@ class GeluAndMulSparse(Activation):
 
 @CustomOp.register("swigluoai_and_mul")
 class SwigluOAIAndMul(Activation):
-    """gpt-oss's gate, of clamped pairs of neighbours: ``ir.ops.swigluoai_and_mul``.
+    """gpt-oss's gate, of clamped pairs of neighbors: ``ir.ops.swigluoai_and_mul``.
 
     Args:
         alpha: the steepness of the sigmoid.

@@ -21,7 +21,7 @@ class ConvLayer(CustomOp):
 
     ``ir.ops.conv_nd``; or ``ir.ops.patch_matmul``, where the stride is the kernel and there is no
     padding, dilation or grouping, as in patch embeddings: then the channels of the result are
-    innermost in memory. Parameters are uninitialised and need no gradient.
+    innermost in memory. Parameters are uninitialized and need no gradient.
 
     Args:
         in_channels, out_channels: of input and output.

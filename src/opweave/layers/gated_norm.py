@@ -19,8 +19,8 @@ class RMSNormGated(CustomOp):
     Args:
         hidden_size: the size of the last dimension.
         eps: added to the mean square.
-        group_size: so many neighbours have a mean square of their own; None for all of them.
-        norm_before_gate: gate what is normalised, rather than normalise what is gated.
+        group_size: so many neighbors have a mean square of their own; None for all of them.
+        norm_before_gate: gate what is normalized, rather than normalize what is gated.
         device, dtype: of the weight.
         activation: of the gate: ``"silu"``, which is also called ``"swish"``, or ``"sigmoid"``.
 
@@ -56,7 +56,7 @@ class RMSNormGated(CustomOp):
         self.norm_before_gate, self.activation = norm_before_gate, activation
 
     def forward_native(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalise *x*, ``(..., hidden_size)``, gated by *z* of the same shape if there is one.
+        """Normalize *x*, ``(..., hidden_size)``, gated by *z* of the same shape if there is one.
 
         Returns:
             Shape and dtype of *x*.

@@ -63,7 +63,7 @@ class LogitsProcessor(PluggableLayer):
             skip_gather: return the logits of this rank's rows, padding included.
 
         Raises:
-            LayerArgumentError: *head_dtype* is set, and the head is quantised.
+            LayerArgumentError: *head_dtype* is set, and the head is quantized.
         """
         if self.logits_as_input:
             return self._capped(hidden_states)
@@ -113,7 +113,7 @@ class LogitsProcessor(PluggableLayer):
             return method.apply(lm_head, hidden, bias)
         if not isinstance(method, UnquantizedEmbeddingMethod):
             raise LayerArgumentError(
-                f"head_dtype={dtype} is for heads that are not quantised; this one has "
+                f"head_dtype={dtype} is for heads that are not quantized; this one has "
                 f"{type(method).__name__}. Leave head_dtype out."
             )
         bias = None if bias is None else bias.to(dtype)

@@ -16,9 +16,9 @@ from opweave.layers.parallel import current_tensor_parallel
 
 @CustomOp.register("mixer2_gated_rms_norm")
 class Mixer2RMSNormGated(CustomOp):
-    """``norm(x * silu(gate)) * weight``, by groups of neighbours: ``ir.ops.rms_norm_gated``.
+    """``norm(x * silu(gate)) * weight``, by groups of neighbors: ``ir.ops.rms_norm_gated``.
 
-    What is normalised is rounded to the dtype of *x* before the weight multiplies it. Each rank has
+    What is normalized is rounded to the dtype of *x* before the weight multiplies it. Each rank has
     its part of the elements and of the weight: where all groups are whole on a rank, nothing is
     exchanged; one group on several ranks exchanges its sum of squares; otherwise the elements are
     gathered.
@@ -78,7 +78,7 @@ class Mixer2RMSNormGated(CustomOp):
         param.data.copy_(loaded_weight)
 
     def forward_native(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalise *x*, ``(..., full_hidden_size / ranks)``, gated by *gate* of the same shape.
+        """Normalize *x*, ``(..., full_hidden_size / ranks)``, gated by *gate* of the same shape.
 
         Returns:
             Shape and dtype of *x*.

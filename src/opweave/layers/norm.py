@@ -12,7 +12,7 @@ from opweave.layers.errors import LayerArgumentError
 
 @CustomOp.register("rms_norm")
 class RMSNorm(CustomOp):
-    """Normalises the last dimension: ``ir.ops.rms_norm``, ``ir.ops.fused_add_rms_norm``.
+    """Normalizes the last dimension: ``ir.ops.rms_norm``, ``ir.ops.fused_add_rms_norm``.
 
     Args:
         hidden_size: the size of the last dimension.
@@ -50,7 +50,7 @@ class RMSNorm(CustomOp):
     def forward_native(
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise *x*, ``(..., hidden_size)``, after the addition of *residual* if there is one.
+        """Normalize *x*, ``(..., hidden_size)``, after the addition of *residual* if there is one.
 
         Returns:
             The norm in the shape and dtype of *x*; with a residual, the norm and the sum.

@@ -69,7 +69,7 @@ class TensorParallel:
         The collectives are functional ones, which torch.compile traces.
 
         Raises:
-            ShardingError: torch.distributed is not initialised, or this process is not in *group*.
+            ShardingError: torch.distributed is not initialized, or this process is not in *group*.
         """
         if not (distributed.is_available() and distributed.is_initialized()):
             raise ShardingError(

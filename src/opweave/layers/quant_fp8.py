@@ -1,4 +1,4 @@
-"""Quantisation of activations to float8_e4m3fn as a layer."""
+"""Quantization of activations to float8_e4m3fn as a layer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class GroupShape(NamedTuple):
 
     @property
     def is_per_group(self) -> bool:
-        """Whether neighbours in one row share a scale."""
+        """Whether neighbors in one row share a scale."""
         return self.row == 1 and self.col >= 1
 
 
@@ -56,7 +56,7 @@ _TMA_ROWS = 4
 
 @CustomOp.register("quant_fp8")
 class QuantFP8(CustomOp):
-    """Quantises to float8_e4m3fn: ``x ~ q * scale``, with scales in float32.
+    """Quantizes to float8_e4m3fn: ``x ~ q * scale``, with scales in float32.
 
     Made of ``ir.ops.static_quant_fp8``, ``dynamic_per_tensor_quant_fp8``,
     ``dynamic_per_token_quant_fp8`` and ``per_token_group_quant_fp8``.
@@ -117,7 +117,7 @@ class QuantFP8(CustomOp):
         scale_ub: Tensor | None = None,
         use_triton: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Quantise.
+        """Quantize.
 
         Args:
             x: ``(..., n)``, floating point.

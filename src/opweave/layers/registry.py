@@ -128,7 +128,7 @@ def check_replacement(replaced: type[nn.Module], layer: type[nn.Module]) -> None
     if not issubclass(layer, replaced):
         raise ReplacementError(
             f"{full_name(layer)} cannot replace {full_name(replaced)}: it is not a subclass, so "
-            f"Python would not initialise it. Derive it from {full_name(replaced)}, or register it "
+            f"Python would not initialize it. Derive it from {full_name(replaced)}, or register it "
             "for the class that it does derive from."
         )
 

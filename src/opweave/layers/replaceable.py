@@ -105,5 +105,5 @@ def _kind(cls: type[Replaceable]) -> type[Replaceable]:
 
 
 def _blank(cls: type[Replaceable]) -> Replaceable:
-    """Return an uninitialised object of exactly this class."""
+    """Return an uninitialized object of exactly this class."""
     return nn.Module.__new__(cls)

@@ -25,7 +25,7 @@ from opweave.models.weights import Merged
 
 
 class BertEmbeddings(nn.Module):
-    """The normalised sum of what a token, its kind and its position are embedded as."""
+    """The normalized sum of what a token, its kind and its position are embedded as."""
 
     def __init__(self, config: BertConfig, dtype: torch.dtype) -> None:
         super().__init__()

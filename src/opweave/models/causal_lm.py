@@ -23,7 +23,7 @@ class Decoder(nn.Module):
         embed_tokens: ids to hidden states.
         layers: each takes positions, hidden state and residual (None for the first one), and
             returns the last two.
-        norm: adds the residual, and normalises.
+        norm: adds the residual, and normalizes.
         embed_scale: factor on the embedding.
     """
 

@@ -46,7 +46,7 @@ class LlamaConfig:
         rope: ``rope_parameters``, ``rope_theta`` included.
         windows: for each layer, how many positions its attention sees; None: all.
         qkv_bias, o_bias, mlp_bias: which linear layers have a bias.
-        qk_norm: whether queries and keys are normalised, head by head.
+        qk_norm: whether queries and keys are normalized, head by head.
         hidden_act: the activation of the MLPs.
         dtype: the name of the checkpoint's dtype; None if it does not say.
     """

@@ -22,7 +22,7 @@ class DeepseekV3Config:
     Attributes:
         q_lora_rank: None where queries are projected directly.
         rope: ``rope_parameters``, ``rope_theta`` included.
-        rope_interleave: whether neighbours are the pairs that rotate, rather than halves.
+        rope_interleave: whether neighbors are the pairs that rotate, rather than halves.
         softmax_scale: factor on the scores.
         first_k_dense_replace: the layers before this one have a plain MLP, the others experts.
         num_nextn_predict_layers: the layers at the end of a checkpoint that predict further tokens,

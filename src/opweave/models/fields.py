@@ -115,15 +115,15 @@ class Fields:
                     raise self._wrong(key, value, "finite")
 
     def refuse_quantized(self) -> None:
-        """Raise UnsupportedModelError if the checkpoint is quantised."""
+        """Raise UnsupportedModelError if the checkpoint is quantized."""
         key = "quantization_config"
         found = self.values.get(key)
         if found in (None, {}):
             return
         method = found.get("quant_method") if isinstance(found, Mapping) else found
         raise UnsupportedModelError(
-            f"{self.name} has {key!r}: quantised checkpoints (quant_method {_shown(method)}) are "
-            "not supported; use unquantised weights."
+            f"{self.name} has {key!r}: quantized checkpoints (quant_method {_shown(method)}) are "
+            "not supported; use unquantized weights."
         )
 
     def _value(self, key: str, default: object, kind: str) -> object:

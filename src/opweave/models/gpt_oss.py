@@ -61,7 +61,7 @@ class GptOssMoE(CheckpointModel):
         A key that is absent means what it means to transformers.
 
         Raises:
-            UnsupportedModelError: the weights are quantised.
+            UnsupportedModelError: the weights are quantized.
             InvalidConfigError: a value is of the wrong type, or does not fit the others.
         """
         fields = Fields(config)

@@ -1,4 +1,4 @@
-"""Layer normalisation with weights."""
+"""Layer normalization with weights."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ from opweave.models.weights import WeightTarget
 
 
 class ResidualNorm(nn.Module):
-    """Adds a layer's output to the sum of those before it, and normalises.
+    """Adds a layer's output to the sum of those before it, and normalizes.
 
     Args:
         size: of a token.
         epsilon: of the norm.
-        dtype: of the weight, and of what is normalised.
+        dtype: of the weight, and of what is normalized.
         wide: keep the sum in float32.
     """
 

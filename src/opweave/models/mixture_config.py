@@ -30,7 +30,7 @@ class MixtureConfig:
         hidden_act: the activation of experts and MLPs.
         sliding_window: how many positions attention sees; None: all.
         attention_bias: whether the linear layers of attention have a bias.
-        qk_norm: whether queries and keys are normalised, head by head.
+        qk_norm: whether queries and keys are normalized, head by head.
         dtype: the name of the checkpoint's dtype; None if it does not say.
     """
 

@@ -97,7 +97,7 @@ class VisionBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Makes one token for the language model of a square of neighbouring patches."""
+    """Makes one token for the language model of a square of neighboring patches."""
 
     def __init__(self, config: Qwen2VisionConfig, dtype: torch.dtype) -> None:
         super().__init__()

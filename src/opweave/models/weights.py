@@ -43,7 +43,7 @@ class WeightTarget(NamedTuple):
         narrow = tensor.dtype.itemsize == 1 < self.parameter.dtype.itemsize
         if narrow or not tensor.is_floating_point():
             raise ValueError(
-                f"it has dtype {tensor.dtype}; quantised checkpoints are not supported"
+                f"it has dtype {tensor.dtype}; quantized checkpoints are not supported"
             )
         loader = getattr(self.parameter, "weight_loader", None)
         if loader is not None:

@@ -1,6 +1,6 @@
 """Checks of a platform class against the contract of ``Platform``, when the class is defined.
 
-Otherwise a misspelt hook, or one with an incompatible signature, would go unnoticed until run time.
+Otherwise a misspelled hook, or one with an incompatible signature, would go unnoticed.
 """
 
 from __future__ import annotations

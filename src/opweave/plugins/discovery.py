@@ -27,8 +27,8 @@ def find(points: Iterable[EntryPoint]) -> list[PluginEntry]:
     ]
 
 
-def misspelt_groups(points: Iterable[EntryPoint]) -> list[str]:
-    """Return a message for each entry point in a misspelt group."""
+def misspelled_groups(points: Iterable[EntryPoint]) -> list[str]:
+    """Return a message for each entry point in a misspelled group."""
     return sorted(
         f"{_distribution(point)} declares the entry point {point.name!r} in the group "
         f"{point.group!r}, which opweave does not have: it is never loaded. "

@@ -124,13 +124,13 @@ def plugin_report() -> list[PluginRecord]:
 
 
 def plugin_problems() -> list[str]:
-    """Return a message for each problem of plugins: failures, misspelt groups, settings."""
+    """Return a message for each problem of plugins: failures, misspelled groups, settings."""
     try:
         found = loader()
     except OpweaveError as error:
         return [str(error)]
     errors = [str(plugin.error) for plugin in found.plugins if plugin.error is not None]
-    return [*errors, *found.misspelt]
+    return [*errors, *found.misspelled]
 
 
 def _absent(selected: str | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from opweave.base.owner import Owner
 from opweave.ir.errors import did_you_mean
-from opweave.plugins.discovery import find, misspelt_groups
+from opweave.plugins.discovery import find, misspelled_groups
 from opweave.plugins.errors import (
     PlatformReentryError,
     PluginError,
@@ -47,7 +47,7 @@ class Loader:
     def __init__(self, points: Iterable[EntryPoint], policy: PluginPolicy) -> None:
         points = list(points)
         self.policy = policy
-        self.misspelt = misspelt_groups(points)
+        self.misspelled = misspelled_groups(points)
         self.plugins = [Plugin(entry, policy) for entry in find(points)]
         for plugin in self._not_selected():
             plugin.detail = f"{PLATFORM}={policy.platform} selects another"
@@ -56,7 +56,7 @@ class Loader:
         # Two locks: a general plugin may access the current platform while it loads.
         self._general_lock, self._platform_lock = threading.RLock(), threading.RLock()
         self._general_done = False
-        for message in self.misspelt:
+        for message in self.misspelled:
             warnings.warn(message, PluginWarning, stacklevel=3)
 
     def of_group(self, group: str) -> list[Plugin]:

@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 Points = Sequence[tuple[int, float]]
 
-_COLOURS = ("#2f6fb2", "#e08214", "#2a9d5c", "#c23b3b", "#8e5bb5", "#7a6a58", "#d16ba5")
+_COLORS = ("#2f6fb2", "#e08214", "#2a9d5c", "#c23b3b", "#8e5bb5", "#7a6a58", "#d16ba5")
 _WIDTH, _HEIGHT = 640, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 16, 52, 44
 _STEPS = (1, 2, 5)
@@ -41,7 +41,7 @@ def draw(lines: Mapping[str, Points], title: str, caption: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} {box}>',
         f'<rect {size} fill="white"/>',
         _text(_LEFT, 20, title, size=15),
-        _text(_LEFT, 38, caption, colour="#555"),
+        _text(_LEFT, 38, caption, color="#555"),
         _text(_WIDTH - _RIGHT, _HEIGHT - 8, "tokens", anchor="end"),
         _text(8, _TOP - 6, "µs"),
     ]
@@ -54,16 +54,16 @@ def draw(lines: Mapping[str, Points], title: str, caption: str) -> str:
         parts.append(_line(_LEFT, y, _WIDTH - _RIGHT, y))
         parts.append(_text(_LEFT - 6, y + 4, f"{time:g}", anchor="end"))
     for i, (name, points) in enumerate(lines.items()):
-        colour = _COLOURS[i % len(_COLOURS)]
+        color = _COLORS[i % len(_COLORS)]
         places = [(x_of(count), y_of(time)) for count, time in sorted(points)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         for (x, y), (count, time) in zip(places, sorted(points), strict=True):
             tooltip = f"<title>{escape(name)}: {count} tokens, {time:.1f} µs</title>"
             parts.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}">{tooltip}</circle>'
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}">{tooltip}</circle>'
             )
-        parts.append(_text(_LEFT + 8, _TOP + 16 + 16 * i, name, colour=colour))
+        parts.append(_text(_LEFT + 8, _TOP + 16 + 16 * i, name, color=color))
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -78,9 +78,9 @@ def _line(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def _text(
-    x: float, y: float, text: str, *, size: int = 12, anchor: str = "start", colour: str = "#111"
+    x: float, y: float, text: str, *, size: int = 12, anchor: str = "start", color: str = "#111"
 ) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
-        f'fill="{colour}">{escape(text)}</text>'
+        f'fill="{color}">{escape(text)}</text>'
     )

@@ -35,7 +35,7 @@ def build(name: str, seed: int = 0) -> Any:
             if parameter is table:
                 parameter.normal_(std=spread)
             else:
-                _randomise(parameter_name, parameter, gain)
+                _randomize(parameter_name, parameter, gain)
         for buffer_name, buffer in model.named_buffers():
             # Of routers; a causal mask may have the name, too.
             if "bias" in buffer_name and buffer.is_floating_point() and buffer.dim() == 1:
@@ -45,7 +45,7 @@ def build(name: str, seed: int = 0) -> Any:
     return model
 
 
-def _randomise(name: str, parameter: Tensor, gain: float) -> None:
+def _randomize(name: str, parameter: Tensor, gain: float) -> None:
     """Replace a matrix, and shift anything else a little from its initial value.
 
     Vectors and the parameters of state-space models have a meaning that limits their range.

@@ -30,7 +30,7 @@ class AcmeRowParallelLinear(RowParallelLinear):
     """
 
     def tile(self) -> None:
-        """Lay the weight out in tiles, unless it is quantised, or done already."""
+        """Lay the weight out in tiles, unless it is quantized, or done already."""
         if type(self.quant_method) is UnquantizedLinearMethod:
             self.register_buffer("tiles", tile(self.weight.data), persistent=False)
             del self.weight

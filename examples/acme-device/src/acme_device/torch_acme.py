@@ -37,7 +37,7 @@ def set_device(device: _Device) -> None:
     torch.ops.acme.set_device(_index(device))
 
 
-class device:  # noqa: N801 (torch.cuda.device is spelt so)
+class device:  # noqa: N801 (torch.cuda.device is spelled so)
     """Works on another device inside a ``with`` block."""
 
     def __init__(self, device: _Device) -> None:

@@ -2,6 +2,6 @@
 
 from opweave.cli.load.client import Answer, Client
 from opweave.cli.load.plan import Load, arrivals, prompts
-from opweave.cli.load.summary import Summary, summarise
+from opweave.cli.load.summary import Summary, summarize
 
-__all__ = ["Answer", "Client", "Load", "Summary", "arrivals", "prompts", "summarise"]
+__all__ = ["Answer", "Client", "Load", "Summary", "arrivals", "prompts", "summarize"]

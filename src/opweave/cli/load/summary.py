@@ -41,7 +41,7 @@ class Summary:
     milliseconds: Mapping[str, Mapping[str, float]]
 
 
-def summarise(answers: Sequence[Answer], seconds: float) -> Summary:
+def summarize(answers: Sequence[Answer], seconds: float) -> Summary:
     """Return the statistics of *answers*, received within *seconds*."""
     good = [answer for answer in answers if answer.error is None]
     failed = Counter(answer.error for answer in answers if answer.error is not None)

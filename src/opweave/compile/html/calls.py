@@ -26,8 +26,8 @@ def calls(report: Report) -> Html | None:
     if not report.nodes:
         return None
     folder = common_folder(node.source for node in report.nodes)
-    colours = list(report.providers)
-    rows = [_calls(group, folder, colours) for group in report.layer_groups()]
+    colors = list(report.providers)
+    rows = [_calls(group, folder, colors) for group in report.layer_groups()]
     columns = ("op, module", "runs", "bytes", "source", "passed over", "fused, memory")
     root = element("p", "Files are in ", code(folder), ".", class_="small") if folder else None
     found = table("Every call of an op", columns, rows, "calls")
@@ -54,7 +54,7 @@ def _select(title: str, values: Iterable[str]) -> Html:
     return element("label", f"{title.capitalize()} ", element("select", *options, name=title))
 
 
-def _calls(nodes: list[NodeReport], folder: str, colours: list[str]) -> Html:
+def _calls(nodes: list[NodeReport], folder: str, colors: list[str]) -> Html:
     """Return one row for calls that differ only in the layer index."""
     first = nodes[0]
     several = len(nodes) > 1
@@ -74,7 +74,7 @@ def _calls(nodes: list[NodeReport], folder: str, colours: list[str]) -> Html:
                 element("details", title, code(first.call), items(names)),
             ]
         ),
-        join([provider(first.chosen, colours), small(how_lowered(first))]),
+        join([provider(first.chosen, colors), small(how_lowered(first))]),
         size(first.bytes) if first.bytes else "–",
         _source(first.source, folder),
         passed_over(first.rejected) or "–",

@@ -70,16 +70,16 @@ def small(*content: object) -> Html:
     return element("span", join(content), class_="small")
 
 
-def provider(chosen: str, colours: Sequence[str]) -> Html:
-    """Return a colour swatch and the name of a provider; *colours* lists all providers."""
-    return element("span", swatch(chosen, colours), chosen, class_="provider")
+def provider(chosen: str, colors: Sequence[str]) -> Html:
+    """Return a color swatch and the name of a provider; *colors* lists all providers."""
+    return element("span", swatch(chosen, colors), chosen, class_="provider")
 
 
-def swatch(chosen: str, colours: Sequence[str]) -> Html:
-    """Return the colour swatch of a provider: grey for native, otherwise by index."""
-    others = [each for each in colours if each != "native"]
+def swatch(chosen: str, colors: Sequence[str]) -> Html:
+    """Return the color swatch of a provider: gray for native, otherwise by index."""
+    others = [each for each in colors if each != "native"]
     index = others.index(chosen) % 6 + 1 if chosen in others else 0
-    return element("span", class_=f"swatch colour-{index}", aria_hidden="true")
+    return element("span", class_=f"swatch color-{index}", aria_hidden="true")
 
 
 def common_folder(sources: Iterable[str]) -> str:

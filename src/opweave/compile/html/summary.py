@@ -135,11 +135,11 @@ def decisions(report: Report) -> Html | None:
     """Show one row per distinct outcome."""
     if not report.nodes:
         return None
-    colours = list(report.providers)
+    colors = list(report.providers)
     rows = [
         row(
             breakable(node.op),
-            provider(node.chosen, colours),
+            provider(node.chosen, colors),
             calls,
             passed_over(node.rejected) or "–",
             what_became(node) or "–",

@@ -35,7 +35,7 @@ class Embedder:
 
     Args:
         model: the directory of a checkpoint. If it is one of sentence-transformers, its files say
-            how vectors are pooled and normalised; otherwise a text's vector is the mean.
+            how vectors are pooled and normalized; otherwise a text's vector is the mean.
         dtype: as for :class:`~opweave.engine.LLM`.
         ir_op_priority: providers to prefer, by op; only for this object's forward passes.
         config: the same settings, and more; ``scheduler.max_num_batched_tokens`` limits a forward.

@@ -13,7 +13,7 @@ from opweave.engine.errors import CheckpointError
 from opweave.engine.loading.build import MOST_LAYERS, check_layers
 from opweave.engine.loading.checkpoint import Checkpoint, Progress, TensorFile
 from opweave.engine.loading.dtypes import dtype_of, named_dtype, shapes_of
-from opweave.engine.loading.quantization import unquantised
+from opweave.engine.loading.quantization import unquantized
 from opweave.models import CheckpointModel, WeightsError
 
 Model = TypeVar("Model", bound=CheckpointModel, covariant=True)
@@ -54,7 +54,7 @@ def load_by_transformers(
         return load(checkpoint.path, config, named or torch.float32, seed=seed)
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
-        config = unquantised(config, checkpoint, files)
+        config = unquantized(config, checkpoint, files)
         check_layers(config, len(shapes_of(files)), "the number of tensors is")
         kept = named or dtype_of(files)
     report = progress or (lambda *_: None)

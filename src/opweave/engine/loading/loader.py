@@ -18,7 +18,7 @@ from opweave.engine.loading.by_transformers import load_by_transformers
 from opweave.engine.loading.checkpoint import Checkpoint, Progress, TensorFile
 from opweave.engine.loading.dtypes import DTYPES, dtype_of, named_dtype, shapes_of
 from opweave.engine.loading.implementation import uses_transformers
-from opweave.engine.loading.quantization import is_cache_scale, unquantised, without_quantization
+from opweave.engine.loading.quantization import is_cache_scale, unquantized, without_quantization
 from opweave.engine.loading.tied_head import head_name, untied
 from opweave.integrations.transformers import check_transformers_ranks, load_transformers_model
 from opweave.layers.parallel import ALONE, TensorParallel, tensor_parallel
@@ -78,7 +78,7 @@ def load_model(
         return model.eval()
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
-        config = unquantised(config, checkpoint, files)
+        config = unquantized(config, checkpoint, files)
         shapes = shapes_of(files)
         planned = _planned(config, len(shapes))
         checkpoint.check_index(shapes, optional=head_name(planned))

@@ -1,6 +1,6 @@
-"""Recognises quantised checkpoints, which are not supported, by all that can show it.
+"""Recognizes quantized checkpoints, which are not supported, by all that can show it.
 
-The tensors decide: a configuration left over from quantisation does no harm to plain weights.
+The tensors decide: a configuration left over from quantization does no harm to plain weights.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale")
 
 
 def is_cache_scale(name: str) -> bool:
-    """Return whether a tensor scales a quantised KV cache, and means nothing to another one."""
+    """Return whether a tensor scales a quantized KV cache, and means nothing to another one."""
     return name.endswith(_CACHE_SCALES)
 
 
-def unquantised(
+def unquantized(
     config: Mapping[str, Any], checkpoint: Checkpoint, files: Sequence[TensorFile]
 ) -> dict[str, Any]:
-    """Return *config* without the keys of quantisation, which the weights do not need.
+    """Return *config* without the keys of quantization, which the weights do not need.
 
     Raises:
-        UnsupportedModelError: the weights are quantised.
+        UnsupportedModelError: the weights are quantized.
     """
     named = _named(config, checkpoint)
     dtypes = {name: dtype for file in files for name, dtype in file.dtypes().items()}
@@ -52,26 +52,26 @@ def unquantised(
     if packed is not None or (narrow is not None and named is not None):
         signs = [named, f"the tensor {shown_name(packed or narrow or '')}"]
         raise UnsupportedModelError(
-            f"{checkpoint.path} holds quantised weights ({', '.join(filter(None, signs))}); "
-            "quantised checkpoints are not supported, use unquantised weights."
+            f"{checkpoint.path} holds quantized weights ({', '.join(filter(None, signs))}); "
+            "quantized checkpoints are not supported, use unquantized weights."
         )
     if named is not None:
-        _log.warning("%s: %s is ignored: no weight is quantised", checkpoint.path, named)
+        _log.warning("%s: %s is ignored: no weight is quantized", checkpoint.path, named)
     if scales := sum(map(is_cache_scale, dtypes)):
         _log.warning(
-            "%s: %d scales of a quantised KV cache are ignored: the cache is not quantised",
+            "%s: %d scales of a quantized KV cache are ignored: the cache is not quantized",
             checkpoint.path, scales,
         )  # fmt: skip
     return without_quantization(config)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return *config* without the keys of quantisation."""
+    """Return *config* without the keys of quantization."""
     return {key: value for key, value in config.items() if key not in _KEYS}
 
 
 def _named(config: Mapping[str, Any], checkpoint: Checkpoint) -> str | None:
-    """Return what names a format of quantisation, for a message; or None."""
+    """Return what names a format of quantization, for a message; or None."""
     for key in _KEYS:
         if found := config.get(key):
             method = found.get("quant_method") if isinstance(found, Mapping) else found

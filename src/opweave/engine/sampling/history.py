@@ -24,7 +24,7 @@ class History:
     @classmethod
     def of(cls, prompt: Sequence[int], params: SamplingParams) -> History | None:
         """Return the history of a new output, or None if *params* set no penalty."""
-        return cls(frozenset(prompt)) if params.penalises else None
+        return cls(frozenset(prompt)) if params.penalizes else None
 
     @property
     def tokens(self) -> frozenset[int]:

@@ -181,7 +181,7 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
-    def penalises(self) -> bool:
+    def penalizes(self) -> bool:
         """Whether the tokens so far change the scores."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 

@@ -35,7 +35,7 @@ def advance_step_flashattn(
     unchanged.
 
     Values are checked for plain CPU tensors in eager mode only. Under tracers and on other devices,
-    reading them would cost a graph break or a synchronisation; torch's bounds checks remain.
+    reading them would cost a graph break or a synchronization; torch's bounds checks remain.
 
     Args:
         input_tokens, input_positions, slot_mapping: ``(n,)``, int64. Their values are not read;

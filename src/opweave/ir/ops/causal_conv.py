@@ -67,7 +67,7 @@ def causal_conv1d(
     sequence, _ = locate(tokens, query_start_loc)
     known = initial_states(x_state, slot_idx, has_initial_state).to(dtype).transpose(1, 2)
     # Lay out the inputs of each sequence after its initial state, so that an output is a sum over
-    # neighbours. Tokens after the last sequence follow unused space.
+    # neighbors. Tokens after the last sequence follow unused space.
     places = torch.arange(tokens, device=x.device) + (sequence + 1) * history
     earlier = _windows(query_start_loc[:-1], count, history)
     inputs = x.new_zeros(tokens + (count + 1) * history, x.shape[1], dtype=dtype)

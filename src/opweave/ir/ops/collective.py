@@ -16,7 +16,7 @@ def all_reduce_rms_norm(
     epsilon: float,
     group: str = "0",
 ) -> tuple[Tensor, Tensor]:
-    """All-reduce, add a residual, then normalise.
+    """All-reduce, add a residual, then normalize.
 
     ``fused_add_rms_norm(all_reduce(x), x_residual, weight, epsilon)``. A composite: it rounds where
     the composition rounds. The collective decides the order in which ranks are summed.
@@ -28,14 +28,14 @@ def all_reduce_rms_norm(
         group: torch's name of the process group; ``"0"`` is the default group of all ranks.
 
     Returns:
-        The normalised sum and the sum, both with the shape and dtype of ``x``.
+        The normalized sum and the sum, both with the shape and dtype of ``x``.
 
     Raises:
         RuntimeError: this process does not belong to a group of that name.
     """
     reduced = compat.all_reduce_sum(x, group)
-    normalised: tuple[Tensor, Tensor] = fused_add_rms_norm(reduced, x_residual, weight, epsilon)
-    return normalised
+    normalized: tuple[Tensor, Tensor] = fused_add_rms_norm(reduced, x_residual, weight, epsilon)
+    return normalized
 
 
 @all_reduce_rms_norm.register_input_generator

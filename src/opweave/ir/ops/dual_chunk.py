@@ -43,7 +43,7 @@ def dual_chunk_rotary_embedding(
             ``n + chunk_size`` rows.
         head_size, is_neox_style: as in ``rotary_embedding``.
         chunk_size: number of distinct positions, at most the trained context.
-        local_size: overlap of neighbouring chunks, in ``[0, chunk_size)``.
+        local_size: overlap of neighboring chunks, in ``[0, chunk_size)``.
 
     Returns:
         The five queries concatenated, ``(*positions.shape, 5 * query_heads * head_size)``, and the

@@ -1,6 +1,6 @@
-"""Composites of a norm or activation and the quantisation of its result.
+"""Composites of a norm or activation and the quantization of its result.
 
-The intermediate result is rounded to the dtype of ``x`` before it is quantised. There is one op per
+The intermediate result is rounded to the dtype of ``x`` before it is quantized. There is one op per
 scheme of :mod:`opweave.ir.ops.quant`. They are batch invariant, because a required trait applies to
 the ops that they call too.
 """
@@ -42,8 +42,8 @@ def rms_norm_static_quant_fp8(
     Raises:
         ValueError: ``scale`` has another shape.
     """
-    quantised: Tensor = static_quant_fp8(rms_norm(x, weight, epsilon), scale)
-    return quantised
+    quantized: Tensor = static_quant_fp8(rms_norm(x, weight, epsilon), scale)
+    return quantized
 
 
 @register_op(composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
@@ -60,8 +60,8 @@ def rms_norm_dynamic_per_token_quant_fp8(
     Returns:
         float8_e4m3fn in the shape of ``x``, and the scales: float32 ``(..., 1)``.
     """
-    quantised, scale = dynamic_per_token_quant_fp8(rms_norm(x, weight, epsilon), scale_ub)
-    return quantised, scale
+    quantized, scale = dynamic_per_token_quant_fp8(rms_norm(x, weight, epsilon), scale_ub)
+    return quantized, scale
 
 
 @register_op(composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
@@ -77,8 +77,8 @@ def rms_norm_dynamic_per_token_quant_int8(
     Returns:
         int8 in the shape of ``x``, and the scales: float32 ``(..., 1)``.
     """
-    quantised, scale = dynamic_per_token_quant_int8(rms_norm(x, weight, epsilon))
-    return quantised, scale
+    quantized, scale = dynamic_per_token_quant_int8(rms_norm(x, weight, epsilon))
+    return quantized, scale
 
 
 @register_op(composite=True, native_traits={BATCH_INVARIANT})
@@ -124,8 +124,8 @@ def fused_add_rms_norm_dynamic_per_token_quant_fp8(
         dtype of ``x``.
     """
     y, residual = fused_add_rms_norm(x, x_residual, weight, epsilon)
-    quantised, scale = dynamic_per_token_quant_fp8(y, scale_ub)
-    return quantised, scale, residual
+    quantized, scale = dynamic_per_token_quant_fp8(y, scale_ub)
+    return quantized, scale, residual
 
 
 @register_op(composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
@@ -144,8 +144,8 @@ def fused_add_rms_norm_dynamic_per_token_quant_int8(
         ``x``.
     """
     y, residual = fused_add_rms_norm(x, x_residual, weight, epsilon)
-    quantised, scale = dynamic_per_token_quant_int8(y)
-    return quantised, scale, residual
+    quantized, scale = dynamic_per_token_quant_int8(y)
+    return quantized, scale, residual
 
 
 @register_op(composite=True, native_traits={BATCH_INVARIANT})
@@ -162,8 +162,8 @@ def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
     Raises:
         ValueError: the last dimension is odd, or ``scale`` has another shape.
     """
-    quantised: Tensor = static_quant_fp8(silu_and_mul(x), scale)
-    return quantised
+    quantized: Tensor = static_quant_fp8(silu_and_mul(x), scale)
+    return quantized
 
 
 @register_op(composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
@@ -182,8 +182,8 @@ def silu_and_mul_dynamic_per_token_quant_fp8(
     Raises:
         ValueError: the last dimension is odd.
     """
-    quantised, scale = dynamic_per_token_quant_fp8(silu_and_mul(x), scale_ub)
-    return quantised, scale
+    quantized, scale = dynamic_per_token_quant_fp8(silu_and_mul(x), scale_ub)
+    return quantized, scale
 
 
 @register_op(composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
@@ -199,8 +199,8 @@ def silu_and_mul_dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor
     Raises:
         ValueError: the last dimension is odd.
     """
-    quantised, scale = dynamic_per_token_quant_int8(silu_and_mul(x))
-    return quantised, scale
+    quantized, scale = dynamic_per_token_quant_int8(silu_and_mul(x))
+    return quantized, scale
 
 
 @register_op(composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
@@ -220,8 +220,8 @@ def silu_and_mul_per_token_group_quant_fp8(
     Raises:
         ValueError: the last dimension is odd, or ``group_size`` is less than 1.
     """
-    quantised, scale = per_token_group_quant_fp8(silu_and_mul(x), group_size, use_ue8m0)
-    return quantised, scale
+    quantized, scale = per_token_group_quant_fp8(silu_and_mul(x), group_size, use_ue8m0)
+    return quantized, scale
 
 
 def _inputs_of(
@@ -263,8 +263,8 @@ def _register_static_inputs(op: IrOp) -> None:
         device: str = "cpu",
     ) -> tuple[Any, ...]:
         found = _inputs_of(op, num_tokens, hidden_size, dtype, device)
-        quantised = found[0][:, :hidden_size]
-        return *found, block_scales(quantised, row_block_size, column_block_size)
+        quantized = found[0][:, :hidden_size]
+        return *found, block_scales(quantized, row_block_size, column_block_size)
 
     op.register_input_generator(inputs)
 
@@ -311,6 +311,6 @@ for _op in (
     silu_and_mul_dynamic_per_token_quant_int8,
     silu_and_mul_per_token_group_quant_fp8,
 ):
-    # The quantised values may differ by 1 ulp of float16 or bfloat16, which may give the next code,
+    # The quantized values may differ by 1 ulp of float16 or bfloat16, which may give the next code,
     # up to 1/8 of the value (or 2**-9) away. Scales change with the largest value of a row.
     _op.override_tolerance(torch.float8_e4m3fn, atol=2**-9, rtol=0.125)

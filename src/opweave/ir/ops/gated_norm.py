@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation with a gate."""
+"""Root-mean-square normalization with a gate."""
 
 from collections.abc import Callable
 
@@ -35,8 +35,8 @@ def rms_norm_gated(
         weight: ``(hidden,)``, any floating dtype, or None for no scaling.
         z: the gate, the shape of ``x``, any floating dtype; or None for no gate.
         epsilon: added to the mean square.
-        group_size: normalise groups of this many elements separately; None for one group.
-        norm_before_gate: normalise before the gate is applied, instead of after.
+        group_size: normalize groups of this many elements separately; None for one group.
+        norm_before_gate: normalize before the gate is applied, instead of after.
         activation: activation of the gate: ``"silu"`` (or ``"swish"``, its other name), or
             ``"sigmoid"``.
 

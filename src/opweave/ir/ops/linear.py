@@ -1,6 +1,6 @@
 """Linear layers: weights in the dtype of the activations, and weight-only int8 and float8.
 
-Quantised weights follow the convention of :mod:`opweave.ir.ops.quant`: ``weight ~ q * scale``.
+Quantized weights follow the convention of :mod:`opweave.ir.ops.quant`: ``weight ~ q * scale``.
 """
 
 import torch
@@ -98,10 +98,10 @@ def _linear_w8a16_inputs(
     x, weight, bias = _linear_inputs(num_tokens, hidden_size, output_size, torch.float32, device)
     largest = 127.0 if weight_dtype is torch.int8 else 448.0
     scale = weight.abs().amax(dim=-1) / largest
-    quantised = weight / scale[:, None]
+    quantized = weight / scale[:, None]
     if weight_dtype is torch.int8:
-        quantised = quantised.round()
-    return x.to(dtype), quantised.to(weight_dtype), scale, bias.to(dtype)
+        quantized = quantized.round()
+    return x.to(dtype), quantized.to(weight_dtype), scale, bias.to(dtype)
 
 
 # Sums in a different order: the error grows with the number of terms.

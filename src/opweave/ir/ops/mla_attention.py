@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA): keys and values of all heads from one latent row per token.
 
-The row of a token is ``[kv_c | k_pe]``: the normalised latent vector, and a rotated key part shared
+The row of a token is ``[kv_c | k_pe]``: the normalized latent vector, and a rotated key part shared
 by all heads. The key of a head is ``[kv_c @ W_UK.T | k_pe]``, its value ``kv_c @ W_UV.T``.
 Both ops compute the same attention. *Prefill* expands keys and values, which is cheaper if many
 queries share them. *Decode* uses the absorbed form: it multiplies the queries by ``W_UK`` and the
@@ -44,7 +44,7 @@ def mla_attention_prefill(
 
     Args:
         query: ``(q_tokens, heads, nope + rope)``; the last ``rope`` dimensions are rotated.
-        kv_c: ``(k_tokens, latent)``, the dtype of the queries, normalised.
+        kv_c: ``(k_tokens, latent)``, the dtype of the queries, normalized.
         k_pe: ``(k_tokens, rope)``, the dtype of the queries, rotated.
         kv_b_weight: ``(heads * (nope + value_size), latent)``, the dtype of the queries; a head's
             rows are ``W_UK``, then ``W_UV``.
@@ -70,7 +70,7 @@ def mla_attention_prefill(
     return out
 
 
-@register_op  # not a composite: its slices depend on model sizes, so it cannot be recognised
+@register_op  # not a composite: its slices depend on model sizes, so it cannot be recognized
 def mla_attention_decode(
     query: Tensor,
     kv_cache: Tensor,

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Root-mean-square normalization."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from opweave.ir.traits import BATCH_INVARIANT, ROWWISE
 def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
-    """Root-mean-square layer normalisation over the last dimension.
+    """Root-mean-square layer normalization over the last dimension.
 
-    ``y = x * rsqrt(mean(x**2) + epsilon) * weight``. Normalises in float32 (float64 stays), casts
+    ``y = x * rsqrt(mean(x**2) + epsilon) * weight``. Normalizes in float32 (float64 stays), casts
     to the weight's dtype, multiplies, and casts back to the dtype of ``x``.
 
     Args:
@@ -60,7 +60,7 @@ def fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add a residual, then normalise: ``s = x + x_residual``; ``(rms_norm(s, ...), s)``.
+    """Add a residual, then normalize: ``s = x + x_residual``; ``(rms_norm(s, ...), s)``.
 
     A composite: the sum is rounded to the dtype of ``x`` before the norm.
 
@@ -70,7 +70,7 @@ def fused_add_rms_norm(
         weight, epsilon, variance_size: as in ``rms_norm``.
 
     Returns:
-        The normalised sum and the sum, both with the shape and dtype of ``x``.
+        The normalized sum and the sum, both with the shape and dtype of ``x``.
 
     Raises:
         ValueError: ``x_residual`` differs from ``x`` in shape or dtype; or as ``rms_norm``.

@@ -104,8 +104,8 @@ def attention_quant(
 ) -> Tensor:
     """``static_quant_fp8(paged_attention(query, ...).flatten(1), out_scale)``.
 
-    The input of a quantised output projection. A composite: the result of the attention is rounded
-    to the dtype of the queries before it is quantised.
+    The input of a quantized output projection. A composite: the result of the attention is rounded
+    to the dtype of the queries before it is quantized.
 
     Args:
         query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q: as in
@@ -132,8 +132,8 @@ def attention_quant(
         window,
         soft_cap,
     )
-    quantised: Tensor = static_quant_fp8(attended.flatten(1), out_scale)
-    return quantised
+    quantized: Tensor = static_quant_fp8(attended.flatten(1), out_scale)
+    return quantized
 
 
 def _gather(cache: Tensor, tables: Tensor, used: Tensor) -> Tensor:
@@ -249,5 +249,5 @@ paged_attention.override_tolerance(torch.float32, atol=2e-5, rtol=1e-4)
 paged_attention.override_tolerance(torch.bfloat16, atol=1e-2, rtol=1.6e-2)
 paged_attention.override_tolerance(torch.float16, atol=2e-3, rtol=2e-3)
 # Tolerance in units of codes: where keys cancel, the difference above is divided by the scale, and
-# next to a boundary it gives the neighbouring code, up to 1/8 of the value away.
+# next to a boundary it gives the neighboring code, up to 1/8 of the value away.
 attention_quant.override_tolerance(torch.float8_e4m3fn, atol=0.25, rtol=0.125)

@@ -1,4 +1,4 @@
-"""Quantisation of activations to float8_e4m3fn and int8.
+"""Quantization of activations to float8_e4m3fn and int8.
 
 All ops share a convention: ``x ~ q * scale`` with a float32 scale, computed in float32. Values are
 clamped before the cast, so that they saturate on every device; the cast rounds to nearest even.
@@ -20,12 +20,12 @@ FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 
 INT8_MAX = 127.0
 INT8_MIN_SCALE = torch.finfo(torch.float32).eps
-"""The minimum of computed scales, as in torch's quantisation observers."""
+"""The minimum of computed scales, as in torch's quantization observers."""
 
 
 @register_op(native_traits={BATCH_INVARIANT})
 def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantise to float8_e4m3fn with given scales: ``cast(clamp(x * (1 / scale), -448, 448))``.
+    """Quantize to float8_e4m3fn with given scales: ``cast(clamp(x * (1 / scale), -448, 448))``.
 
     Args:
         x: ``(..., n)``, floating point; the leading dimensions count as one of size ``m``.
@@ -47,7 +47,7 @@ def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
 
 @register_op
 def dynamic_per_tensor_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise to float8_e4m3fn with one scale, ``max(amax(|x|) / 448, FP8_MIN_SCALE)``.
+    """Quantize to float8_e4m3fn with one scale, ``max(amax(|x|) / 448, FP8_MIN_SCALE)``.
 
     Args:
         x: floating point, any shape.
@@ -64,7 +64,7 @@ def dynamic_per_tensor_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @register_op(native_traits={BATCH_INVARIANT, ROWWISE})
 def dynamic_per_token_quant_fp8(x: Tensor, scale_ub: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise to float8_e4m3fn with one scale per row.
+    """Quantize to float8_e4m3fn with one scale per row.
 
     ``scale = max(min(amax(|row|), scale_ub) / 448, FP8_MIN_SCALE)``, then
     ``cast(clamp(x * (1 / scale), -448, 448))``.
@@ -79,7 +79,7 @@ def dynamic_per_token_quant_fp8(x: Tensor, scale_ub: Tensor | None = None) -> tu
     Raises:
         ValueError: ``x`` is 0-d, or ``scale_ub`` has more than one element.
 
-    Source: arXiv:2209.05433; the bound is that of FBGEMM's row-wise quantisation.
+    Source: arXiv:2209.05433; the bound is that of FBGEMM's row-wise quantization.
     """
     largest = _largest_of_rows(x, "dynamic_per_token_quant_fp8")
     if scale_ub is not None:
@@ -97,7 +97,7 @@ def dynamic_per_token_quant_fp8(x: Tensor, scale_ub: Tensor | None = None) -> tu
 def per_token_group_quant_fp8(
     x: Tensor, group_size: int, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantise to float8_e4m3fn with one scale per group of neighbours in a row.
+    """Quantize to float8_e4m3fn with one scale per group of neighbors in a row.
 
     ``scale = max(amax(|group|) / 448, FP8_MIN_SCALE)``, then ``cast(clamp(x / scale, -448, 448))``.
 
@@ -124,7 +124,7 @@ def per_token_group_quant_fp8(
     whole = x.shape[-1] // group_size * group_size
     if whole == x.shape[-1]:
         return _by_groups(wide, group_size, use_ue8m0)
-    # Quantise the shorter last group separately: if rows are padded to whole groups and cut again,
+    # Quantize the shorter last group separately: if rows are padded to whole groups and cut again,
     # Inductor's C++ code drops it (pytorch issue 195582).
     codes, scales = _by_groups(wide[..., :whole].contiguous(), group_size, use_ue8m0)
     last, scale = _by_groups(wide[..., whole:].contiguous(), x.shape[-1] - whole, use_ue8m0)
@@ -143,7 +143,7 @@ def _by_groups(x: Tensor, group_size: int, use_ue8m0: bool) -> tuple[Tensor, Ten
 
 @register_op(native_traits={BATCH_INVARIANT})
 def static_quant_int8(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantise to int8 with given scales: ``cast(clamp(round(x * (1 / scale)), -128, 127))``.
+    """Quantize to int8 with given scales: ``cast(clamp(round(x * (1 / scale)), -128, 127))``.
 
     Symmetric (zero point 0). Rounds half to even; NaN becomes 0.
 
@@ -165,7 +165,7 @@ def static_quant_int8(x: Tensor, scale: Tensor) -> Tensor:
 
 @register_op(native_traits={BATCH_INVARIANT, ROWWISE})
 def dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise to int8 with one scale per row, ``max(amax(|row|) / 127, INT8_MIN_SCALE)``.
+    """Quantize to int8 with one scale per row, ``max(amax(|row|) / 127, INT8_MIN_SCALE)``.
 
     Symmetric, as :func:`static_quant_int8`; a row with a NaN becomes zeros with a NaN scale.
 
@@ -314,6 +314,6 @@ for _op in (
     dynamic_per_token_quant_fp8,
     per_token_group_quant_fp8,
 ):
-    # A kernel may divide instead of multiplying by the reciprocal, which may give the neighbouring
+    # A kernel may divide instead of multiplying by the reciprocal, which may give the neighboring
     # code, up to 1/8 of the value (or 2**-9) away.
     _op.override_tolerance(torch.float8_e4m3fn, atol=2**-9, rtol=0.125)

@@ -124,9 +124,9 @@ def qk_norm_rope(
     head_size: int,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise every head of queries and keys, then rotate them: ``rotary_embedding(rms_norm)``.
+    """Normalize every head of queries and keys, then rotate them: ``rotary_embedding(rms_norm)``.
 
-    A composite: the normalised heads are rounded to their dtype before the rotation.
+    A composite: the normalized heads are rounded to their dtype before the rotation.
 
     Args:
         x_query, x_key, positions, cos_sin_cache, head_size, is_neox_style: as in
@@ -135,7 +135,7 @@ def qk_norm_rope(
         epsilon: added to the mean square of a head.
 
     Returns:
-        The normalised and rotated queries and keys, in the shapes and dtypes of the inputs.
+        The normalized and rotated queries and keys, in the shapes and dtypes of the inputs.
 
     Raises:
         ValueError: ``r`` exceeds the head size.

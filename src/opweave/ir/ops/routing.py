@@ -38,7 +38,7 @@ def topk_softmax(
     Raises:
         ValueError: there are fewer than ``topk`` experts, or a shape does not fit.
 
-    Source: Shazeer et al., arXiv:1701.06538; renormalised: Mixtral, arXiv:2401.04088.
+    Source: Shazeer et al., arXiv:1701.06538; renormalized: Mixtral, arXiv:2401.04088.
     """
     scores = torch.softmax(_wide(gating_output), dim=-1)
     return _plain(scores, topk, renormalize, bias, routed_scaling_factor, "topk_softmax")

@@ -175,7 +175,7 @@ def _fake(
     has_initial_state: Tensor,
     dt_softplus: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Check shapes only; the native function would specialise a graph on the sequence length."""
+    """Check shapes only; the native function would specialize a graph on the sequence length."""
     check_scan(x, dt, a, b, c, d, z, dt_bias, x_state)
     check_sequences("selective_scan", query_start_loc, slot_idx, has_initial_state)
     return x.new_empty(x.shape), x_state.new_empty(x_state.shape)

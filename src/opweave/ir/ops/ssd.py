@@ -214,7 +214,7 @@ def _fake(
     dt_min: float | None = None,
     dt_max: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Check shapes only; the native function would specialise a graph on the sequence length."""
+    """Check shapes only; the native function would specialize a graph on the sequence length."""
     check_ssd(x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
     check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
     return x.new_empty(x.shape), x_state.new_empty(x_state.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BYTES = 16  # per vectorised load
+_BYTES = 16  # per vectorized load
 
 
 def aligned(t: Tensor) -> Tensor:

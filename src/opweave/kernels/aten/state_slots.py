@@ -49,7 +49,7 @@ def padded_slots(count: int, slot_idx: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check(count: int, slot_idx: Tensor) -> None:
-    # Reads values first: a tracer stops here, before it specialises on the number of slots.
+    # Reads values first: a tracer stops here, before it specializes on the number of slots.
     outside = (slot_idx < -1) | (slot_idx >= count)
     if outside.any():
         slots = slot_idx[outside].tolist()

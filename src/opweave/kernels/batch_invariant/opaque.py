@@ -1,4 +1,4 @@
-"""Opaque ops for loops over rows, which tracers would unroll and specialise on the batch size."""
+"""Opaque ops for loops over rows, which tracers would unroll and specialize on the batch size."""
 
 from __future__ import annotations
 

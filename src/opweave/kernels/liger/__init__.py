@@ -21,7 +21,7 @@ def _row(weight: str) -> Rule:
     return rules.not_none(weight) & rules.per_last_dim(weight, "x") & rules.contiguous(weight)
 
 
-# The kernels round the normalised rows to their dtype, multiply by the weight, and round again.
+# The kernels round the normalized rows to their dtype, multiply by the weight, and round again.
 _LLAMA = {"offset": 0.0, "casting_mode": lambda: "llama"}
 _X = rows("x") & rules.contiguous("x")
 if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16 numbers

@@ -89,7 +89,7 @@ def _with_sizes(
     )
 
 
-# For dynamic shapes: the native op takes sizes as plain integers, which would be specialised.
+# For dynamic shapes: the native op takes sizes as plain integers, which would be specialized.
 _with_any_sizes = mutating(
     "opweave_c_sizes",
     "advance_step(Tensor(a!) input_tokens, Tensor(b!) input_positions, Tensor(c!) seq_lens, "

@@ -1,4 +1,4 @@
-"""Norms and activations fused with the quantisation of their result."""
+"""Norms and activations fused with the quantization of their result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _GATED = ROWS & rules.last_dim_multiple_of("x", 2)
 def rms_norm_static_quant_fp8(
     x: Tensor, weight: Tensor | None, epsilon: float, scale: Tensor
 ) -> Tensor:
-    """Normalise the rows of *x*, and quantise them by one given scale."""
+    """Normalize the rows of *x*, and quantize them by one given scale."""
     out = _empty_like(x, dtype=torch.float8_e4m3fn)
     _rms_norm_static(out, x, weight, scale, epsilon)
     return out
@@ -62,7 +62,7 @@ def rms_norm_static_quant_fp8(
 def rms_norm_dynamic_per_token_quant_fp8(
     x: Tensor, weight: Tensor | None, epsilon: float, scale_ub: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Normalise the rows of *x*, and quantise each by the scale of its largest magnitude."""
+    """Normalize the rows of *x*, and quantize each by the scale of its largest magnitude."""
     out = _empty_like(x, dtype=torch.float8_e4m3fn)
     scale = row_scales(x)
     _rms_norm_per_token(out, scale, x, weight, epsilon, scale_ub)
@@ -73,7 +73,7 @@ def rms_norm_dynamic_per_token_quant_fp8(
 def rms_norm_dynamic_per_token_quant_int8(
     x: Tensor, weight: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Normalise the rows of *x*, and quantise each by the scale of its largest magnitude."""
+    """Normalize the rows of *x*, and quantize each by the scale of its largest magnitude."""
     out = _empty_like(x, dtype=torch.int8)
     scale = row_scales(x)
     _rms_norm_per_token(out, scale, x, weight, epsilon, None)
@@ -87,7 +87,7 @@ def rms_norm_dynamic_per_token_quant_int8(
 def fused_add_rms_norm_static_quant_fp8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Add, normalise the sum, and quantise it by one given scale."""
+    """Add, normalize the sum, and quantize it by one given scale."""
     residual = _empty_like(x)
     out = _empty_like(x, dtype=torch.float8_e4m3fn)
     _fused_add_static(out, residual, x, x_residual, weight, scale, epsilon)
@@ -105,7 +105,7 @@ def fused_add_rms_norm_dynamic_per_token_quant_fp8(
     epsilon: float,
     scale_ub: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add, normalise the sum, and quantise its rows by the scales of their largest magnitudes."""
+    """Add, normalize the sum, and quantize its rows by the scales of their largest magnitudes."""
     residual = _empty_like(x)
     out = _empty_like(x, dtype=torch.float8_e4m3fn)
     scale = row_scales(x)
@@ -120,7 +120,7 @@ def fused_add_rms_norm_dynamic_per_token_quant_fp8(
 def fused_add_rms_norm_dynamic_per_token_quant_int8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add, normalise the sum, and quantise its rows by the scales of their largest magnitudes."""
+    """Add, normalize the sum, and quantize its rows by the scales of their largest magnitudes."""
     residual = _empty_like(x)
     out = _empty_like(x, dtype=torch.int8)
     scale = row_scales(x)
@@ -130,7 +130,7 @@ def fused_add_rms_norm_dynamic_per_token_quant_int8(
 
 @implements(ops.silu_and_mul_static_quant_fp8, _GATED & one_float32("scale"))
 def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """Activate, multiply, and quantise by one given scale."""
+    """Activate, multiply, and quantize by one given scale."""
     out = half_of(x, torch.float8_e4m3fn)
     _silu_static(out, x, scale)
     return out
@@ -140,7 +140,7 @@ def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
 def silu_and_mul_dynamic_per_token_quant_fp8(
     x: Tensor, scale_ub: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Activate, multiply, and quantise each row by the scale of its largest magnitude."""
+    """Activate, multiply, and quantize each row by the scale of its largest magnitude."""
     out = half_of(x, torch.float8_e4m3fn)
     scale = row_scales(x)
     _silu_per_token(out, scale, x, scale_ub)
@@ -149,7 +149,7 @@ def silu_and_mul_dynamic_per_token_quant_fp8(
 
 @implements(ops.silu_and_mul_dynamic_per_token_quant_int8, _GATED)
 def silu_and_mul_dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Activate, multiply, and quantise each row by the scale of its largest magnitude."""
+    """Activate, multiply, and quantize each row by the scale of its largest magnitude."""
     out = half_of(x, torch.int8)
     scale = row_scales(x)
     _silu_per_token(out, scale, x, None)
@@ -163,7 +163,7 @@ def silu_and_mul_dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor
 def silu_and_mul_per_token_group_quant_fp8(
     x: Tensor, group_size: int, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Activate, multiply, and quantise each group by the scale of its largest magnitude."""
+    """Activate, multiply, and quantize each group by the scale of its largest magnitude."""
     width = x.shape[-1] // 2
     out = new_rows(x, width, torch.float8_e4m3fn)
     scale = new_rows(x, -(-width // group_size), torch.float32)

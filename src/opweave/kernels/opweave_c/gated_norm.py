@@ -42,7 +42,7 @@ def rms_norm_gated(
     norm_before_gate: bool = False,
     activation: str = "silu",
 ) -> Tensor:
-    """Normalise the rows of *x* (``[..., h]``) after or before multiplying with the gate."""
+    """Normalize the rows of *x* (``[..., h]``) after or before multiplying with the gate."""
     out = _empty_like(x)
     size = x.shape[-1] if group_size is None else group_size
     _rms_norm_gated(out, x, weight, z, epsilon, size, norm_before_gate, activation == "sigmoid")

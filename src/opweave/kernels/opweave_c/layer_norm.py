@@ -28,7 +28,7 @@ _layer_norm = native_op("layer_norm")
     & rules.unit_stride("weight", "bias"),
 )
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
-    """Normalise the rows of *x* (``[..., h]``) into a new tensor."""
+    """Normalize the rows of *x* (``[..., h]``) into a new tensor."""
     out = _empty_like(x, memory_format=_contiguous)
     _layer_norm(out, x, weight, bias, epsilon)
     return out

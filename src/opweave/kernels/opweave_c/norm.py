@@ -40,7 +40,7 @@ _COMMON = (
 def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
-    """Normalise the rows of *x* (``[..., h]``) into a new tensor; *weight* is None or ``[h]``."""
+    """Normalize the rows of *x* (``[..., h]``) into a new tensor; *weight* is None or ``[h]``."""
     out = _empty_like(x)
     _rms_norm(out, x, weight, epsilon)
     return out
@@ -76,6 +76,6 @@ def fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add *x* to *x_residual* in-place (both ``[..., h]``), and normalise the sum into *x*."""
+    """Add *x* to *x_residual* in-place (both ``[..., h]``), and normalize the sum into *x*."""
     _fused_add_rms_norm(x, x_residual, weight, epsilon)
     return x, x_residual

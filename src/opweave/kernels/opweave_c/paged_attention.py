@@ -20,7 +20,7 @@ _BLOCK_STEP = 16
 _empty = torch.empty
 
 _attend = native_op("paged_attention")
-_attend_and_quantise = native_op("attention_quant")
+_attend_and_quantize = native_op("attention_quant")
 
 
 def _blocks_fit(key_cache: Tensor, value_cache: Tensor) -> bool:
@@ -88,10 +88,10 @@ def attention_quant(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Return the attention of each query, quantised by *out_scale*: ``(tokens, heads * size)``."""
+    """Return the attention of each query, quantized by *out_scale*: ``(tokens, heads * size)``."""
     width = query.shape[1] * value_cache.shape[3]
     out = _empty(query.shape[0], width, dtype=torch.float8_e4m3fn)
-    _attend_and_quantise(
+    _attend_and_quantize(
         out,
         query,
         key_cache,

@@ -1,4 +1,4 @@
-"""Quantisation to 8 bits."""
+"""Quantization to 8 bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATIC = ROWS & SCALE & rules.custom(ops.scale_covers, "scale does not fit x")
 
 @implements(ops.static_quant_fp8, _STATIC)
 def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantise *x* by given scales into a new float8_e4m3fn tensor."""
+    """Quantize *x* by given scales into a new float8_e4m3fn tensor."""
     out = _empty_like(x, dtype=torch.float8_e4m3fn)
     _static_quant(out, x, scale)
     return out
@@ -32,7 +32,7 @@ def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
 
 @implements(ops.static_quant_int8, _STATIC)
 def static_quant_int8(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantise *x* by given scales into a new int8 tensor."""
+    """Quantize *x* by given scales into a new int8 tensor."""
     out = _empty_like(x, dtype=torch.int8)
     _static_quant(out, x, scale)
     return out
@@ -40,7 +40,7 @@ def static_quant_int8(x: Tensor, scale: Tensor) -> Tensor:
 
 @implements(ops.dynamic_per_tensor_quant_fp8, ROWS, traits=())
 def dynamic_per_tensor_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise *x* by the scale of its largest magnitude."""
+    """Quantize *x* by the scale of its largest magnitude."""
     out = _empty_like(x, dtype=torch.float8_e4m3fn)
     scale = _empty(1, dtype=torch.float32)
     _dynamic_per_tensor_quant(out, scale, x)
@@ -49,7 +49,7 @@ def dynamic_per_tensor_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @implements(ops.dynamic_per_token_quant_fp8, ROWS & one_float32("scale_ub"))
 def dynamic_per_token_quant_fp8(x: Tensor, scale_ub: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise every row of *x* by the scale of its largest magnitude."""
+    """Quantize every row of *x* by the scale of its largest magnitude."""
     out = _empty_like(x, dtype=torch.float8_e4m3fn)
     scale = row_scales(x)
     _dynamic_per_token_quant(out, scale, x, scale_ub)
@@ -58,7 +58,7 @@ def dynamic_per_token_quant_fp8(x: Tensor, scale_ub: Tensor | None = None) -> tu
 
 @implements(ops.dynamic_per_token_quant_int8, ROWS)
 def dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise every row of *x* by the scale of its largest magnitude."""
+    """Quantize every row of *x* by the scale of its largest magnitude."""
     out = _empty_like(x, dtype=torch.int8)
     scale = row_scales(x)
     _dynamic_per_token_quant(out, scale, x, None)
@@ -72,7 +72,7 @@ def dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 def per_token_group_quant_fp8(
     x: Tensor, group_size: int, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantise every group of neighbours in a row of *x* by the scale of its largest magnitude."""
+    """Quantize every group of neighbors in a row of *x* by the scale of its largest magnitude."""
     width = x.shape[-1]
     out = new_rows(x, width, torch.float8_e4m3fn)
     scale = new_rows(x, -(-width // group_size), torch.float32)

@@ -155,7 +155,7 @@ def qk_norm_rope(
     head_size: int,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise and rotate the heads of *x_query* and *x_key*, in-place if contiguous."""
+    """Normalize and rotate the heads of *x_query* and *x_key*, in-place if contiguous."""
     weights = (query_weight, key_weight, epsilon)
     rest = (positions, cos_sin_cache, *weights, head_size, is_neox_style)
     if x_query.is_contiguous() and x_key.is_contiguous():

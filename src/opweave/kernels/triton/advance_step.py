@@ -1,7 +1,7 @@
 """Advance the decode inputs of all sequences by one token.
 
 A sequence that cannot advance gets slot -1, which ``reshape_and_cache`` skips; with
-``TRITON_DEBUG=1``, a device assert fails. Checking on the host would synchronise with the GPU.
+``TRITON_DEBUG=1``, a device assert fails. Checking on the host would synchronize with the GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A norm or an activation and the quantisation of its result, in one kernel."""
+"""A norm or an activation and the quantization of its result, in one kernel."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 from opweave.ir.ops import fused_quant as ops
 from opweave.kernels.triton.activation import GATED
 from opweave.kernels.triton.arguments import has_float8, one_float32, row_count, row_stride
-from opweave.kernels.triton.norm import ADD, NORM, normalise, warps_for
+from opweave.kernels.triton.norm import ADD, NORM, normalize, warps_for
 from opweave.kernels.triton.outputs import codes_and_scales, half_of, new_rows
-from opweave.kernels.triton.quant import GROUP_SIZE, quantise_groups
+from opweave.kernels.triton.quant import GROUP_SIZE, quantize_groups
 from opweave.kernels.triton.registration import Kernels, block_of, implements, launch
 
 _kernels = Kernels("activation")
@@ -21,9 +21,9 @@ _FP8 = torch.float8_e4m3fn
 def rms_norm_static_quant_fp8(
     x: Tensor, weight: Tensor | None, epsilon: float, scale: Tensor
 ) -> Tensor:
-    """Normalise the rows of *x*, and quantise them by one given scale."""
+    """Normalize the rows of *x*, and quantize them by one given scale."""
     out = new_rows(x, x.shape[-1], _FP8)
-    normalise(out, x, weight, epsilon, scheme="static", scale=scale)
+    normalize(out, x, weight, epsilon, scheme="static", scale=scale)
     return out
 
 
@@ -33,9 +33,9 @@ def rms_norm_static_quant_fp8(
 def rms_norm_dynamic_per_token_quant_fp8(
     x: Tensor, weight: Tensor | None, epsilon: float, scale_ub: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Normalise the rows of *x*, and quantise each by the scale of its largest magnitude."""
+    """Normalize the rows of *x*, and quantize each by the scale of its largest magnitude."""
     out, scales = codes_and_scales(x, x.shape[-1], _FP8)
-    normalise(out, x, weight, epsilon, scheme="fp8", scales=scales, scale=scale_ub)
+    normalize(out, x, weight, epsilon, scheme="fp8", scales=scales, scale=scale_ub)
     return out, scales
 
 
@@ -43,9 +43,9 @@ def rms_norm_dynamic_per_token_quant_fp8(
 def rms_norm_dynamic_per_token_quant_int8(
     x: Tensor, weight: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Normalise the rows of *x*, and quantise each by the scale of its largest magnitude."""
+    """Normalize the rows of *x*, and quantize each by the scale of its largest magnitude."""
     out, scales = codes_and_scales(x, x.shape[-1], torch.int8)
-    normalise(out, x, weight, epsilon, scheme="int8", scales=scales)
+    normalize(out, x, weight, epsilon, scheme="int8", scales=scales)
     return out, scales
 
 
@@ -53,9 +53,9 @@ def rms_norm_dynamic_per_token_quant_int8(
 def fused_add_rms_norm_static_quant_fp8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Add, normalise the sum, and quantise it by one given scale."""
+    """Add, normalize the sum, and quantize it by one given scale."""
     out, total = new_rows(x, x.shape[-1], _FP8), torch.empty_like(x)
-    normalise(
+    normalize(
         out, x, weight, epsilon, residual=x_residual, total=total, scheme="static", scale=scale
     )
     return out, total
@@ -72,10 +72,10 @@ def fused_add_rms_norm_dynamic_per_token_quant_fp8(
     epsilon: float,
     scale_ub: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add, normalise the sum, and quantise its rows by the scales of their largest magnitudes."""
+    """Add, normalize the sum, and quantize its rows by the scales of their largest magnitudes."""
     out, scales = codes_and_scales(x, x.shape[-1], _FP8)
     total = torch.empty_like(x)
-    normalise(
+    normalize(
         out,
         x,
         weight,
@@ -93,10 +93,10 @@ def fused_add_rms_norm_dynamic_per_token_quant_fp8(
 def fused_add_rms_norm_dynamic_per_token_quant_int8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add, normalise the sum, and quantise its rows by the scales of their largest magnitudes."""
+    """Add, normalize the sum, and quantize its rows by the scales of their largest magnitudes."""
     out, scales = codes_and_scales(x, x.shape[-1], torch.int8)
     total = torch.empty_like(x)
-    normalise(
+    normalize(
         out, x, weight, epsilon, residual=x_residual, total=total, scheme="int8", scales=scales
     )
     return out, scales, total
@@ -104,7 +104,7 @@ def fused_add_rms_norm_dynamic_per_token_quant_int8(
 
 @implements(ops.silu_and_mul_static_quant_fp8, GATED & one_float32("scale") & has_float8("x"))
 def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """Activate, multiply, and quantise by one given scale."""
+    """Activate, multiply, and quantize by one given scale."""
     out = half_of(x, _FP8)
     _silu_and_mul_quant(out, None, x, scale, "static")
     return out
@@ -116,7 +116,7 @@ def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
 def silu_and_mul_dynamic_per_token_quant_fp8(
     x: Tensor, scale_ub: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Activate, multiply, and quantise each row by the scale of its largest magnitude."""
+    """Activate, multiply, and quantize each row by the scale of its largest magnitude."""
     out, scales = codes_and_scales(x, x.shape[-1] // 2, _FP8)
     _silu_and_mul_quant(out, scales, x, scale_ub, "fp8")
     return out, scales
@@ -124,7 +124,7 @@ def silu_and_mul_dynamic_per_token_quant_fp8(
 
 @implements(ops.silu_and_mul_dynamic_per_token_quant_int8, GATED)
 def silu_and_mul_dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Activate, multiply, and quantise each row by the scale of its largest magnitude."""
+    """Activate, multiply, and quantize each row by the scale of its largest magnitude."""
     out, scales = codes_and_scales(x, x.shape[-1] // 2, torch.int8)
     _silu_and_mul_quant(out, scales, x, None, "int8")
     return out, scales
@@ -153,6 +153,6 @@ def _silu_and_mul_quant(
 def silu_and_mul_per_token_group_quant_fp8(
     x: Tensor, group_size: int, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Activate, multiply, and quantise every group of neighbours in a row by its own scale."""
+    """Activate, multiply, and quantize every group of neighbors in a row by its own scale."""
     width = x.shape[-1] // 2
-    return quantise_groups(x, width, group_size, use_ue8m0=use_ue8m0, is_gated=True)
+    return quantize_groups(x, width, group_size, use_ue8m0=use_ue8m0, is_gated=True)

@@ -1,4 +1,4 @@
-"""RMS norms, optionally fused with the quantisation of the result."""
+"""RMS norms, optionally fused with the quantization of the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADD = (
 )
 
 
-def normalise(
+def normalize(
     out: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -34,13 +34,13 @@ def normalise(
     scales: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> None:
-    """Normalise the rows of *x* into *out*.
+    """Normalize the rows of *x* into *out*.
 
-    With *residual*, write ``x + residual`` to *total*, and normalise the sum.
+    With *residual*, write ``x + residual`` to *total*, and normalize the sum.
 
     Args:
-        out: has the shape of *x*, and its dtype or that of the quantised codes.
-        scheme, scales, scale: see ``store_quantised``.
+        out: has the shape of *x*, and its dtype or that of the quantized codes.
+        scheme, scales, scale: see ``store_quantized``.
     """
     width = x.shape[-1]
     strides = [0 if t is None else row_stride(t) for t in (out, total, x, residual)]
@@ -76,9 +76,9 @@ def warps_for(width: int) -> int:
 def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
-    """Normalise the rows of *x*, ``(..., h)``, into a new tensor."""
+    """Normalize the rows of *x*, ``(..., h)``, into a new tensor."""
     out = torch.empty_like(x)
-    normalise(out, x, weight, epsilon)
+    normalize(out, x, weight, epsilon)
     return out
 
 
@@ -90,7 +90,7 @@ def fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add *x* and *x_residual*, both ``(..., h)``, and normalise the sum, in one pass."""
+    """Add *x* and *x_residual*, both ``(..., h)``, and normalize the sum, in one pass."""
     out, total = torch.empty_like(x), torch.empty_like(x)
-    normalise(out, x, weight, epsilon, residual=x_residual, total=total)
+    normalize(out, x, weight, epsilon, residual=x_residual, total=total)
     return out, total

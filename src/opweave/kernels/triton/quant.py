@@ -1,4 +1,4 @@
-"""Quantisation to 8 bits."""
+"""Quantization to 8 bits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ GROUP_SIZE = rules.custom(
 
 @implements(ops.static_quant_fp8, rows("x") & one_float32("scale") & has_float8("x"))
 def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantise *x* by one given scale into a new float8_e4m3fn tensor."""
+    """Quantize *x* by one given scale into a new float8_e4m3fn tensor."""
     return _static_quant(x, scale, torch.float8_e4m3fn)
 
 
 @implements(ops.static_quant_int8, rows("x") & one_float32("scale"))
 def static_quant_int8(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantise *x* by one given scale into a new int8 tensor."""
+    """Quantize *x* by one given scale into a new int8 tensor."""
     return _static_quant(x, scale, torch.int8)
 
 
@@ -44,13 +44,13 @@ def _static_quant(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @implements(ops.dynamic_per_token_quant_fp8, rows("x") & one_float32("scale_ub") & has_float8("x"))
 def dynamic_per_token_quant_fp8(x: Tensor, scale_ub: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise every row of *x* by the scale of its largest magnitude."""
+    """Quantize every row of *x* by the scale of its largest magnitude."""
     return _dynamic_quant(x, scale_ub, torch.float8_e4m3fn)
 
 
 @implements(ops.dynamic_per_token_quant_int8, rows("x"))
 def dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise every row of *x* by the scale of its largest magnitude."""
+    """Quantize every row of *x* by the scale of its largest magnitude."""
     return _dynamic_quant(x, None, torch.int8)
 
 
@@ -77,14 +77,14 @@ def _dynamic_quant(x: Tensor, bound: Tensor | None, dtype: torch.dtype) -> tuple
 def per_token_group_quant_fp8(
     x: Tensor, group_size: int, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantise every group of neighbours in a row of *x* by the scale of its largest magnitude."""
-    return quantise_groups(x, x.shape[-1], group_size, use_ue8m0=use_ue8m0, is_gated=False)
+    """Quantize every group of neighbors in a row of *x* by the scale of its largest magnitude."""
+    return quantize_groups(x, x.shape[-1], group_size, use_ue8m0=use_ue8m0, is_gated=False)
 
 
-def quantise_groups(
+def quantize_groups(
     x: Tensor, width: int, group_size: int, *, use_ue8m0: bool, is_gated: bool
 ) -> tuple[Tensor, Tensor]:
-    """Quantise *x*, or ``silu_and_mul(x)`` if *is_gated*, to ``(..., width)`` codes by groups."""
+    """Quantize *x*, or ``silu_and_mul(x)`` if *is_gated*, to ``(..., width)`` codes by groups."""
     count = -(-width // group_size)
     out, scales = codes_and_scales(x, width, torch.float8_e4m3fn, count)
     block = block_of(group_size)

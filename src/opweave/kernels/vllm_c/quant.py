@@ -1,4 +1,4 @@
-"""Quantisation to int8.
+"""Quantization to int8.
 
 The kernel that computes scales is left out: it does not give zeros for a row with a NaN.
 """
@@ -27,7 +27,7 @@ _ROWS = (
     _ROWS & rules.cpu("scale") & rules.dtype("scale", torch.float32) & one_element("scale"),
 )
 def static_quant_int8(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantise with one scale for all of *x*."""
+    """Quantize with one scale for all of *x*."""
     out = torch.empty_like(x, dtype=torch.int8)
     library.ops().static_scaled_int8_quant(out, x, scale.reshape(1), None)
     return out

@@ -19,7 +19,7 @@ Result = Tensor | tuple[Tensor, Tensor | None]
 class LinearBase(PluggableLayer):
     """``y = x @ weight.T + bias``, possibly sharded over a tensor-parallel group.
 
-    Parameters are uninitialised and need no gradient: ``param.weight_loader(param, tensor)`` fills
+    Parameters are uninitialized and need no gradient: ``param.weight_loader(param, tensor)`` fills
     them from a checkpoint's tensor, or from one that is this rank's part already.
 
     Args:

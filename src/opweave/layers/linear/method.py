@@ -1,4 +1,4 @@
-"""How a linear layer keeps its weights and multiplies by them: the seam for quantisation."""
+"""How a linear layer keeps its weights and multiplies by them: the seam for quantization."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LinearMethod(Protocol):
             input_size_per_partition: input features of this rank.
             output_partition_sizes: output features of this rank, of each merged output.
             input_size, output_size: features on all ranks together.
-            params_dtype: the dtype of weights that are not quantised.
+            params_dtype: the dtype of weights that are not quantized.
         """
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,7 +47,7 @@ class QuantConfig(Protocol):
     """Chooses a method for each layer of a model."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
-        """Return the method for *layer*, which the model calls *prefix*; None: not quantised."""
+        """Return the method for *layer*, which the model calls *prefix*; None: not quantized."""
 
 
 class UnquantizedLinearMethod:

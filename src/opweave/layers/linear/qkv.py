@@ -18,7 +18,7 @@ from opweave.layers.pluggable_layer import PluggableLayer
 class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections with concatenated outputs, sharded by heads.
 
-    Where there are more ranks than key heads, neighbouring ranks have the same one. The loaders
+    Where there are more ranks than key heads, neighboring ranks have the same one. The loaders
     take ``"q"``, ``"k"`` or ``"v"`` after the tensor, or nothing after a tensor that has all.
 
     Args:

@@ -37,7 +37,7 @@ class MambaMixer(StatefulLayer):
         intermediate_size: the channels, on all ranks together.
         time_step_rank: the features from which time steps are projected.
         use_conv_bias, use_bias: whether the convolution, and the first and last map, have a bias.
-        use_rms_norm: normalise time step, ``B`` and ``C``, as Jamba and FalconMamba do.
+        use_rms_norm: normalize time step, ``B`` and ``C``, as Jamba and FalconMamba do.
         rms_norm_has_weight: whether those norms have weights, as in Jamba.
         rms_norm_eps: of those norms.
         activation: of the convolution: ``"silu"``.

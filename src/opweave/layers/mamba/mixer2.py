@@ -34,7 +34,7 @@ class MambaMixer2(StatefulLayer):
         conv_kernel_size: how many inputs the convolution sees.
         intermediate_size: the channels, ``num_heads * head_dim``.
         use_conv_bias, use_bias: whether the convolution and the two linear layers have a bias.
-        n_groups: heads of a group, which are neighbours, have the same ``B`` and ``C``.
+        n_groups: heads of a group, which are neighbors, have the same ``B`` and ``C``.
         num_heads, head_dim: the heads, and the channels of each.
         rms_norm_eps: of the gated norm.
         activation: of the convolution: ``"silu"``.

@@ -37,7 +37,7 @@ class Plamo2Config(Protocol):
 
 @PluggableLayer.register("plamo2_mamba_mixer")
 class Plamo2MambaMixer(StatefulLayer):
-    """Mamba-2's scan with Mamba's projections: a time step for each head, normalised like ``B, C``.
+    """Mamba-2's scan with Mamba's projections: a time step for each head, normalized like ``B, C``.
 
     ``ir.ops.causal_conv1d`` and ``ir.ops.ssd_chunk_scan`` (and their steps, where a sequence is
     decoded) between linear layers; the scan applies the gate. Inside :func:`sequence_states` tokens

@@ -52,7 +52,7 @@ class FusedMoEMethod(CustomOp):
 
     @property
     def quant_config(self) -> object | None:
-        """How the weights are quantised; None: they are not."""
+        """How the weights are quantized; None: they are not."""
         return None
 
     def create_weights(self, layer: FusedMoE, shapes: ExpertShapes) -> None:

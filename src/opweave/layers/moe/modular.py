@@ -20,7 +20,7 @@ class PrepareAndFinalize(Protocol):
     """Brings tokens to their experts, and the results back."""
 
     def prepare(self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Routed:
-        """Quantise and send the tokens; find the experts' places in the weights."""
+        """Quantize and send the tokens; find the experts' places in the weights."""
 
     def finalize(self, outputs: Tensor, routed: Routed) -> Tensor:
         """Weigh and add the results ``(T, K, hidden)``, and bring them back: ``(T, hidden)``."""

@@ -17,14 +17,14 @@ STRATEGIES = ("linear", "round_robin")
 class ExpertPlacement:
     """The experts of one rank, and what of each it holds.
 
-    The ranks of a group fall into ``ep_size`` parts of neighbours. A part has experts of its own,
+    The ranks of a group fall into ``ep_size`` parts of neighbors. A part has experts of its own,
     whose intermediate dimension its ``tp_size`` ranks share.
 
     Attributes:
         num_experts: how many experts there are.
         ep_rank, ep_size: the part of this rank, and the number of parts.
         tp_rank, tp_size: the place of this rank in its part, and the number of ranks in a part.
-        strategy: ``"linear"``: an expert's neighbours are in the same part; ``"round_robin"``: in
+        strategy: ``"linear"``: an expert's neighbors are in the same part; ``"round_robin"``: in
             the next.
 
     >>> ExpertPlacement(5, ep_rank=0, ep_size=2).local_experts

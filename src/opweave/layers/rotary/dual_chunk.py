@@ -21,7 +21,7 @@ class DualChunkRotaryEmbedding(CustomOp):
             :class:`RotaryEmbedding`. The table has ``2 * chunk_size - local_size`` rows,
             independent of the number of positions.
         chunk_size: how many positions a query tells apart.
-        local_size: by how much neighbouring chunks overlap; from 0, less than *chunk_size*.
+        local_size: by how much neighboring chunks overlap; from 0, less than *chunk_size*.
 
     Raises:
         LayerArgumentError: a size is not in its range.

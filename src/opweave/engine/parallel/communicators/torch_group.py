@@ -71,7 +71,7 @@ class TorchCommunicator(Communicator):
         # Others notice the end of a connection; a kernel that waits on the device does not.
         if self.group.backend == "nccl" and distributed.is_initialized():
             world = distributed.group.WORLD
-            assert world is not None  # the group is initialised
+            assert world is not None  # the group is initialized
             world.abort()
 
     def close(self) -> None:

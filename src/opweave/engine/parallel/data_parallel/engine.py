@@ -94,7 +94,7 @@ class DataParallelEngine(StreamingClient):
             model=checkpoint.path.resolve(),
             config=config,
             model_name=self.model_name,
-            neighbours=1,
+            neighbors=1,
             log_level=logging.getLogger("opweave").getEffectiveLevel(),
         )
         size = config.parallel.data_parallel_size

@@ -23,7 +23,7 @@ class LoadOrder:
         model: the directory of a checkpoint; the same on every machine.
         config: the engine's configuration.
         model_name: the model's name in requests.
-        neighbours: the number of replicas on its machine, including itself.
+        neighbors: the number of replicas on its machine, including itself.
         log_level: the lowest level of log records that it reports.
     """
 
@@ -31,7 +31,7 @@ class LoadOrder:
     model: Path
     config: EngineConfig
     model_name: str
-    neighbours: int
+    neighbors: int
     log_level: int
 
 

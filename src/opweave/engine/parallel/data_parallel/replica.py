@@ -194,19 +194,19 @@ def load_engine(order: LoadOrder, progress: Progress) -> EngineClient:
     agreement = Agreement.from_json(order.agreement)
     agreement.impose()
     agreement.settle()
-    config = alone(order.config, order.neighbours)
+    config = alone(order.config, order.neighbors)
     make = engine_class(order.model)
     return make(order.model, config=config, model_name=order.model_name, progress=progress)
 
 
-def alone(config: EngineConfig, neighbours: int) -> EngineConfig:
-    """Return the configuration of a replica that shares its machine with *neighbours* in total."""
+def alone(config: EngineConfig, neighbors: int) -> EngineConfig:
+    """Return the configuration of a replica that shares its machine with *neighbors* in total."""
     parallel = replace(config.parallel, data_parallel_size=1, data_parallel_address=None)
     platform, cache = platforms.current_platform, config.cache
     is_told = cache.memory_bytes is not None or cache.num_blocks is not None
     if platform.capabilities.unified_memory and not is_told:
         free, _ = platform.memory_info()
-        cache = replace(cache, memory_bytes=max(1, share_of_host(free) // neighbours))
+        cache = replace(cache, memory_bytes=max(1, share_of_host(free) // neighbors))
     return replace(config, parallel=parallel, cache=cache)
 
 

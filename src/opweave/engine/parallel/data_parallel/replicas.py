@@ -137,7 +137,7 @@ class Replicas:
         for member in self.members:
             if member.place is not None and member.failure is None and not member.is_ordered:
                 member.is_ordered = True
-                order = replace(self._order, neighbours=nodes[member.place.node])
+                order = replace(self._order, neighbors=nodes[member.place.node])
                 self._group.tell(member.number, "start", order)
 
     def _bury(self, member: ReplicaHandle, failure: ReplicaFailedError) -> None:

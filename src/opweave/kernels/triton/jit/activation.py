@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from opweave.kernels.triton.jit.casts import rounded
-from opweave.kernels.triton.jit.rows import store_quantised
+from opweave.kernels.triton.jit.rows import store_quantized
 
 _ROOT_HALF = tl.constexpr(0.7071067811865476)
 
@@ -54,4 +54,4 @@ def silu_and_mul_quant(
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     values = gated(x + row * x_stride, columns, inside, width, "silu", False)
-    store_quantised(out, scales, values, inside, row, columns, width, scale, SCHEME)
+    store_quantized(out, scales, values, inside, row, columns, width, scale, SCHEME)

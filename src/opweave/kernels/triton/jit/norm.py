@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from opweave.kernels.triton.jit.casts import rounded
-from opweave.kernels.triton.jit.rows import store_quantised
+from opweave.kernels.triton.jit.rows import store_quantized
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def rms_norm(
     SCHEME: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add *residual*, normalise, and quantise with *SCHEME*; the first and last are optional."""
+    """Add *residual*, normalize, and quantize with *SCHEME*; the first and last are optional."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -44,6 +44,6 @@ def rms_norm(
     if SCHEME is None:
         tl.store(out + row * out_stride + columns, result, mask=inside)
     else:
-        store_quantised(
+        store_quantized(
             out, scales, result.to(tl.float32), inside, row, columns, out_stride, scale, SCHEME
         )

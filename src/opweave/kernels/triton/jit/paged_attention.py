@@ -69,7 +69,7 @@ def walk(
     PRECISION: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
-    """Compute unnormalised attention over the keys from *begin* to *end* of one head.
+    """Compute unnormalized attention over the keys from *begin* to *end* of one head.
 
     Returns the weighted sums of values, the largest score of each row, and the sums of the weights.
     Without *CAREFUL*, a value that is not finite gives NaN even if its weight is 0.
@@ -171,7 +171,7 @@ def attend(
     """Compute attention for one tile of queries, the heads of one group, and one split of the keys.
 
     Row ``r`` of the tile is query ``r // GROUP`` and head ``r % GROUP`` of the group. With several
-    *splits*, *out* receives unnormalised float32 results per split, *maxima* the largest scores and
+    *splits*, *out* receives unnormalized float32 results per split, *maxima* the largest scores and
     *totals* the sums of the exponentials.
     """
     tile = tl.program_id(0)

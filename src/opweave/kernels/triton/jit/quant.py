@@ -1,10 +1,10 @@
-"""Quantisation to 8 bits, with one scale per tensor, row, or group of a row."""
+"""Quantization to 8 bits, with one scale per tensor, row, or group of a row."""
 
 import triton
 import triton.language as tl
 
 from opweave.kernels.triton.jit.activation import gated
-from opweave.kernels.triton.jit.rows import fp8_scale, largest, store_quantised, to_fp8, to_int8
+from opweave.kernels.triton.jit.rows import fp8_scale, largest, store_quantized, to_fp8, to_int8
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def dynamic_quant(
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    store_quantised(out, scales, values, inside, row, columns, width, bound, SCHEME)
+    store_quantized(out, scales, values, inside, row, columns, width, bound, SCHEME)
 
 
 @triton.jit

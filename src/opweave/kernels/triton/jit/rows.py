@@ -1,4 +1,4 @@
-"""Quantise rows that are in registers."""
+"""Quantize rows that are in registers."""
 
 import triton
 import triton.language as tl
@@ -40,10 +40,10 @@ def to_int8(values):
 
 
 @triton.jit
-def store_quantised(out, scales, values, inside, row, columns, width, scale, SCHEME: tl.constexpr):
-    """Quantise a row of float32 into *out*, whose row stride is *width*.
+def store_quantized(out, scales, values, inside, row, columns, width, scale, SCHEME: tl.constexpr):
+    """Quantize a row of float32 into *out*, whose row stride is *width*.
 
-    *SCHEME* ``static`` quantises to fp8 with the given *scale*. ``fp8`` and ``int8`` compute a
+    *SCHEME* ``static`` quantizes to fp8 with the given *scale*. ``fp8`` and ``int8`` compute a
     scale and store it in *scales*; for ``fp8``, *scale* is an optional upper bound for the largest
     magnitude.
     """
