@@ -35,7 +35,7 @@ def test_record_has_every_length_and_a_decode_step(trace: Path) -> None:
     assert attention["count"] == 6  # layers
     assert attention["arguments"]["seq_lens"]["values"] == [3]
     blocks, *_ = attention["arguments"]["key_cache"]["shape"]
-    assert blocks <= 4  # a small cache, whatever the memory of the machine
+    assert blocks <= 4  # a small cache, regardless of the memory of the machine
 
 
 def test_replay_in_another_process(trace: Path) -> None:

@@ -16,7 +16,7 @@ import opweave.compile
 from opweave import ir
 from opweave.compile import compat, pipeline, tracing
 from opweave.compile.nodes import tensors_of
-from opweave.compile.tracing import Trace, inline
+from opweave.compile.tracing import AtenTrace, inline
 from opweave.ir.testing import isolated_registry
 
 from .blocks import BLOCKS, Model, OpCalls, model_inputs
@@ -45,7 +45,7 @@ def fakes(dynamic: bool) -> list[Tensor]:
         return [fake[1:5], fake[5:9]]
 
 
-def inlined(trace: Trace, *given: list[Tensor]) -> list[Node]:
+def inlined(trace: AtenTrace, *given: list[Tensor]) -> list[Node]:
     """Inline a copy of *trace* for each list of arguments into a graph of those alone."""
     graph = Graph(GraphModule({}, Graph()))
     inputs = [[graph.placeholder("x") for _ in values] for values in given]
@@ -75,7 +75,7 @@ def sharing(nodes: list[Node]) -> list[bool]:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_moved_is_computed(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given = fakes(dynamic)
-    trace = Trace(compat.trace(views, [compat.fresh_fake(t) for t in given]))
+    trace = AtenTrace(compat.trace(views, [compat.fresh_fake(t) for t in given]))
     assert trace.is_movable
     moved = inlined(trace, given, given)
     monkeypatch.setattr(tracing, "_move_fakes", tracing._compute_fakes)
@@ -90,7 +90,7 @@ def test_moved_is_computed(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> No
 def test_sizes_that_the_data_tell_are_computed() -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     first, second = (mode.from_tensor(torch.randn(4)) for _ in range(2))
-    trace = Trace(compat.trace(lambda x: x.nonzero(), [first]))
+    trace = AtenTrace(compat.trace(lambda x: x.nonzero(), [first]))
     assert not trace.is_movable
     copies = inlined(trace, [first], [second])
     found = [node for node in copies if node.target is aten.nonzero.default]

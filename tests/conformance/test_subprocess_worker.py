@@ -11,7 +11,7 @@ import pytest
 from opweave.conformance import Subject
 from opweave.conformance.errors import VerifierFailedError
 from opweave.conformance.heap import checking_environment
-from opweave.conformance.subprocess_worker import Task, Verifier
+from opweave.conformance.subprocess_worker import Verifier, VerifyTask
 from opweave.ir.ops import silu_and_mul
 from processes import is_alive, wait_until
 
@@ -72,7 +72,7 @@ def verifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Verifier:
     (tmp_path / "kernels_that_end.py").write_text(KERNELS, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     checks = ("values", "mutation", "empty", "keywords")
-    return Verifier(Task(("kernels_that_end",), checks, 0), timeout=10.0)
+    return Verifier(VerifyTask(("kernels_that_end",), checks, 0), timeout=10.0)
 
 
 def test_what_ends_the_process_is_a_problem_of_the_case(verifier: Verifier) -> None:
@@ -124,5 +124,5 @@ def test_a_process_that_does_not_start(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "module_that_ends.py").write_text("import os; os._exit(4)", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     refused = pytest.raises(VerifierFailedError, match="exit code 4 before it began")
-    with Verifier(Task(("module_that_ends",), (), 0), timeout=10.0) as verifier, refused:
+    with Verifier(VerifyTask(("module_that_ends",), (), 0), timeout=10.0) as verifier, refused:
         verifier.verify(Subject(silu_and_mul, "native"))

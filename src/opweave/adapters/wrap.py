@@ -72,7 +72,7 @@ def wrap(
         traits: the promises of the function, see :mod:`opweave.ir.traits`.
         override: replace an earlier implementation of the same provider.
 
-    The op returns the tensors of the outputs. If there are none, it returns what *function* does.
+    The op returns the tensors of the outputs. Without outputs, it returns what *function* does.
     Under ``torch.compile``, the implementation is opaque: it is called, not traced.
 
     Raises:

@@ -23,7 +23,7 @@ from opweave.cli.tables import PlainTable
 from opweave.conformance import Result, Subject, certificate, subjects, summary, verify
 from opweave.conformance.checks import select_checks
 from opweave.conformance.find import with_inputs
-from opweave.conformance.subprocess_worker import Task, Verifier
+from opweave.conformance.subprocess_worker import Verifier, VerifyTask
 from opweave.ir.traits import ROUNDS_LESS
 
 _MOST_FINDINGS = 5  # per implementation
@@ -92,7 +92,7 @@ def verify_command(
     with redirect_stdout(sys.stderr):  # stdout is for results only
         apply_plugins(plugin)
         found = with_inputs(subjects(op or (), provider or (), platform), input_ or ())
-        task = Task(tuple(import_ or ()), tuple(check or ()), seed)
+        task = VerifyTask(tuple(import_ or ()), tuple(check or ()), seed)
         results = _verify_here(found, task) if in_process else _verify(found, task, timeout)
     issued = certificate(results, seed=seed)
     if json:
@@ -105,12 +105,12 @@ def verify_command(
     return 1 if counts["failed"] or not counts["passed"] else 0
 
 
-def _verify(found: list[Subject], task: Task, timeout: float) -> list[Result]:
+def _verify(found: list[Subject], task: VerifyTask, timeout: float) -> list[Result]:
     with Verifier(task, timeout) as verifier:
         return [verifier.verify(subject) for subject in _shown(found)]
 
 
-def _verify_here(found: list[Subject], task: Task) -> list[Result]:
+def _verify_here(found: list[Subject], task: VerifyTask) -> list[Result]:
     return [verify(subject, task.checks, seed=task.seed) for subject in _shown(found)]
 
 

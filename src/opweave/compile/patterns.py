@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from opweave.compile import compat
 from opweave.compile.graph_info import GraphInfo
 from opweave.compile.nodes import ir_call, is_op, operands, replace, uses
-from opweave.compile.tracing import Function, Trace, Tracer, arguments, inline
+from opweave.compile.tracing import AtenTrace, Function, Tracer, arguments, inline
 from opweave.ir import IrOp
 from opweave.ir.errors import described
 from opweave.ir.priority import NATIVE
@@ -258,7 +258,7 @@ def _definition(
     return definition(op, fakes, tracer, function, expand=expand)
 
 
-def _expanded(trace: Trace, tracer: Tracer) -> GraphInfo:
+def _expanded(trace: AtenTrace, tracer: Tracer) -> GraphInfo:
     """Return the graph of *trace* with inner composites expanded."""
     info = trace.info
     while inner := [call for call in info.calls.values() if call.op.composite]:

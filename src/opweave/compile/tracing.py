@@ -32,7 +32,7 @@ _SYMBOLIC = (SymInt, SymFloat, SymBool)
 
 
 @dataclass(frozen=True)
-class Trace:
+class AtenTrace:
     """The graph of one implementation for one signature.
 
     Attributes:
@@ -71,7 +71,7 @@ class Tracer:
     """Traces implementations, and caches the traces by signature."""
 
     def __init__(self) -> None:
-        self.traces: dict[Signature, Trace] = {}
+        self.traces: dict[Signature, AtenTrace] = {}
 
     def trace(
         self,
@@ -80,7 +80,7 @@ class Tracer:
         function: Function | None = None,
         *,
         autocast: str = "",
-    ) -> Trace:
+    ) -> AtenTrace:
         """Return the graph of *impl* for *values* (fake tensors and numbers, one per parameter).
 
         With *function*, trace that form of the implementation instead of ``impl_fn``. Under
@@ -129,7 +129,7 @@ def arguments(call: IrCall) -> list[Node]:
     return [node for node, fake in pairs if isinstance(fake, (Tensor, *_SYMBOLIC))]
 
 
-def inline(graph: Graph, trace: Trace, before: Node, given: Sequence[Node]) -> list[Node]:
+def inline(graph: Graph, trace: AtenTrace, before: Node, given: Sequence[Node]) -> list[Node]:
     """Copy a trace into *graph* before the node *before*, and return its output nodes.
 
     The new nodes get fake values in new storages: alias analysis compares storages, so two inlined
@@ -180,7 +180,7 @@ def _compute_fakes(mode: compat.FakeTensorMode, copies: dict[Node, Node]) -> Non
             new.meta["val"] = computed_fake(new, mode)
 
 
-def _constant(graph: Graph, trace: Trace, node: Node, origin: Node) -> Node:
+def _constant(graph: Graph, trace: AtenTrace, node: Node, origin: Node) -> Node:
     """Copy a tensor or subgraph that the implementation closes over into *graph*."""
     owner, value = graph.owning_module, getattr(trace.module, str(node.target))
     if owner is None:
@@ -224,7 +224,7 @@ def _under_autocast(function: Function, autocast: str) -> Function:
     return run
 
 
-def _trace(function: Function, schema: Schema, values: Sequence[Any]) -> Trace:
+def _trace(function: Function, schema: Schema, values: Sequence[Any]) -> AtenTrace:
     def flat(*given: Any) -> Any:
         replaced = iter(given)
 
@@ -241,10 +241,10 @@ def _trace(function: Function, schema: Schema, values: Sequence[Any]) -> Trace:
         module = compat.trace(flat, list(map(_in_new_memory, variables(values))))
         prepare_writes(module.graph)
         module.graph.eliminate_dead_code()  # results that decompositions compute for autograd
-        return Trace(module)
+        return AtenTrace(module)
     except Exception as error:
         # Tracing runs third-party code, which may raise anything: the op stays an opaque call.
-        return Trace(None, described(error)[:300])
+        return AtenTrace(None, described(error)[:300])
 
 
 def _in_new_memory(value: Any) -> Any:

@@ -16,13 +16,13 @@ from opweave.conformance.heap import leave_to_this_process
 from opweave.conformance.modules import import_named
 from opweave.conformance.place import told_to
 from opweave.conformance.subject import Subject
-from opweave.conformance.subprocess_worker import CaseStart, Done, Named, Task
+from opweave.conformance.subprocess_worker import CaseStart, Named, Verified, VerifyTask
 from opweave.conformance.verify import verify
 
 
 def serve(connection: Connection) -> None:
     """Verify subjects until the connection is closed."""
-    task: Task = connection.recv()
+    task: VerifyTask = connection.recv()
     for module in task.modules:
         import_named("--import", module)
     connection.send(CaseStart("ready"))
@@ -30,7 +30,7 @@ def serve(connection: Connection) -> None:
         named: Named = connection.recv()
         with told_to(lambda place: connection.send(CaseStart(place))):
             result = verify(_found(named), task.checks, seed=task.seed, report=connection.send)
-        connection.send(Done(result.subject.options, result.obstacle))
+        connection.send(Verified(result.subject.options, result.obstacle))
 
 
 def _found(named: Named) -> Subject:

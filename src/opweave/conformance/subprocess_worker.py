@@ -25,7 +25,7 @@ _STARTING = 300.0  # seconds to import opweave, its plugins and the user's modul
 
 
 @dataclass(frozen=True)
-class Task:
+class VerifyTask:
     """Settings shared by all implementations.
 
     Attributes:
@@ -57,7 +57,7 @@ class CaseStart:
 
 
 @dataclass(frozen=True)
-class Done:
+class Verified:
     """All checks have run with these generator options, or the obstacle that prevented them."""
 
     options: tuple[tuple[str, Any], ...]
@@ -72,7 +72,7 @@ class Verifier:
         timeout: time limit of a case in seconds.
     """
 
-    def __init__(self, task: Task, timeout: float) -> None:
+    def __init__(self, task: VerifyTask, timeout: float) -> None:
         self._task, self._timeout = task, timeout
         self._process: ChildProcess | None = None
 

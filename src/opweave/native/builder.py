@@ -32,7 +32,7 @@ PyMODINIT_FUNC PyInit_{module}() {{
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CompileJob:
     """A compiler call: *command* makes *output* from *source*."""
 
     source: Path
@@ -74,7 +74,10 @@ def build(extension: Extension, kit_objects: Path, folder: Path, *, verbose: boo
     _run_all(jobs, verbose=verbose)
     objects = [*(job.output for job in jobs), *sorted(kit_objects.glob("*.o"))]
     output = folder / extension.filename
-    _run_all([Job(Path("the objects"), output, _link(extension, objects, output))], verbose=verbose)
+    _run_all(
+        [CompileJob(Path("the objects"), output, _link(extension, objects, output))],
+        verbose=verbose,
+    )
     return output
 
 
@@ -86,14 +89,14 @@ def _write_entry(extension: Extension, folder: Path) -> Path:
     return path
 
 
-def _kit_job(source: Path, folder: Path) -> Job:
+def _kit_job(source: Path, folder: Path) -> CompileJob:
     output = folder / f"kit_{source.stem}.o"
     includes = (f"-I{kit.include_dir()}", f"-I{toolchain.python_include()}")
     command = (*toolchain.cxx().command, *_KIT_FLAGS, *includes)
-    return Job(source, output, (*command, "-c", str(source), "-o", str(output)))
+    return CompileJob(source, output, (*command, "-c", str(source), "-o", str(output)))
 
 
-def _user_job(number: int, source: Path, extension: Extension, folder: Path) -> Job:
+def _user_job(number: int, source: Path, extension: Extension, folder: Path) -> CompileJob:
     output = folder / f"{number}_{source.stem}.o"
     includes = [f"-I{path}" for path in (*extension.include_dirs, kit.include_dir())]
     if source.suffix == CUDA_SUFFIX:
@@ -103,7 +106,7 @@ def _user_job(number: int, source: Path, extension: Extension, folder: Path) -> 
     else:
         command = (*toolchain.cxx().command, *_USER_FLAGS, *includes, *extension.cflags)
     lists = ("-MD", "-MF", str(output.with_suffix(".d")))
-    return Job(source, output, (*command, *lists, "-c", str(source), "-o", str(output)))
+    return CompileJob(source, output, (*command, *lists, "-c", str(source), "-o", str(output)))
 
 
 def _architecture() -> tuple[str, ...]:
@@ -152,7 +155,7 @@ def _link_flags() -> tuple[str, ...]:
     return ("-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs=ALL")
 
 
-def _run_all(jobs: Sequence[Job], *, verbose: bool) -> None:
+def _run_all(jobs: Sequence[CompileJob], *, verbose: bool) -> None:
     with ThreadPoolExecutor(max_workers=_processors()) as pool:
         results = list(pool.map(lambda job: _run(job, verbose=verbose), jobs))
     failed = [(job, log) for job, log in zip(jobs, results, strict=True) if log is not None]
@@ -173,7 +176,7 @@ def _processors() -> int:
     return os.cpu_count() or 1
 
 
-def _run(job: Job, *, verbose: bool) -> str | None:
+def _run(job: CompileJob, *, verbose: bool) -> str | None:
     """Return the compiler's messages if it failed, else None."""
     done = toolchain.run(job.command)
     log = done.stdout + done.stderr

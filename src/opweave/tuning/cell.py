@@ -36,7 +36,7 @@ class Cell:
 
     @property
     def key(self) -> Key:
-        """What a tuning file holds one cell for."""
+        """Identifies a cell of a tuning file."""
         return (self.op, self.family, bucket(self.tokens))
 
     @property

@@ -11,7 +11,7 @@ from opweave.tuning.cell import Cell, cells_to_measure
 from opweave.tuning.file import TuningFile
 from opweave.tuning.machine import Machine
 from opweave.tuning.trace import Trace
-from opweave.tuning.worker import Task, Worker
+from opweave.tuning.worker import Task, TuningWorker
 
 Progress = Callable[[int, int, str], object]
 
@@ -65,7 +65,7 @@ def tune(
     file = TuningFile.load(path) if path.exists() else TuningFile()
     calls = cells_to_measure(trace, file.machines.get(machine, ()))
     tuned, start = Tuned(), clock()
-    with Worker(task or Task(), timeout) as worker:
+    with TuningWorker(task or Task(), timeout) as worker:
         for done, call in enumerate(calls):
             progress(done, len(calls), call.op)
             if budget is not None and clock() - start > budget:

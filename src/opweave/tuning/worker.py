@@ -48,7 +48,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Stage:
+class TuningStage:
     """Sent before each use of an implementation."""
 
     provider: str
@@ -64,7 +64,7 @@ class Done:
     obstacle: str = ""
 
 
-class Worker:
+class TuningWorker:
     """Measures calls one after another in a subprocess.
 
     Args:
@@ -121,9 +121,9 @@ class Worker:
             (*outcome.measurements, *crashed),
         )
 
-    def _run(self, job: Job) -> tuple[Stage, Done | str]:
+    def _run(self, job: Job) -> tuple[TuningStage, Done | str]:
         """Return the last stage, and the result or how the process ended."""
-        process, stage = self._running(), Stage("", "")
+        process, stage = self._running(), TuningStage("", "")
         process.connection.send(job)
         while True:
             try:

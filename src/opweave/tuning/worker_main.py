@@ -14,7 +14,7 @@ from opweave.config.child_process import end_with_parent
 from opweave.conformance.case import Case
 from opweave.conformance.modules import import_named
 from opweave.tuning.contest import contest
-from opweave.tuning.worker import Done, Job, Stage, Task
+from opweave.tuning.worker import Done, Job, Task, TuningStage
 
 
 def serve(connection: Connection) -> None:
@@ -22,7 +22,7 @@ def serve(connection: Connection) -> None:
     task: Task = connection.recv()
     for module in task.modules:
         import_named("--import", module)
-    connection.send(Stage("", "ready"))
+    connection.send(TuningStage("", "ready"))
     while True:
         job: Job = connection.recv()
         try:
@@ -44,7 +44,7 @@ def _measured(job: Job, task: Task, connection: Connection) -> Done:
         case,
         job.providers,
         task.effort,
-        lambda provider, what: connection.send(Stage(provider, what)),
+        lambda provider, what: connection.send(TuningStage(provider, what)),
     )
     return Done(default, tuple(found))
 

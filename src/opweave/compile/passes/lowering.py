@@ -14,7 +14,7 @@ from opweave.compile.context import Context
 from opweave.compile.errors import CompileError
 from opweave.compile.graph_info import GraphInfo
 from opweave.compile.nodes import IrCall, annotate, fake_of, ir_call, replace, tensors_of
-from opweave.compile.tracing import Trace, arguments, inline
+from opweave.compile.tracing import AtenTrace, arguments, inline
 from opweave.ir import Selection
 
 STAGE = "lower functional"
@@ -75,7 +75,7 @@ def is_kept(call: IrCall) -> bool:
     return KEPT in call.node.meta
 
 
-def check_outputs(call: IrCall, selection: Selection, trace: Trace) -> None:
+def check_outputs(call: IrCall, selection: Selection, trace: AtenTrace) -> None:
     """Check the number, dtypes and shapes of the outputs of an implementation.
 
     Raises:

@@ -31,7 +31,7 @@ from opweave.compile.nodes import (
 from opweave.compile.passes.fusion import check_kernel, erase, has_kernel, reshaped
 from opweave.compile.patterns import Pattern, derivation
 from opweave.compile.report import RecognitionReport
-from opweave.compile.tracing import Trace, inline, variables
+from opweave.compile.tracing import AtenTrace, inline, variables
 from opweave.ir import IrOp, current_registry
 from opweave.ir.priority import NATIVE
 from opweave.ir.spelling import Spelling
@@ -163,7 +163,7 @@ def _check_size(match: Match, spelling: Spelling, context: Context) -> None:
         raise NoMatchError(reason, WHOLE, tuple(match.inner))
 
 
-def _call(match: Match, spelling: Spelling, context: Context) -> Trace:
+def _call(match: Match, spelling: Spelling, context: Context) -> AtenTrace:
     """Return the graph that calls the op with the arguments of the match.
 
     Raises:
@@ -179,7 +179,7 @@ def _call(match: Match, spelling: Spelling, context: Context) -> Trace:
     return trace
 
 
-def _replace(graph: Graph, match: Match, trace: Trace, anchor: Node) -> list[Node]:
+def _replace(graph: Graph, match: Match, trace: AtenTrace, anchor: Node) -> list[Node]:
     given = [value for value in match.values if isinstance(value, Node)]
     wanted = variables([fake_of(node) for node in given])
     if len(wanted) != len(trace.info.inputs):

@@ -41,7 +41,7 @@ from opweave.compile.passes.lowering import (
     keep_as_call,
 )
 from opweave.compile.report import Reuse
-from opweave.compile.tracing import Trace, arguments, flat_nodes, inline
+from opweave.compile.tracing import AtenTrace, arguments, flat_nodes, inline
 from opweave.ir.memory import overlaps_itself
 from opweave.ir.selection import Selection
 
@@ -164,7 +164,7 @@ def _copy(before: Node, node: Node, layout: torch.memory_format) -> Node:
     return new
 
 
-def _insert(call: IrCall, trace: Trace, info: GraphInfo) -> None:
+def _insert(call: IrCall, trace: AtenTrace, info: GraphInfo) -> None:
     last = call.node.prev
     outputs = inline(info.graph, trace, call.node, arguments(call))
     while last.next is not call.node:
@@ -175,7 +175,7 @@ def _insert(call: IrCall, trace: Trace, info: GraphInfo) -> None:
     info.renew(replace(call, outputs))
 
 
-def _obstacle(call: IrCall, selection: Selection, trace: Trace) -> str:
+def _obstacle(call: IrCall, selection: Selection, trace: AtenTrace) -> str:
     if not _keeps_promise(call, trace):
         return "the layout of its output is not the one that the op promises"
     if selection.impl.inplace and selection.impl.rejection(call.fakes) is not None:
@@ -183,7 +183,7 @@ def _obstacle(call: IrCall, selection: Selection, trace: Trace) -> str:
     return ""
 
 
-def _keeps_promise(call: IrCall, trace: Trace) -> bool:
+def _keeps_promise(call: IrCall, trace: AtenTrace) -> bool:
     """Return whether the outputs have the shapes, strides and dtypes that the op promises."""
     promised = tensors_of(call.node)
     made = [fake_of(node) for node in trace.outputs]

@@ -27,7 +27,7 @@ _KNOWN = {
 }  # fmt: skip
 
 
-class Recorder:
+class AttentionRecorder:
     """Learns the attention layers of a model while it runs on one sequence."""
 
     def __init__(self) -> None:
@@ -97,13 +97,15 @@ class Recorder:
         return None
 
 
-_recorder: ContextVar[Recorder | None] = ContextVar("opweave_attention_recorder", default=None)
+_recorder: ContextVar[AttentionRecorder | None] = ContextVar(
+    "opweave_attention_recorder", default=None
+)
 
 
 @contextmanager
-def recording() -> Iterator[Recorder]:
+def recording() -> Iterator[AttentionRecorder]:
     """Record the attention layers of the model that runs inside the block."""
-    recorder = Recorder()
+    recorder = AttentionRecorder()
     token = _recorder.set(recorder)
     try:
         yield recorder
