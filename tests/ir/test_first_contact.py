@@ -208,3 +208,25 @@ def test_weights_of_the_wrong_shape() -> None:
 def test_numpy_scalars_are_numbers() -> None:
     expected = ir.ops.rms_norm(X, W, 1e-6)
     torch.testing.assert_close(ir.ops.rms_norm(X, W, np.float64(1e-6)), expected)
+
+
+def test_an_op_may_have_the_name_of_a_file_of_ops(fresh_python: Callable[..., Any]) -> None:
+    """``from opweave.ir.ops import norm`` is the op then, not the module."""
+    fresh_python("""
+        import pkgutil
+        import torch
+        from opweave import ir
+
+        names = {each.name for each in pkgutil.iter_modules(ir.ops.__path__)}
+        free = sorted(names - ir.current_registry().ops.keys())
+        assert "norm" in free
+        for name in free:
+            @ir.register_op(name=name)
+            def declared(x: torch.Tensor) -> torch.Tensor:
+                return x + 1
+        x = torch.randn(2, 8)
+        assert torch.equal(ir.ops.norm(x), x + 1)
+        found = ir.ops.rms_norm(x, None, 1e-6)
+        torch.testing.assert_close(found, ir.ops.rms_norm.native(x, None, 1e-6))
+        import opweave.engine.llm, opweave.models
+    """)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opweave.ir import rules
-from opweave.ir.ops import activation as ops
+from opweave.ir import ops, rules
 from opweave.kernels.opweave_c.arguments import ROWS
 from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.opweave_c.outputs import half_of

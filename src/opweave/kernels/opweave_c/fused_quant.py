@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir import rules
-from opweave.ir.ops import fused_quant as ops
+from opweave.ir import ops, rules
 from opweave.kernels.opweave_c.arguments import ROWS, in_memory_order, one_float32
 from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.opweave_c.outputs import half_of, new_rows, row_scales

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir import rules
-from opweave.ir.ops import pointwise as ops
+from opweave.ir import ops, rules
 from opweave.kernels.opweave_c.arguments import ROWS
 from opweave.kernels.opweave_c.call_paths import implements, native_op
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir import rules
-from opweave.ir.ops import quant as ops
+from opweave.ir import ops, rules
+from opweave.ir.ops.quant import scale_covers
 from opweave.kernels.opweave_c.arguments import ROWS, SCALE, one_float32
 from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.opweave_c.outputs import new_rows, row_scales
@@ -19,7 +19,7 @@ _dynamic_per_token_quant = native_op("dynamic_per_token_quant")
 _dynamic_per_tensor_quant = native_op("dynamic_per_tensor_quant_fp8")
 _per_token_group_quant = native_op("per_token_group_quant_fp8")
 
-_STATIC = ROWS & SCALE & rules.custom(ops.scale_covers, "scale does not fit x")
+_STATIC = ROWS & SCALE & rules.custom(scale_covers, "scale does not fit x")
 
 
 @implements(ops.static_quant_fp8, _STATIC)

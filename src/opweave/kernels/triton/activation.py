@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opweave.ir import rules
-from opweave.ir.ops import activation as ops
+from opweave.ir import ops, rules
 from opweave.kernels.triton.arguments import row_count, row_stride, rows
 from opweave.kernels.triton.outputs import half_of
 from opweave.kernels.triton.registration import Kernels, implements, launch

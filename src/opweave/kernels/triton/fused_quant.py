@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir.ops import fused_quant as ops
+from opweave.ir import ops
 from opweave.kernels.triton.activation import GATED
 from opweave.kernels.triton.arguments import has_float8, one_float32, row_count, row_stride
 from opweave.kernels.triton.norm import ADD, NORM, normalize, warps_for

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir import rules
-from opweave.ir.ops import quant as ops
+from opweave.ir import ops, rules
 from opweave.kernels.triton.arguments import has_float8, one_float32, row_count, row_stride, rows
 from opweave.kernels.triton.norm import warps_for
 from opweave.kernels.triton.outputs import codes_and_scales, new_rows

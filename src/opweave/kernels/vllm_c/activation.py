@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir import IrOp, rules
-from opweave.ir.ops import activation, pointwise
+from opweave.ir import IrOp, ops, rules
 from opweave.ir.traits import BATCH_INVARIANT, ROUNDS_LESS
 from opweave.kernels.arguments import FLOATS
 from opweave.kernels.vllm_c import library
@@ -17,7 +16,7 @@ _GATED = _INPUT & rules.last_dim_multiple_of("x", 32)
 _TRAITS = {BATCH_INVARIANT, ROUNDS_LESS}
 
 
-@library.implements(activation.silu_and_mul, _GATED, traits=_TRAITS)
+@library.implements(ops.silu_and_mul, _GATED, traits=_TRAITS)
 def silu_and_mul(x: Tensor) -> Tensor:
     """Return ``silu(x1) * x2`` for the halves of the last dimension of *x*."""
     out = _half_of(x)
@@ -26,7 +25,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 @library.implements(
-    activation.gelu_and_mul, _GATED & rules.one_of("approximate", "none", "tanh"), traits=_TRAITS
+    ops.gelu_and_mul, _GATED & rules.one_of("approximate", "none", "tanh"), traits=_TRAITS
 )
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """Return ``gelu(x1) * x2`` for the halves of the last dimension of *x*."""
@@ -43,9 +42,9 @@ def _pointwise(op: IrOp, name: str) -> None:
         return out
 
 
-_pointwise(pointwise.gelu_new, "gelu_new")
-_pointwise(pointwise.gelu_fast, "gelu_fast")
-_pointwise(pointwise.quick_gelu, "gelu_quick")
+_pointwise(ops.gelu_new, "gelu_new")
+_pointwise(ops.gelu_fast, "gelu_fast")
+_pointwise(ops.quick_gelu, "gelu_quick")
 
 
 def _half_of(x: Tensor) -> Tensor:

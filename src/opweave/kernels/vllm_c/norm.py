@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir import rules
-from opweave.ir.ops import norm as ops
+from opweave.ir import ops, rules
 from opweave.ir.traits import BATCH_INVARIANT, ROUNDS_LESS
 from opweave.kernels.arguments import FLOATS
 from opweave.kernels.vllm_c import library

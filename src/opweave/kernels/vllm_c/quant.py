@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir import rules
-from opweave.ir.ops import quant as ops
+from opweave.ir import ops, rules
 from opweave.kernels.arguments import one_element
 from opweave.kernels.vllm_c import library
 
