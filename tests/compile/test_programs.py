@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +14,8 @@ from opweave import ir
 from runs.programs.examine import differences, examine
 from runs.programs.kernels import Library, open_library
 from runs.programs.program import Program, Settings
+
+PROGRAMS = Path(__file__).parents[1] / "runs" / "programs"
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +40,17 @@ def test_a_few_programs(library: Library) -> None:
 @pytest.mark.parametrize("codegen", [False, True])
 def test_many_programs(library: Library, codegen: bool) -> None:
     check(library, range(1000, 1025), codegen)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_programs_that_spell_ops_in_plain_pytorch() -> None:
+    """In a process of its own: only opweave's own ops have spellings, in the default registry."""
+    options = ["--programs", "200", "--seed", "1", "--spellings", "0.6", "--codegen", "never"]
+    command = [sys.executable, str(PROGRAMS), *options, "--json"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["recognized"] > 100
 
 
 KNOWN = {

@@ -3,7 +3,8 @@
     python tests/runs/programs --programs 200 --seed 1 --json
 
 A program is a list of Python statements over inputs that may share memory: views, in-place
-operators on any live tensor, ops of the IR, functional and donating, with kernels of every kind.
+operators on any live tensor, ops of the IR, functional and donating, with kernels of every kind,
+ops spelled in plain PyTorch and near misses of them.
 Results, inputs after the call, gradients, and which of them share memory are compared, within the
 program's own sensitivity to rounding. Programs are compiled several at a time.
 
@@ -25,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from opweave import ir
+from opweave.compile import report
 from runs.programs.examine import examine
 from runs.programs.kernels import open_library
 
@@ -42,21 +43,32 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=100, help="how many to draw")
     parser.add_argument("--seed", type=int, default=0, help="of the first graph")
     parser.add_argument("--batch", type=int, default=8, help="programs in one graph")
+    parser.add_argument(
+        "--spellings", type=float, default=0.3, help="share of steps that spell an op in PyTorch"
+    )
+    parser.add_argument(
+        "--codegen", choices=["drawn", "never", "always"], default="drawn", help="use Inductor"
+    )
     parser.add_argument("--state", type=Path, help="file that an interrupted run continues from")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args()
-    state: dict[str, Any] = {"next": given.seed, "programs": 0, "generated": 0, "findings": []}
+    state: dict[str, Any] = {"next": given.seed, "programs": 0, "generated": 0, "recognized": 0}
+    state["findings"] = []
     if given.state and given.state.exists():
         state = json.loads(given.state.read_text(encoding="utf-8"))
+    codegen = {"drawn": None, "never": False, "always": True}[given.codegen]
     torch._dynamo.config.recompile_limit = 64
     with (
         tempfile.TemporaryDirectory() as cache,  # a run that is killed can leave half a file
         torch._inductor.utils.fresh_cache(dir=cache),
-        ir.isolated_registry(),
     ):
         library = open_library()
         while state["programs"] < given.programs:
-            settings, findings = examine(state["next"], library, given.batch)
+            settings, findings = examine(
+                state["next"], library, given.batch, codegen, given.spellings
+            )
+            if not findings:  # the last graph is the whole batch
+                state["recognized"] += len(report().recognized)
             state["findings"] += [finding.to_json() for finding in findings]
             state["next"] += 1
             state["programs"] += given.batch
@@ -71,10 +83,12 @@ def main() -> int:
     else:
         for found in own:
             print(f"seed {found['seed']}: {found['difference']}", *found["sources"], sep="\n")
-        print(
-            f"{state['programs']} programs, {state['generated']} through Inductor: {len(own)} "
-            f"mismatches, and {len(state['findings']) - len(own)} of torch's own"
+        counts = (
+            f"{state['programs']} programs, {state['generated']} through Inductor",
+            f"{state['recognized']} spellings recognized",
+            f"{len(own)} mismatches and {len(state['findings']) - len(own)} of torch's own",
         )
+        print(", ".join(counts))
     return 1 if own else 0
 
 

@@ -29,7 +29,7 @@ class Finding:
 
 
 def draw_batch(
-    seed: int, size: int, library: Library, codegen: bool | None
+    seed: int, size: int, library: Library, codegen: bool | None, spellings: float
 ) -> tuple[Settings, list[Program]]:
     """Draw the programs of one graph, and their settings."""
     rng = random.Random(seed)
@@ -44,7 +44,7 @@ def draw_batch(
             return False
         return True
 
-    return settings, [draw(rng, runs) for _ in range(size)]
+    return settings, [draw(rng, runs, spellings) for _ in range(size)]
 
 
 def joined(
@@ -99,10 +99,14 @@ def differences(
 
 
 def examine(
-    seed: int, library: Library, size: int = 1, codegen: bool | None = None
+    seed: int,
+    library: Library,
+    size: int = 1,
+    codegen: bool | None = None,
+    spellings: float = 0.0,
 ) -> tuple[Settings, list[Finding]]:
     """Compare the programs of batch number *seed*; return their settings and what differs."""
-    settings, programs = draw_batch(seed, size, library, codegen)
+    settings, programs = draw_batch(seed, size, library, codegen, spellings)
     return settings, [
         finding
         for backend in ("eager", "opweave")

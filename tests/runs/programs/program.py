@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from runs.programs.kernels import PROVIDERS, Library
 
@@ -71,6 +72,39 @@ STEPS = (
     "{new} = own.gelu_and_mul({a} + {b}, 'tanh')",
     "{new} = own.linear({a}, w[: {a}.shape[1]].unsqueeze(0).expand(4, -1) * 1)",
 )
+# Ops written in plain PyTorch, and programs that are nearly that.
+WIDE = "wide = {a}.to(torch.promote_types({a}.dtype, torch.float32))"
+RSQRT = "torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)"
+WEIGHT = "w[: {a}.shape[1]]"
+HALF = "{a}.shape[-1] // 2"
+SPELLINGS = (
+    f"{{new}} = functional.linear({{a}}, {WEIGHT}.unsqueeze(0))",
+    f"{{new}} = {{a}} @ {WEIGHT}.unsqueeze(0).t()",
+    f"{{new}} = functional.linear({{a}}, {WEIGHT}.unsqueeze(0), {{b}}[0, :1])",
+    f"{{new}} = functional.rms_norm({{a}}, {{a}}.shape[-1:], {WEIGHT}, 1e-5)",
+    f"{WIDE}; {{new}} = {WEIGHT} * (wide * {RSQRT}).to({{a}}.dtype)",
+    f"{WIDE}; {{new}} = (wide * {RSQRT} * (1.0 + {WEIGHT})).to({{a}}.dtype)",
+    f"{WIDE}; {{new}} = (wide * {RSQRT}).to({{a}}.dtype)",
+    f"{{new}} = functional.layer_norm({{a}}, {{a}}.shape[-1:], {WEIGHT}, {{b}}[0], 1e-5)",
+    "{new} = functional.layer_norm({a}, {a}.shape[-1:])",
+    "h1, h2 = {a}.chunk(2, -1); {new} = functional.silu(h1) * h2",
+    "h1, h2 = {a}.chunk(2, -1); {new} = h1 * functional.silu(h2)",
+    f"{{new}} = functional.silu({{a}}[:, : {HALF}]) * {{a}}[:, {HALF} :]",
+    "h1, h2 = {a}.chunk(2, -1); {new} = functional.gelu(h1) * h2",
+    "h1, h2 = {a}.chunk(2, -1); {new} = functional.gelu(h1, approximate='tanh') * h2",
+    # near misses, and inner values that are used again
+    f"{WIDE}; {{new2}} = {RSQRT}; {{new}} = {WEIGHT} * (wide * {{new2}}).to({{a}}.dtype)",
+    f"{WIDE}; {{new}} = {WEIGHT} * (wide * {RSQRT}).to(torch.float16).to({{a}}.dtype)",
+    f"{WIDE}; {{new}} = {WEIGHT} * ({{b}}[:1] * {RSQRT}).to({{a}}.dtype)",
+    f"{{new}} = {WEIGHT} * ({{a}} * torch.rsqrt({{a}}.pow(2).mean(-2, keepdim=True) + 1e-5))",
+    "h1, {new2} = {a}.chunk(2, -1); {new} = functional.silu({new2}) * {new2}",
+    "h1, h2 = {a}.chunk(2, -1); {new2} = functional.silu(h1); {new} = {new2} * h2",
+    "h1, h2 = {a}.chunk(2, -1); {new} = functional.silu(h1).mul_(h2)",
+    "h1, h2 = {a}.chunk(2, -1); {new} = functional.silu(h1); h2.mul_(2); {new} = {new} * h2",
+    f"{{new}} = functional.silu({{a}}[:, : {HALF}]) * {{b}}[:, {HALF} :]",
+    "h1, h2 = {a}.chunk(2, -1); {new} = functional.sigmoid(h1) * h2",
+    f"{{new}} = functional.linear({{a}}, ({WEIGHT} * 2).unsqueeze(0))",
+)
 ALIASES = ("apart", "same", "overlapping", "views")
 MODES = ("no_grad", "no_grad", "inference_mode", "inference_inputs", "grad")
 
@@ -109,7 +143,11 @@ class Program:
 
     def function(self, library: Library, *, plain: bool = False) -> Callable[..., Any]:
         """Return the program as a function; if *plain*, one that calls torch alone."""
-        names: dict[str, Any] = {"torch": torch, **library.names(plain=plain)}
+        names: dict[str, Any] = {
+            "torch": torch,
+            "functional": functional,
+            **library.names(plain=plain),
+        }
         exec(self.source, names)
         return names["program"]
 
@@ -126,8 +164,14 @@ def draw_settings(rng: random.Random, codegen: bool | None) -> Settings:
     )
 
 
-def draw(rng: random.Random, runs: Callable[[Program], bool]) -> Program:
-    """Draw a program of up to eight steps, each of which *runs* in eager mode."""
+def draw(rng: random.Random, runs: Callable[[Program], bool], spellings: float = 0.0) -> Program:
+    """Draw a program of up to eight steps, each of which *runs* in eager mode.
+
+    Args:
+        rng: draws it.
+        runs: whether a program runs.
+        spellings: the share of steps that spell an op in plain PyTorch.
+    """
     program = Program(
         steps=(),
         results=("a", "b"),
@@ -137,7 +181,7 @@ def draw(rng: random.Random, runs: Callable[[Program], bool]) -> Program:
     )
     names = ["a", "b"]
     for number in range(rng.randrange(3, 9)):
-        template = rng.choice(STEPS)
+        template = rng.choice(SPELLINGS if rng.random() < spellings else STEPS)
         new = {"new": f"x{number}", "new2": f"y{number}"}
         step = template.format(a=rng.choice(names), b=rng.choice(names), **new)
         made = [name for key, name in new.items() if f"{{{key}}}" in template]
