@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from conftest import FreshPython
 from opweave import ir
 from opweave.ir import IrOp
 from opweave.ir.ops.linear import linear, linear_w8a16
@@ -499,6 +500,27 @@ def test_layouts_of_many_tokens() -> None:
             got = provided(x, weight, None, given)
             near(got, oracle(x, weight, None, given))
             assert got.stride() == native(x, weight, None, given).stride()
+
+
+def test_torch_multiplies_16_bits_on_other_architectures(fresh_python: FreshPython) -> None:
+    """The machine is faked; the result of torch for one token tells which kernel ran."""
+    fresh_python("""
+        import platform
+        platform.machine = lambda: "aarch64"
+        import torch
+        from opweave.kernels.opweave_c import linear as provider
+        from opweave import ir
+        ran = []
+        provider._linear = lambda *arguments: ran.append(arguments[1].dtype)
+        with torch.no_grad():
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                for tokens in (1, 4, 64):
+                    x, w = torch.randn(tokens, 96).to(dtype), torch.randn(40, 96).to(dtype)
+                    y = ir.ops.linear(x, w)
+                    if dtype is not torch.float32:
+                        assert torch.equal(y, torch.nn.functional.linear(x, w)), (dtype, tokens)
+        assert ran == [torch.float32] * 2, ran  # 1 and 4 tokens, which the fake leaves unwritten
+    """)
 
 
 def test_onednn_is_used_if_the_user_lets_torch_use_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Nothing else in opweave reads a private name of torch.
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -184,6 +185,11 @@ def multiplies_float16() -> bool:
 def has_amx() -> bool:
     """Whether this CPU multiplies tiles of bfloat16 (Intel's AMX), which oneDNN uses."""
     return has_onednn() and bool(cast("Any", torch.cpu)._is_amx_tile_supported())
+
+
+def is_x86() -> bool:
+    """Whether this CPU has the x86-64 architecture."""
+    return platform.machine().lower() in {"x86_64", "amd64"}
 
 
 def forget_failed_groups() -> None:

@@ -39,6 +39,10 @@ _MOST_TOKENS = {
     torch.bfloat16: 6 if _AMX else 16 if _BFLOAT16 else None,
     torch.float16: 16 if compat.multiplies_float16() else None,
 }
+# On other architectures than x86, our kernel has only the vector types of the compiler, and widens
+# 16 bits without instructions for it, which torch has.
+if not compat.is_x86():
+    _MOST_TOKENS.update({torch.bfloat16: 0, torch.float16: 0})
 # Measured with 512 to 4,096 columns, for int8 and float8; torch multiplies in float32.
 _MOST_TOKENS_W8 = {
     torch.float32: 96,
