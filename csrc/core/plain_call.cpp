@@ -57,6 +57,7 @@ PyObject* open_plain_check(PyObject*, PyObject* args) {
     codes.push_back(static_cast<uint16_t>(code));
   }
   const bool found =
+      may_use_torch_internals() &&
       bind_symbol(kCoreLibrary, "_ZN3c108GradMode10is_enabledEv", &grad_mode_enabled) &&
       bind_symbol(kTorchLibrary, "_ZN2at4impl27torch_function_mode_enabledEv",
                   &function_mode_enabled) &&

@@ -28,10 +28,16 @@ PyObject* open_call_paths(PyObject*, PyObject* args) {
 // _namespace() -> the namespace of the ops in torch.ops
 PyObject* find_namespace(PyObject*, PyObject*) { return PyUnicode_FromString(torch_namespace); }
 
+// _reads_tensors_directly() -> whether the self-test of the layout of Python tensors passed
+PyObject* reads_tensors_directly(PyObject*, PyObject*) {
+  return PyBool_FromLong(tensor_object_layout.offset != 0);
+}
+
 std::vector<PyMethodDef> collect_methods(const PyMethodDef* extra) {
   std::vector<PyMethodDef> methods = dlpack_methods();
   methods.push_back({"_open", open_call_paths, METH_VARARGS, nullptr});
   methods.push_back({"_namespace", find_namespace, METH_NOARGS, nullptr});
+  methods.push_back({"_reads_tensors_directly", reads_tensors_directly, METH_NOARGS, nullptr});
   for (; extra != nullptr && extra->ml_name != nullptr; ++extra) methods.push_back(*extra);
   methods.push_back({nullptr, nullptr, 0, nullptr});
   return methods;

@@ -90,7 +90,8 @@ void find_is_negated(PyObject* tensor_type, TensorObjectLayout* layout) {
 }  // namespace
 
 void find_tensor_object_layout(PyObject* tensor_type, PyObject* parameter_type) {
-  if (torch_shim().get_dim == nullptr) return;
+  tensor_object_layout = {};
+  if (torch_shim().get_dim == nullptr || !may_use_torch_internals()) return;
   tensor_object_layout = find_layout(tensor_type, parameter_type);
   find_is_negated(tensor_type, &tensor_object_layout);
   PyErr_Clear();

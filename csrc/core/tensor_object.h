@@ -3,7 +3,7 @@
 // The stable API for this is the DLPack exchange, which takes longer than many kernels. The offset
 // of the tensor in the Python object is an implementation detail of torch. So the call paths search
 // for it when they open, and only use it if it agrees with Tensor._cdata for tensors of both types.
-// Otherwise, they use the DLPack exchange.
+// Otherwise, and with OPWEAVE_NATIVE_TORCH_INTERNALS=0, they use the DLPack exchange.
 #pragma once
 
 #include <Python.h>

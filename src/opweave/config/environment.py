@@ -96,8 +96,8 @@ VARIABLES = (
         "OPWEAVE_ISA",
         "string",
         "",
-        "The instruction set of the C++ kernels: `base`, `avx2`, `avx512`, `avx512bf16` or "
-        "`amx`; by default the best that the CPU supports.",
+        "The instruction set of the C++ kernels: `base`, `avx2`, `avx512`, `avx512bf16`, `zen4` "
+        "or `amx`; by default the best for this CPU.",
     ),
     Variable(
         "OPWEAVE_LOGGING_LEVEL",
@@ -105,6 +105,14 @@ VARIABLES = (
         "",
         "Write log records from this level up to standard error: `DEBUG`, `INFO`, "
         "`WARNING`, `ERROR` or `CRITICAL`.",
+    ),
+    Variable(
+        "OPWEAVE_NATIVE_TORCH_INTERNALS",
+        "bool",
+        "1",
+        "Whether C++ operators may read tensors through parts of torch that it does not document. "
+        "They are tested at load and not used if a test fails; with `0`, they are never used, and "
+        "calls take longer.",
     ),
     Variable(
         "OPWEAVE_PLATFORM",
