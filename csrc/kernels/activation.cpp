@@ -203,7 +203,7 @@ struct Elementwise {
   template <class T>
   static constexpr bool is_fetched() {
     const bool waits_for_memory = sizeof(T) == sizeof(float) && !kIsLong<Activation<T>>;
-    return kIsFetched<T> && (!kFollowsPages || waits_for_memory);
+    return kIsFetched<T> && (!Tuning::kFollowsPages || waits_for_memory);
   }
 
   template <bool kIsWanted, class T>
@@ -328,7 +328,7 @@ struct Swigluoai {
         const Product product{glu, row.x, limit};
         constexpr int64_t kStep = kGivesHalves<Product> ? 2 * kLanes : kLanes;
         const auto* pairs = reinterpret_cast<const T(*)[2]>(next.x);
-        if constexpr (kFollowsPages) {
+        if constexpr (Tuning::kFollowsPages) {
           store_vecs(row.out, call.width, product);
         } else if constexpr (kStep * sizeof(*pairs) > kCacheLine) {  // two cache lines
           store_vecs(row.out, call.width,

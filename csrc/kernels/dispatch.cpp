@@ -2,80 +2,73 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
-#if defined(OPWEAVE_HAVE_AMX)
+#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 #include "kernels/kernels.h"
 
+// The build generates kernels/levels.inc from isa/levels.cmake: for each level, best first,
+// OPWEAVE_LEVEL(name, whether this CPU supports it, whether it is tuned for this vendor's CPUs).
 extern "C" {
-extern const OpweaveKernels opweave_all_kernels_base;
-extern const OpweaveKernels opweave_all_kernels_avx2;
-extern const OpweaveKernels opweave_all_kernels_avx512;
-extern const OpweaveKernels opweave_all_kernels_avx512bf16;
-extern const OpweaveKernels opweave_all_kernels_amx;
+#define OPWEAVE_LEVEL(name, supports, suits) extern const OpweaveKernels opweave_all_kernels_##name;
+#include "kernels/levels.inc"
+#undef OPWEAVE_LEVEL
 }
 
 namespace {
 
-struct Isa {
-  const OpweaveKernels& kernels;
-  bool (*is_supported)();
+struct Level {
+  const OpweaveKernels* kernels;
+  bool is_supported;
 };
 
-#if defined(__x86_64__)
-bool cpu_has_v2() { return __builtin_cpu_supports("x86-64-v2") != 0; }
-#endif
-#if defined(OPWEAVE_HAVE_AVX2)
-bool cpu_has_avx2() { return __builtin_cpu_supports("x86-64-v3") != 0; }
-#endif
-#if defined(OPWEAVE_HAVE_AVX512)
-bool cpu_has_avx512() { return __builtin_cpu_supports("x86-64-v4") != 0; }
-#endif
-#if defined(OPWEAVE_HAVE_AVX512BF16)
-bool cpu_has_avx512bf16() {
-  return cpu_has_avx512() && __builtin_cpu_supports("avx512bf16") != 0 &&
-         __builtin_cpu_supports("avx512vbmi") != 0 && __builtin_cpu_supports("avx512vnni") != 0;
-}
-#endif
-#if defined(OPWEAVE_HAVE_AMX)
+#if defined(__x86_64__) && defined(__linux__)
 // Request permission from Linux to use AMX tile data, which holds for all threads of the process.
-bool may_use_tiles() {
+[[maybe_unused]] bool may_use_tiles() {
   constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
   constexpr int kTileData = 18;               // the XSAVE state component
-  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return granted;
-}
-
-bool cpu_has_amx() {
-  return cpu_has_avx512bf16() && __builtin_cpu_supports("avx512fp16") != 0 &&
-         __builtin_cpu_supports("amx-tile") != 0 && __builtin_cpu_supports("amx-bf16") != 0 &&
-         may_use_tiles();
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #endif
 
-// Best first.
-const Isa kIsas[] = {
-#if defined(OPWEAVE_HAVE_AMX)
-    {opweave_all_kernels_amx, cpu_has_amx},
-#endif
-#if defined(OPWEAVE_HAVE_AVX512BF16)
-    {opweave_all_kernels_avx512bf16, cpu_has_avx512bf16},
-#endif
-#if defined(OPWEAVE_HAVE_AVX512)
-    {opweave_all_kernels_avx512, cpu_has_avx512},
-#endif
-#if defined(OPWEAVE_HAVE_AVX2)
-    {opweave_all_kernels_avx2, cpu_has_avx2},
-#endif
+struct Levels {
+  static constexpr size_t kCount = 0
+#define OPWEAVE_LEVEL(name, supports, suits) +1
+#include "kernels/levels.inc"
+#undef OPWEAVE_LEVEL
+      ;
+
+  // Reads the CPU's features and vendor with cpuid.
+  Levels() {
 #if defined(__x86_64__)
-    {opweave_all_kernels_base, cpu_has_v2},
-#else
-    {opweave_all_kernels_base, [] { return true; }},
+    __builtin_cpu_init();
 #endif
+    bool suited[kCount];
+    size_t count = 0;
+#define OPWEAVE_LEVEL(name, supports, suits)                  \
+  all[count] = {&opweave_all_kernels_##name, supports};       \
+  suited[count++] = suits;
+#include "kernels/levels.inc"
+#undef OPWEAVE_LEVEL
+    for (size_t i = 0; i + 1 < kCount; ++i) {
+      if (!suited[i]) {
+        std::swap(all[i], all[i + 1]);
+        ++i;
+      }
+    }
+  }
+
+  Level all[kCount];  // best first, for this CPU
 };
+
+const Levels& levels() {
+  static const Levels result;
+  return result;
+}
 
 const OpweaveKernels* active = nullptr;
 char error[256] = "";
@@ -110,11 +103,8 @@ extern "C" const OpweaveKernels* opweave_kernels() { return active; }
 extern "C" const char* opweave_isa_error() { return active == nullptr ? error : nullptr; }
 
 extern "C" const char* opweave_available_isa(size_t i) {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-#endif
-  for (const Isa& isa : kIsas) {
-    if (isa.is_supported() && i-- == 0) return isa.kernels.isa;
+  for (const Level& level : levels().all) {
+    if (level.is_supported && i-- == 0) return level.kernels->isa;
   }
   return nullptr;
 }
@@ -122,10 +112,10 @@ extern "C" const char* opweave_available_isa(size_t i) {
 extern "C" const char* opweave_select_isa(const char* name) {
   if (name == nullptr) name = opweave_available_isa(0);
   if (name == nullptr) return refuse("base", "needs x86-64-v2, which this CPU lacks");
-  for (const Isa& isa : kIsas) {
-    if (std::strcmp(isa.kernels.isa, name) != 0) continue;
-    if (!isa.is_supported()) return refuse(name, "is not supported by this CPU");
-    active = &isa.kernels;
+  for (const Level& level : levels().all) {
+    if (std::strcmp(level.kernels->isa, name) != 0) continue;
+    if (!level.is_supported) return refuse(name, "is not supported by this CPU");
+    active = level.kernels;
     return nullptr;
   }
   return refuse(name, "is unknown");

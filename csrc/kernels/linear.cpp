@@ -14,6 +14,7 @@
 #include "kernels/row_cursor.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
+#include "kernels/tuning.h"
 #include "kernels/unroll.h"
 #include "kernels/vec_dot.h"
 #include "kernels/vec_reduce.h"
@@ -33,13 +34,6 @@ constexpr int kTokens = kLanes == 16 ? 4 : 2;  // at once; limited by the regist
 constexpr int64_t kColumns = 256;  // per tile of kRows rows, which fits the L1 cache
 constexpr int64_t kShortToken = 12 << 10;  // bytes
 constexpr uintptr_t kLargePage = uintptr_t{2} << 20;
-#if defined(__AMX_BF16__)
-constexpr int64_t kAhead = 16 * kCacheLine;  // prefetch distance that hides the memory latency
-constexpr int64_t kNear = 4 * kCacheLine;    // prefetch distance that hides the L2 latency
-#else
-constexpr int64_t kAhead = 32 * kCacheLine;
-constexpr int64_t kNear = 0;
-#endif
 
 // Call visit with the Dot for tokens of type X and the weights of a call.
 template <class X, class Visit>
@@ -145,7 +139,9 @@ inline void add_steps(const Columns<D>& c, int64_t steps, Part part, Total total
       OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
         const char* weights = reinterpret_cast<const char*>(c.weights + r * c.apart + i);
         prefetch(weights + c.ahead, kWidth * kSize);
-        if constexpr (kNear > 0) prefetch_near(weights + kNear, kWidth * kSize);
+        if constexpr (Tuning::kStreamNear > 0) {
+          prefetch_near(weights + Tuning::kStreamNear, kWidth * kSize);
+        }
       }
     }
     OPWEAVE_UNROLL for (int k = 0; k < kWidth; k += kVectors * D::kWidth) {
@@ -244,7 +240,7 @@ struct LinearRows {
     for (int64_t n = begin; n < begin + length; n += kRows) {
       Sums sums[S][kMost];
       for (Sums(&of_stream)[kMost] : sums) clear(of_stream, call.tokens);
-      const Columns<D> first = columns(n, length * call.weight_stride, kAhead, call);
+      const Columns<D> first = columns(n, length * call.weight_stride, Tuning::kStreamAhead, call);
       for (int64_t row = 0; row < kRows; ++row) {
         add_tokens<S, kMost>(
             call.tokens, first.at(row, call.weight_stride),

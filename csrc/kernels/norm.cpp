@@ -6,6 +6,7 @@
 #include "kernels/rows.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
+#include "kernels/tuning.h"
 
 namespace {
 
@@ -30,7 +31,7 @@ struct RmsNormRows {
   static auto walks_of(const Rows<T>& rows, int64_t width) {
     constexpr bool kIsWanted = kIsFetched<T> && !kFollowsRows<T>;
     const auto next = next_rows_if<kIsWanted>(rows.next_x(), rows.next_out());
-    if constexpr (kIsZen && sizeof(T) == sizeof(float)) {
+    if constexpr (Tuning::kFetchesInSum && sizeof(T) == sizeof(float)) {
       return two_walks(next, width);
     } else {
       return walks(next_rows(), next);

@@ -1,6 +1,7 @@
-// Software prefetching.
+// Software prefetching; tuning.h says how much for a CPU model.
 #pragma once
 
+#include "kernels/tuning.h"
 #include "kernels/vec_halves.h"
 
 namespace {
@@ -107,11 +108,11 @@ inline Walks<First, Second> walks(First first, Second second) {
   return {first, second};
 }
 
-// Return prefetches of half of the next rows in each of two passes over n elements. If the first
-// pass takes longer, Zen 4 prefetches everything there.
+// Return prefetches of half of the next rows in each of two passes over n elements, or of
+// everything in the first one if it takes longer and the tuning says so.
 template <bool kFirstIsLong = false, class Ahead>
 inline auto two_walks(Ahead next, int64_t n) {
-  if constexpr (kFirstIsLong && kIsZen) {
+  if constexpr (kFirstIsLong && Tuning::kFetchesInLongPass) {
     return walks(next, next_rows());
   } else {
     return walks(half_of(next, 0), half_of(next, n / 2));
@@ -135,7 +136,7 @@ inline ThreeWalks<Quick, First, Second> three_walks(Quick quick, First first, Se
 template <bool kInQuick, bool kFirstIsLong = false, class Ahead>
 inline auto three_walks(Ahead next, int64_t n) {
   const auto others = two_walks<kFirstIsLong>(next, n);
-  if constexpr (kInQuick && !(kFirstIsLong && kIsZen)) {
+  if constexpr (kInQuick && !(kFirstIsLong && Tuning::kFetchesInLongPass)) {
     return three_walks(half_of(others.first, 0), half_of(others.first, n / 2), others.second);
   } else {
     return three_walks(next_rows(), others.first, others.second);
@@ -202,15 +203,12 @@ __attribute__((always_inline)) inline void announce(const Paced<Value, Ahead>& v
   value.next.template fetch_span<kElements>(i);
 }
 
-// Whether the hardware prefetcher crosses page boundaries when one row is read at a time, so that
-// software prefetching is slower. This is true for Zen 4.
-constexpr bool kFollowsPages = kIsZen;
-
-// Whether it also does so for rows of T with several passes, or with one output and two inputs.
+// Whether the hardware prefetcher also crosses page boundaries for rows of T with several passes,
+// or with one output and two inputs.
 template <class T>
 constexpr bool kFollowsRows = false;
 template <>
-constexpr bool kFollowsRows<BFloat16> = kFollowsPages;
+constexpr bool kFollowsRows<BFloat16> = Tuning::kFollowsPages;
 
 // Whether to prefetch rows of T for short computations. Without AVX-512, 32-bit rows are
 // memory-bound anyway, and prefetching slows them down.

@@ -18,7 +18,7 @@ struct StaticQuantRows {
     for (int64_t r = begin; r < end; ++r, rows.advance()) {
       auto* out = rows.out();
       const T* x = rows.x();
-      const auto next = next_rows_if<!kFollowsPages>(rows.next_x());
+      const auto next = next_rows_if<!Tuning::kFollowsPages>(rows.next_x());
       const float* scales = call.scales + r / call.block_rows * call.row_blocks;
       if (call.block_columns == 1) {
         quantize_columns<Q>(out, call.width, scales, fetching(Loaded<T>{x}, next));

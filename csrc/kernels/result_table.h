@@ -12,6 +12,7 @@
 #include "kernels/gathered.h"
 #include "kernels/load_pairs.h"
 #include "kernels/prefetch.h"
+#include "kernels/tuning.h"
 #include "kernels/vec_group.h"
 #include "kernels/vec_math.h"
 
@@ -39,9 +40,8 @@ inline Vec rounded_result(Function function, Vec x) {
 // Computes the results of a function of one vector, rounded to T.
 template <class T, class Function>
 struct Computed {
-  // Vectors in flight before the first is stored. Zen 4 has enough registers for eight with 16-bit
-  // elements.
-  static constexpr int kBegun = kIsZen && sizeof(T) == sizeof(uint16_t) ? 8 : kAtOnce;
+  // Vectors in flight before the first is stored.
+  static constexpr int kBegun = sizeof(T) == sizeof(uint16_t) ? Tuning::kInFlight : kAtOnce;
 
   Vec of(Vec x) const { return rounded_result<T>(function, x); }
   template <class Numbers>  // Halves

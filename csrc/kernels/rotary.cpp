@@ -324,7 +324,7 @@ class Heads {
     const int64_t last = heads_.count - ahead_;  // from here on, prefetch from the next token
     for (int64_t h = 0; h < heads_.count; ++h) {
       if (h == last) next = tokens_.next_x();
-      visit(out, x, next_rows_if<!kFollowsPages>(next));
+      visit(out, x, next_rows_if<!Tuning::kFollowsPages>(next));
       out = moved(out, heads_.out_stride);
       x = moved(x, heads_.x_stride);
       next = moved(next, heads_.x_stride);

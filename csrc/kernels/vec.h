@@ -47,13 +47,6 @@ struct Float16 {
   uint16_t bits;
 };
 
-// Only Zen 4, Zen 5 and Cooper Lake have AVX512-BF16 but not AMX.
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-constexpr bool kIsZen = true;
-#else
-constexpr bool kIsZen = false;
-#endif
-
 struct Full {};
 
 struct Tail {

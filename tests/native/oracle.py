@@ -16,7 +16,7 @@ from opweave.ir import IrOp
 CallPath = Callable[..., None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CALL_PATHS = ("torch_ops", "direct")
-FLUSHING = ("amx", "avx512bf16")
+FLUSHING = ("amx", "avx512bf16", "zen4")
 """Instruction sets whose rounding to bfloat16 makes denormals zero."""
 
 

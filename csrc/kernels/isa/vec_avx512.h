@@ -31,10 +31,18 @@ inline Vec select(__mmask16 condition, Vec a, Vec b) {
   return _mm512_mask_blend_ps(condition, b, a);
 }
 
-// An estimate and one step of Newton's method take a third of the time of a division, except on
-// Zen, whose divider runs in parallel with other instructions.
+// Whether to divide. An estimate and one step of Newton's method take a third of the time of a
+// division, except on Zen, whose divider runs in parallel with other instructions. This depends on
+// the instruction set instead of the tuning, because it changes results: most CPUs with
+// AVX512-BF16, but without AMX, are Zen.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr bool kDivides = true;
+#else
+constexpr bool kDivides = false;
+#endif
+
 inline Vec ratio(Vec a, Vec b) {
-  if constexpr (kIsZen) return div(a, b);
+  if constexpr (kDivides) return div(a, b);
   const Vec estimate = _mm512_rcp14_ps(b);
   // For infinity, the step is NaN, which min replaces with 1; the estimate 0 is then the result.
   const Vec step = min(_mm512_fnmadd_ps(b, estimate, splat(1)), splat(1));
