@@ -35,10 +35,10 @@ export NO_MKDOCS_2_WARNING := 1
 DEV := $(VENV)/dev.stamp $(VENV)/native.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-sanitizers test-mindspore test-triton test-libraries check fix bench bench-all bench-engine docs clean
+.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-mindspore test-triton test-libraries check fix bench bench-all bench-engine docs clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 run: $(VENV)/run.stamp $(VENV)/native.stamp ## install, then write a paragraph with the small checkpoint
 	$(BIN)/opweave generate $(CHECKPOINT) --prompt "Return a list of" --max-tokens 96 \
@@ -91,6 +91,9 @@ test-abi-nightly: test-abi ## the same on every torch supported (10 GB of CUDA p
 
 test-families: $(DEV) ## serve a tiny model of every architecture of transformers, and compare (10 minutes)
 	$(BIN)/python tests/runs/families --jobs 2
+
+test-aarch64: ## cross-compile the kernels for aarch64, and test them in QEMU (4 minutes)
+	$(PYTHON) tests/runs/aarch64.py
 
 test-sanitizers: $(DEV) ## run the tests of the kernels under ASan and UBSan
 	$(BIN)/python tests/runs/sanitizers.py
