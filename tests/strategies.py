@@ -25,6 +25,7 @@ from opweave.ir.errors import (
     ProviderRejectedError,
     ProviderUnavailableError,
 )
+from opweave.ir.priority import SizeRange, parse
 
 PROVIDERS = ("alpha", "beta", "gamma", "delta", "epsilon")
 MARKS = {"native": 64, **{name: 2**i for i, name in enumerate(PROVIDERS)}}
@@ -99,6 +100,7 @@ class Program:
     impls: tuple[Impl, ...]
     native_traits: frozenset[str]
     settings: dict[ir.Source, list[str]]  # process-wide lists by source
+    tuned: tuple[tuple[int | None, list[str]], ...]  # lists by the largest number of tokens
     scopes: tuple[list[str], ...]  # outermost first
     call_site: list[str]
     required: frozenset[str]  # by a scope
@@ -158,15 +160,22 @@ class Program:
             else:
                 settings.set_priorities(source, {op.name: providers}, source.name)
         settings.require(ir.Source.ENVIRONMENT, self.required_everywhere, "a test")
+        ranges = [
+            SizeRange(limit, parse(names, "tuned") if names else ()) for limit, names in self.tuned
+        ]
+        settings.set_tuned({op.name: ranges} if ranges else {})
         return op
 
     # Expected results
 
-    def order(self, call_site: list[str]) -> list[tuple[str, bool]]:
+    def order(self, call_site: list[str], tokens: int) -> list[tuple[str, bool]]:
         """Providers in the order to be tried, and whether each is strict: the design, restated."""
         strongest_first = [call_site, *reversed(self.scopes)]
-        for source in ("COMMAND_LINE", "ENVIRONMENT", "CONFIG_FILE", "SET_DEFAULT", "PLATFORM"):
+        for source in ("COMMAND_LINE", "ENVIRONMENT", "CONFIG_FILE", "SET_DEFAULT"):
             strongest_first.append(self.settings.get(ir.Source[source], []))
+        fitting = [names for limit, names in self.tuned if limit is None or tokens <= limit]
+        strongest_first += fitting[:1]
+        strongest_first.append(self.settings.get(ir.Source.PLATFORM, []))
         order: dict[str, bool] = {}
         for names in strongest_first:
             for name in names:
@@ -181,7 +190,7 @@ class Program:
         required |= {"differentiable"} if gradient else set()
         native = Impl("native", True, None, False, self.native_traits | {"differentiable"})
         impls = {impl.provider: impl for impl in (native, *self.impls)}
-        order = self.order(call_site)
+        order = self.order(call_site, values[self.params[0].name].shape[0])
         if not required <= native.traits:
             order += [(i.provider, False) for i in self.impls if required <= i.traits]
         for name, strict in [*order, ("native", False)]:
@@ -387,8 +396,10 @@ def programs(draw: st.DrawFn) -> Program:
     ]
     known = ["native", *(impl.provider for impl in impls)]
     sources = st.sampled_from(
-        [s for s in ir.Source if s not in (ir.Source.CALL_SITE, ir.Source.SCOPE, ir.Source.NATIVE)]
+        [s for s in ir.Source if s.name not in ("CALL_SITE", "SCOPE", "TUNED", "NATIVE")]
     )
+    limits = sorted(draw(st.sets(st.integers(2, 6), max_size=2)))  # of 0, 3, 4 or 6 tokens
+    tuned = st.lists(st.sampled_from(known), max_size=2)
     none = st.just(frozenset[str]())
     invariant = st.just(frozenset({"batch_invariant"}))
     return Program(
@@ -397,6 +408,9 @@ def programs(draw: st.DrawFn) -> Program:
         tuple(impls),
         native_traits=draw(none | invariant),
         settings=draw(st.dictionaries(sources, _priority(known), max_size=3)),
+        tuned=tuple((limit, draw(tuned)) for limit in [*limits, None])
+        if draw(st.booleans())
+        else (),
         scopes=tuple(draw(st.lists(_priority(known), max_size=2))),
         call_site=draw(st.just([]) | _priority(known)),
         required=draw(none | none | invariant),

@@ -11,7 +11,7 @@ import torch
 import test_cli
 from opweave import ir
 from opweave.tuning import Cell, Machine, Measurement, Time, TuningFile, record_calls
-from test_cli import CHECKPOINT, Run, assert_one_line_error
+from test_cli import CHECKPOINT, Run, assert_one_line_error, run_anew
 
 run = test_cli.run  # the fixture
 
@@ -71,3 +71,43 @@ def test_bad_input(run: Run, trace: Path, tmp_path: Path) -> None:
     assert_one_line_error(run("tune", "-o", output, "--merge", trace), "cannot read")
     output.write_text("{}", encoding="utf-8")
     assert_one_line_error(run("tune", trace, "-o", output), "is not a tuning file")
+
+
+def faster_native(path: Path, machine: Machine | None = None) -> Path:
+    """Write a file in which native is the fastest implementation of silu_and_mul."""
+    results = (
+        Measurement("opweave_c", "passed", time=Time(55, 0)),
+        Measurement("native", "passed", time=Time(41, 0)),
+    )
+    file = TuningFile()
+    file.add(Cell("silu_and_mul", "x", 1, 1, "opweave_c", results), machine or Machine.here())
+    file.save(path)
+    return path
+
+
+def test_explain_shows_the_tuned_choice(run: Run, tmp_path: Path) -> None:
+    path = faster_native(tmp_path / "tuning.json")
+    try:
+        done = run("explain", CHECKPOINT, "--tuning-file", path, "--prompt", "def")
+    finally:
+        ir.current_registry().settings.set_tuned({})
+    assert done.returncode == 0, done.stderr
+    line = next(each for each in done.stdout.splitlines() if each.startswith("silu_and_mul"))
+    assert line.split()[1] == "native"
+    assert f"tuned: 41 µs against 55 µs, {path}" in line
+
+
+def test_a_file_of_another_machine_is_ignored(tmp_path: Path) -> None:
+    path = faster_native(tmp_path / "t.json", Machine("cpu", "other", "amx", 2, "2.13", "0.1"))
+    done = run_anew("explain", CHECKPOINT, "--prompt", "def", OPWEAVE_TUNING_FILE=str(path))
+    assert done.returncode == 0
+    assert "SettingWarning: OPWEAVE_TUNING_FILE is ignored: " in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "tuned: " not in done.stdout
+
+
+def test_a_missing_file_is_an_error(run: Run, tmp_path: Path) -> None:
+    missing = tmp_path / "missing.json"
+    done = run_anew("ops", OPWEAVE_TUNING_FILE=str(missing))
+    assert_one_line_error(done, "OPWEAVE_TUNING_FILE", str(missing))
+    assert_one_line_error(run("ops", "--tuning-file", missing), "--tuning-file", str(missing))

@@ -11,13 +11,13 @@ from opweave import ir
 from opweave._first_use import load_plugins as _load_plugins
 from opweave._first_use import prepare as _prepare
 from opweave.base.compat import before_loading_packages as _before_loading_packages
+from opweave.base.version import __version__
 from opweave.ir.recording import explain_model as explain
 
 if _TYPE_CHECKING:
     from opweave.integrations.optimize import optimize, restore
 
 __all__ = ["__version__", "explain", "ir", "optimize", "restore"]
-__version__ = "0.1.0"
 
 _registry = ir.current_registry()
 _registry.on_first_use(_prepare, _load_plugins)

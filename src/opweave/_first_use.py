@@ -22,7 +22,7 @@ def load_plugins() -> None:
 def prepare(registry: Registry) -> None:
     """Load the platform's kernels, and apply settings and the platform's defaults."""
     from opweave import native, platforms
-    from opweave.config.sources import apply_environment_and_file
+    from opweave.config.sources import apply_environment_and_file, tuning_file
     from opweave.ir.codegen import use_plain_check
     from opweave.plugins import hook
 
@@ -38,6 +38,10 @@ def prepare(registry: Registry) -> None:
             platform.get_default_ir_op_priority(None),
             f"platform default, {platform.name}",
         )
+    if (tuned := tuning_file()) is not None:
+        from opweave.tuning.apply import apply_tuning_file  # imports the conformance kit
+
+        apply_tuning_file(registry, *tuned)
 
 
 def _warn_of_refused_isa(reason: str | None) -> None:

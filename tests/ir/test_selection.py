@@ -182,6 +182,7 @@ ORDER = [
     "ENVIRONMENT",
     "CONFIG_FILE",
     "SET_DEFAULT",
+    "TUNED",
     "PLATFORM",
     "NATIVE",
 ]

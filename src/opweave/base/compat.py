@@ -6,6 +6,7 @@ Nothing else in opweave reads a private name of torch.
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -164,6 +165,23 @@ def is_certain(condition: bool | torch.SymBool) -> bool:
 def size_hint(size: int | torch.SymInt) -> int | None:
     """Return a size, or the one that a symbolic size was traced with; None if it has none."""
     return size if isinstance(size, int) else cast("int | None", size.node.hint)
+
+
+# The first dimension of a tensor, or 0 without dimensions; Tensor.__len__ and shape[0] are slower.
+tensor_length: Callable[[torch.Tensor], int] = getattr(torch._C.TensorBase, "__len__")  # noqa: B009
+
+
+def size_bounds(size: int | torch.SymInt | None) -> tuple[float, float] | None:
+    """Return the least and the largest value of a size, or None if the size is None.
+
+    No guard is added on a symbolic size.
+    """
+    if size is None or isinstance(size, int):
+        return None if size is None else (size, size)
+    node: Any = size.node
+    known = node.shape_env.bound_sympy(node.expr)
+    most = int(known.upper) if known.upper.is_Integer else math.inf
+    return int(known.lower) if known.lower.is_Integer else 0, most
 
 
 def depends_on_data(error: Exception) -> bool:

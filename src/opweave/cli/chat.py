@@ -17,7 +17,12 @@ from opweave.cli.interrupt import interruptible
 from opweave.cli.model_options import ModelOptions, SamplingOptions
 from opweave.cli.output import err, print_json_line, print_text, show_error
 from opweave.cli.plugin_options import PluginOption, apply_plugins
-from opweave.cli.priorities import PriorityOption, apply_priorities
+from opweave.cli.priorities import (
+    PriorityOption,
+    TuningFileOption,
+    apply_priorities,
+    apply_tuning,
+)
 from opweave.cli.progress import loading_bar
 from opweave.cli.prompts import check_utf8
 from opweave.cli.template_variables import TemplateVariables
@@ -41,6 +46,7 @@ def chat(
     sampling: SamplingOptions = _SAMPLING,
     running: ModelOptions = _RUNNING,
     ir_op_priority: PriorityOption = None,
+    tuning_file: TuningFileOption = None,
     compilation_config: CompilationOption = None,
     plugin: PluginOption = None,
     json: Flag = False,
@@ -75,6 +81,7 @@ def chat(
     params = sampling.params(defaults, max_tokens=max_tokens, temperature=temperature)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
+    apply_tuning(tuning_file)
     apply_compilation(compilation_config)
     # Checked first: loading the model takes longer.
     template = template_for(Checkpoint(model), chat_template)

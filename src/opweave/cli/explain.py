@@ -17,7 +17,12 @@ from opweave.cli.flag import Flag
 from opweave.cli.imports import ImportOption, import_modules
 from opweave.cli.output import out
 from opweave.cli.plugin_options import PluginOption, apply_plugins
-from opweave.cli.priorities import PriorityOption, apply_priorities
+from opweave.cli.priorities import (
+    PriorityOption,
+    TuningFileOption,
+    apply_priorities,
+    apply_tuning,
+)
 from opweave.cli.progress import progress_bar
 from opweave.cli.prompts import check_utf8
 from opweave.cli.selections import selection_table, selections
@@ -41,6 +46,7 @@ def explain(
     prompt: str = PROMPT,
     dtype: str = "auto",
     ir_op_priority: PriorityOption = None,
+    tuning_file: TuningFileOption = None,
     compilation_config: CompilationOption = None,
     plugin: PluginOption = None,
     import_: ImportOption = None,
@@ -70,6 +76,7 @@ def explain(
     _check(html, json, compiles=compile, profiles=profile)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
+    apply_tuning(tuning_file)
     apply_compilation(compilation_config)
     if compile:
         _compiled(model, prompt, dtype, json, html)

@@ -17,7 +17,12 @@ from opweave.cli.flag import Flag
 from opweave.cli.model_options import ModelOptions, SamplingOptions
 from opweave.cli.output import out, print_json, print_text
 from opweave.cli.plugin_options import PluginOption, apply_plugins
-from opweave.cli.priorities import PriorityOption, apply_priorities
+from opweave.cli.priorities import (
+    PriorityOption,
+    TuningFileOption,
+    apply_priorities,
+    apply_tuning,
+)
 from opweave.cli.progress import loading_bar, progress_bar
 from opweave.cli.prompts import check_utf8
 from opweave.cli.selections import selection_table, selections
@@ -41,6 +46,7 @@ def generate(
     sampling: SamplingOptions = _SAMPLING,
     running: ModelOptions = _RUNNING,
     ir_op_priority: PriorityOption = None,
+    tuning_file: TuningFileOption = None,
     compilation_config: CompilationOption = None,
     plugin: PluginOption = None,
     explain: Flag = False,
@@ -77,6 +83,7 @@ def generate(
     params = sampling.params(defaults, max_tokens=max_tokens, temperature=temperature)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
+    apply_tuning(tuning_file)
     apply_compilation_like_eager(compilation_config)
     config = running.config()
     with loading_bar(config) as loading:

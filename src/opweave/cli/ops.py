@@ -13,7 +13,12 @@ from opweave.cli.flag import Flag
 from opweave.cli.imports import ImportOption, import_modules
 from opweave.cli.output import out, print_json
 from opweave.cli.plugin_options import PluginOption, apply_plugins
-from opweave.cli.priorities import PriorityOption, apply_priorities
+from opweave.cli.priorities import (
+    PriorityOption,
+    TuningFileOption,
+    apply_priorities,
+    apply_tuning,
+)
 from opweave.cli.tables import ListTable, PlainTable
 from opweave.ir import IrOp, IrOpImpl, current_registry, policy_for
 from opweave.ir.description import describe
@@ -25,6 +30,7 @@ def ops(
     /,
     *,
     ir_op_priority: PriorityOption = None,
+    tuning_file: TuningFileOption = None,
     compilation_config: CompilationOption = None,
     plugin: PluginOption = None,
     import_: ImportOption = None,
@@ -45,6 +51,7 @@ def ops(
     import_modules(import_)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
+    apply_tuning(tuning_file)
     apply_compilation(compilation_config)
     name = None if op is None else op.replace("-", "_")
     found, chosen = layers(name), _ops(name)

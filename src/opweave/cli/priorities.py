@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from opweave.cli.conversion import by_key
+from opweave.config.environment import TUNING_FILE
 from opweave.config.sources import apply_command_line
 from opweave.ir import current_registry
 
@@ -21,6 +24,30 @@ PriorityOption = Annotated[
         "A provider written as name! is required. Or all ops in one JSON object.",
     ),
 ]
+
+
+TuningFileOption = Annotated[
+    Path | None,
+    Parameter(
+        name="--tuning-file",
+        help="Choose kernels by the measurements in this file of opweave tune.",
+    ),
+]
+
+
+def apply_tuning(path: Path | None) -> None:
+    """Use a tuning file, in child processes too.
+
+    Raises:
+        SettingError: it is missing or malformed.
+    """
+    if path is None:
+        return
+    from opweave.tuning.apply import apply_tuning_file
+
+    current_registry().ensure_ready()
+    apply_tuning_file(current_registry(), path, "--tuning-file")
+    os.environ[TUNING_FILE] = str(path.resolve())
 
 
 def apply_priorities(priorities: Mapping[str, str | Iterable[str]] | None) -> None:

@@ -16,7 +16,12 @@ from opweave.cli.flag import Flag
 from opweave.cli.model_options import given
 from opweave.cli.output import print_text, show_error
 from opweave.cli.plugin_options import PluginOption, apply_plugins
-from opweave.cli.priorities import PriorityOption, apply_priorities
+from opweave.cli.priorities import (
+    PriorityOption,
+    TuningFileOption,
+    apply_priorities,
+    apply_tuning,
+)
 from opweave.cli.progress import loading_bar
 from opweave.cli.serve_file import OptionSources
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, environment
@@ -82,6 +87,7 @@ def serve(
     log_prompts: Flag = False,
     config: Path | None = None,
     ir_op_priority: PriorityOption = None,
+    tuning_file: TuningFileOption = None,
     compilation_config: CompilationOption = None,
     plugin: PluginOption = None,
 ) -> None:
@@ -220,6 +226,7 @@ def serve(
     check_certificate(settings)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
+    apply_tuning(tuning_file)
     apply_compilation({**(compilation_config or {}), **({"mode": "0"} if enforce_eager else {})})
     engine_config = EngineConfig(
         dtype=dtype,

@@ -64,7 +64,7 @@ class Plan:
         """Return the policy for a call of *op*; *call_site* is the call's own priority."""
         base = self.policies.get(op) or ir.policy_for(op)
         op.check_providers(call_site)
-        return Policy(merge([call_site, base.priority]), base.required) if call_site else base
+        return base.preceded_by(call_site) if call_site else base
 
     def select(self, call: IrCall) -> Selection:
         """Select the implementation for a call in a graph.
@@ -85,8 +85,10 @@ class Plan:
         parts += [fingerprint.of_contributions(), repr(self.options)]
         parts += [each.digest for each in self.passes]
         for op, policy in sorted(self.policies.items(), key=lambda item: item[0].name):
-            entries = [str(entry) for entry in policy.priority]
+            lists = [(limit, [*map(str, p.priority)]) for limit, p in policy.by_size()]
+            entries = [*map(str, policy.priority)]
             parts += [op.registry.namespace, repr(entries), repr(sorted(policy.required))]
+            parts += [repr(lists)] if policy.tuned else []
             parts.append(fingerprint.of_op(op))
         return fingerprint.digest_of(parts)
 

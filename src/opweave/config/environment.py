@@ -45,6 +45,7 @@ declared: OpenRegistry[DeclaredVariable[Any]] = OpenRegistry("environment variab
 
 
 API_KEY = "OPWEAVE_API_KEY"
+TUNING_FILE = "OPWEAVE_TUNING_FILE"
 
 VARIABLES = (
     Variable(
@@ -145,6 +146,13 @@ VARIABLES = (
         "number",
         "1.5",
         "The time limit of a plugin's function in seconds, without its imports.",
+    ),
+    Variable(
+        TUNING_FILE,
+        "path",
+        "",
+        "A file that `opweave tune` has written; its measurements choose kernels by the number of "
+        "tokens. An empty value disables the file that a config file names.",
     ),
 )
 

@@ -4,6 +4,7 @@
 
     batch_invariant = false
     check_donation = false  # as OPWEAVE_CHECK_DONATION
+    tuning_file = "tuning.json"  # relative to this file
 
     [ir_op_priority]
     rms_norm = ["triton", "opweave_c"]
@@ -26,7 +27,8 @@ from typing import Any
 from opweave.ir.errors import SettingError, did_you_mean
 
 _TABLES = ("compilation_config", "ir_op_priority")
-_KEYS = ("batch_invariant", "check_donation", *_TABLES)
+_TEXTS = ("tuning_file",)
+_KEYS = ("batch_invariant", "check_donation", *_TEXTS, *_TABLES)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class FileSettings:
     path: Path | None = None
     batch_invariant: bool = False
     check_donation: bool = False
+    tuning_file: str | None = None
     ir_op_priority: dict[str, list[str] | str] = field(default_factory=dict)
     compilation_config: dict[str, object] = field(default_factory=dict)
 
@@ -90,11 +93,10 @@ def _settings(table: Any, path: Path) -> FileSettings:
     for key, value in table.items():
         if key not in _KEYS:
             raise SettingError(f"{path}: unknown key {key!r}. {did_you_mean(key, _KEYS)}")
-        wanted = dict if key in _TABLES else bool
+        wanted = dict if key in _TABLES else str if key in _TEXTS else bool
         if not isinstance(value, wanted):
-            raise SettingError(
-                f"{path}: {key} = {value!r} should be a {'table' if wanted is dict else 'bool'}."
-            )
+            kind = {dict: "table", str: "string", bool: "bool"}[wanted]
+            raise SettingError(f"{path}: {key} = {value!r} should be a {kind}.")
     for op, providers in table.get("ir_op_priority", {}).items():
         if not isinstance(providers, (str, list)):
             raise SettingError(

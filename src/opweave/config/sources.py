@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from opweave.config import environment, file
 from opweave.config.log import show_log
@@ -35,6 +37,21 @@ def apply_environment_and_file(registry: Registry) -> None:
     if found.batch_invariant:
         settings.require(Source.CONFIG_FILE, [BATCH_INVARIANT], f"{found.path} batch_invariant")
     settings.check_donation = environment.flag("OPWEAVE_CHECK_DONATION") or found.check_donation
+
+
+def tuning_file() -> tuple[Path, str] | None:
+    """Return the tuning file to use, and the setting that names it.
+
+    Raises:
+        SettingError: the config file is malformed.
+    """
+    if environment.TUNING_FILE in os.environ:
+        named = os.environ[environment.TUNING_FILE]
+        return (Path(named), environment.TUNING_FILE) if named else None
+    found = file.find()
+    if not found.tuning_file or found.path is None:
+        return None
+    return found.path.parent / found.tuning_file, f"{found.path} tuning_file"
 
 
 def apply_command_line(registry: Registry, priorities: Mapping[str, str | Iterable[str]]) -> None:

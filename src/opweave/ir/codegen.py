@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any]
 PlainCheck = Callable[..., bool]
+Ranges = list[tuple[int | None, list[Candidate]]]
+"""Candidates by the largest number of tokens that they are for; the last one has no limit."""
 ResultCheck = Callable[[IrOpImpl, Any, Sequence[Any], Mapping[str, Any]], bool]
 
 _plain_check: PlainCheck | None = None
@@ -85,14 +87,12 @@ class Generator:
 
     Args:
         path: the call path.
-        found: its candidates, in priority order.
+        found: its candidates, in priority order, by number of tokens.
         check: raises if a result is wrong; returns whether later results need no check.
         in_scope: generate the function for calls inside a scope.
     """
 
-    def __init__(
-        self, path: Path, found: list[Candidate], check: ResultCheck, *, in_scope: bool
-    ) -> None:
+    def __init__(self, path: Path, found: Ranges, check: ResultCheck, *, in_scope: bool) -> None:
         self.path, self.found, self.check, self.in_scope = path, found, check, in_scope
         self.schema: Schema = path.op.schema
         self.call = self.schema.call()
@@ -185,9 +185,32 @@ class Generator:
         return [*lines, *self._plain_condition(), *self._choice("        ", slow), f"    {slow}"]
 
     def _choice(self, indent: str, slow: str) -> list[str]:
-        """Return the if/elif chain of predicates, and the call of the first that accepts."""
-        branches: list[tuple[str | None, str]] = []  # (condition or None, statement)
-        for candidate in self.found:
+        """Return the choice by tokens and predicates, and the call of the chosen function."""
+        run = [
+            f"{indent}try: return _run({self.call})",
+            f"{indent}except _Exception as _error:",
+            f"{indent}    _note(_error, _run)",
+            f"{indent}    raise",
+        ]
+        if len(self.found) == 1:
+            branches = self._branches(self.found[0][1], slow)
+            if branches[0][0] is None:
+                statement = branches[0][1]
+                return [indent + statement, *(() if statement == slow else run)]
+            chain = _chain(branches, f"{indent}    ")
+        else:
+            self.namespace["_length"] = compat.tensor_length
+            chain = [f"{indent}    _tokens = _length({self.schema.tensors[0].name})"]
+            for i, (limit, found) in enumerate(self.found):
+                head = "else" if limit is None else f"{'elif' if i else 'if'} _tokens <= {limit}"
+                chain.append(f"{indent}    {head}:")
+                chain += _chain(self._branches(found, slow), f"{indent}        ")
+        return [f"{indent}try:", *chain, f"{indent}except _Exception:", f"{indent}    {slow}", *run]
+
+    def _branches(self, found: list[Candidate], slow: str) -> list[tuple[str | None, str]]:
+        """Return (condition or None, statement) of each candidate, up to the first without one."""
+        branches: list[tuple[str | None, str]] = []
+        for candidate in found:
             if candidate.obstacle is None:
                 condition = self._condition(candidate.impl)
                 branches.append((condition, f"_run = {self._runner(candidate.impl)}"))
@@ -200,20 +223,7 @@ class Generator:
                 break
         else:
             branches.append((None, slow))  # no implementation has the required traits
-        run = [
-            f"{indent}try: return _run({self.call})",
-            f"{indent}except _Exception as _error:",
-            f"{indent}    _note(_error, _run)",
-            f"{indent}    raise",
-        ]
-        if branches[0][0] is None:
-            statement = branches[0][1]
-            return [indent + statement, *(() if statement == slow else run)]
-        chain = []
-        for i, (condition, statement) in enumerate(branches):
-            head = "else" if condition is None else f"{'elif' if i else 'if'} {condition}"
-            chain += [f"{indent}    {head}:", f"{indent}        {statement}"]
-        return [f"{indent}try:", *chain, f"{indent}except _Exception:", f"{indent}    {slow}", *run]
+        return branches
 
     def _condition(self, impl: IrOpImpl) -> str | None:
         predicate = impl.supports_args
@@ -310,6 +320,17 @@ class Generator:
             for p in self.schema.tensor_lists
         ]
         return " or ".join(tests)
+
+
+def _chain(branches: list[tuple[str | None, str]], indent: str) -> list[str]:
+    """Return the if/elif chain of the branches."""
+    if branches[0][0] is None:
+        return [indent + branches[0][1]]
+    lines = []
+    for i, (condition, statement) in enumerate(branches):
+        head = "else" if condition is None else f"{'elif' if i else 'if'} {condition}"
+        lines += [f"{indent}{head}:", f"{indent}    {statement}"]
+    return lines
 
 
 def functional(impl: IrOpImpl) -> Function:

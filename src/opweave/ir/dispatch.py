@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from opweave.base import compat, plain_call
-from opweave.ir.codegen import Function, Generator, Kind, functional, run_donating
+from opweave.ir.codegen import Function, Generator, Kind, Ranges, functional, run_donating
 from opweave.ir.donation import poison_unused
 from opweave.ir.gradients import warn_of_fallback
 from opweave.ir.priority import Entries
@@ -22,7 +22,7 @@ from opweave.ir.results import check_result
 from opweave.ir.schema import check_types
 from opweave.ir.scope import Scope, current_scope, entered
 from opweave.ir.selection import (
-    Candidate,
+    Policy,
     candidates,
     needs_gradient,
     policy_for,
@@ -103,10 +103,13 @@ class Path:
     def prepare(self) -> None:
         """Generate the function for the current settings."""
         with entered(Scope(None)):  # scopes have functions of their own
-            self._install(candidates(self.op, policy_for(self.op, self.call_site)))
+            self._install(self._candidates(policy_for(self.op, self.call_site)))
         self.prepared = True
 
-    def _install(self, found: list[Candidate] | None) -> None:
+    def _candidates(self, policy: Policy) -> Ranges:
+        return [(limit, candidates(self.op, each)) for limit, each in policy.by_size()]
+
+    def _install(self, found: Ranges | None) -> None:
         if found is None:
             self.source, self.function = "", _slow_function(self)
         else:
@@ -129,10 +132,10 @@ class Path:
 
     def _in_scope(self) -> Function:
         policy = policy_for(self.op, self.call_site)
-        key = (policy.priority, tuple(policy.required.items()))
+        key = (policy.priority, tuple(policy.required.items()), policy.tuned)
         found = self._by_policy.get(key)
         if found is None:
-            given = candidates(self.op, policy)
+            given = self._candidates(policy)
             _, found = Generator(self, given, check_result, in_scope=True).compile()
             self._by_policy[key] = found
         return found

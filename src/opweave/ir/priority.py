@@ -1,8 +1,8 @@
 """Priorities: the order in which to try the providers of an op, and the setting behind each entry.
 
 Sources, strongest first: call site, scope, command line, environment, config file,
-``set_default``, platform default, native. The list of a stronger source comes before that of a
-weaker one; native is always last.
+``set_default``, tuning file, platform default, native. The list of a stronger source comes before
+that of a weaker one; native is always last.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ class Source(enum.IntEnum):
     """``[ir_op_priority]``."""
     SET_DEFAULT = 5
     """``op.set_default``."""
-    PLATFORM = 6
+    TUNED = 6
+    """A tuning file; it may choose by the number of tokens."""
+    PLATFORM = 7
     """The default of the platform."""
-    NATIVE = 7
+    NATIVE = 8
     """The native implementation, always last."""
 
 
@@ -59,6 +61,13 @@ class PriorityEntry(NamedTuple):
 
 
 Entries = tuple[PriorityEntry, ...]
+
+
+class SizeRange(NamedTuple):
+    """A priority list for calls with up to *limit* tokens; None: any number of tokens."""
+
+    limit: int | None
+    entries: Entries
 
 
 def parse(providers: str | Iterable[str], origin: str) -> Entries:

@@ -18,7 +18,7 @@ from opweave.ir.errors import (
     ProviderUnavailableError,
 )
 from opweave.ir.impl import IrOpImpl
-from opweave.ir.priority import NATIVE, Entries, PriorityEntry, merge
+from opweave.ir.priority import NATIVE, Entries, PriorityEntry, SizeRange, merge
 from opweave.ir.scope import current_scope
 from opweave.ir.settings import Requirements
 from opweave.ir.traits import DIFFERENTIABLE
@@ -37,10 +37,45 @@ class Policy(NamedTuple):
     Attributes:
         priority: the merged priority list, native last.
         required: the traits an implementation must have, and the setting behind each.
+        tuned: the merged list by number of tokens, if a tuning file chooses by it; *priority* is
+            then the list for calls whose number of tokens is not known.
     """
 
     priority: Entries
     required: Requirements
+    tuned: tuple[SizeRange, ...] = ()
+
+    def preceded_by(self, entries: Entries) -> Policy:
+        """Return the policy with a stronger priority list."""
+        tuned = (r._replace(entries=merge([entries, r.entries])) for r in self.tuned)
+        return Policy(merge([entries, self.priority]), self.required, tuple(tuned))
+
+    def by_size(self) -> list[tuple[int | None, Policy]]:
+        """Return the policy of each range of token counts, with the limit of the range."""
+        if not self.tuned:
+            return [(None, self)]
+        return [(r.limit, Policy(r.entries, self.required)) for r in self.tuned]
+
+    def for_call(self, op: IrOp, values: Sequence[Any]) -> Policy:
+        """Return the policy for the number of tokens of a call."""
+        if not self.tuned:
+            return self
+        *limited, (_, unlimited) = self.by_size()
+        if not limited:
+            return unlimited
+        bounds = compat.size_bounds(tokens_of(op, values))
+        if bounds is None:
+            return Policy(self.priority, self.required)
+        low, high = (_range_of(bound, limited, unlimited) for bound in bounds)
+        # A dynamic size that may be in several ranges has the choice without tuning.
+        return low if low is high else Policy(self.priority, self.required)
+
+
+def _range_of(
+    tokens: float, limited: Sequence[tuple[int | None, Policy]], unlimited: Policy
+) -> Policy:
+    found = (policy for limit, policy in limited if limit is not None and tokens <= limit)
+    return next(found, unlimited)
 
 
 class Candidate(NamedTuple):
@@ -92,17 +127,31 @@ def policy_for(op: IrOp, call_site: Entries = (), *, differentiable: bool = Fals
     """Return the current policy: call site, scope and the registry's settings."""
     op.registry.ensure_ready()
     scope, settings = current_scope(), op.registry.settings
-    lists = [
-        call_site,
-        *(scope.priorities.get(op, []) if scope else []),
-        *settings.priorities(op.name),
-    ]
+    stronger = [call_site, *(scope.priorities.get(op, []) if scope else [])]
+    lists = [*stronger, *settings.priorities(op.name)]
     for entries in lists:
         op.check_providers(entries)
     required = {**settings.required, **(scope.required if scope else {})}
     if differentiable:
         required[DIFFERENTIABLE] = "an argument requires a gradient"
-    return Policy(merge([*lists, _with_traits(op, required)]), required)
+    able = _with_traits(op, required)
+    tuned = []
+    for limit, entries in settings.tuned(op.name) if op.schema.tensors else ():
+        known = tuple(entry for entry in entries if entry.provider in op.impls)
+        merged = merge([*stronger, *settings.priorities(op.name, known), able])
+        tuned.append(SizeRange(limit, merged))
+    return Policy(merge([*lists, able]), required, tuple(tuned))
+
+
+def tokens_of(op: IrOp, values: Sequence[Any]) -> int | torch.SymInt | None:
+    """Return the first dimension of the first tensor argument: the number of tokens.
+
+    It is 0 for a tensor without dimensions, and None if the argument is None.
+    """
+    value = values[op.schema.names.index(op.schema.tensors[0].name)]
+    if not isinstance(value, torch.Tensor):
+        return None
+    return value.shape[0] if value.dim() else 0
 
 
 def _with_traits(op: IrOp, required: Requirements) -> Entries:
@@ -134,6 +183,7 @@ def select(op: IrOp, values: Sequence[Any], policy: Policy) -> Selection:
         NoImplementationError: no implementation has the required traits.
         PredicateFailedError: a predicate raised.
     """
+    policy = policy.for_call(op, values)
     return _first(op, candidates(op, policy), values, policy)
 
 

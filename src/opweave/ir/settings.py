@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from opweave.base import transaction
 from opweave.base.owner import Owner, current_owner, way_out
 from opweave.ir.errors import ReplacedWarning
-from opweave.ir.priority import Entries, Source, parse
+from opweave.ir.priority import Entries, SizeRange, Source, parse
 from opweave.ir.traits import check_traits
 
 Requirements = Mapping[str, str]  # trait -> the setting that requires it
@@ -23,6 +23,21 @@ class Settings:
         self._default_owners: dict[str, Owner | None] = {}
         self._required: dict[Source, dict[str, str]] = {}
         self._check_donation = False
+        self._tuned: dict[str, tuple[SizeRange, ...]] = {}
+
+    def set_tuned(self, ranges: Mapping[str, Sequence[SizeRange]]) -> None:
+        """Replace the priorities of the tuning file.
+
+        Args:
+            ranges: for each op, lists for numbers of tokens in ascending order; the last one has
+                no limit. Providers that are not registered are skipped.
+        """
+        self._tuned = {op: tuple(found) for op, found in ranges.items()}
+        self._on_change()
+
+    def tuned(self, op: str) -> tuple[SizeRange, ...]:
+        """Return the lists of the tuning file for *op*, by number of tokens."""
+        return self._tuned.get(op, ())
 
     def set_priorities(
         self,
@@ -75,10 +90,12 @@ class Settings:
         self._default_owners[op] = owner
         self._on_change()
 
-    def priorities(self, op: str) -> list[Entries]:
-        """Return the lists for *op*, strongest first."""
-        by_source = [self._priorities[s] for s in sorted(self._priorities)]
-        return [lists[op] for lists in by_source if op in lists]
+    def priorities(self, op: str, tuned: Entries = ()) -> list[Entries]:
+        """Return the lists for *op*, strongest first, with *tuned* as that of the tuning file."""
+        by_source = {s: lists[op] for s, lists in self._priorities.items() if op in lists}
+        if tuned:
+            by_source[Source.TUNED] = tuned
+        return [by_source[source] for source in sorted(by_source)]
 
     def configured_ops(self) -> dict[str, str]:
         """Return the ops that any source names, with the origin of the strongest."""

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 import torch
 
-import opweave
 from opweave import native
+from opweave.base.version import __version__
 from opweave.platforms import current_platform
 
 
@@ -40,7 +40,7 @@ class Machine:
             native.status().isa or "",
             torch.get_num_threads(),
             torch.__version__,
-            opweave.__version__,
+            __version__,
         )
 
     def differences(self, other: Machine) -> str:

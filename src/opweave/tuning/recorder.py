@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from opweave.ir import IrOp
 from opweave.ir.scope import Scope, current_scope, entered
-from opweave.ir.selection import Selection
+from opweave.ir.selection import Selection, tokens_of
 from opweave.tuning.arguments import describe, signature
 from opweave.tuning.errors import TraceError
 from opweave.tuning.trace import Trace, TracedCall
@@ -54,7 +53,7 @@ class Recorder:
             name: describe(value, self._keeper(f"{number}.{name}") if self._data else None)
             for name, value in zip(selection.op.schema.names, values, strict=True)
         }
-        tokens = tokens_of(selection.op, values)
+        tokens = int(tokens_of(selection.op, values) or 0) if selection.op.schema.tensors else 0
         return TracedCall(selection.op.name, selection.provider, 0, tokens, arguments)
 
     def _keeper(self, prefix: str) -> Callable[[Tensor], str]:
@@ -66,14 +65,6 @@ class Recorder:
             return key
 
         return keep
-
-
-def tokens_of(op: IrOp, values: tuple[Any, ...]) -> int:
-    """Return the first dimension of the first tensor argument; 1 if it does not have one."""
-    for value in values:
-        if isinstance(value, Tensor):
-            return value.shape[0] if value.dim() else 1
-    return 1
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import opweave
+from opweave.base.version import __version__
 from opweave.ir import IrOp
 from opweave.ir.registry import find_op
 from opweave.platforms import current_platform
@@ -77,7 +77,7 @@ class Trace:
         return cls(
             device=current_platform.device_type,
             device_name=current_platform.get_device_name(),
-            versions={"opweave": opweave.__version__, "torch": torch.__version__},
+            versions={"opweave": __version__, "torch": torch.__version__},
         )
 
     def save(self, path: Path) -> None:

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from opweave.config.child_process import ChildProcess, ending
+from opweave.config.environment import TUNING_FILE
 from opweave.platforms import resolution
 from opweave.platforms.handover import VARIABLE
 from opweave.tuning.cell import Cell, candidates, family_of
@@ -141,7 +142,8 @@ class TuningWorker:
         if self._process is not None and self._process.is_running:
             return self._process
         self._end()
-        environment = {VARIABLE: resolution().to_json()}
+        # The default is the choice without tuning.
+        environment = {VARIABLE: resolution().to_json(), TUNING_FILE: ""}
         self._process = process = ChildProcess(_MODULE, environment=environment)
         process.connection.send(self._task)
         try:

@@ -109,8 +109,12 @@ def _composites(info: GraphInfo, context: Context) -> list[IrOp]:
 
 def has_kernel(op: IrOp, context: Context) -> bool:
     """Return whether an implementation other than native comes first for some arguments."""
-    usable = [c for c in candidates(op, context.plan.policy(op)) if c.obstacle is None]
-    return bool(usable) and usable[0].impl.provider != NATIVE
+    policy = context.plan.policy(op)
+    for each in (policy, *(each for _, each in policy.by_size())):
+        usable = [c for c in candidates(op, each) if c.obstacle is None]
+        if usable and usable[0].impl.provider != NATIVE:
+            return True
+    return False
 
 
 def _parts_are(present: set[IrOp], op: IrOp) -> bool:
