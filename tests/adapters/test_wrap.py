@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from opweave import ir
-from opweave.adapters import HubKernel, Output, wrap
+from opweave.adapters import Choice, HubKernel, Output, Wrapped, wrap
+from opweave.adapters.function import ModuleFunction
 from opweave.ir import IrOp, rules
 from opweave.ir.errors import DuplicateImplError, InvalidOpError
 
@@ -170,3 +171,58 @@ def test_mistakes(gated: IrOp, function: object, arguments: list[object], messag
 def test_a_repository_is_pinned_and_a_path_is_not(given: dict[str, object]) -> None:
     with pytest.raises(InvalidOpError, match="one of version=, revision= and lockfile="):
         HubKernel(name="gate", **given)  # type: ignore[arg-type]
+
+
+def test_a_choice_of_functions(
+    gated: IrOp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code = "def double(x):\n    return 2 * x\ndef negate(x):\n    return -x\n"
+    (tmp_path / "acme_pair.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    choice = Choice("scale", {1.0: "acme_pair:double", 2.0: "acme_pair:negate"})
+    wrap(gated, "acme", choice, [lambda x: x.chunk(2, dim=-1)[0]])
+    call = gated.using("acme!")
+    assert torch.equal(call(X), 2 * X[:, :4])
+    assert torch.equal(call(X, 2.0), -X[:, :4])
+    del sys.modules["acme_pair"]
+    with pytest.raises(InvalidOpError, match="'size', which is not a parameter"):
+        wrap(gated, "acme2", Choice("size", choice.functions), ["x"])
+
+
+def test_a_choice_from_a_library_that_is_not_installed(gated: IrOp) -> None:
+    wrap(gated, "acme", Choice("scale", {1.0: "no_such_library:gate"}), ["x"])
+    assert gated.impls["acme"].unsupported_reason == "no_such_library is not installed"
+
+
+def test_an_empty_batch_does_not_reach_the_function(gated: IrOp) -> None:
+    def kernel(x: Tensor) -> Tensor:
+        raise AssertionError("an empty grid cannot be launched")
+
+    wrap(gated, "acme", kernel, ["x"])
+    call = gated.using("acme!")
+    assert call(X[:0]).shape == (0, 4)
+    assert torch.compile(call, backend="opweave")(X[:0]).shape == (0, 4)
+    with pytest.raises(AssertionError, match="empty grid"):
+        call(X)
+
+
+def test_an_implementation_knows_what_it_wraps(gated: IrOp) -> None:
+    wrap(gated, "acme", "acme_lib.ops:gate", ["x", "scale"])
+    wrapped = Wrapped.by(gated.impls["acme"])
+    assert wrapped is not None
+    assert [function.name for function in wrapped.named()] == ["acme_lib.ops:gate"]
+    assert wrapped.arguments == ["x", "scale"]
+    assert Wrapped.by(gated.impls["native"]) is None
+
+
+def test_the_file_of_a_function_is_found_without_an_import(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "acme_files").mkdir()
+    for name in ("__init__", "ops"):
+        (tmp_path / "acme_files" / f"{name}.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert ModuleFunction("acme_files.ops:f").file() == tmp_path / "acme_files" / "ops.py"
+    assert ModuleFunction("acme_files:f").file() == tmp_path / "acme_files" / "__init__.py"
+    assert ModuleFunction("acme_files.other:f").file() is None
+    assert ModuleFunction("no_such_library:f").file() is None

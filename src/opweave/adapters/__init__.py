@@ -14,7 +14,7 @@
     )
 """
 
-from opweave.adapters.function import HubKernel
-from opweave.adapters.wrap import Output, wrap
+from opweave.adapters.function import Choice, HubKernel, is_installed
+from opweave.adapters.wrap import Output, Wrapped, wrap
 
-__all__ = ["HubKernel", "Output", "wrap"]
+__all__ = ["Choice", "HubKernel", "Output", "Wrapped", "is_installed", "wrap"]

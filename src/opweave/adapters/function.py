@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +34,19 @@ class ModuleFunction:
 
     def obstacle(self) -> str | None:
         package = self.name.partition(":")[0].partition(".")[0]
-        return None if _is_installed(package) else f"{package} is not installed"
+        return None if is_installed(package) else f"{package} is not installed"
+
+    def file(self) -> Path | None:
+        """Return the file of the module, without importing it; None if there is no such file."""
+        module, _, _ = self.name.partition(":")
+        package, *rest = module.split(".")
+        found = importlib.util.find_spec(package) if is_installed(package) else None
+        for folder in (found.submodule_search_locations or ()) if found else ():
+            path = Path(folder, *rest)
+            for file in (path / "__init__.py", path.with_suffix(".py")):
+                if file.is_file():
+                    return file
+        return None
 
     def load(self) -> Function:
         module, _, path = self.name.partition(":")
@@ -42,6 +54,29 @@ class ModuleFunction:
         for part in path.split("."):
             found = getattr(found, part)
         return cast(Function, found)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Functions of installed packages, of which an argument of the op selects one.
+
+    Attributes:
+        parameter: the op's parameter.
+        functions: the name of the function for each value, as ``"package.module:function"``.
+    """
+
+    parameter: str
+    functions: Mapping[object, str]
+
+    def named(self) -> list[ModuleFunction]:
+        return [ModuleFunction(name) for name in self.functions.values()]
+
+    def obstacle(self) -> str | None:
+        return next(filter(None, (each.obstacle() for each in self.named())), None)
+
+    def load(self) -> dict[object, Function]:
+        loaded = (each.load() for each in self.named())
+        return dict(zip(self.functions, loaded, strict=True))
 
 
 @dataclass(frozen=True)
@@ -76,7 +111,7 @@ class HubKernel:
             )
 
     def obstacle(self) -> str | None:
-        if not _is_installed("kernels"):
+        if not is_installed("kernels"):
             return "kernels is not installed: pip install kernels"
         if isinstance(self.repository, Path) and not self.repository.is_dir():
             return f"{self.repository} is not a folder"
@@ -101,7 +136,8 @@ class HubKernel:
         return cast(Function, getattr(module, self.name))
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Return whether *package*, a name without dots, can be imported, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except ValueError:  # a module that was not imported from a file

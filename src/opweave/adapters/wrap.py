@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from opweave.adapters.function import Function, HubKernel, ModuleFunction
+from opweave.adapters.function import Choice, Function, HubKernel, ModuleFunction
 from opweave.adapters.opaque import opaque
-from opweave.ir import IrOp
+from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.errors import InvalidOpError, did_you_mean
 from opweave.ir.predicate import Predicate
 from opweave.ir.rule import named_call
@@ -40,10 +40,30 @@ class Output:
     index: int | None = None
 
 
+@dataclass(frozen=True)
+class Wrapped:
+    """The function that an implementation calls, and its arguments, as given to :func:`wrap`."""
+
+    function: ModuleFunction | Choice | HubKernel | Function
+    arguments: Sequence[object] | Mapping[str, object]
+
+    @classmethod
+    def by(cls, impl: IrOpImpl) -> Wrapped | None:
+        """Return what *impl* wraps; None if it was not registered by :func:`wrap`."""
+        found = getattr(inspect.unwrap(impl.impl_fn), "_wrapped", None)
+        return found if isinstance(found, cls) else None
+
+    def named(self) -> list[ModuleFunction]:
+        """Return the functions of installed packages that calls may reach."""
+        if isinstance(self.function, Choice):
+            return self.function.named()
+        return [self.function] if isinstance(self.function, ModuleFunction) else []
+
+
 def wrap(
     op: IrOp,
     provider: str,
-    function: str | HubKernel | Function,
+    function: str | Choice | HubKernel | Function,
     arguments: Sequence[object] | Mapping[str, object],
     *,
     results: int | Sequence[int] | None = None,
@@ -58,9 +78,9 @@ def wrap(
     Args:
         op: the op.
         provider: the name of the library, ``[a-z_][a-z0-9_]*``.
-        function: the library's function. One that is named, as ``"package.module:function"`` or as
-            a :class:`HubKernel`, is imported at the first call, and unsupported if the package is
-            not installed.
+        function: the library's function. One that is named, as ``"package.module:function"``, a
+            :class:`Choice` of them or a :class:`HubKernel`, is imported at the first call, and
+            unsupported if the package is not installed.
         arguments: the arguments of *function*, in order or by keyword. Each one is the name of a
             parameter of the op; an :class:`Output`; a function of some of the op's parameters, by
             name, that computes the argument; or any other object, which is passed as it is.
@@ -73,6 +93,8 @@ def wrap(
         override: replace an earlier implementation of the same provider.
 
     The op returns the tensors of the outputs. Without outputs, it returns what *function* does.
+    For an empty batch, *function* is not called, because many libraries cannot launch a kernel
+    without blocks: the native implementation makes the result.
     Under ``torch.compile``, the implementation is opaque: it is called, not traced.
 
     Raises:
@@ -81,20 +103,24 @@ def wrap(
     """
     code = _Code(op)
     named = ModuleFunction(function) if isinstance(function, str) else function
-    if isinstance(named, ModuleFunction | HubKernel):
+    if isinstance(named, ModuleFunction | Choice | HubKernel):
         code.names["_load"] = cache(named.load)
         obstacle = named.obstacle() if supported else None
         supported, unsupported_reason = supported and not obstacle, obstacle or unsupported_reason
     else:
         code.names["_function"] = named
-    call = code.call("_load()" if "_load" in code.names else "_function", arguments)
+    called = "_load()" if "_load" in code.names else "_function"
+    if isinstance(named, Choice):
+        called = f"{called}[{code.parameter(named.parameter)}]"
+    call = code.call(called, arguments)
     if results is not None:
         call = f"_pick({call})"
         code.names["_pick"] = itemgetter(*([results] if isinstance(results, int) else results))
     returned = code.results()
     body = f"({', '.join([*code.made, call, returned])})[-1]" if returned else call
-    implementation = op.schema.function(body, **code.names)
+    implementation: Any = op.schema.function(code.unless_empty(body), **code.names)
     implementation.__module__ = sys._getframe(1).f_globals["__name__"]
+    implementation._wrapped = Wrapped(named, arguments)
     decorate = op.register_impl(
         provider,
         supported=supported,
@@ -145,6 +171,15 @@ class _Code:
         names = [f"_output_{order.index(i)}" for i in range(schema.num_outputs)]
         return f"({', '.join(names)},)" if schema.returns_tuple else names[0]
 
+    def unless_empty(self, body: str) -> str:
+        """Return an expression for *body*, or for the native result if the batch is empty."""
+        schema = self.op.schema
+        batch = next((p.name for p in schema.tensors if not p.is_optional), None)
+        if batch is None:
+            return body
+        self.names["_native"] = self.op.native
+        return f"_native({schema.call()}) if {batch}.numel() == 0 else {body}"
+
     def _argument(self, given: object) -> str:
         if isinstance(given, Output):
             name = f"_output_{len(self.made)}"
@@ -154,8 +189,7 @@ class _Code:
             self._indices.append(given.index)
             return name
         if isinstance(given, str):
-            self._check(given)
-            return given
+            return self.parameter(given)
         name = f"_object_{len(self.names)}"
         self.names[name] = given
         if not callable(given) or isinstance(given, Tensor):
@@ -168,13 +202,15 @@ class _Code:
                 "function that names what it takes, such as 'lambda x: torch.empty_like(x)'."
             ) from error
         for each in needed:
-            self._check(each)
+            self.parameter(each)
         return f"{name}({named_call(given)})"
 
-    def _check(self, name: str) -> None:
+    def parameter(self, name: str) -> str:
+        """Return *name*, of a parameter of the op; raise InvalidOpError if it has none of it."""
         known = self.op.schema.names
         if name not in known:
             raise InvalidOpError(
                 f"{self.op.name}: an argument of the wrapped function is {name!r}, which is not a "
                 f"parameter of the op. {did_you_mean(name, known)}"
             )
+        return name

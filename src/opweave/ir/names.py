@@ -17,7 +17,7 @@ RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
 """Names that providers must not have."""
 OWN_PROVIDERS = ("aten", "batch_invariant", "opweave_c", "opweave_c_invariant", "triton")
 """The providers that come with opweave."""
-ADAPTERS = ("liger", "vllm_c")
+ADAPTERS = ("flag_gems", "flash_attn", "flashinfer", "liger", "quack", "sgl_kernel", "vllm_c")
 """Providers for kernels of other libraries, where these are installed."""
 
 _NAME = re.compile(r"[a-z_][a-z0-9_]*")

@@ -11,6 +11,7 @@ from typing import Any
 from gpu_queue.job import ROOT, Job, Stage
 from gpu_queue.sources import closure, files_in
 from opweave import ir
+from opweave.adapters import Wrapped
 from opweave.ir import IrOpImpl
 
 STAGES = (
@@ -24,7 +25,7 @@ STAGES = (
     Stage("greedy"),
     Stage("compiled"),
 )
-CPU_PROVIDERS = ("opweave_c", "opweave_c_invariant")  # C++ for the CPU
+CPU_PROVIDERS = ("opweave_c", "opweave_c_invariant", "vllm_c")  # C++ for the CPU
 BATCHES = (1, 8, 64)
 PROMPTS = (512, 4096)
 POINTWISE = (
@@ -75,7 +76,7 @@ def _implementations(device: str) -> Iterator[Job]:
         for impl in op.impls.values()
         if impl.provider not in CPU_PROVIDERS
     ]
-    # opweave's kernels first: the definitions are torch's own kernels.
+    # opweave's kernels first, then those of installed libraries, then torch's own, the definitions.
     found.sort(key=lambda impl: (impl.provider == "native", impl.provider != "triton"))
     core = files_in("src/opweave/ir")
     for impl in found:
@@ -99,6 +100,9 @@ def _implementations(device: str) -> Iterator[Job]:
 def _sources(impl: IrOpImpl, body: str) -> tuple[Path, ...]:
     functions = (impl.impl_fn, impl.op.native)
     files = [Path(inspect.unwrap(function).__code__.co_filename) for function in functions]
+    if (wrapped := Wrapped.by(impl)) is not None:  # its code is generated, and not in a file
+        files = [file for each in wrapped.named() if (file := each.file())]
+        files.append(Path(impl.op.native.__code__.co_filename))
     return (*closure([*files, Path(impl.site.file)], _KERNELS), *_body(body))
 
 

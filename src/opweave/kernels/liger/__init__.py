@@ -6,29 +6,22 @@ call.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
-from opweave.adapters import wrap
+from opweave.adapters import is_installed, wrap
 from opweave.ir import ops, rules
-from opweave.ir.rule import Rule
+from opweave.kernels.arguments import residual, row
 from opweave.kernels.triton.arguments import rows
 from opweave.kernels.triton.registration import INTERPRETED
-
-
-def _row(weight: str) -> Rule:
-    return rules.not_none(weight) & rules.per_last_dim(weight, "x") & rules.contiguous(weight)
-
 
 # The kernels round the normalized rows to their dtype, multiply by the weight, and round again.
 _LLAMA = {"offset": 0.0, "casting_mode": lambda: "llama"}
 _X = rows("x") & rules.contiguous("x")
 if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16 numbers
     _X = _X & rules.dtype("x", torch.float32, torch.float16)
-_NORM = _X & rules.is_none("variance_size") & _row("weight") & rules.same_dtype("x", "weight")
+_NORM = _X & rules.is_none("variance_size") & row("weight") & rules.same_dtype("x", "weight")
 
-if find_spec("liger_kernel"):
+if is_installed("liger_kernel"):
     wrap(
         ops.rms_norm,
         "liger",
@@ -43,10 +36,7 @@ if find_spec("liger_kernel"):
         "liger_kernel.ops.fused_add_rms_norm:fused_add_rms_norm_forward",
         {"X": "x", "R": "x_residual", "W": "weight", "eps": "epsilon", **_LLAMA},
         results=(0, 1),
-        supports_args=_NORM
-        & rules.contiguous("x_residual")
-        & rules.same_dtype("x", "x_residual")
-        & rules.same_shape("x", "x_residual"),
+        supports_args=_NORM & residual("x_residual"),
     )
     wrap(
         ops.layer_norm,
@@ -54,7 +44,7 @@ if find_spec("liger_kernel"):
         "liger_kernel.ops.layer_norm:layer_norm_forward",
         ["x", "weight", "bias", "epsilon"],
         results=0,
-        supports_args=_X & _row("weight") & _row("bias"),
+        supports_args=_X & row("weight") & row("bias"),
     )
     wrap(
         ops.silu_and_mul,

@@ -1,0 +1,114 @@
+"""Provider ``flag_gems``: the Triton kernels of an installed FlagGems.
+
+The library is imported at the first call. Only its functions with the meaning of one of opweave's
+ops are here. ``per_token_group_quant_fp8`` is left out: a group with a NaN gets a scale of its
+other elements, and not NaN. So are ``moe_sum`` and ``topk_softmax``, which run on the current
+device instead of that of the tensors.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from opweave.adapters import Output, is_installed, wrap
+from opweave.ir import ops, rules
+from opweave.ir.traits import ROUNDS_LESS
+from opweave.kernels.arguments import FLOATS, residual, row
+from opweave.kernels.rotary_arguments import HEADS, angles, tokens
+from opweave.kernels.triton.arguments import on_device, rows
+from opweave.kernels.triton.outputs import half_of
+
+_X = rows("x") & rules.contiguous("x")
+_NORM = _X & rules.is_none("variance_size") & row("weight") & rules.dtype("weight", *FLOATS)
+
+
+def _first_half(x: Tensor) -> Tensor:
+    return x[..., : x.shape[-1] // 2]
+
+
+def _second_half(x: Tensor) -> Tensor:
+    return x[..., x.shape[-1] // 2 :]
+
+
+def _columns(x: Tensor) -> tuple[int]:
+    return (x.shape[-1],)
+
+
+def _half_of(x: Tensor) -> Tensor:
+    return half_of(x)
+
+
+def _cosines(x_query: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+    return _first_half(angles(x_query, positions, cos_sin_cache))
+
+
+def _sines(x_query: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+    return _second_half(angles(x_query, positions, cos_sin_cache))
+
+
+def _is_interleaved(is_neox_style: bool) -> bool:
+    return not is_neox_style
+
+
+if is_installed("flag_gems"):
+    wrap(
+        ops.rms_norm,
+        "flag_gems",
+        "flag_gems.ops.rms_norm:rms_norm_forward",
+        ["x", _columns, "weight", "epsilon"],
+        results=0,
+        supports_args=_NORM,
+        traits={ROUNDS_LESS},
+    )
+    wrap(
+        ops.fused_add_rms_norm,
+        "flag_gems",
+        "flag_gems.fused.fused_add_rms_norm:fused_add_rms_norm",
+        [Output("x"), Output("x_residual"), _columns, "weight", "epsilon"],
+        supports_args=_NORM & residual("x_residual"),
+        traits={ROUNDS_LESS},
+    )
+    wrap(
+        ops.layer_norm,
+        "flag_gems",
+        "flag_gems.ops.layernorm:layer_norm",
+        ["x", _columns, "weight", "bias", "epsilon"],
+        results=0,
+        supports_args=_X
+        & (rules.is_none("weight") | row("weight"))
+        & (rules.is_none("bias") | row("bias")),
+    )
+    wrap(
+        ops.silu_and_mul,
+        "flag_gems",
+        "flag_gems.fused.silu_and_mul:silu_and_mul_out",
+        [_first_half, _second_half, Output(_half_of)],
+        supports_args=_X & rules.last_dim_multiple_of("x", 2),
+        traits={ROUNDS_LESS},
+    )
+    wrap(
+        ops.gelu_and_mul,
+        "flag_gems",
+        "flag_gems.fused.gelu_and_mul:gelu_and_mul",
+        [_first_half, _second_half, "approximate"],
+        supports_args=_X
+        & rules.last_dim_multiple_of("x", 2)
+        & rules.one_of("approximate", "none", "tanh"),
+        traits={ROUNDS_LESS},
+    )
+    # The kernel rotates whole heads, and returns them split.
+    wrap(
+        ops.rotary_embedding,
+        "flag_gems",
+        "flag_gems.fused.rotary_embedding:apply_rotary_pos_emb",
+        ["x_query", "x_key", _cosines, _sines, tokens, _is_interleaved],
+        supports_args=on_device("x_query")
+        & rules.dtype("x_query", *FLOATS)
+        & HEADS
+        & rules.ndim("x_query", 3)
+        & rules.custom(
+            lambda cos_sin_cache, head_size: cos_sin_cache.shape[1] == head_size,
+            "the table is not as wide as a head",
+        ),
+        traits={ROUNDS_LESS},
+    )

@@ -1,0 +1,128 @@
+"""Provider ``flash_attn``: the CUDA kernels of an installed FlashAttention 2 (flash-attn).
+
+The library is imported at the first call. Packed attention with a causal mask is left out: the
+kernel multiplies the values of masked keys by zero, which makes NaN of infinity, and the op ignores
+them. Attention over the paged cache needs blocks of 256 positions, and is left out too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from opweave.adapters import is_installed, wrap
+from opweave.ir import ops, rules
+from opweave.ir.rule import Rule
+from opweave.kernels.arguments import NARROW_FLOATS, nvidia
+from opweave.kernels.aten.aligned import aligned
+
+_MAX_HEAD_SIZE = 256
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return (
+        query.ndim == key.ndim == value.ndim
+        and key.shape == value.shape
+        and query.shape[:-3] == key.shape[:-3]
+        and query.shape[-1] == key.shape[-1] <= _MAX_HEAD_SIZE
+        and 0 not in key.shape[-2:]
+        and query.shape[-2] % key.shape[-2] == 0
+    )
+
+
+def _are_boundaries(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
+    return cu_seqlens_q.shape == cu_seqlens_k.shape and cu_seqlens_q.numel() > 0
+
+
+def _attention(ndim: int) -> Rule:
+    return (
+        nvidia("query", 8, 0)
+        & rules.ndim("query", ndim)
+        & rules.dtype("query", *NARROW_FLOATS)
+        & rules.same_dtype("query", "key", "value")
+        & rules.same_device("query", "key", "value")
+        & rules.contiguous("query")
+        # Heads of other sizes are padded, and the results are not contiguous.
+        & rules.last_dim_multiple_of("query", 8)
+        # With a scale of 0 or less, the kernel does not subtract the largest scaled score.
+        & rules.custom(lambda scale: scale is None or scale > 0, "scale is not positive")
+        & rules.custom(
+            _fits, f"the shapes do not fit, or the heads have more than {_MAX_HEAD_SIZE} elements"
+        )
+    )
+
+
+_CAPPED = rules.custom(lambda soft_cap: soft_cap is None or soft_cap > 0, "soft_cap is not above 0")
+
+
+def _window_size(window: int | None) -> tuple[int, int]:
+    """Return the numbers of visible keys before and after a query; -1 for all."""
+    return (-1, -1) if window is None else (window - 1, 0)
+
+
+def _soft_cap(soft_cap: float | None) -> float:
+    return soft_cap or 0.0
+
+
+# A last sequence with the tokens that belong to none, and without keys, has zeros as results.
+def _query_boundaries(query: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    return functional.pad(cu_seqlens_q, (0, 1), value=len(query)).int()
+
+
+def _key_boundaries(cu_seqlens_k: Tensor) -> Tensor:
+    return torch.cat((cu_seqlens_k, cu_seqlens_k[-1:])).int()
+
+
+# The longest sequence is not known without waiting for the GPU, so the bound is that of all tokens.
+# With 1, the kernel expects a token in each sequence.
+def _max_queries(query: Tensor) -> int:
+    return max(len(query), 2)
+
+
+_TENSORS = {
+    "q": lambda query: aligned(t=query),
+    "k": lambda key: aligned(t=key),
+    "v": lambda value: aligned(t=value),
+    "softmax_scale": "scale",
+}
+
+if is_installed("flash_attn"):
+    wrap(
+        ops.causal_attention,
+        "flash_attn",
+        "flash_attn.flash_attn_interface:flash_attn_func",
+        {**_TENSORS, "causal": True, "window_size": _window_size, "softcap": _soft_cap},
+        supports_args=_attention(4)
+        & _CAPPED
+        & rules.custom(lambda window: window is None or window > 0, "window is not positive"),
+    )
+    wrap(
+        ops.bidirectional_attention,
+        "flash_attn",
+        "flash_attn.flash_attn_interface:flash_attn_func",
+        _TENSORS,
+        supports_args=_attention(4),
+    )
+    wrap(
+        ops.varlen_attention,
+        "flash_attn",
+        "flash_attn.flash_attn_interface:flash_attn_varlen_func",
+        {
+            **_TENSORS,
+            "cu_seqlens_q": _query_boundaries,
+            "cu_seqlens_k": _key_boundaries,
+            "max_seqlen_q": _max_queries,
+            "max_seqlen_k": lambda key: key.shape[0],
+            "softcap": _soft_cap,
+        },
+        supports_args=_attention(3)
+        & _CAPPED
+        & rules.one_of("causal", False)
+        & rules.is_none("window")
+        & rules.same_device("query", "cu_seqlens_q", "cu_seqlens_k")
+        & rules.ndim("cu_seqlens_q", 1)
+        & rules.dtype("cu_seqlens_q", torch.int32, torch.int64)
+        & rules.dtype("cu_seqlens_k", torch.int32, torch.int64)
+        & rules.custom(_are_boundaries, "the numbers of sequences differ or there is no boundary"),
+    )

@@ -1,0 +1,90 @@
+"""Provider ``flashinfer``: the CUDA kernels of an installed FlashInfer.
+
+FlashInfer is imported at the first call, and compiles a kernel before it first runs. Only its
+functions with the meaning of one of opweave's ops are here. The norms that quantize are left out:
+they saturate NaN, which the ops keep. So is attention over the paged cache, which needs a plan made
+from sequence lengths on the host before the call.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from opweave.adapters import Choice, Output, is_installed, wrap
+from opweave.ir import ops, rules
+from opweave.ir.traits import ROUNDS_LESS
+from opweave.kernels.arguments import NARROW_FLOATS, aligned, nvidia, residual, row
+from opweave.kernels.rotary_arguments import HEADS, float32_angles, tokens
+
+# The kernels are instantiated for 16-bit floats. They copy asynchronously, as Ampere does, and load
+# the widest vectors that divide a row, of up to 16 bytes.
+_X = nvidia("x", 8, 0) & rules.dtype("x", *NARROW_FLOATS) & rules.contiguous("x") & aligned("x")
+# The weight is read with the dtype of x.
+_NORM = (
+    _X
+    & rules.is_none("variance_size")
+    & row("weight")
+    & rules.same_dtype("x", "weight")
+    & aligned("weight")
+)
+_GATED = _X & rules.last_dim_multiple_of("x", 2)
+
+
+def _rotates_vectors(cos_sin_cache: Tensor, head_size: int) -> bool:
+    """Whether both halves of the rotated part consist of the vectors that a thread loads."""
+    return cos_sin_cache.shape[1] % (2 * max(8, head_size // 32)) == 0
+
+
+if is_installed("flashinfer"):
+    wrap(
+        ops.rms_norm,
+        "flashinfer",
+        "flashinfer.norm:rmsnorm",
+        ["x", "weight", "epsilon"],
+        supports_args=_NORM & rules.ndim("x", 2, 3),
+        traits={ROUNDS_LESS},
+    )
+    wrap(
+        ops.fused_add_rms_norm,
+        "flashinfer",
+        "flashinfer.norm:fused_add_rmsnorm",
+        [Output("x"), Output("x_residual"), "weight", "epsilon"],
+        supports_args=_NORM & rules.ndim("x", 2) & residual("x_residual"),
+        traits={ROUNDS_LESS},
+    )
+    wrap(
+        ops.silu_and_mul,
+        "flashinfer",
+        "flashinfer.activation:silu_and_mul",
+        ["x"],
+        supports_args=_GATED,
+        traits={ROUNDS_LESS},
+    )
+    wrap(
+        ops.gelu_and_mul,
+        "flashinfer",
+        Choice(
+            "approximate",
+            {
+                "none": "flashinfer.activation:gelu_and_mul",
+                "tanh": "flashinfer.activation:gelu_tanh_and_mul",
+            },
+        ),
+        ["x"],
+        supports_args=_GATED & rules.one_of("approximate", "none", "tanh"),
+        traits={ROUNDS_LESS},
+    )
+    # Heads of other sizes go through a kernel for quantized caches.
+    wrap(
+        ops.rotary_embedding,
+        "flashinfer",
+        "flashinfer.rope:apply_rope_with_cos_sin_cache",
+        [tokens, "x_query", "x_key", "head_size", float32_angles, "is_neox_style"],
+        supports_args=nvidia("x_query", 8, 0)
+        & rules.dtype("x_query", *NARROW_FLOATS)
+        & HEADS
+        & aligned("x_query", "x_key")
+        & rules.one_of("head_size", 64, 128, 256, 512)
+        & rules.custom(_rotates_vectors, "the rotated part is not made of whole vectors"),
+        traits={ROUNDS_LESS},
+    )
