@@ -97,6 +97,26 @@ def test_explain_shows_the_tuned_choice(run: Run, tmp_path: Path) -> None:
     assert f"tuned: 41 µs against 55 µs, {path}" in line
 
 
+def test_ops_lists_the_ranges(run: Run, tmp_path: Path) -> None:
+    path, file = tmp_path / "tuning.json", TuningFile()
+    for tokens, native in ((1, 41), (64, 99)):
+        results = (
+            Measurement("opweave_c", "passed", time=Time(55, 0)),
+            Measurement("native", "passed", time=Time(native, 0)),
+        )
+        file.add(Cell("silu_and_mul", "x", tokens, 1, "opweave_c", results), Machine.here())
+    file.save(path)
+    try:
+        shown = run("ops", "silu-and-mul", "--tuning-file", path).stdout
+        found = json.loads(run("ops", "silu-and-mul", "--json").stdout)[0]
+    finally:
+        ir.current_registry().settings.set_tuned({})
+    assert f"0 to 1 tokens: native first (tuned: 41 µs against 55 µs, {path})" in shown
+    assert "2 tokens or more: opweave_c first (platform default, cpu)" in shown
+    assert [each["max_tokens"] for each in found["tuned"]] == [1, None]
+    assert [each["priority"][0]["provider"] for each in found["tuned"]] == ["native", "opweave_c"]
+
+
 def test_a_file_of_another_machine_is_ignored(tmp_path: Path) -> None:
     path = faster_native(tmp_path / "t.json", Machine("cpu", "other", "amx", 2, "2.13", "0.1"))
     done = run_anew("explain", CHECKPOINT, "--prompt", "def", OPWEAVE_TUNING_FILE=str(path))

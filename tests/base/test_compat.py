@@ -66,6 +66,9 @@ CHECKED = {
     "decided",
     "graph_break",
     "size_hint",
+    "size_bounds",
+    "tensor_length",
+    "is_x86",
     "depends_on_data",
     "no_transforms",
     "forget_failed_groups",
@@ -450,6 +453,49 @@ def test_size_hint() -> None:
     torch.compile(lambda x: x + 1, backend=backend, dynamic=True)(torch.zeros(6, 7))
     assert seen == [42]
     assert compat.size_hint(5) == 5
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [({}, (2, float("inf"))), ({"min": 3, "max": 50}, (3, 50))],
+)
+def test_size_bounds(bounds: dict[str, int], expected: tuple[float, float]) -> None:
+    seen: list[tuple[float, float] | None] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        values = [
+            node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")
+        ]
+        for tensor in (value for value in values if isinstance(value, Tensor)):
+            seen.extend(compat.size_bounds(size) for size in tensor.shape)
+        return graph.forward
+
+    torch.compiler.reset()
+    x = torch.zeros(6, 7)
+    torch._dynamo.mark_dynamic(x, 0, **bounds)
+    function = torch.compile(lambda x: x + 1, backend=backend)
+    function(x)
+    assert seen == [expected, (7, 7)]
+    function(x.new_zeros(9, 7))
+    assert len(seen) == 2  # no guard was added, so nothing is compiled again
+    assert compat.size_bounds(5) == (5, 5)
+    assert compat.size_bounds(None) is None
+
+
+def test_tensor_length() -> None:
+    found = [compat.tensor_length(torch.zeros(s)) for s in ((), (0,), (3,), (0, 2), (5, 0), (4, 2))]
+    assert found == [0, 0, 3, 0, 5, 4]
+    with pytest.raises(TypeError):
+        compat.tensor_length(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [("x86_64", True), ("AMD64", True), ("aarch64", False), ("arm64", False)],
+)
+def test_is_x86(monkeypatch: pytest.MonkeyPatch, machine: str, expected: bool) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert compat.is_x86() is expected
 
 
 def test_parse_schema() -> None:

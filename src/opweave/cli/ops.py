@@ -72,6 +72,8 @@ def ops(
         out.print(f"declared at {each.site}\n", markup=False)
         out.print(f"{inspect.getdoc(each.native) or ''}\n", markup=False)
         out.print(_details(each))
+        for line in _tuned(each):
+            out.print(line, markup=False)
     if chosen and found:
         out.print()
     if found:
@@ -97,6 +99,16 @@ def _overview(chosen: list[IrOp]) -> Table:
 
 def _marked(impl: IrOpImpl, text: str) -> str:
     return escape(text) if impl.supported else f"[red]({escape(text)})[/]"
+
+
+def _tuned(op: IrOp) -> list[str]:
+    """Return a line for each range of token counts of a tuning file."""
+    lines, first = [], 0
+    for limit, entries in policy_for(op).tuned:
+        numbers = f"{first} tokens or more" if limit is None else f"{first} to {limit} tokens"
+        lines.append(f"{numbers}: {entries[0]} first ({entries[0].origin})")
+        first = (limit or 0) + 1
+    return lines
 
 
 def _details(op: IrOp) -> Table:

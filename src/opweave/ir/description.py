@@ -8,11 +8,17 @@ from typing import Any
 from opweave.base.owner import Owner
 from opweave.ir.impl import IrOpImpl
 from opweave.ir.op import IrOp
+from opweave.ir.priority import Entries
 from opweave.ir.selection import policy_for
 
 
 def describe(op: IrOp) -> dict[str, Any]:
-    """Return the definition, priority and implementations of *op*, ready for JSON."""
+    """Return the definition, priority and implementations of *op*, ready for JSON.
+
+    ``priority`` is the order for calls with any number of tokens. With a tuning file that chooses
+    by it, ``tuned`` has the order for each range, in ascending order.
+    """
+    policy = policy_for(op)
     return {
         "op": op.name,
         "kind": "op",
@@ -23,12 +29,14 @@ def describe(op: IrOp) -> dict[str, Any]:
         "composite": op.composite,
         "declared": str(op.site),
         "plugin": None if op.owner is None else str(op.owner),
-        "priority": [
-            {"provider": entry.provider, "strict": entry.strict, "origin": entry.origin}
-            for entry in policy_for(op).priority
-        ],
+        "priority": _listed(policy.priority),
+        "tuned": [{"max_tokens": r.limit, "priority": _listed(r.entries)} for r in policy.tuned],
         "implementations": [_implementation(impl) for impl in op.impls.values()],
     }
+
+
+def _listed(entries: Entries) -> list[dict[str, Any]]:
+    return [{"provider": e.provider, "strict": e.strict, "origin": e.origin} for e in entries]
 
 
 def owner_in_force(op: IrOp, provider: str) -> Owner | None:

@@ -61,8 +61,6 @@ class Policy(NamedTuple):
         if not self.tuned:
             return self
         *limited, (_, unlimited) = self.by_size()
-        if not limited:
-            return unlimited
         bounds = compat.size_bounds(tokens_of(op, values))
         if bounds is None:
             return Policy(self.priority, self.required)
@@ -140,6 +138,8 @@ def policy_for(op: IrOp, call_site: Entries = (), *, differentiable: bool = Fals
         known = tuple(entry for entry in entries if entry.provider in op.impls)
         merged = merge([*stronger, *settings.priorities(op.name, known), able])
         tuned.append(SizeRange(limit, merged))
+    if len(tuned) == 1:  # the same choice for all sizes
+        return Policy(tuned[0].entries, required)
     return Policy(merge([*lists, able]), required, tuple(tuned))
 
 
