@@ -51,8 +51,9 @@ def chosen(*cells: Cell) -> list[tuple[int | None, str | None]]:
             [(1, "b"), (128, None), (None, "b")],
         ),
         ({1: {"a": 10, "b": 5}, 64: {"a": 10, "b": "rejected"}}, [(None, "b")]),
-        ({1: {"a": 10, "b": 5}, 64: {"a": 10, "b": "failed"}}, [(1, "b"), (None, None)]),
-        ({1: {"a": 10, "b": 5}, 64: {"a": 10, "b": "crashed"}}, [(1, "b"), (None, None)]),
+        ({1: {"a": 10, "b": 5}, 64: {"a": 10, "b": "failed"}}, []),
+        ({1: {"a": 10, "b": 5}, 64: {"a": 10, "b": "crashed"}}, []),
+        ({1: {"a": 10, "b": 5, "c": 6}, 64: {"a": 10, "b": "failed"}}, [(None, "c")]),
     ],
 )
 def test_ranges(times: dict[int, Times], expected: list[tuple[int | None, str | None]]) -> None:

@@ -2,14 +2,15 @@
 
 Per op, at most two thresholds divide the numbers of tokens into ranges. A range has a provider only
 if that provider is not slower than the default in any measured cell of the range, and faster in at
-least one; otherwise it has the default.
+least one; otherwise it has the default. A provider that was wrong or crashed in any cell of the op
+is never chosen.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opweave.ir.priority import PriorityEntry, SizeRange
 from opweave.tuning.cell import Cell, bucket
@@ -38,12 +39,22 @@ def ranges_of(cells: Iterable[Cell], origin: str) -> dict[str, list[SizeRange]]:
     found = {}
     for op, own in itertools.groupby(sorted(cells, key=lambda c: c.op), lambda c: c.op):
         by_bucket: dict[int, list[Cell]] = {}
-        for cell in sorted(own, key=lambda cell: cell.tokens):
+        for cell in sorted(_trusted(own), key=lambda cell: cell.tokens):
             by_bucket.setdefault(bucket(cell.tokens), []).append(cell)
         best = _best(by_bucket)
         if any(each.provider for each in best):
             found[op] = list(_as_priorities(best, by_bucket, origin))
     return found
+
+
+def _trusted(cells: Iterable[Cell]) -> list[Cell]:
+    """Return the cells without providers that were wrong or crashed in one of them."""
+    found = list(cells)
+    bad = {m.provider for c in found for m in c.results if m.status in ("failed", "crashed")}
+    return [
+        replace(cell, results=tuple(m for m in cell.results if m.provider not in bad))
+        for cell in found
+    ]
 
 
 def _best(cells: dict[int, list[Cell]]) -> list[_Range]:
