@@ -13,13 +13,13 @@ from torch import Tensor
 from opweave.adapters import Output, is_installed, wrap
 from opweave.ir import ops, rules
 from opweave.ir.traits import ROUNDS_LESS
-from opweave.kernels.arguments import FLOATS, residual, row
+from opweave.kernels.arguments import residual, row
 from opweave.kernels.rotary_arguments import HEADS, angles, tokens
-from opweave.kernels.triton.arguments import on_device, rows
+from opweave.kernels.triton.arguments import LIBRARY_FLOATS, library_rows, on_device
 from opweave.kernels.triton.outputs import half_of
 
-_X = rows("x") & rules.contiguous("x")
-_NORM = _X & rules.is_none("variance_size") & row("weight") & rules.dtype("weight", *FLOATS)
+_X = library_rows("x")
+_NORM = _X & rules.is_none("variance_size") & row("weight") & rules.dtype("weight", *LIBRARY_FLOATS)
 
 
 def _first_half(x: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ if is_installed("flag_gems"):
         ["x", _columns, "weight", "bias", "epsilon"],
         results=0,
         supports_args=_X
-        & (rules.is_none("weight") | row("weight"))
-        & (rules.is_none("bias") | row("bias")),
+        & (rules.is_none("weight") | (row("weight") & rules.dtype("weight", *LIBRARY_FLOATS)))
+        & (rules.is_none("bias") | (row("bias") & rules.dtype("bias", *LIBRARY_FLOATS))),
     )
     wrap(
         ops.silu_and_mul,
@@ -103,7 +103,7 @@ if is_installed("flag_gems"):
         "flag_gems.fused.rotary_embedding:apply_rotary_pos_emb",
         ["x_query", "x_key", _cosines, _sines, tokens, _is_interleaved],
         supports_args=on_device("x_query")
-        & rules.dtype("x_query", *FLOATS)
+        & rules.dtype("x_query", *LIBRARY_FLOATS)
         & HEADS
         & rules.ndim("x_query", 3)
         & rules.custom(

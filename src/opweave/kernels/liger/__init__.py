@@ -6,19 +6,14 @@ call.
 
 from __future__ import annotations
 
-import torch
-
 from opweave.adapters import is_installed, wrap
 from opweave.ir import ops, rules
 from opweave.kernels.arguments import residual, row
-from opweave.kernels.triton.arguments import rows
-from opweave.kernels.triton.registration import INTERPRETED
+from opweave.kernels.triton.arguments import library_rows
 
 # The kernels round the normalized rows to their dtype, multiply by the weight, and round again.
 _LLAMA = {"offset": 0.0, "casting_mode": lambda: "llama"}
-_X = rows("x") & rules.contiguous("x")
-if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16 numbers
-    _X = _X & rules.dtype("x", torch.float32, torch.float16)
+_X = library_rows("x")
 _NORM = _X & rules.is_none("variance_size") & row("weight") & rules.same_dtype("x", "weight")
 
 if is_installed("liger_kernel"):

@@ -13,6 +13,9 @@ from opweave.kernels.triton.registration import INTERPRETED
 MAX_WIDTH = 65536
 """The largest row, in elements, that one program holds in registers."""
 
+LIBRARY_FLOATS = (torch.float32, torch.float16) if INTERPRETED else FLOATS
+"""The dtypes that the kernels of other libraries support."""
+
 on_device = rules.cpu if INTERPRETED else rules.cuda
 """Require that tensors are on a GPU, or on the CPU if Triton is interpreted."""
 
@@ -35,6 +38,15 @@ def rows(name: str) -> Rule:
         & (rules.contiguous(name) | (rules.ndim(name, 2) & rules.unit_stride(name)))
         & narrow
     )
+
+
+def library_rows(name: str) -> Rule:
+    """Require rows that the kernels of another library can read: contiguous, and as :func:`rows`.
+
+    These kernels compute with bfloat16 numbers, of which Triton's interpreter multiplies the bits.
+    """
+    contiguous = rows(name) & rules.contiguous(name)
+    return contiguous & rules.dtype(name, *LIBRARY_FLOATS)
 
 
 def has_float8(name: str) -> Rule:
