@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from opweave import ir
-from opweave.adapters import Choice, HubKernel, Output, Wrapped, wrap
+from opweave.adapters import FunctionByArgument, HubKernel, Output, Wrapped, wrap
 from opweave.adapters.function import ModuleFunction
 from opweave.ir import IrOp, rules
 from opweave.ir.errors import DuplicateImplError, InvalidOpError
@@ -179,18 +179,18 @@ def test_a_choice_of_functions(
     code = "def double(x):\n    return 2 * x\ndef negate(x):\n    return -x\n"
     (tmp_path / "acme_pair.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    choice = Choice("scale", {1.0: "acme_pair:double", 2.0: "acme_pair:negate"})
+    choice = FunctionByArgument("scale", {1.0: "acme_pair:double", 2.0: "acme_pair:negate"})
     wrap(gated, "acme", choice, [lambda x: x.chunk(2, dim=-1)[0]])
     call = gated.using("acme!")
     assert torch.equal(call(X), 2 * X[:, :4])
     assert torch.equal(call(X, 2.0), -X[:, :4])
     del sys.modules["acme_pair"]
     with pytest.raises(InvalidOpError, match="'size', which is not a parameter"):
-        wrap(gated, "acme2", Choice("size", choice.functions), ["x"])
+        wrap(gated, "acme2", FunctionByArgument("size", choice.functions), ["x"])
 
 
 def test_a_choice_from_a_library_that_is_not_installed(gated: IrOp) -> None:
-    wrap(gated, "acme", Choice("scale", {1.0: "no_such_library:gate"}), ["x"])
+    wrap(gated, "acme", FunctionByArgument("scale", {1.0: "no_such_library:gate"}), ["x"])
     assert gated.impls["acme"].unsupported_reason == "no_such_library is not installed"
 
 

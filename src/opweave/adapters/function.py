@@ -57,7 +57,7 @@ class ModuleFunction:
 
 
 @dataclass(frozen=True)
-class Choice:
+class FunctionByArgument:
     """Functions of installed packages, of which an argument of the op selects one.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opweave.adapters.function import Choice, Function, HubKernel, ModuleFunction
+from opweave.adapters.function import Function, FunctionByArgument, HubKernel, ModuleFunction
 from opweave.adapters.opaque import opaque
 from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.errors import InvalidOpError, did_you_mean
@@ -44,7 +44,7 @@ class Output:
 class Wrapped:
     """The function that an implementation calls, and its arguments, as given to :func:`wrap`."""
 
-    function: ModuleFunction | Choice | HubKernel | Function
+    function: ModuleFunction | FunctionByArgument | HubKernel | Function
     arguments: Sequence[object] | Mapping[str, object]
 
     @classmethod
@@ -55,7 +55,7 @@ class Wrapped:
 
     def named(self) -> list[ModuleFunction]:
         """Return the functions of installed packages that calls may reach."""
-        if isinstance(self.function, Choice):
+        if isinstance(self.function, FunctionByArgument):
             return self.function.named()
         return [self.function] if isinstance(self.function, ModuleFunction) else []
 
@@ -63,7 +63,7 @@ class Wrapped:
 def wrap(
     op: IrOp,
     provider: str,
-    function: str | Choice | HubKernel | Function,
+    function: str | FunctionByArgument | HubKernel | Function,
     arguments: Sequence[object] | Mapping[str, object],
     *,
     results: int | Sequence[int] | None = None,
@@ -79,8 +79,8 @@ def wrap(
         op: the op.
         provider: the name of the library, ``[a-z_][a-z0-9_]*``.
         function: the library's function. One that is named, as ``"package.module:function"``, a
-            :class:`Choice` of them or a :class:`HubKernel`, is imported at the first call, and
-            unsupported if the package is not installed.
+            :class:`FunctionByArgument` of them or a :class:`HubKernel`, is imported at the first
+            call, and unsupported if the package is not installed.
         arguments: the arguments of *function*, in order or by keyword. Each one is the name of a
             parameter of the op; an :class:`Output`; a function of some of the op's parameters, by
             name, that computes the argument; or any other object, which is passed as it is.
@@ -103,14 +103,14 @@ def wrap(
     """
     code = _Code(op)
     named = ModuleFunction(function) if isinstance(function, str) else function
-    if isinstance(named, ModuleFunction | Choice | HubKernel):
+    if isinstance(named, ModuleFunction | FunctionByArgument | HubKernel):
         code.names["_load"] = cache(named.load)
         obstacle = named.obstacle() if supported else None
         supported, unsupported_reason = supported and not obstacle, obstacle or unsupported_reason
     else:
         code.names["_function"] = named
     called = "_load()" if "_load" in code.names else "_function"
-    if isinstance(named, Choice):
+    if isinstance(named, FunctionByArgument):
         called = f"{called}[{code.parameter(named.parameter)}]"
     call = code.call(called, arguments)
     if results is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opweave.adapters import Choice, Output, is_installed, wrap
+from opweave.adapters import FunctionByArgument, Output, is_installed, wrap
 from opweave.ir import ops, rules
 from opweave.ir.traits import ROUNDS_LESS
 from opweave.kernels.arguments import FLOATS, NARROW_FLOATS, aligned, nvidia, residual, row
@@ -63,7 +63,7 @@ if is_installed("sgl_kernel"):
     wrap(
         ops.gelu_and_mul,
         "sgl_kernel",
-        Choice(
+        FunctionByArgument(
             "approximate",
             {
                 "none": "sgl_kernel.elementwise:gelu_and_mul",
