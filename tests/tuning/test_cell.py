@@ -20,7 +20,7 @@ from opweave.tuning import (
     record_calls,
 )
 from opweave.tuning.cell import cells_to_measure, family_of
-from opweave.tuning.file import merge
+from opweave.tuning.tuning_file import merge
 
 HERE = Machine("cpu", "a processor", "amx", 2, "2.13", "0.1")
 OTHER = Machine("cpu", "another processor", "avx2", 2, "2.13", "0.1")

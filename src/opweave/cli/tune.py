@@ -116,7 +116,7 @@ def tune(
 
 def _merge(files: list[Path], output: Path) -> None:
     from opweave.tuning import TuningFile
-    from opweave.tuning.file import merge
+    from opweave.tuning.tuning_file import merge
 
     merged = merge(TuningFile.load(file) for file in files)
     merged.save(output)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from opweave.compile import compat, pipeline, precompiled, store
+from opweave.compile import compat, pipeline, precompiled, report_cache
 from opweave.compile.aliases import note_writes, overlaps_another
 from opweave.compile.context import Context
 from opweave.compile.graph_info import GraphInfo
@@ -183,12 +183,12 @@ def compile_with(
     for module in all_graphs(graph_module):
         pipeline.run(Stage.DYNAMO, module.graph, context)
         module.recompile()
-    context.report.key = store.key_of(
+    context.report.key = report_cache.key_of(
         graph_module, context.plan, inputs, grad_mode=torch.is_grad_enabled()
     )
     config = {**context.plan.options.inductor, **hooks(context)}
     runner = compile(graph_module, inputs, config)
-    store.settle(context)
+    report_cache.settle(context)
     return runner
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch.fx import Graph, GraphModule
 
-from opweave.compile import compat, pipeline, store
+from opweave.compile import compat, pipeline, report_cache
 from opweave.compile.context import Context
 from opweave.compile.inplace import copy_through_views
 from opweave.compile.pipeline import Stage
@@ -36,7 +36,7 @@ class StagePass(compat.CustomGraphPass):
             copy_through_views(graph)
         if self._stage is Stage.JOINT:  # Inductor calls this for subgraphs first
             whole = cast("GraphModule", graph.owning_module)
-            self._context.joint_key = store.key_of(whole, self._context.plan)
+            self._context.joint_key = report_cache.key_of(whole, self._context.plan)
 
     def uuid(self) -> Any | None:
         others = [other.uuid() if hasattr(other, "uuid") else None for other in self._others]

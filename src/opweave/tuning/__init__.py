@@ -6,13 +6,13 @@
 from opweave.tuning.cell import Cell
 from opweave.tuning.contest import Measurement, contest
 from opweave.tuning.errors import TraceError, TuningError, TuningFileError, WorkerFailedError
-from opweave.tuning.file import TuningFile
 from opweave.tuning.machine import Machine
 from opweave.tuning.recorder import Recorder, record_calls
 from opweave.tuning.replay import Replay, replay
 from opweave.tuning.timing import Effort, Time
 from opweave.tuning.trace import Trace, TracedCall
 from opweave.tuning.tune import Tuned, tune
+from opweave.tuning.tuning_file import TuningFile
 from opweave.tuning.worker import Task
 
 __all__ = [

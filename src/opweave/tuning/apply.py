@@ -8,8 +8,8 @@ from pathlib import Path
 from opweave.ir import Registry
 from opweave.ir.errors import SettingError, SettingWarning
 from opweave.tuning.errors import TuningFileError
-from opweave.tuning.file import TuningFile
-from opweave.tuning.thresholds import ranges_of
+from opweave.tuning.token_ranges import ranges_of
+from opweave.tuning.tuning_file import TuningFile
 
 
 def apply_tuning_file(registry: Registry, path: Path, setting: str) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opweave.tuning.cell import Cell, cells_to_measure
-from opweave.tuning.file import TuningFile
 from opweave.tuning.machine import Machine
 from opweave.tuning.trace import Trace
+from opweave.tuning.tuning_file import TuningFile
 from opweave.tuning.worker import Task, TuningWorker
 
 Progress = Callable[[int, int, str], object]

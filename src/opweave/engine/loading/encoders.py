@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from opweave.config import EngineConfig
-from opweave.engine.loading.by_transformers import load_by_transformers
 from opweave.engine.loading.checkpoint import Checkpoint, Progress
 from opweave.engine.loading.loader import check_dtype, load_model
+from opweave.engine.loading.transformers_checkpoint import load_by_transformers
 from opweave.integrations import transformers as backend
 from opweave.integrations.transformers import load_transformers_encoder
 from opweave.models import CheckpointModel, Encoder, UnsupportedModelError, model_class

@@ -14,12 +14,12 @@ from opweave.config.engine import LoadFormat, ModelImpl
 from opweave.engine.errors import CheckpointError, InvalidArgumentError
 from opweave.engine.loading import huge_pages
 from opweave.engine.loading.build import MOST_LAYERS, build, check_layers
-from opweave.engine.loading.by_transformers import load_by_transformers
 from opweave.engine.loading.checkpoint import Checkpoint, Progress, TensorFile
 from opweave.engine.loading.dtypes import DTYPES, dtype_of, named_dtype, shapes_of
 from opweave.engine.loading.implementation import uses_transformers
 from opweave.engine.loading.quantization import is_cache_scale, unquantized, without_quantization
 from opweave.engine.loading.tied_head import head_name, untied
+from opweave.engine.loading.transformers_checkpoint import load_by_transformers
 from opweave.integrations.transformers import check_transformers_ranks, load_transformers_model
 from opweave.layers.parallel import ALONE, TensorParallel, tensor_parallel
 from opweave.models import (
