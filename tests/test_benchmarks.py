@@ -516,6 +516,7 @@ def test_a_benchmark_ends_quietly(tmp_path: Path, reads_on: bool, code: int) -> 
     assert (process.returncode, errors) == (code, b"")
 
 
+@pytest.mark.slow
 def test_the_engine_keeps_its_contract(tmp_path: Path) -> None:
     picture = tmp_path / "engine.svg"
     done = subprocess.run(

@@ -86,7 +86,9 @@ def test_headers_by_flags(folder: Path, flags: tuple[str, ...]) -> None:
     assert build(path, cflags=flags) == (False, "one")
 
 
-@pytest.mark.parametrize("variable", ["CPATH", "CPLUS_INCLUDE_PATH"])
+@pytest.mark.parametrize(
+    "variable", ["CPATH", pytest.param("CPLUS_INCLUDE_PATH", marks=pytest.mark.slow)]
+)
 def test_headers_by_the_environment(
     folder: Path, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
