@@ -34,6 +34,7 @@ from harness import (
 )
 from opweave import ir
 from opweave.ir import rules
+from opweave.ir.priority import PriorityEntry, SizeRange
 
 Call = Callable[..., Any]
 CALLS_PER_ROUND = 2000
@@ -96,6 +97,12 @@ def cases() -> dict[str, tuple[Call, Callable[[], Any]]]:
     )
     function.set_default(["a"])
 
+    tuned = declare_op([], "bench_tuned")
+    tuned.register_impl("a", supports_args=f32)(kernel)
+    entries = (PriorityEntry("a", False, "tuned"),)
+    ranges = [SizeRange(0, ()), SizeRange(1, entries), SizeRange(None, ())]  # two comparisons
+    tuned.registry.settings.set_tuned({"bench_tuned": ranges})
+
     def scope() -> Any:
         return ir.priority({"bench_one": ["a"]})
 
@@ -104,6 +111,7 @@ def cases() -> dict[str, tuple[Call, Callable[[], Any]]]:
         "dispatch.one_implementation": (plain, nullcontext),
         "dispatch.one_predicate": (one, nullcontext),
         "dispatch.one_function_predicate": (function, nullcontext),
+        "dispatch.one_predicate_tuned": (tuned, nullcontext),
         "dispatch.two_rejections": (two, nullcontext),
         "dispatch.scope": (one, scope),
         "dispatch.using": (one.using("a"), nullcontext),
