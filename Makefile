@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 MINDSPORE := .venv-mindspore
 # Beside the environment, whose torch and Inductor then are those of a user without a GPU.
 TRITON := build/triton
@@ -36,7 +37,7 @@ export NO_MKDOCS_2_WARNING := 1
 DEV := $(VENV)/dev.stamp $(VENV)/native.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-mindspore test-triton test-libraries test-libraries-large check fix bench bench-all bench-engine docs clean
+.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-mindspore test-triton test-libraries test-libraries-large test-vllm check fix bench bench-all bench-engine docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -135,6 +136,20 @@ $(LARGE_LIBRARIES)/installed.stamp: export FLASH_ATTENTION_FORCE_BUILD := TRUE
 $(LARGE_LIBRARIES)/installed.stamp: $(VENV)/bin/python tests/kernel_libraries/requirements-large.txt
 	$(PIP) install --no-deps --no-compile --no-build-isolation --upgrade \
 	  --target $(LARGE_LIBRARIES) --requirement tests/kernel_libraries/requirements-large.txt
+	touch $@
+
+test-vllm: $(VLLM)/installed.stamp $(VENV)/native.stamp ## run vLLM with opweave's kernels (3.5 GB)
+	$(VLLM)/bin/python -m pytest -c /dev/null -p no:cacheprovider integrations/vllm/tests
+
+# opweave by path, as its native kernels are built in the source tree. The CUDA builds of torchvision,
+# torchaudio and torchcodec do not import next to the CPU build of torch.
+$(VLLM)/installed.stamp: integrations/vllm/pyproject.toml integrations/vllm/requirements.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip --disable-pip-version-check --quiet install \
+	  --requirement integrations/vllm/requirements.txt
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip --quiet install --no-deps --editable integrations/vllm
+	echo "$(CURDIR)/src" > "$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')/opweave.pth"
 	touch $@
 
 test-mindspore: $(MINDSPORE)/built.stamp ## build the MindSpore extension, run its tests

@@ -1,0 +1,33 @@
+"""Gated activations."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+
+from opweave import ir
+
+
+class OpweaveSiluAndMul(SiluAndMul):  # type: ignore[misc]
+    """SwiGLU by opweave's op."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        return ir.ops.silu_and_mul(x)
+
+    # vLLM calls forward_cpu where custom_ops enables the layer, and forward_native elsewhere.
+    forward_cpu = forward_native
+
+
+class OpweaveGeluAndMul(GeluAndMul):  # type: ignore[misc]
+    """GeGLU by opweave's op."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        return ir.ops.gelu_and_mul(x, self.approximate)
+
+    forward_cpu = forward_native
+
+
+def register(bfloat16_only: bool) -> None:
+    """Replace vLLM's SiluAndMul and GeluAndMul."""
+    SiluAndMul.register_oot(OpweaveSiluAndMul, name="SiluAndMul")
+    GeluAndMul.register_oot(OpweaveGeluAndMul, name="GeluAndMul")

@@ -1,0 +1,69 @@
+"""Linear layers and the LM head: a quantization method that calls opweave's linear op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers import linear
+from vllm.model_executor.layers import vocab_parallel_embedding as embedding
+
+from opweave import ir
+
+_LAYERS = (
+    linear.ReplicatedLinear,
+    linear.ColumnParallelLinear,
+    linear.MergedColumnParallelLinear,
+    linear.QKVParallelLinear,
+    linear.RowParallelLinear,
+    embedding.ParallelLMHead,
+)
+
+
+class LinearMethod(linear.UnquantizedLinearMethod):  # type: ignore[misc]
+    """Unquantized linear layer by opweave's op."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        # vLLM would pack the weight for oneDNN and drop it. A plain Parameter, because vLLM's
+        # subclass makes every call go through the dispatcher.
+        layer.weight = torch.nn.Parameter(layer.weight.data, requires_grad=False)
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return ir.ops.linear(x, layer.weight, bias)
+
+
+class HeadMethod(embedding.UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """Unquantized LM head by opweave's linear op."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        # The weight stays as it is: an embedding may share it.
+        pass
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return ir.ops.linear(x, layer.weight, bias)
+
+
+def _replacement(base: Any, bfloat16_only: bool) -> Any:
+    class Layer(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if bfloat16_only and self.weight_dtype() is not torch.bfloat16:
+                return
+            if type(self.quant_method) is linear.UnquantizedLinearMethod:
+                self.quant_method = LinearMethod()
+            elif type(self.quant_method) is embedding.UnquantizedEmbeddingMethod:
+                self.quant_method = HeadMethod()
+
+        def weight_dtype(self) -> torch.dtype | None:
+            weight = getattr(self, "weight", None)
+            return None if weight is None else weight.dtype
+
+    Layer.__name__ = Layer.__qualname__ = f"Opweave{base.__name__}"
+    return Layer
+
+
+def register(bfloat16_only: bool) -> None:
+    """Replace vLLM's linear layers and LM head; quantized layers keep their own method."""
+    for base in _LAYERS:
+        base.register_oot(_replacement(base, bfloat16_only), name=base.__name__)

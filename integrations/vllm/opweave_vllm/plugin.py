@@ -1,0 +1,58 @@
+"""The entry point: register the chosen seams with vLLM."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+from opweave.platforms.cpu import CpuPlatform
+from opweave_vllm import reporting
+
+SEAMS = ("norms", "activations", "rotary", "linear", "attention", "ir")
+VARIABLE = "OPWEAVE_VLLM_SEAMS"
+_DEFAULT = ("linear", "attention")
+
+_registered = False
+
+
+class SeamError(ValueError):
+    """The environment variable names an unknown seam."""
+
+
+def chosen_seams() -> tuple[tuple[str, ...], bool]:
+    """Return the seams to register, and whether they are limited to bfloat16 layers.
+
+    Raises:
+        SeamError: ``OPWEAVE_VLLM_SEAMS`` names an unknown seam.
+    """
+    text = os.environ.get(VARIABLE)
+    if text is None:
+        # Without bf16 instructions, vLLM's bfloat16 kernels convert every weight at each use.
+        return ((), True) if CpuPlatform().capabilities.bf16 else (_DEFAULT, True)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if names == ["all"]:
+        return SEAMS, False
+    if names == ["none"]:
+        return (), False
+    for name in names:
+        if name not in SEAMS:
+            accepted = ", ".join(SEAMS)
+            raise SeamError(
+                f"unknown seam {name!r} in {VARIABLE}; use 'all', 'none' or some of {accepted}"
+            )
+    return tuple(dict.fromkeys(names)), False
+
+
+def register() -> None:
+    """Register the chosen seams; vLLM calls this in every process before it builds a model."""
+    global _registered
+    seams, bfloat16_only = chosen_seams()
+    if not seams:
+        return
+    reporting.start()  # also in a worker that was forked after the registration
+    if _registered:
+        return
+    _registered = True
+    for seam in seams:
+        module = "providers" if seam == "ir" else seam
+        importlib.import_module(f"opweave_vllm.{module}").register(bfloat16_only)
