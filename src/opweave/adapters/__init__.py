@@ -14,7 +14,7 @@
     )
 """
 
-from opweave.adapters.function import FunctionByArgument, HubKernel, is_installed
+from opweave.adapters.function import FunctionByArgument, HubKernel
 from opweave.adapters.wrap import Output, Wrapped, wrap
 
-__all__ = ["FunctionByArgument", "HubKernel", "Output", "Wrapped", "is_installed", "wrap"]
+__all__ = ["FunctionByArgument", "HubKernel", "Output", "Wrapped", "wrap"]

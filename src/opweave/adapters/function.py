@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from opweave.base.packages import folders_of, is_installed
 from opweave.ir.errors import InvalidOpError
 
 Function = Callable[..., Any]
@@ -37,12 +37,11 @@ class ModuleFunction:
         return None if is_installed(package) else f"{package} is not installed"
 
     def file(self) -> Path | None:
-        """Return the file of the module, without importing it; None if there is no such file."""
+        """Return the file of the module, without importing it; None if it does not exist."""
         module, _, _ = self.name.partition(":")
         package, *rest = module.split(".")
-        found = importlib.util.find_spec(package) if is_installed(package) else None
-        for folder in (found.submodule_search_locations or ()) if found else ():
-            path = Path(folder, *rest)
+        for folder in folders_of(package):
+            path = folder.joinpath(*rest)
             for file in (path / "__init__.py", path.with_suffix(".py")):
                 if file.is_file():
                     return file
@@ -134,11 +133,3 @@ class HubKernel:
                 trust_remote_code=self.trust_remote_code,
             )
         return cast(Function, getattr(module, self.name))
-
-
-def is_installed(package: str) -> bool:
-    """Return whether *package*, a name without dots, can be imported, without importing it."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # a module that was not imported from a file
-        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from opweave.base.packages import is_installed
 from opweave.integrations.transformers.encoder import TransformersEncoder
 from opweave.integrations.transformers.model import TransformersModel
 from opweave.integrations.transformers.sharding import check_ranks
@@ -22,7 +22,7 @@ Build = Callable[..., Any]
 
 def is_available() -> bool:
     """Whether transformers is installed."""
-    return importlib.util.find_spec("transformers") is not None
+    return is_installed("transformers")
 
 
 def is_causal_lm(architecture: str) -> bool:

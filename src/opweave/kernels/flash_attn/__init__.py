@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opweave.adapters import is_installed, wrap
+from opweave.adapters import wrap
+from opweave.base.packages import is_installed
 from opweave.ir import ops, rules
 from opweave.ir.rule import Rule
 from opweave.kernels.arguments import NARROW_FLOATS, nvidia

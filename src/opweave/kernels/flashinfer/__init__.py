@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opweave.adapters import FunctionByArgument, Output, is_installed, wrap
+from opweave.adapters import FunctionByArgument, Output, wrap
+from opweave.base.packages import is_installed
 from opweave.ir import ops, rules
 from opweave.ir.traits import ROUNDS_LESS
 from opweave.kernels.arguments import NARROW_FLOATS, aligned, nvidia, residual, row

@@ -6,7 +6,8 @@ call.
 
 from __future__ import annotations
 
-from opweave.adapters import is_installed, wrap
+from opweave.adapters import wrap
+from opweave.base.packages import is_installed
 from opweave.ir import ops, rules
 from opweave.kernels.arguments import residual, row
 from opweave.kernels.triton.arguments import library_rows

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opweave.adapters import is_installed, wrap
+from opweave.adapters import wrap
+from opweave.base.packages import is_installed
 from opweave.ir import ops, rules
 from opweave.ir.traits import ROUNDS_LESS
 from opweave.kernels.arguments import FLOATS, aligned, nvidia, residual, row

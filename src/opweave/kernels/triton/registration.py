@@ -7,13 +7,13 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from opweave.adapters.opaque import opaque
+from opweave.base.packages import is_installed
 from opweave.ir import IrOp
 from opweave.ir.predicate import Predicate
 from opweave.ir.traits import BATCH_INVARIANT
@@ -26,7 +26,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _interpreter = threading.Lock()  # the interpreter patches triton.language, so it is not thread-safe
 _device_of: Callable[[Tensor], AbstractContextManager[None]] = torch.cuda.device_of
 NAMESPACE = "opweave_triton"
-_IS_THERE = find_spec("triton") is not None
+_IS_THERE = is_installed("triton")
 
 
 class Kernels:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from opweave.base.packages import folders_of
 from opweave.ir import IrOp
 from opweave.ir.predicate import Predicate
 from opweave.ir.traits import BATCH_INVARIANT
@@ -32,12 +32,8 @@ def implements(
 @cache
 def path() -> Path | None:
     """Return the file of the kernels that suit this CPU; None if it is not installed."""
-    try:
-        found = importlib.util.find_spec("vllm")
-    except ValueError:  # a module of that name that was not imported from a file
-        return None
-    for folder in (found.submodule_search_locations or ()) if found else ():
-        file = Path(folder) / f"{_name()}.abi3.so"
+    for folder in folders_of("vllm"):
+        file = folder / f"{_name()}.abi3.so"
         if file.is_file():
             return file
     return None

@@ -1,0 +1,20 @@
+"""Find installed packages without importing them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+
+def is_installed(package: str) -> bool:
+    """Return whether *package*, a name without dots, can be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # a module that was not imported from a file
+        return False
+
+
+def folders_of(package: str) -> list[Path]:
+    """Return the folders of *package*, a name without dots; none if it is not installed."""
+    found = importlib.util.find_spec(package) if is_installed(package) else None
+    return [Path(each) for each in (found.submodule_search_locations or ())] if found else []
