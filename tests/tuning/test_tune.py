@@ -55,7 +55,7 @@ def test_crashing_hanging_and_wrong_kernels_are_excluded(
     # This process knows the names of the providers only.
     impls = ("segfaults", "hangs", "wrong", "choosy")
     known = [*ir.ops.silu_and_mul.supported_providers(), *impls]
-    monkeypatch.setattr("opweave.tuning.worker.candidates", lambda op: known)
+    monkeypatch.setattr(ir.IrOp, "supported_providers", lambda op: known)
     path = tmp_path / "tuning.json"
     tuned = tune(recorded(3), path, Task(("bad_kernels",), QUICK), machine=HERE, timeout=10)
     assert tuned.problems == {}

@@ -79,7 +79,7 @@ def bench_op(
     apply_priorities(ir_op_priority)
     chosen = current_registry().op(op.replace("-", "_"))
     cases = _cases(chosen, tokens, shape, dtype, trace, seed)
-    results, limit = _measured(chosen, cases, Effort(rounds=rounds))
+    results, limit = _measured(cases, Effort(rounds=rounds))
     if json:
         print_json(_as_data(chosen, results, limit))
     else:
@@ -125,9 +125,9 @@ def _cases(
     return list(generated(op, tuple(tokens or TOKENS), options, kind, seed))
 
 
-def _measured(op: IrOp, cases: list[Sized], effort: Effort) -> tuple[Results, float]:
+def _measured(cases: list[Sized], effort: Effort) -> tuple[Results, float]:
     """Return the measurements of each case with the default provider, and the copy bandwidth."""
-    from opweave.tuning.contest import contest
+    from opweave.tuning.contest import contest, default_provider
     from opweave.tuning.timing import copy_speed
 
     results: Results = []
@@ -135,8 +135,7 @@ def _measured(op: IrOp, cases: list[Sized], effort: Effort) -> tuple[Results, fl
         limit = copy_speed()
         for done, sized in enumerate(cases):
             progress(done, len(cases), f"{sized.tokens} tokens")
-            args, kwargs = op.schema.split(sized.case.values)
-            default = op.dispatch(*args, **kwargs).provider
+            default = default_provider(sized.case)
             results.append((sized, default, contest(sized.case, effort=effort)))
     return results, limit
 

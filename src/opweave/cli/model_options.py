@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from opweave.engine import SamplingParams
 
 T = TypeVar("T")
+LoadFormatOption = Literal["auto", "dummy"]
+ModelImplOption = Literal["auto", "opweave", "transformers"]
 
 
 def given(kind: type[T], **values: object) -> T:
@@ -148,8 +150,8 @@ class ModelOptions:
     """
 
     dtype: str = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
-    model_impl: Literal["auto", "opweave", "transformers"] = "auto"
+    load_format: LoadFormatOption = "auto"
+    model_impl: ModelImplOption = "auto"
     tensor_parallel_size: int | None = None
     cpu_threads: int | None = None
     generation_config: str = "auto"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.markup import escape
@@ -15,6 +15,7 @@ from opweave.cli.explain import PROMPT
 from opweave.cli.files import check_writable
 from opweave.cli.flag import Flag
 from opweave.cli.imports import ImportOption, import_modules
+from opweave.cli.model_options import LoadFormatOption
 from opweave.cli.output import err, out, print_json
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
@@ -25,7 +26,6 @@ from opweave.cli.tables import PlainTable
 if TYPE_CHECKING:
     from opweave.tuning import Effort, Replay, Time, Trace
 
-LoadFormatOption = Literal["auto", "dummy"]
 TokensOption = Annotated[list[int] | None, Parameter(negative=(), consume_multiple=True)]
 
 

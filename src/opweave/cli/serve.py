@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 from opweave.cli.compilation import CompilationOption, apply_compilation
 from opweave.cli.errors import CliError
 from opweave.cli.flag import Flag
-from opweave.cli.model_options import given
+from opweave.cli.model_options import LoadFormatOption, ModelImplOption, given
 from opweave.cli.output import print_text, show_error
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import (
@@ -60,8 +60,8 @@ def serve(
     root_path: str = "",
     cors: Annotated[list[str] | None, Parameter(negative=())] = None,
     dtype: str = "auto",
-    load_format: Literal["auto", "dummy"] = "auto",
-    model_impl: Literal["auto", "opweave", "transformers"] = "auto",
+    load_format: LoadFormatOption = "auto",
+    model_impl: ModelImplOption = "auto",
     seed: int = 0,
     generation_config: str = "auto",
     cpu_threads: int | None = None,

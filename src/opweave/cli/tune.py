@@ -13,14 +13,15 @@ from opweave.cli.explain import PROMPT
 from opweave.cli.files import check_writable
 from opweave.cli.flag import Flag
 from opweave.cli.imports import ImportOption, import_modules
+from opweave.cli.model_options import LoadFormatOption
 from opweave.cli.output import err, out, print_json
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.progress import progress_bar
-from opweave.cli.record import LoadFormatOption, TokensOption, record_model, shown_time
+from opweave.cli.record import TokensOption, record_model, shown_time
 from opweave.cli.tables import PlainTable
 
 if TYPE_CHECKING:
-    from opweave.tuning import Trace, TracedCall
+    from opweave.tuning import Machine, Trace
     from opweave.tuning.cell import Cell
     from opweave.tuning.tune import Tuned
 
@@ -124,14 +125,14 @@ def _merge(files: list[Path], output: Path) -> None:
     out.print(f"{cells} measurements of {len(merged.machines)} machines: {output}", markup=False)
 
 
-def _show_plan(trace: Trace, output: Path, machine: object, *, json: bool) -> None:
+def _show_plan(trace: Trace, output: Path, machine: Machine, *, json: bool) -> None:
     from opweave.tuning import TuningFile
-    from opweave.tuning.cell import candidates, cells_to_measure
+    from opweave.tuning.cell import cells_to_measure
 
     file = TuningFile.load(output) if output.exists() else TuningFile()
-    done = next((cells for known, cells in file.machines.items() if known == machine), {})
+    done = file.machines.get(machine, {})
     calls = cells_to_measure(trace, done)
-    plan: list[tuple[TracedCall, list[str]]] = [(c, candidates(trace.op(c))) for c in calls]
+    plan = [(call, trace.op(call).supported_providers()) for call in calls]
     if json:
         print_json(
             [

@@ -9,10 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
+
+_STARTING = 300.0  # seconds to import opweave, its plugins and the user's modules
 
 
 def inherited_environment() -> dict[str, str]:
@@ -91,6 +95,58 @@ class ChildProcess:
         code = self.wait(1.0 if self.connection.poll(0) else 0.0)
         self.connection.close()
         return code
+
+
+class ChildWorker(ABC):
+    """A child process that does one job after another; a new one replaces one that has ended.
+
+    The process receives the task first, and sends a message when it is ready for jobs.
+
+    Args:
+        module: the module to run as a program.
+        task: the settings shared by all jobs.
+    """
+
+    def __init__(self, module: str, task: object) -> None:
+        self._module, self._task = module, task
+        self._process: ChildProcess | None = None
+
+    @abstractmethod
+    def environment(self) -> Mapping[str, str]:
+        """Return the variables to set in addition to those of this process."""
+
+    @abstractmethod
+    def start_error(self, code: int) -> Exception:
+        """Return the error for a process that ended with *code* before it was ready."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def running(self) -> ChildProcess:
+        """Return a process that is ready for a job."""
+        if self._process is not None and self._process.is_running:
+            return self._process
+        self.end()
+        self._process = process = ChildProcess(self._module, environment=self.environment())
+        process.connection.send(self._task)
+        try:
+            process.receive(_STARTING)
+        except (EOFError, TimeoutError):
+            raise self.start_error(self.end()) from None
+        return process
+
+    def end(self) -> int:
+        """End the process, if there is one, and return its exit code as :meth:`close` does."""
+        process, self._process = self._process, None
+        return 0 if process is None else process.close()
 
 
 def ending(code: int) -> str:

@@ -7,11 +7,11 @@ remaining checks are skipped; the next implementation gets a new process.
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from opweave.config.child_process import ChildProcess, ending
+from opweave.config.child_process import ChildWorker, ending
 from opweave.conformance.check import Outcome
 from opweave.conformance.errors import VerifierFailedError
 from opweave.conformance.heap import checking_environment
@@ -19,9 +19,6 @@ from opweave.conformance.subject import Subject
 from opweave.conformance.verify import Result
 from opweave.platforms import resolution
 from opweave.platforms.handover import VARIABLE
-
-_MODULE = "opweave.conformance.subprocess_main"
-_STARTING = 300.0  # seconds to import opweave, its plugins and the user's modules
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Verified:
     obstacle: str
 
 
-class Verifier:
+class Verifier(ChildWorker):
     """Verifies implementations sequentially in a subprocess.
 
     Args:
@@ -73,19 +70,14 @@ class Verifier:
     """
 
     def __init__(self, task: VerifyTask, timeout: float) -> None:
-        self._task, self._timeout = task, timeout
-        self._process: ChildProcess | None = None
+        super().__init__("opweave.conformance.subprocess_main", task)
+        self._timeout = timeout
 
-    def __enter__(self) -> Self:
-        return self
+    def environment(self) -> Mapping[str, str]:
+        return {VARIABLE: resolution().to_json(), **checking_environment()}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self._end()
+    def start_error(self, code: int) -> Exception:
+        return VerifierFailedError(f"the process that verifies {_ended(code)} before it began.")
 
     def verify(self, subject: Subject) -> Result:
         """Run the checks; a crash or a timeout is a problem of the last case.
@@ -93,7 +85,7 @@ class Verifier:
         Raises:
             VerifierFailedError: the subprocess does not start.
         """
-        process = self._running()
+        process = self.running()
         process.connection.send(
             Named(subject.op.name, subject.provider, subject.device, subject.options)
         )
@@ -102,10 +94,10 @@ class Verifier:
             try:
                 message = process.receive(self._timeout)
             except EOFError:
-                problem = self._end()
+                problem = _ended(self.end())
                 break
             except TimeoutError:
-                self._end()
+                self.end()
                 problem = f"did not come back within {self._timeout:g} s"
                 break
             if isinstance(message, Outcome):
@@ -121,30 +113,9 @@ class Verifier:
         # Before the first check, the predicate has been asked.
         return Result(subject, (*outcomes, Outcome(check or "predicate", problems=[problem])))
 
-    def _running(self) -> ChildProcess:
-        if self._process is not None and self._process.is_running:
-            return self._process
-        self._end()
-        return self._start()
 
-    def _start(self) -> ChildProcess:
-        environment = {VARIABLE: resolution().to_json(), **checking_environment()}
-        self._process = process = ChildProcess(_MODULE, environment=environment)
-        process.connection.send(self._task)
-        try:
-            process.receive(_STARTING)
-        except (EOFError, TimeoutError):
-            raise VerifierFailedError(
-                f"the process that verifies {self._end()} before it began."
-            ) from None
-        return process
-
-    def _end(self) -> str:
-        """End the subprocess, and return how it ended, if by itself."""
-        process, self._process = self._process, None
-        if process is None:
-            return ""
-        code = process.close()
-        # glibc's checks of the heap are on: see the module heap.
-        hint = ", as where memory behind a result is written" if code == -signal.SIGABRT else ""
-        return f"ended the process with {ending(code)}{hint}"
+def _ended(code: int) -> str:
+    """Return how the subprocess ended by itself."""
+    # glibc's checks of the heap are on: see the module heap.
+    hint = ", as where memory behind a result is written" if code == -signal.SIGABRT else ""
+    return f"ended the process with {ending(code)}{hint}"

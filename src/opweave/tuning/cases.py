@@ -52,7 +52,7 @@ def generated(
         seed: the seed of the arguments.
 
     Raises:
-        TuningError: the generator or the op does not accept the sizes, or there is no generator.
+        TuningError: the generator or the op does not accept the sizes, or the op has no generator.
     """
     if not op.has_input_generator:
         raise TuningError(f"{op.name} has no input generator: measure it with a trace.")

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opweave.ir import IrOp
 from opweave.tuning.contest import Measurement
 from opweave.tuning.timing import Time, is_faster
 from opweave.tuning.trace import Trace, TracedCall
@@ -109,11 +108,6 @@ def family_of(call: TracedCall) -> str:
     return ", ".join(parts)
 
 
-def candidates(op: IrOp) -> list[str]:
-    """Return the providers that can run here."""
-    return op.supported_providers()
-
-
 def cells_to_measure(trace: Trace, done: Iterable[Key] = ()) -> list[TracedCall]:
     """Return the most frequent call of each cell that is not *done*, most frequent first.
 
@@ -125,7 +119,7 @@ def cells_to_measure(trace: Trace, done: Iterable[Key] = ()) -> list[TracedCall]
     known, found = set(done), dict[Key, TracedCall]()
     for call in trace.calls:
         key = (call.op, family_of(call), bucket(call.tokens))
-        if key in known or len(candidates(trace.op(call))) < 2:
+        if key in known or len(trace.op(call).supported_providers()) < 2:
             continue
         if key not in found or call.count > found[key].count:
             found[key] = call

@@ -113,6 +113,12 @@ def refusal(op: IrOp, provider: str, values: Values) -> str:
         return f"its predicate raised {described(error, 1)}"
 
 
+def default_provider(case: Case) -> str:
+    """Return the provider that a call with the arguments of *case* selects."""
+    args, kwargs = case.op.schema.split(case.values)
+    return case.op.dispatch(*args, **kwargs).provider
+
+
 def relative_error(found: Outputs, reference: Outputs) -> float:
     """Return the largest root-mean-square error of an output over that of its reference."""
     return max(map(_relative, found, reference), default=0.0)

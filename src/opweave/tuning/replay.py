@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from opweave.base.errors import described
 from opweave.conformance.case import Case
-from opweave.tuning.contest import timed_call, verified
+from opweave.tuning.contest import default_provider, timed_call, verified
 from opweave.tuning.timing import Effort, Time, compare
 from opweave.tuning.trace import Trace, TracedCall
 
@@ -62,8 +62,7 @@ def replay(
     if case.refusal is not None:
         reason = f"native raises {described(case.refusal, 1)}"
         return Replay(call, provider or "native", "native", "rejected", reason)
-    args, kwargs = op.schema.split(values)
-    default = op.dispatch(*args, **kwargs).provider
+    default = default_provider(case)
     provider = provider or default
     checked = verified(case, provider)
     if checked.status != "passed":

@@ -52,9 +52,9 @@ class TuningFile:
             for machine, cells in self.machines.items()
         ]
         text = json.dumps({"format": FORMAT, "version": VERSION, "machines": found}, indent=1)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(f"{text}\n", encoding="utf-8")
-        beside.replace(path)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished.write_text(f"{text}\n", encoding="utf-8")
+        unfinished.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> TuningFile:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Self
 
-from opweave.config.child_process import ChildProcess, ending
+from opweave.config.child_process import ChildWorker, ending
 from opweave.config.environment import TUNING_FILE
 from opweave.platforms import resolution
 from opweave.platforms.handover import VARIABLE
-from opweave.tuning.cell import Cell, candidates, family_of
+from opweave.tuning.cell import Cell, family_of
 from opweave.tuning.contest import Measurement
 from opweave.tuning.errors import WorkerFailedError
 from opweave.tuning.timing import Effort
 from opweave.tuning.trace import Trace, TracedCall
-
-_MODULE = "opweave.tuning.worker_main"
-_STARTING = 300.0  # seconds to import opweave, its plugins and the user's modules
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ class Done:
     obstacle: str = ""
 
 
-class TuningWorker:
+class TuningWorker(ChildWorker):
     """Measures calls one after another in a subprocess.
 
     Args:
@@ -74,19 +70,17 @@ class TuningWorker:
     """
 
     def __init__(self, task: Task, timeout: float = 120.0) -> None:
-        self._task, self._timeout = task, timeout
-        self._process: ChildProcess | None = None
+        super().__init__("opweave.tuning.worker_main", task)
+        self._timeout = timeout
 
-    def __enter__(self) -> Self:
-        return self
+    def environment(self) -> Mapping[str, str]:
+        # The default is the choice without tuning.
+        return {VARIABLE: resolution().to_json(), TUNING_FILE: ""}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self._end()
+    def start_error(self, code: int) -> Exception:
+        return WorkerFailedError(
+            f"the process that measures ended with {ending(code)} before it began."
+        )
 
     def measure(self, trace: Trace, call: TracedCall) -> Cell | str:
         """Measure every implementation that can run here.
@@ -100,7 +94,7 @@ class TuningWorker:
         Raises:
             WorkerFailedError: the subprocess does not start.
         """
-        job = Job(_only(trace, call), tuple(candidates(trace.op(call))))
+        job = Job(_only(trace, call), tuple(trace.op(call).supported_providers()))
         crashed: list[Measurement] = []
         while True:
             stage, outcome = self._run(job)
@@ -124,39 +118,19 @@ class TuningWorker:
 
     def _run(self, job: Job) -> tuple[TuningStage, Done | str]:
         """Return the last stage, and the result or how the process ended."""
-        process, stage = self._running(), TuningStage("", "")
+        process, stage = self.running(), TuningStage("", "")
         process.connection.send(job)
         while True:
             try:
                 message = process.receive(self._timeout)
             except EOFError:
-                return stage, f"ended with {ending(self._end())}"
+                return stage, f"ended with {ending(self.end())}"
             except TimeoutError:
-                self._end()
+                self.end()
                 return stage, f"did not respond within {self._timeout:g} s"
             if isinstance(message, Done):
                 return stage, message
             stage = message
-
-    def _running(self) -> ChildProcess:
-        if self._process is not None and self._process.is_running:
-            return self._process
-        self._end()
-        # The default is the choice without tuning.
-        environment = {VARIABLE: resolution().to_json(), TUNING_FILE: ""}
-        self._process = process = ChildProcess(_MODULE, environment=environment)
-        process.connection.send(self._task)
-        try:
-            process.receive(_STARTING)
-        except (EOFError, TimeoutError):
-            raise WorkerFailedError(
-                f"the process that measures ended with {ending(self._end())} before it began."
-            ) from None
-        return process
-
-    def _end(self) -> int:
-        process, self._process = self._process, None
-        return 0 if process is None else process.close()
 
 
 def _only(trace: Trace, call: TracedCall) -> Trace:

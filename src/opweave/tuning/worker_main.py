@@ -13,7 +13,7 @@ from opweave.base.errors import described
 from opweave.config.child_process import end_with_parent
 from opweave.conformance.case import Case
 from opweave.conformance.modules import import_named
-from opweave.tuning.contest import contest
+from opweave.tuning.contest import contest, default_provider
 from opweave.tuning.worker import Done, Job, Task, TuningStage
 
 
@@ -38,8 +38,7 @@ def _measured(job: Job, task: Task, connection: Connection) -> Done:
     case = Case(op, call.label, values)
     if case.refusal is not None:
         return Done("", (), f"native raises {described(case.refusal, 1)}")
-    args, kwargs = op.schema.split(values)
-    default = op.dispatch(*args, **kwargs).provider
+    default = default_provider(case)
     found = contest(
         case,
         job.providers,
