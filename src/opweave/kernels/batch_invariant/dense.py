@@ -35,6 +35,24 @@ def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None =
     return _joined(lambda row: ops.linear_w8a16.native(row, weight, scale, bias), x)
 
 
+@ops.linear_w4a16.register_impl("batch_invariant", traits=_TRAITS)
+@opaque(ops.linear_w4a16)
+def linear_w4a16(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    return _joined(lambda row: ops.linear_w4a16.native(row, weight, scale, offset, bias), x)
+
+
+@ops.linear_q.register_impl("batch_invariant", traits=_TRAITS)
+@opaque(ops.linear_q)
+def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
+    return _joined(lambda row: ops.linear_q.native(row, weight, bias, format), x)
+
+
 @ops.silu_and_mul.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.silu_and_mul)
 def silu_and_mul(x: Tensor) -> Tensor:

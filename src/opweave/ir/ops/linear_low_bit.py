@@ -1,0 +1,167 @@
+"""Linear layers with weights of about four bits: groups of int4, and blocks of GGUF files."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from opweave.ir.ops.checks import misfit
+from opweave.ir.ops.gguf_blocks import (
+    GGUF_BLOCKS,
+    check_blocks,
+    dequantized_blocks,
+    random_blocks,
+)
+from opweave.ir.ops.linear import linear
+from opweave.ir.registry import register_op
+
+
+@register_op
+def linear_w4a16(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``x @ (q * scale + offset).T + bias`` with 4-bit ``q``, in float32, rounded once.
+
+    Every row of the weight is divided into groups of the same even number of columns, each with its
+    own scale and offset.
+
+    Args:
+        x: ``(..., in_features)``, floating point; float64 is computed in float64.
+        weight: ``(out_features, in_features / 2)``, uint8: two values of 0 to 15 per byte. The low
+            four bits belong to the even column.
+        scale: ``(out_features, groups)``, floating point.
+        offset: shape and dtype of ``scale``; the value for which ``q`` is zero. None for
+            ``-8 * scale``, symmetric int4.
+        bias: ``(out_features,)``, any floating dtype, or None.
+
+    Returns:
+        ``(..., out_features)`` in the dtype of ``x``.
+
+    Raises:
+        ValueError: the dtype or shape of ``weight``, ``scale`` or ``offset`` is not supported.
+
+    Source: GPTQ, arXiv:2210.17323; AWQ, arXiv:2306.00978.
+    """
+    _check_w4(weight, scale, offset)
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = dequantized_w4(weight, scale, offset, y.dtype)
+    return functional.linear(y, wide, None if bias is None else bias.to(y.dtype)).to(x.dtype)
+
+
+def dequantized_w4(
+    weight: Tensor, scale: Tensor, offset: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the weight of :func:`linear_w4a16` as numbers of *dtype*."""
+    rows, groups = scale.shape
+    values = torch.stack((weight & 15, weight >> 4), dim=-1).to(dtype)
+    values = values.reshape(rows, groups, 2 * weight.shape[1] // groups)
+    wide_scale = scale.to(dtype)[..., None]
+    if offset is None:
+        wide = (values - 8) * wide_scale
+    else:
+        wide = values * wide_scale + offset.to(dtype)[..., None]
+    return wide.flatten(1)
+
+
+def _check_w4(weight: Tensor, scale: Tensor, offset: Tensor | None) -> None:
+    op = "linear_w4a16"
+    if weight.dtype is not torch.uint8 or weight.ndim != 2:
+        raise misfit(op, "weight", weight, "uint8, (out_features, in_features / 2)")
+    if not scale.is_floating_point() or not groups_rows(scale, weight):
+        raise misfit(
+            op,
+            "scale",
+            scale,
+            f"floating point, ({weight.shape[0]}, groups), with groups of an equal, even number of "
+            f"the {2 * weight.shape[1]} columns",
+        )
+    if offset is not None and (offset.dtype != scale.dtype or offset.shape != scale.shape):
+        raise misfit(op, "offset", offset, "None or like scale")
+
+
+def groups_rows(scale: Tensor, weight: Tensor) -> bool:
+    """Whether *scale* divides the rows of the packed *weight* into groups of whole bytes."""
+    return (
+        scale.ndim == 2
+        and scale.shape[0] == weight.shape[0]
+        and scale.shape[1] > 0
+        and weight.shape[1] % scale.shape[1] == 0
+    )
+
+
+@register_op
+def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
+    """``x @ dequantized(weight).T + bias`` with blocks of a GGUF file, in float32, rounded once.
+
+    Args:
+        x: ``(..., in_features)``, floating point; float64 is computed in float64.
+        weight: ``(out_features, bytes)``, uint8: the blocks of each row as the file has them.
+        bias: ``(out_features,)``, any floating dtype, or None.
+        format: ``"q4_0"``, ``"q4_1"`` or ``"q8_0"``, with blocks of 32 columns; ``"q4_k"``,
+            ``"q5_k"`` or ``"q6_k"``, with blocks of 256.
+
+    Returns:
+        ``(..., out_features)`` in the dtype of ``x``.
+
+    Raises:
+        ValueError: the format is unknown, or ``weight`` does not consist of whole blocks of
+            ``in_features`` columns.
+
+    Source: the GGUF format, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+    """
+    check_blocks("linear_q", x, weight, format)
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = dequantized_blocks(weight, format, y.dtype)
+    return functional.linear(y, wide, None if bias is None else bias.to(y.dtype)).to(x.dtype)
+
+
+@linear_w4a16.register_input_generator
+def _linear_w4a16_inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    output_size: int = 0,
+    group_size: int = 32,
+    scale_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A *group_size* that does not divide the *hidden_size* stands for one group per row."""
+    if hidden_size % 2:
+        raise ValueError(f"linear_w4a16: hidden_size must be even; found {hidden_size}.")
+    x, weight, bias = linear.generate_inputs(
+        num_tokens=num_tokens, hidden_size=hidden_size, output_size=output_size, device=device
+    )
+    divides = group_size % 2 == 0 and hidden_size % group_size == 0
+    grouped = weight.unflatten(1, (-1, group_size if divides else hidden_size))
+    least, largest = grouped.aminmax(dim=-1)
+    scale = ((largest - least) / 15).clamp(min=1e-6).to(scale_dtype)
+    offset = least.to(scale_dtype)
+    q = ((grouped - offset[..., None].float()) / scale[..., None].float()).round().clamp(0, 15)
+    q = q.to(torch.uint8).flatten(1)
+    return x.to(dtype), q[:, ::2] | (q[:, 1::2] << 4), scale, offset, bias.to(dtype)
+
+
+@linear_q.register_input_generator
+def _linear_q_inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 256,
+    output_size: int = 64,
+    format: str = "q8_0",
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, str]:
+    if hidden_size % GGUF_BLOCKS[format].columns:
+        raise ValueError(f"linear_q: {hidden_size} columns are not whole blocks of {format}.")
+    x = torch.randn(num_tokens, hidden_size, device=device)
+    weight = random_blocks(output_size, hidden_size, format, device)
+    return x.to(dtype), weight, torch.randn(output_size, device=device).to(dtype), format
+
+
+# Sums in a different order, as for linear.
+for _op in (linear_w4a16, linear_q):
+    _op.override_tolerance(torch.float32, atol=1e-4, rtol=1e-5)
+    _op.override_tolerance(torch.bfloat16, atol=1e-2, rtol=1.6e-2)
+    _op.override_tolerance(torch.float16, atol=1e-2, rtol=2e-3)
