@@ -116,6 +116,13 @@ class Unprovided(Sound):
         return {"silu_and_mul": ["batch_invariant", "nobody"]}
 
 
+class Nobodys(Sound):
+    def get_default_ir_op_priority(
+        self, config: EngineConfig | None = None
+    ) -> Mapping[str, list[str]]:
+        return {"*": ["nobody"]}
+
+
 class Jobless(Sound):
     def get_worker_cls(self, config: EngineConfig) -> str:
         return "nobody.worker.Worker"
@@ -150,15 +157,24 @@ class Wrong(Sound):
         return {"silu_and_mul": ["zoo_wrong"]}
 
 
+class WrongEverywhere(Sound):
+    """Selects that kernel for every op that it implements."""
+
+    def get_default_ir_op_priority(
+        self, config: EngineConfig | None = None
+    ) -> Mapping[str, list[str]]:
+        return {"*": ["zoo_wrong"]}
+
+
 BROKEN: Mapping[str, Sequence[type[Sound]]] = {
     "contract": (Nameless, Overfull, Fractional, Secretive, Recording, Choosy),
     "configuration": (Unplaced, Forceful, Restless),
     "device": (Elsewhere,),
     "capabilities": (Wide, Recorder, Boundless),
     "seed": (Unseeded, OneSeed),
-    "priorities": (Misspelled, Unprovided),
+    "priorities": (Misspelled, Unprovided, Nobodys),
     "references": (Jobless, Functional, Inattentive, Uncompiled, Passing),
-    "kernels": (Wrong,),
+    "kernels": (Wrong, WrongEverywhere),
 }
 
 # Functions that claim

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hypothesis_profiles import examples
 from opweave import ir
+from opweave.ir.errors import SettingError
 from opweave.ir.priority import parse
 from opweave.ir.selection import needs_gradient, tensors_in
 from strategies import MARKS, PROVIDER_OF, Program, calls, programs
@@ -252,6 +253,32 @@ def test_a_list_is_put_in_front_of_the_weaker_ones(op: ir.IrOp) -> None:
     with ir.priority(marked=["alpha"]):
         assert op.get_priority() == ["alpha", "beta", "gamma", "native"]
         assert [str(e) for e in ir.policy_for(op).priority] == op.get_priority()
+
+
+def test_a_platform_can_list_providers_for_every_op(op: ir.IrOp) -> None:
+    listed = ir.register_op(name="listed")(marked(MARKS["native"]))
+    lacking = ir.register_op(name="lacking")(marked(MARKS["native"]))
+    for provider in ("alpha", "beta"):
+        listed.register_impl(provider)(marked(MARKS[provider]))
+    lacking.register_impl("beta")(marked(MARKS["beta"]))
+    settings, lists = op.registry.settings, {"*": ["alpha", "beta"], "listed": ["beta"]}
+    settings.set_priorities(ir.Source.PLATFORM, lists, "platform default")
+    assert op.get_priority() == ["alpha", "beta", "native"]
+    assert listed.get_priority() == ["beta", "native"]
+    assert lacking.get_priority() == ["beta", "native"]
+    assert [ran(each) for each in (op, listed, lacking)] == ["alpha", "beta", "beta"]
+    assert "[platform default]" in str(ir.explain(op, torch.zeros(2)))
+    op.registry.check_settings()
+    with ir.priority(marked="native"):
+        assert ran(op) == "native"
+
+
+def test_only_a_platform_can_list_providers_for_every_op(op: ir.IrOp) -> None:
+    settings = op.registry.settings
+    settings.set_priorities(ir.Source.CONFIG_FILE, {"*": ["alpha"]}, "config file")
+    assert ran(op) == "native"
+    with pytest.raises(SettingError, match=r"config file: unknown op '\*'"):
+        op.registry.check_settings()
 
 
 def test_set_default_persists_until_taken_away(op: ir.IrOp) -> None:

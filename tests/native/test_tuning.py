@@ -12,16 +12,15 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.ir import IrOp
-from opweave.platforms import CpuPlatform
 
 from .conftest import ISAS
 from .oracle import DTYPES
 
 TUNED = {"zen4": "avx512bf16"}
 OPS = sorted(
-    op
-    for op, names in CpuPlatform().get_default_ir_op_priority().items()
-    if names[:1] == ["opweave_c"] and op != "advance_step_flashattn"
+    name
+    for name, op in ir.current_registry().ops.items()
+    if "opweave_c" in op.impls and name != "advance_step_flashattn"
 )  # of integers
 # One row is prefetched ahead, or two; one step of vectors, or several and a rest.
 SIZES: tuple[dict[str, int], ...] = ({}, {"num_tokens": 5, "hidden_size": 1096})

@@ -167,8 +167,19 @@ def test_each_device_type_is_torchs() -> None:
 def test_default_priorities_name_ops_and_providers(platform: type[Platform]) -> None:
     registry = current_registry()
     registry.ensure_ready()
+    everywhere = {provider for op in registry.ops.values() for provider in op.impls}
     for op, providers in platform().get_default_ir_op_priority().items():
-        assert {*providers} <= registry.op(op).impls.keys()
+        assert {*providers} <= (everywhere if op == "*" else registry.op(op).impls.keys())
+
+
+def test_the_cpu_prefers_its_own_kernels_but_for_the_listed_ops() -> None:
+    listed = CpuPlatform().get_default_ir_op_priority()
+    for name, op in current_registry().ops.items():
+        if name in listed:
+            expected = listed[name]
+        else:
+            expected = [p for p in ("opweave_c", "opweave_c_invariant") if p in op.impls]
+        assert op.get_priority() == [*expected, "native"], name
 
 
 # The host

@@ -15,6 +15,8 @@ from typing import NamedTuple
 from opweave.ir.errors import SettingError
 
 NATIVE = "native"
+EVERY_OP = "*"
+"""In a platform's default: the ops without a list of their own, where they have the provider."""
 RENAMED = {"row_by_row": "batch_invariant"}
 """Deprecated names of providers; priority lists accept them, with a DeprecationWarning."""
 ALWAYS_LAST = "always last"  # origin of native if no list contains it

@@ -181,7 +181,7 @@ class Registry:
         for name, origin in self.settings.configured_ops().items():
             try:
                 op = self.op(name)
-                for entries in self.settings.priorities(name):
+                for entries in self.settings.priorities(name, op.impls):
                     op.check_providers(entries)
             except IrError as error:
                 raise SettingError(f"{origin}: {error}") from error

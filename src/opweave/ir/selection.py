@@ -126,7 +126,7 @@ def policy_for(op: IrOp, call_site: Entries = (), *, differentiable: bool = Fals
     op.registry.ensure_ready()
     scope, settings = current_scope(), op.registry.settings
     stronger = [call_site, *(scope.priorities.get(op, []) if scope else [])]
-    lists = [*stronger, *settings.priorities(op.name)]
+    lists = [*stronger, *settings.priorities(op.name, op.impls)]
     for entries in lists:
         op.check_providers(entries)
     required = {**settings.required, **(scope.required if scope else {})}
@@ -136,7 +136,7 @@ def policy_for(op: IrOp, call_site: Entries = (), *, differentiable: bool = Fals
     tuned = []
     for limit, entries in settings.tuned(op.name) if op.schema.tensors else ():
         known = tuple(entry for entry in entries if entry.provider in op.impls)
-        merged = merge([*stronger, *settings.priorities(op.name, known), able])
+        merged = merge([*stronger, *settings.priorities(op.name, op.impls, known), able])
         tuned.append(SizeRange(limit, merged))
     if len(tuned) == 1:  # the same choice for all sizes
         return Policy(tuned[0].entries, required)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from opweave.base import transaction
 from opweave.base.owner import Owner, current_owner, way_out
 from opweave.ir.errors import ReplacedWarning
-from opweave.ir.priority import Entries, SizeRange, Source, parse
+from opweave.ir.priority import EVERY_OP, Entries, SizeRange, Source, parse
 from opweave.ir.traits import check_traits
 
 Requirements = Mapping[str, str]  # trait -> the setting that requires it
@@ -90,11 +90,20 @@ class Settings:
         self._default_owners[op] = owner
         self._on_change()
 
-    def priorities(self, op: str, tuned: Entries = ()) -> list[Entries]:
-        """Return the lists for *op*, strongest first, with *tuned* as that of the tuning file."""
+    def priorities(self, op: str, providers: Container[str], tuned: Entries = ()) -> list[Entries]:
+        """Return the lists for *op*, strongest first.
+
+        Args:
+            op: the name of the op.
+            providers: its implementations; others are left out of the platform's ``"*"`` list.
+            tuned: the list of the tuning file.
+        """
         by_source = {s: lists[op] for s, lists in self._priorities.items() if op in lists}
         if tuned:
             by_source[Source.TUNED] = tuned
+        if Source.PLATFORM not in by_source:
+            usual = self._priorities.get(Source.PLATFORM, {}).get(EVERY_OP, ())
+            by_source[Source.PLATFORM] = tuple(e for e in usual if e.provider in providers)
         return [by_source[source] for source in sorted(by_source)]
 
     def configured_ops(self) -> dict[str, str]:
@@ -102,7 +111,8 @@ class Settings:
         named: dict[str, str] = {}
         for source in sorted(self._priorities):
             for op, entries in self._priorities[source].items():
-                named.setdefault(op, entries[0].origin)
+                if (source, op) != (Source.PLATFORM, EVERY_OP):
+                    named.setdefault(op, entries[0].origin)
         return named
 
     def require(self, source: Source, traits: Iterable[str], origin: str) -> None:

@@ -107,6 +107,9 @@ class Platform:
     ) -> Mapping[str, list[str]]:
         """Return the default priority list of each op; ops that are not listed use native.
 
+        The key ``"*"`` stands for all ops that are not listed. An op skips the providers in its
+        list that have no implementation of it.
+
         The lists may depend on *config*. Those of opweave's platforms are the same in eager mode
         and under ``torch.compile``.
         """

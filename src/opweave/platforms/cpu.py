@@ -8,51 +8,10 @@ from functools import cached_property
 import torch
 
 from opweave.config import EngineConfig
+from opweave.ir.priority import EVERY_OP
 from opweave.platforms import defaults, probes
 from opweave.platforms.base import Platform
 from opweave.platforms.capabilities import Capabilities
-
-# Ops for which the C++ kernel is the first choice.
-_NATIVE_OPS = (
-    "advance_step_flashattn",
-    "attention_quant",
-    "dynamic_per_tensor_quant_fp8",
-    "dynamic_per_token_quant_fp8",
-    "dynamic_per_token_quant_int8",
-    "fatrelu_and_mul",
-    "fused_add_rms_norm",
-    "fused_add_rms_norm_dynamic_per_token_quant_fp8",
-    "fused_add_rms_norm_dynamic_per_token_quant_int8",
-    "fused_add_rms_norm_static_quant_fp8",
-    "gelu_and_mul",
-    "gelu_and_mul_sparse",
-    "gelu_fast",
-    "gelu_new",
-    "layer_norm",
-    "mul_and_silu",
-    "paged_attention",
-    "per_token_group_quant_fp8",
-    "qk_norm_rope",
-    "quick_gelu",
-    "relu2",
-    "reshape_and_cache",
-    "rms_norm",
-    "rms_norm_dynamic_per_token_quant_fp8",
-    "rms_norm_dynamic_per_token_quant_int8",
-    "rms_norm_gated",
-    "rms_norm_static_quant_fp8",
-    "rope_reshape_and_cache",
-    "rotary_embedding",
-    "silu_and_mul",
-    "silu_and_mul_dynamic_per_token_quant_fp8",
-    "silu_and_mul_dynamic_per_token_quant_int8",
-    "silu_and_mul_per_token_group_quant_fp8",
-    "silu_and_mul_static_quant_fp8",
-    "static_quant_fp8",
-    "static_quant_int8",
-    "swigluoai_and_mul",
-    "xielu",
-)
 
 # Ops for which a fused torch operator is the first choice.
 _TORCH_OPS = (
@@ -88,10 +47,10 @@ class CpuPlatform(Platform):
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
     ) -> Mapping[str, list[str]]:
-        own = {op: ["opweave_c"] for op in _NATIVE_OPS}
-        # The second is for batch-invariant runs; the first chooses kernels by batch size.
-        layers = {op: ["opweave_c", "opweave_c_invariant"] for op in ("linear", "linear_w8a16")}
-        return {**own, **layers, **{op: ["aten"] for op in _TORCH_OPS}}
+        # The second is for batch-invariant runs: linear layers of the first choose kernels by
+        # batch size.
+        own = ["opweave_c", "opweave_c_invariant"]
+        return {EVERY_OP: own, **{op: ["aten"] for op in _TORCH_OPS}}
 
     def get_device_communicator_cls(self) -> str:
         return defaults.HOST_COMMUNICATOR

@@ -8,20 +8,20 @@ from opweave.conformance.platform.subject import PlatformSubject
 from opweave.conformance.subject import Subject
 from opweave.conformance.verify import verify
 from opweave.ir import current_registry
-from opweave.ir.priority import NATIVE, parse
+from opweave.ir.priority import EVERY_OP, NATIVE, parse
 
 _CHECKS = ("values", "mutation")  # `opweave verify --platform` runs all
 
 
 def _run(subject: PlatformSubject) -> Findings:
     ops = current_registry().ops
-    for name, providers in subject.platform.get_default_ir_op_priority().items():
-        for entry in parse(providers, "platform default"):
+    lists = subject.platform.get_default_ir_op_priority()
+    for name, op in ops.items():
+        providers = lists.get(name, lists.get(EVERY_OP))
+        for entry in parse(providers, "platform default") if providers else ():
             # (another check reports missing registrations)
-            if name in ops and entry.provider in {*ops[name].impls} - {NATIVE}:
-                yield from _verified(
-                    Subject(ops[name], entry.provider, subject.platform.device_type)
-                )
+            if entry.provider in {*op.impls} - {NATIVE}:
+                yield from _verified(Subject(op, entry.provider, subject.platform.device_type))
 
 
 def _verified(implementation: Subject) -> Findings:
