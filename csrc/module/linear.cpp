@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "module/linear_checks.h"
 #include "module/module.h"
 #include "module/row_checks.h"
 #include "module/scratch.h"
@@ -19,26 +20,6 @@ void check_weight_shape(const View& weight, const View& x) {
   check_unit_stride(weight);
 }
 
-void check_out(const View& out, const View& x, const View& weight) {
-  check_same_dtype(out, x);
-  bool fits = out.rank == x.rank && out.sizes[x.rank - 1] == weight.sizes[0];
-  for (int d = 0; fits && d + 1 < x.rank; ++d) fits = out.sizes[d] == x.sizes[d];
-  if (!fits) {
-    std::string wanted = "[";
-    for (int d = 0; d + 1 < x.rank; ++d) wanted += std::to_string(x.sizes[d]) + ", ";
-    refuse_shape(out, wanted + std::to_string(weight.sizes[0]) + "]");
-  }
-  check_contiguous(out);
-}
-
-void check_bias(const View& bias, const View& x, int64_t out_features) {
-  if (bias.dtype != x.dtype) check_dtype(bias, {x.dtype, OPWEAVE_FLOAT32});
-  if (bias.rank != 1 || bias.sizes[0] != out_features) {
-    refuse_shape(bias, "[" + std::to_string(out_features) + "], one element per row of weight");
-  }
-  check_unit_stride(bias);
-}
-
 void check_scale(const View& scale, int64_t out_features) {
   check_dtype(scale, {OPWEAVE_FLOAT32});
   check_contiguous(scale);
@@ -51,10 +32,6 @@ void check_scale(const View& scale, int64_t out_features) {
 }
 
 int64_t scale_stride_of(const View& scale) { return scale.element_count() > 1 ? 1 : 0; }
-
-// The work of the parallel loop per weight: reading a weight costs as much as the products with
-// four tokens.
-int64_t work_per_weight(int64_t tokens) { return 1 + tokens / 4; }
 
 // Return the row stride of x in bytes, with room for a whole step (four cache lines) at the end. It
 // is an odd number of cache lines: with a power-of-two stride, all tokens would map to the same few

@@ -59,8 +59,7 @@ def chat(
     Parameters
     ----------
     model
-        A directory with config.json, safetensors, tokenizer.json and a chat template; or a
-            GGUF file.
+        A directory with config.json, safetensors, tokenizer.json and a chat template.
     system
         The system message of the conversation.
     chat_template

@@ -52,7 +52,7 @@ def record(
     Parameters
     ----------
     model
-        A directory with config.json, safetensors and tokenizer.json; or a GGUF file.
+        A directory with config.json, safetensors and tokenizer.json.
     output
         The trace file to write.
     prompt

@@ -39,9 +39,7 @@ def core_sources() -> list[Path]:
 def fingerprint() -> str:
     """Return a hash of every file of the kit."""
     digest = hashlib.sha256()
-    folder = include_dir() / "opweave"
-    for path in sorted(folder.rglob("*")):
+    for path in sorted((include_dir() / "opweave").iterdir()):
         if path.suffix in (".h", ".cpp"):
-            name = path.relative_to(folder).as_posix()
-            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

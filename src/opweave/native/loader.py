@@ -6,6 +6,7 @@ import functools
 import importlib
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Protocol, cast
 
@@ -86,12 +87,27 @@ require._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see argu
 def native_op(op: str, *, in_kernel: bool = False) -> Function:
     """Return *op* of ``opweave._C_ops`` as a function (see `callable_of`).
 
-    The function raises RuntimeError if the module cannot be used.
+    The function raises RuntimeError if the module cannot be used, or lacks the op.
     """
     if module() is None:
         return lambda *arguments: require()  # raises
+    if not has_native_op(op):
+        return partial(_fail_without, op)
     direct = status().fast_call
     return callable_of(op, require(), NAMESPACE, direct=direct, in_kernel=in_kernel)
+
+
+def has_native_op(op: str) -> bool:
+    """Whether the module has *op*; one that was built from older sources may not."""
+    raw = module()
+    return raw is not None and hasattr(raw, op)
+
+
+def _fail_without(op: str, *arguments: object) -> None:
+    raise RuntimeError(
+        f"The native module has no op {op!r}: {status().path} was built from older sources. Build "
+        "it again with 'make run'."
+    )
 
 
 def available() -> bool:

@@ -1,4 +1,4 @@
-"""A checkpoint: a directory in Hugging Face's layout, or a GGUF file that stands for one."""
+"""A checkpoint directory in Hugging Face's layout: JSON files and tensors by name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torch import Tensor
 
 from opweave.engine.dependencies import require
 from opweave.engine.errors import CheckpointError
-from opweave.engine.loading.gguf.file import is_gguf, read_gguf
-from opweave.engine.loading.gguf.files import has_json, json_of
 from opweave.models.weights import shown_name
 
 # Called with the number of tensors loaded so far and in total.
@@ -34,36 +32,30 @@ def checkpoint_path(path: object) -> Path:
     """
     if not isinstance(path, str | PathLike):
         raise CheckpointError(
-            f"The model is {path!r}; it must be the name of a checkpoint's directory or GGUF file."
+            f"The model is {path!r}; it must be the name of the directory of a checkpoint."
         )
     return Path(path)
 
 
 class Checkpoint:
-    """The directory or GGUF file *path*.
-
-    Attributes:
-        path: of the directory or file.
-        gguf: the contents of the file; None for a directory.
+    """The directory *path*.
 
     Raises:
-        CheckpointError: there is no such directory, or the file is damaged.
+        CheckpointError: there is no such directory.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = checkpoint_path(path).expanduser()
-        self.gguf = read_gguf(self.path) if is_gguf(self.path) else None
-        if self.gguf is None and not self.path.is_dir():
+        if self.path.suffix == ".gguf" and not self.path.is_dir():
+            raise CheckpointError(
+                f"{str(path)!r} is a GGUF file, which is not supported. Give the directory of a "
+                "checkpoint with config.json, tokenizer.json and safetensors files."
+            )
+        if not self.path.is_dir():
             raise CheckpointError(
                 f"{str(path)!r} is not a directory. Give the directory of a checkpoint, with "
-                "config.json, tokenizer.json and safetensors files; or a GGUF file."
+                "config.json, tokenizer.json and safetensors files."
             )
-
-    def has(self, name: str) -> bool:
-        """Return whether there is a file *name*, or a GGUF file that stands for it."""
-        if self.gguf is not None:
-            return has_json(self.gguf, name)
-        return (self.path / name).exists()
 
     def json(self, name: str) -> dict[str, Any] | None:
         """Return the object in file *name*, or None if there is no such file.
@@ -71,8 +63,6 @@ class Checkpoint:
         Raises:
             CheckpointError: the file does not hold a JSON object.
         """
-        if self.gguf is not None:
-            return json_of(self.gguf, name)
         if not self._has(name):
             return None
         value = self._json(name)
@@ -87,7 +77,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the file does not hold a JSON list of objects.
         """
-        if self.gguf is not None or not self._has(name):
+        if not self._has(name):
             return None
         value = self._json(name)
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -102,8 +92,7 @@ class Checkpoint:
         """
         config = self.json("config.json")
         if config is None:
-            files = sorted(self.path.glob("*.gguf"))
-            gguf = f" Give the GGUF file itself, such as {str(files[0])!r}." if files else ""
+            gguf = " GGUF files are not supported." if any(self.path.glob("*.gguf")) else ""
             raise CheckpointError(
                 f"{self.path} has no config.json. It holds: {self._listing()}.{gguf}"
             )
@@ -135,7 +124,7 @@ class Checkpoint:
         Raises:
             CheckpointError: it does.
         """
-        if self.gguf is not None or self._has(_SINGLE):
+        if self._has(_SINGLE):
             return
         lost = [name for name in self._weight_map() if name not in tensors]
         if optional in lost:

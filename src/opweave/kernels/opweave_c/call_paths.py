@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from opweave import native
@@ -26,12 +26,21 @@ def implements(
     functional: Function | None = None,
     traits: Iterable[str] = (BATCH_INVARIANT,),
     provider: str = "opweave_c",
+    needs: Sequence[str] = (),
 ) -> Callable[[Function], Function]:
-    """Register the decorated function as *provider*'s implementation of *op*."""
+    """Register the decorated function as *provider*'s implementation of *op*.
+
+    Args:
+        needs: native ops that a module built from older sources may lack.
+    """
+    lacking = [name for name in needs if not loader.has_native_op(name)]
+    reason = STATUS.reason_missing
+    if reason is None and lacking:
+        reason = f"the native module was built from older sources, without {', '.join(lacking)}"
     return op.register_impl(
         provider,
-        supported=STATUS.available,
-        unsupported_reason=STATUS.reason_missing,
+        supported=reason is None,
+        unsupported_reason=reason,
         supports_args=supports_args,
         inplace=inplace,
         functional=functional,

@@ -6,6 +6,8 @@ overflow if activations are close to the largest float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import SymBool, Tensor
 from torch.nn import functional
@@ -74,7 +76,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return x.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
 
 
-def _is_known(fact: bool | SymBool) -> bool:
+def is_known(fact: bool | SymBool) -> bool:
     """Return whether *fact* is true; in a graph, whether it is true for all dynamic sizes."""
     if isinstance(fact, SymBool):
         # Imported lazily, because it imports sympy.
@@ -121,18 +123,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _is_torchs(x: Tensor) -> bool:
     """Return whether torch is faster for the tokens of *x*, or may be in a dynamic graph."""
     most = _MOST_TOKENS[x.dtype]
-    return (
-        most is not None and not _is_known(x.numel() <= most * x.shape[-1]) and _has_whole_tiles(x)
-    )
+    return most is not None and not is_known(x.numel() <= most * x.shape[-1]) and has_whole_tiles(x)
 
 
-def _has_whole_tiles(x: Tensor) -> bool:
+def has_whole_tiles(x: Tensor) -> bool:
     """Return whether torch computes the rows of *x* independently.
 
     With AMX, oneDNN multiplies whole tiles. If a tile is wider than a row, it multiplies the memory
     after the row by zero. Often that is the next token, whose NaN or infinity then spreads.
     """
-    return not (_AMX and x.dtype is torch.bfloat16) or _is_known(x.shape[-1] % _TILE == 0)
+    return not (_AMX and x.dtype is torch.bfloat16) or is_known(x.shape[-1] % _TILE == 0)
 
 
 def _torchs_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -154,7 +154,7 @@ compat.trace_instead(_torchs_linear, functional.linear)
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x @ (scale * weight).T + bias``; the 8-bit *weight* is widened on the fly."""
     fewest = _FEWEST_W8.get(x.dtype)
-    if fewest is None and _is_known(x.numel() > _MOST_TOKENS_W8[x.dtype] * x.shape[-1]):
+    if fewest is None and is_known(x.numel() > _MOST_TOKENS_W8[x.dtype] * x.shape[-1]):
         return _by_pieces(x, weight, scale, bias)
     out = new_rows(x, weight.shape[0])
     if fewest is None:
@@ -172,16 +172,31 @@ def _by_pieces(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) ->
     if plain_call.kernels_are_traced():
         result: Tensor = op_w8a16.native(x, weight, scale, bias)
         return result
-    rows, columns = weight.shape
+
+    def widen(wide: Tensor, piece: slice) -> None:
+        _widen_rows(wide, weight[piece], scale if scale.numel() == 1 else scale[piece])
+
+    return multiply_by_pieces(x, weight.shape[0], torch.float32, widen, bias)
+
+
+def multiply_by_pieces(
+    x: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    widen: Callable[[Tensor, slice], None],
+    bias: Tensor | None,
+) -> Tensor:
+    """Multiply by *rows* of weights, of which ``widen(out, piece)`` writes some as *dtype*."""
+    columns = x.shape[-1]
     out = new_rows(x, rows)
-    tokens = x.reshape(-1, columns).float().contiguous()
+    tokens = x.reshape(-1, columns).to(dtype).contiguous()
     step = _rows_of_piece(columns, len(tokens))
     wide = tokens.new_empty((min(step, rows), columns))
     for start in range(0, rows, step):
         piece = slice(start, start + step)
         weights = wide[: rows - start]
-        _widen_rows(weights, weight[piece], scale if scale.numel() == 1 else scale[piece])
-        offsets = None if bias is None else bias[piece].float()
+        widen(weights, piece)
+        offsets = None if bias is None else bias[piece].to(dtype)
         out.view(-1, rows)[:, piece] = _torchs_linear(tokens, weights, offsets)
     return out
 

@@ -6,14 +6,17 @@ from torch import Tensor
 
 from opweave.ir.ops.linear import linear as op
 from opweave.ir.ops.linear import linear_w8a16 as op_w8a16
+from opweave.ir.ops.linear_low_bit import linear_w4a16 as op_w4a16
 from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.opweave_c.linear import ACCEPTED, ACCEPTED_W8A16
+from opweave.kernels.opweave_c.linear_low_bit import ACCEPTED_W4A16, NEEDS
 from opweave.kernels.opweave_c.outputs import new_rows
 
 _PROVIDER = "opweave_c_invariant"
 
 _linear = native_op("linear")
 _linear_w8a16 = native_op("linear_w8a16")
+_linear_w4a16 = native_op("linear_w4a16")
 
 
 @implements(op, ACCEPTED, provider=_PROVIDER)
@@ -29,4 +32,18 @@ def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None =
     """Return ``x @ (scale * weight).T + bias``; the 8-bit *weight* is widened in registers."""
     out = new_rows(x, weight.shape[0])
     _linear_w8a16(out, x, weight, scale, bias)
+    return out
+
+
+@implements(op_w4a16, ACCEPTED_W4A16, provider=_PROVIDER, needs=NEEDS)
+def linear_w4a16(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return ``x @ (weight * scale + offset).T + bias``; 4-bit weights are widened in registers."""
+    out = new_rows(x, weight.shape[0])
+    _linear_w4a16(out, x, weight, scale, offset, bias)
     return out

@@ -1,0 +1,50 @@
+// Products of 16-bit integers in the vector types of GCC and Clang; see vec_words.h.
+#pragma once
+
+#include "kernels/vec.h"
+
+namespace {
+
+typedef int16_t Words __attribute__((vector_size(16)));
+typedef int32_t Sums32 __attribute__((vector_size(16)));
+
+template <class V, class T>
+inline V load_vector(const T* p) {
+  V v;
+  memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+inline Words load_words16(const int16_t* p) { return load_vector<Words>(p); }
+inline Sums32 load_sums(const int32_t* p) { return load_vector<Sums32>(p); }
+
+inline Words load_packed(const uint8_t* p, Full) { return load_vector<Words>(p); }
+inline Words load_packed(const uint8_t* p, Tail tail) {
+  Words v = {};
+  memcpy(&v, p, static_cast<size_t>(tail.count));
+  return v;
+}
+
+template <int I>
+inline Words nibbles(Words v) {
+  return (v >> (4 * I)) & 15;
+}
+
+inline Sums32 add_products(Sums32 sums, Words a, Words b) {
+  const Sums32 wide_a = reinterpret_cast<Sums32>(a);
+  const Sums32 wide_b = reinterpret_cast<Sums32>(b);
+  return sums + (wide_a << 16 >> 16) * (wide_b << 16 >> 16) + (wide_a >> 16) * (wide_b >> 16);
+}
+
+inline Vec to_float(Sums32 sums) { return __builtin_convertvector(sums, Vec); }
+
+struct Spread {
+  explicit Spread(const int32_t (&of_lane)[kLanes]) : places(load_vector<Sums32>(of_lane)) {}
+  Vec spread(const float* p) const {
+    return Vec{p[places[0]], p[places[1]], p[places[2]], p[places[3]]};
+  }
+
+  Sums32 places;
+};
+
+}  // namespace

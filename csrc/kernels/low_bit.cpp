@@ -1,0 +1,290 @@
+// Linear layers with 4-bit weights for few tokens, and widening of such weights; compiled once per
+// instruction set.
+//
+// The kernels are bound by reading the weights. Rows of several streams are processed at once, as
+// in linear.cpp, and every output depends only on its own token and weights. Tokens with NaN or
+// infinity cannot be packed as integers; their products are computed in float32.
+#include "kernels/low_bit.h"
+
+#include "kernels/low_bit_tokens.h"
+#include "kernels/low_bit_weights.h"
+#include "kernels/prefetch.h"
+#include "kernels/storage.h"
+#include "kernels/table.h"
+
+namespace {
+
+constexpr int kStreams = 4;
+constexpr int kTogether = kLanes == 16 ? 4 : 2;  // tokens at once; limited by the registers
+
+// Rows of a call that are processed at once, `apart` rows from each other.
+struct Rows {
+  int64_t first;
+  int64_t apart;
+
+  int64_t operator[](int r) const { return first + r * apart; }
+};
+
+template <int P>
+struct Tokens {
+  const Chunk<P>* chunks;
+  int64_t stride;  // in bytes
+
+  const Chunk<P>& at(int t, int64_t chunk) const {
+    const char* token = reinterpret_cast<const char*>(chunks) + t * stride;
+    return reinterpret_cast<const Chunk<P>*>(token)[chunk];
+  }
+};
+
+// The products of one chunk of weights with a token, as float32 lanes.
+template <int P>
+__attribute__((always_inline)) inline Vec chunk_products(const Chunk<P>& x,
+                                                         const Words (&weights)[4]) {
+  Sums32 sums[P];
+  OPWEAVE_UNROLL for (int p = 0; p < P; ++p) sums[p] = load_sums(x.start[p]);
+  OPWEAVE_UNROLL for (int i = 0; i < 4; ++i) {
+    OPWEAVE_UNROLL for (int p = 0; p < P; ++p) {
+      sums[p] = add_products(sums[p], load_words16(x.numbers[p][i]), weights[i]);
+    }
+  }
+  Vec result = to_float(sums[0]);
+  if constexpr (P == 2) result = fma(to_float(sums[1]), splat(0x1p-15f), result);
+  return mul(result, Lanes<float>::load(x.scale, Full{}));
+}
+
+// Call add(r, t, products) for the products of a chunk of R rows with T tokens.
+template <int P, int R, int T, class Part, class Add>
+__attribute__((always_inline)) inline void each_product(const uint8_t* const (&weights)[R],
+                                                        int64_t chunk, const Tokens<P>& x,
+                                                        Part part, Add add) {
+  OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+    const uint8_t* from = weights[r] + chunk * (kChunk / 2);
+    if constexpr (R == kStreams) prefetch(from + Tuning::kStreamAhead, kChunk / 2);
+    const Words packed = load_packed(from, part);
+    const Words numbers[4] = {nibbles<0>(packed), nibbles<1>(packed), nibbles<2>(packed),
+                              nibbles<3>(packed)};
+    OPWEAVE_UNROLL for (int t = 0; t < T; ++t) add(r, t, chunk_products(x.at(t, chunk), numbers));
+  }
+}
+
+template <int P, int R, int T>
+class RowProducts {
+ public:
+  RowProducts(Rows rows, const char* x, const OpweaveLinearW4& call)
+      : rows_(rows),
+        call_(call),
+        weight_(call.weight),
+        x_{token_chunks<P>(x), call.kept->stride},
+        sums_(group_sums<P>(x, weight_.width)) {
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+      q_[r] = weight_.q + rows[r] * weight_.q_stride;
+      OPWEAVE_UNROLL for (int t = 0; t < T; ++t) totals_[r][t] = splat(0);
+    }
+  }
+
+  void run() {
+    const ScaleLayout layout(weight_);
+    if (layout.is_wide) {
+      add_wide_groups();
+    } else {
+      add_narrow_groups(layout);
+    }
+    if (weight_.offset != nullptr) add_offsets();
+  }
+
+  Vec total(int r, int t) const { return totals_[r][t]; }
+
+ private:
+  // Chunks that lie in one group each.
+  void add_wide_groups() {
+    float scales[R][kScales];
+    const int64_t groups = weight_.width / weight_.group;
+    for (int64_t first = 0; first < groups; first += kScales) {
+      const int64_t count = groups - first < kScales ? groups - first : kScales;
+      OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+        load_scales(scales[r], weight_, rows_[r], first, count);
+      }
+      for (int64_t g = 0; g < count; ++g) add_wide_group(first + g, scales, g);
+    }
+  }
+
+  void add_wide_group(int64_t group, const float (&scales)[R][kScales], int64_t place) {
+    Vec sums[R][T];
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+      OPWEAVE_UNROLL for (int t = 0; t < T; ++t) sums[r][t] = splat(0);
+    }
+    const auto add_to = [&](int r, int t, Vec products) { sums[r][t] = add(sums[r][t], products); };
+    const int64_t begin = group * weight_.group / kChunk;
+    const int64_t whole = weight_.group / kChunk;
+    for (int64_t chunk = begin; chunk < begin + whole; ++chunk) {
+      each_product<P, R, T>(q_, chunk, x_, Full{}, add_to);
+    }
+    const int64_t rest = weight_.group % kChunk / 2;  // only if there is one group per row
+    if (rest > 0) each_product<P, R, T>(q_, begin + whole, x_, Tail{rest}, add_to);
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+      const Vec scale = splat(scales[r][place]);
+      OPWEAVE_UNROLL for (int t = 0; t < T; ++t) {
+        totals_[r][t] = fma(sums[r][t], scale, totals_[r][t]);
+      }
+    }
+  }
+
+  // Chunks with several groups, whose scales are spread over the lanes.
+  void add_narrow_groups(const ScaleLayout& layout) {
+    float scales[R][kScales + kLanes];
+    const Spread spread(layout.of_lane);
+    const int64_t step = kScales / layout.per_chunk;
+    const int64_t chunks = weight_.width / kChunk;
+    for (int64_t first = 0; first * kChunk < weight_.width; first += step) {
+      OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+        layout.load(scales[r], weight_, rows_[r], first * layout.per_chunk);
+      }
+      const auto add_chunk = [&](int64_t chunk, auto part) __attribute__((always_inline)) {
+        const int64_t place = (chunk - first) * layout.per_chunk;
+        each_product<P, R, T>(q_, chunk, x_, part, [&](int r, int t, Vec products) {
+          totals_[r][t] = fma(products, spread.spread(scales[r] + place), totals_[r][t]);
+        });
+      };
+      const int64_t end = first + step < chunks ? first + step : chunks;
+      for (int64_t chunk = first; chunk < end; ++chunk) add_chunk(chunk, Full{});
+      const int64_t rest = weight_.width % kChunk / 2;
+      if (rest > 0 && end == chunks && end < first + step) add_chunk(end, Tail{rest});
+    }
+  }
+
+  // Add the difference of the offsets to -8 * scale, times the sums of the groups.
+  void add_offsets() {
+    float offsets[kScales];
+    const int64_t groups = weight_.width / weight_.group;
+    for (int64_t first = 0; first < groups; first += kScales) {
+      const int64_t count = groups - first < kScales ? groups - first : kScales;
+      for (int r = 0; r < R; ++r) {
+        load_relative_offsets(offsets, weight_, rows_[r], first, count);
+        for (int t = 0; t < T; ++t) {
+          const char* sums = reinterpret_cast<const char*>(sums_ + first) + t * x_.stride;
+          for_each_vec(count, [&](int64_t g, auto part) {
+            totals_[r][t] = fma(Lanes<float>::load(offsets + g, part),
+                                Lanes<float>::load(reinterpret_cast<const float*>(sums) + g, part),
+                                totals_[r][t]);
+          });
+        }
+      }
+    }
+  }
+
+  Rows rows_;
+  const OpweaveLinearW4& call_;
+  const OpweaveWeightW4& weight_;
+  Tokens<P> x_;
+  const float* sums_;
+  const uint8_t* q_[R];
+  Vec totals_[R][T];
+};
+
+template <class T>
+class LinearRows {
+ public:
+  explicit LinearRows(const OpweaveLinearW4& call) : call_(call) {}
+
+  void run(int64_t begin, int64_t end) const {
+    const int64_t length = (end - begin) / kStreams;
+    for (int64_t n = begin; n < begin + length; ++n) each_token<kStreams>({n, length});
+    for (int64_t n = begin + kStreams * length; n < end; ++n) each_token<1>({n, 0});
+    replace_infinite(begin, end);
+  }
+
+ private:
+  static constexpr int kParts = parts_of(T{});
+
+  const char* token(int64_t t) const {
+    return static_cast<const char*>(call_.x) + t * call_.kept->stride;
+  }
+
+  template <int R>
+  void each_token(Rows rows) const {
+    int64_t t = 0;
+    if constexpr (kTogether == 4) {
+      for (; t + 4 <= call_.tokens; t += 4) add<R, 4>(rows, t);
+    }
+    for (; t + 2 <= call_.tokens; t += 2) add<R, 2>(rows, t);
+    if (t < call_.tokens) add<R, 1>(rows, t);
+  }
+
+  template <int R, int N>
+  void add(Rows rows, int64_t first) const {
+    RowProducts<kParts, R, N> products(rows, token(first), call_);
+    products.run();
+    for (int r = 0; r < R; ++r) {
+      for (int t = 0; t < N; ++t) store(rows[r], first + t, products.total(r, t));
+    }
+  }
+
+  void store(int64_t n, int64_t t, Vec total) const {
+    float y = sum(total);
+    if (call_.bias != nullptr) y += bias(n);
+    Lanes<T>::store(static_cast<T*>(call_.out) + t * call_.out_features + n, splat(y), Tail{1});
+  }
+
+  float bias(int64_t n) const {
+    if (call_.bias_dtype == OPWEAVE_FLOAT32) return static_cast<const float*>(call_.bias)[n];
+    return sum(Lanes<T>::load(static_cast<const T*>(call_.bias) + n, Tail{1}));
+  }
+
+  // Compute the outputs of tokens with NaN or infinity, in float32.
+  void replace_infinite(int64_t begin, int64_t end) const {
+    const OpweaveLowBitTokens& kept = *call_.kept;
+    for (int64_t t = 0; t < call_.tokens; ++t) {
+      if (reinterpret_cast<const TokenHeader*>(token(t))->is_finite) continue;
+      const RowCursor row(kept.rows, call_.first_token + t);
+      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(kept.x), 1));
+      for (int64_t n = begin; n < end; ++n) {
+        Vec total = splat(0);
+        each_piece(call_.weight, n, [&](const float* weights, int64_t column, int64_t count) {
+          for_each_vec(count, [&](int64_t i, auto part) {
+            total = fma(Lanes<T>::load(x + column + i, part),
+                        Lanes<float>::load(weights + i, part), total);
+          });
+        });
+        store(n, t, total);
+      }
+    }
+  }
+
+  const OpweaveLinearW4& call_;
+};
+
+void linear_w4(int64_t begin, int64_t end, void* erased) {
+  const OpweaveLinearW4& call = *static_cast<const OpweaveLinearW4*>(erased);
+  with_storage(call.kept->dtype, [&](auto storage) {
+    LinearRows<decltype(storage)>(call).run(begin, end);
+  });
+}
+
+void widen_w4(int64_t begin, int64_t end, void* erased) {
+  const OpweaveWidenW4& call = *static_cast<const OpweaveWidenW4*>(erased);
+  with_storage(call.out_dtype, [&](auto storage) {
+    using T = decltype(storage);
+    for (int64_t n = begin; n < end; ++n) {
+      T* to = static_cast<T*>(call.out) + n * call.weight.width;
+      each_piece(call.weight, n, [&](const float* weights, int64_t column, int64_t count) {
+        for_each_vec(count, [&](int64_t i, auto part) {
+          Lanes<T>::store(to + column + i, Lanes<float>::load(weights + i, part), part);
+        });
+      });
+    }
+  });
+}
+
+int64_t token_bytes(OpweaveDtype dtype, int64_t width, int64_t group) {
+  return dtype == OPWEAVE_FLOAT32 ? bytes_of_token<2>(width, group)
+                                  : bytes_of_token<1>(width, group);
+}
+
+}  // namespace
+
+OPWEAVE_KERNEL_TABLE(OpweaveLowBitKernels, low_bit) = {
+    token_bytes,
+    run_for_type<KeepTokens, OpweaveLowBitTokens>,
+    linear_w4,
+    widen_w4,
+};

@@ -1,0 +1,20 @@
+// Products of 16-bit integers, added in pairs to 32-bit lanes:
+//   Words            2 * kLanes int16
+//   Sums32           kLanes int32
+//   load_words16, load_sums  from aligned memory
+//   load_packed      the bytes of a vector; past a Tail of bytes, zeros
+//   nibbles<i>       the i-th four bits of each int16
+//   add_products     sums + a * b, where a lane adds its two products
+//   to_float         kLanes float32
+//   Spread           spread(p) returns p[places[lane]] per lane; reads kLanes elements
+#pragma once
+
+#include "kernels/vec.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include "kernels/isa/vec_words_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "kernels/isa/vec_words_avx2.h"
+#else
+#include "kernels/isa/vec_words_generic.h"
+#endif

@@ -1,0 +1,315 @@
+"""Linear layers with 4-bit weights: every dtype, layout, call path and instruction set."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opweave import ir
+from opweave.ir.ops.linear_low_bit import dequantized_w4, linear_w4a16
+from opweave.kernels.opweave_c import linear_low_bit as provider
+from opweave.native import loader
+
+from .oracle import CALL_PATHS, DTYPES, assert_op_close, call_path, random, using_threads
+
+# Whole vectors and tails; groups that are parts of a vector, whole vectors, and neither.
+SIZES = [
+    (8, 8),
+    (64, 32),
+    (136, 8),
+    (240, 24),
+    (576, 64),
+    (576, 576),
+    (960, 96),
+    (1000, 40),
+    (1280, 640),
+    (4096, 128),
+    (8192, 32),
+    (17600, 16),
+]
+TOKENS = (1, 2, 3, 4, 5, 7, 33)
+SCALES = (torch.float32, torch.float16, torch.bfloat16)
+ROWS = 37
+
+
+def inputs(
+    tokens: int, columns: int, group: int, dtype: torch.dtype, scale_dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    made: tuple[Tensor, ...] = linear_w4a16.generate_inputs(
+        num_tokens=tokens,
+        hidden_size=columns,
+        output_size=ROWS,
+        group_size=group,
+        scale_dtype=scale_dtype,
+        dtype=dtype,
+    )
+    return made
+
+
+def oracle(
+    x: Tensor, weight: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """In float64; rounded once."""
+    out = x.double() @ dequantized_w4(weight, scale, offset, torch.float64).T
+    return (out if bias is None else out + bias.double()).to(x.dtype)
+
+
+def run(module: ModuleType, *arguments: Any) -> Tensor:
+    """By the kernel for few tokens; both call paths."""
+    x, weight = arguments[:2]
+    outs = [torch.full((*x.shape[:-1], weight.shape[0]), 7.0, dtype=x.dtype) for _ in CALL_PATHS]
+    for name, out in zip(CALL_PATHS, outs, strict=True):
+        call_path(module, name, "linear_w4a16")(out, *arguments)
+    assert torch.equal(outs[0].nan_to_num(9.0), outs[1].nan_to_num(9.0))
+    return outs[0]
+
+
+def near(got: Tensor, wanted: Tensor) -> None:
+    assert_op_close(linear_w4a16, got, wanted, share=0)
+
+
+# Values
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale_dtype", SCALES, ids=str)
+def test_values(module: ModuleType, isa: str, scale_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    for columns, group in SIZES:
+        for tokens in TOKENS if columns < 1000 else (1, 6):
+            x, weight, scale, offset, bias = inputs(tokens, columns, group, dtype, scale_dtype)
+            assert scale.shape[1] == columns // group
+            for some in ((offset, bias), (None, bias.float()), (offset, None)):
+                near(run(module, x, weight, scale, *some), oracle(x, weight, scale, *some))
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted).norm() / wanted.norm())
+
+
+def test_float32_loses_no_bits(module: ModuleType, isa: str) -> None:
+    """The integers of float32 tokens have 31 bits, for magnitudes that differ by 2^7."""
+    for columns, group in ((576, 64), (4096, 128)):
+        x, weight, scale, offset, _ = inputs(6, columns, group, torch.float32, torch.float32)
+        x *= 2.0 ** torch.randint(-7, 8, x.shape)
+        for some in (None, offset):
+            wide = dequantized_w4(weight, scale, some, torch.float64)
+            wanted = x.double() @ wide.T
+            of_float32 = relative_error(x @ wide.float().T, wanted)
+            assert relative_error(run(module, x, weight, scale, some, None), wanted) < max(
+                3 * of_float32, 3e-7
+            )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_weight_in_every_place(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+    """One column at a time, so that the sums are exact."""
+    columns, group = 272, 16
+    values = torch.arange(16, dtype=torch.uint8)
+    weight = (values | values.flip(0) << 4)[:, None].expand(16, columns // 2).contiguous()
+    scale = 2.0 ** torch.arange(-8, columns // group - 8).repeat(16, 1)
+    x = torch.eye(columns, dtype=dtype) * torch.tensor([1.5, -2.0]).repeat(columns // 2).to(dtype)
+    for offset in (None, torch.zeros_like(scale)):
+        wanted = oracle(x, weight, scale, offset, None)
+        assert torch.equal(run(module, x, weight, scale, offset, None), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiny_and_large_numbers(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+    x, weight, scale, offset, _ = inputs(3, 576, 64, dtype, torch.float32)
+    largest = torch.finfo(dtype).max / 2**14
+    denormals = 2.0**-24 * (3 * ROWS) ** 0.5  # the rounding of float16; smaller ones may be zero
+    for factor in (torch.finfo(dtype).tiny * 64, 2.0**-20, min(largest, 2.0**80)):
+        some = (x.double() * factor).to(dtype)
+        wanted = some.double() @ dequantized_w4(weight, scale, offset, torch.float64).T
+        got = run(module, some, weight, scale, offset, None).double()
+        assert (got - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm() + denormals
+
+
+def test_zeros(module: ModuleType, isa: str) -> None:
+    for dtype in DTYPES:
+        x, weight, scale, offset, bias = inputs(5, 576, 64, dtype, torch.float32)
+        assert torch.equal(run(module, x * 0, weight, scale, offset, bias), bias.expand(5, ROWS))
+        assert (run(module, x, torch.full_like(weight, 0x88), scale, None, None) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_stays_in_its_token(
+    module: ModuleType, isa: str, value: float, dtype: torch.dtype
+) -> None:
+    for columns, group in ((136, 8), (576, 576), (4096, 128)):
+        for place in (0, columns - 1):
+            x, weight, scale, offset, bias = inputs(6, columns, group, dtype, torch.float32)
+            clean = run(module, x, weight, scale, offset, bias)
+            x[3, place] = value
+            for some in (None, offset):
+                got = run(module, x, weight, scale, some, bias)
+                near(got, oracle(x, weight, scale, some, bias))
+                assert not got[3].isfinite().all()
+            got[3] = clean[3]
+            assert torch.equal(got, clean)
+
+
+# Layouts, threads
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layouts(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+    x, weight, scale, offset, bias = inputs(24, 240, 24, dtype, torch.float16)
+    wide = torch.zeros(ROWS, 200, dtype=torch.uint8)
+    wide[:, 13:133] = weight
+    scales = torch.full((2, 2 * ROWS, 30), torch.nan, dtype=scale.dtype)
+    scales[:, ::2, 7:17] = torch.stack((scale, offset))
+    tokens = torch.full((4, 6, 300), torch.nan, dtype=dtype)
+    tokens[..., 3:243] = x.view(4, 6, 240)
+    strided = tokens[..., 3:243].transpose(0, 1)
+    wanted = oracle(strided, weight, scale, offset, bias)
+    for fewest in (0, 100):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(provider, "_MOST_TOKENS", dict.fromkeys(DTYPES, fewest))
+            found = provider.linear_w4a16(
+                strided, wide[:, 13:133], scales[0, ::2, 7:17], scales[1, ::2, 7:17], bias
+            )
+            near(found, wanted)
+            assert found.stride() == wanted.contiguous().stride()
+    expanded = (weight[:1].expand(ROWS, -1), scale[:1].expand(ROWS, -1))
+    near(run(module, x, *expanded, None, None), oracle(x, *expanded, None, None))
+
+
+def test_an_output_depends_on_its_token_alone(module: ModuleType, isa: str) -> None:
+    for dtype in DTYPES:
+        x, weight, scale, offset, bias = inputs(70, 576, 64, dtype, torch.bfloat16)
+        whole = run(module, x, weight, scale, offset, bias)
+        for tokens in (slice(0, 1), slice(3, 5), slice(31, 34), slice(60, 70)):
+            assert torch.equal(run(module, x[tokens], weight, scale, offset, bias), whole[tokens])
+        for rows in (slice(0, 1), slice(5, 11), slice(30, 37)):
+            some = (t[rows] for t in (weight, scale, offset, bias))
+            assert torch.equal(run(module, x, *some), whole[:, rows])
+        with using_threads(2):
+            assert torch.equal(run(module, x, weight, scale, offset, bias), whole)
+
+
+# Many tokens
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_widening_rounds_like_the_definition(
+    module: ModuleType, isa: str, out_dtype: torch.dtype
+) -> None:
+    for scale_dtype in SCALES:
+        for columns, group in [*SIZES, (1200, 1200)]:
+            _, weight, scale, offset, _ = inputs(1, columns, group, torch.float32, scale_dtype)
+            for some in (offset, None):
+                out = torch.full((ROWS, columns), 7.0, dtype=out_dtype)
+                for name in CALL_PATHS:
+                    call_path(module, name, "widen_w4")(out, weight, scale, some)
+                    wanted = dequantized_w4(weight, scale, some, torch.float32).to(out_dtype)
+                    assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_tokens(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+    for columns, group in ((136, 8), (576, 64), (4096, 128)):
+        for tokens in (17, 64, 200):
+            x, weight, scale, offset, bias = inputs(tokens, columns, group, dtype, torch.float16)
+            for some in ((offset, bias), (None, bias.float()), (None, None)):
+                found = provider.linear_w4a16(x, weight, scale, *some)
+                near(found, oracle(x, weight, scale, *some))
+
+
+def test_many_tokens_in_bfloat16_are_nearly_as_exact_as_the_definition(module: ModuleType) -> None:
+    """Weights are rounded to bfloat16 there."""
+    x, weight, scale, offset, _ = inputs(512, 2048, 64, torch.bfloat16, torch.float32)
+    wanted = x.double() @ dequantized_w4(weight, scale, offset, torch.float64).T
+    of_native = relative_error(linear_w4a16.native(x, weight, scale, offset), wanted)
+    assert relative_error(provider.linear_w4a16(x, weight, scale, offset), wanted) < 2 * of_native
+
+
+# Selection, errors
+
+
+def accepts(*arguments: Any) -> bool:
+    with ir.priority(linear_w4a16=["opweave_c"]):
+        return linear_w4a16.dispatch(*arguments).provider == "opweave_c"
+
+
+def test_selection(module: ModuleType) -> None:
+    x, w, s = torch.ones(2, 64), torch.ones(3, 32, dtype=torch.uint8), torch.ones(3, 2)
+    assert accepts(x, w, s)
+    assert accepts(x.half(), w, s.bfloat16(), s.bfloat16(), torch.ones(3))
+    assert accepts(x[0], w, s[:, :1], None, torch.ones(3))
+    assert not accepts(x.double(), w, s)
+    assert not accepts(x, w, s.double())
+    assert not accepts(x, w, torch.ones(3, 16))  # groups of four
+    assert not accepts(x, w, s, None, torch.ones(3).half())
+    assert not accepts(x, torch.ones(32, 3, dtype=torch.uint8).t(), s)
+
+
+def test_wrong_arguments(module: ModuleType) -> None:
+    x, w, s = torch.ones(2, 64), torch.ones(3, 32, dtype=torch.uint8), torch.ones(3, 2)
+    out = torch.ones(2, 3)
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        ((out, x.double(), w, s, None, None), "x must be float32"),
+        ((out, x, w.int(), s, None, None), "weight must be uint8"),
+        ((out, x[:, :62], w, s, None, None), r"x must have shape \[..., 64\]"),
+        ((out, x, w, s.double(), None, None), "scale must be float32"),
+        ((out, x, w, torch.ones(3, 3), None, None), r"scale must have shape \[3, groups\]"),
+        ((out, x, w, torch.ones(3, 16), None, None), "a multiple of 8 columns of 64"),
+        ((out, x, w, torch.ones(2, 2), None, None), r"scale must have shape \[3, groups\]"),
+        ((out, x, w, s, s.half(), None), "offset must"),
+        ((out, x, w, s, s[:, :1], None), "offset must"),
+        ((out, x, w, s, None, torch.ones(2)), r"bias must have shape \[3\]"),
+        ((torch.ones(2, 4), x, w, s, None, None), r"out must have shape \[2, 3\]"),
+        ((out, x, w, out[:1].view(3, 1), None, None), "out is written and must not share"),
+    ]
+    for arguments, message in wrong:
+        for name in CALL_PATHS:
+            with pytest.raises((ValueError, RuntimeError), match=message):
+                call_path(module, name, "linear_w4a16")(*arguments)
+    with pytest.raises((ValueError, RuntimeError), match=r"out must have shape \[3, 64\]"):
+        module.widen_w4(out, w, s, None)
+
+
+def test_a_module_without_the_op(module: ModuleType) -> None:
+    """As after an update of the sources, until the module is built again."""
+    assert not loader.has_native_op("no_such_op")
+    with pytest.raises(RuntimeError, match=r"no op 'no_such_op': .* older sources. Build it again"):
+        loader.native_op("no_such_op")(1)
+
+
+# Graphs
+
+
+def test_opcheck(module: ModuleType) -> None:
+    out, (x, w, s, o, b) = torch.empty(3, ROWS), inputs(3, 64, 32, torch.float32, torch.float32)
+    ops = torch.ops.opweave_c
+    torch.library.opcheck(ops.linear_w4a16.default, (out, x, w, s, o, b))
+    torch.library.opcheck(ops.linear_w4a16.default, (out, x, w, s, None, None))
+    torch.library.opcheck(ops.widen_w4.default, (torch.empty(ROWS, 64), w, s, o))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_full_graph(module: ModuleType, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    x, *rest = inputs(3, 64, 32, torch.float32, torch.float32)
+    compiled = torch.compile(
+        lambda x: provider.linear_w4a16(x, *rest) + 1,
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=dynamic,
+    )
+    for tokens in (3, 5, 40, 600):
+        x = random(tokens, 64, dtype=torch.float32, seed=tokens)
+        near(compiled(x) - 1, linear_w4a16.native(x, *rest))
+
+
+def test_fake_tensors(module: ModuleType) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        x, *rest = map(mode.from_tensor, inputs(3, 64, 32, torch.float32, torch.float32))
+        assert provider.linear_w4a16(x, *rest).shape == (3, ROWS)
