@@ -30,12 +30,15 @@
 // Only functions with internal linkage are allowed here: the linker may merge others (such as
 // inline functions of the standard library) between instruction sets, and a CPU could execute
 // AVX-512 code that it does not support. A test checks the object files for such symbols.
+//
+// This file, vec_math.h, vec_reduce.h and their includes are part of the kit for native modules, as
+// opweave/simd/: they include each other by relative paths, and nothing else of csrc/.
 #pragma once
 
 #include <stdint.h>
 #include <string.h>
 
-#include "kernels/unroll.h"
+#include "unroll.h"
 
 namespace {
 
@@ -71,13 +74,13 @@ inline void touch([[maybe_unused]] const T* p, [[maybe_unused]] Tail tail) {
 }  // namespace
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#include "kernels/isa/vec_avx512.h"
+#include "isa/vec_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#include "kernels/isa/vec_avx2.h"
-#include "kernels/vec_exponent.h"
+#include "isa/vec_avx2.h"
+#include "vec_exponent.h"
 #else
-#include "kernels/isa/vec_generic.h"
-#include "kernels/vec_exponent.h"
+#include "isa/vec_generic.h"
+#include "vec_exponent.h"
 #endif
 
 namespace {

@@ -22,7 +22,7 @@
 // ln(1 - erf), and 2^-18 for the rough functions.
 #pragma once
 
-#include "kernels/vec.h"
+#include "vec.h"
 
 namespace {
 

@@ -5,12 +5,12 @@
 //   largest  the largest lane; unspecified if some lanes are NaN
 #pragma once
 
-#include "kernels/vec.h"
+#include "vec.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#include "kernels/isa/vec_reduce_avx512.h"
+#include "isa/vec_reduce_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#include "kernels/isa/vec_reduce_avx2.h"
+#include "isa/vec_reduce_avx2.h"
 #else
-#include "kernels/isa/vec_reduce_generic.h"
+#include "isa/vec_reduce_generic.h"
 #endif

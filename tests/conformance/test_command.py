@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -186,6 +187,45 @@ def test_kernels_that_print_and_that_exit(
     assert "here I am" in err
     assert statuses["chatty"]["status"] == "passed"
     assert statuses["leaves"]["checks"][0]["problems"][0].startswith("raised SystemExit (0)")
+
+
+def test_the_time_of_a_call_next_to_the_definition(run: Run) -> None:
+    given = ("--op", "relu2", "--provider", "opweave_c", "--provider", "native", *QUICK)
+    code, out, _ = run(*given)
+    assert code == 0
+    header, native, own = out.splitlines()[:3]
+    assert "µs" in header
+    assert "definition µs" in header
+    assert re.search(r"\d ±\d+% +\d+\.\d ±\d+% +2 checks", own), out
+    assert "±" not in native
+    issued = json.loads(run(*given, "--json")[1])
+    times = {r["provider"]: r["microseconds"] for r in issued["results"]}
+    assert times["native"] is None
+    assert times["opweave_c"] > 0
+    assert "µs" not in run(*given, "--no-timing")[1]
+
+
+WRONG_WHEN_LARGE = """
+import torch
+from opweave import ir
+
+@ir.ops.relu2.register_impl("large")
+def relu2(x):
+    y = torch.relu(x).square()
+    return y + 1 if len(x) == 256 else y
+"""
+
+
+def test_wrong_results_of_the_measured_call_are_reported(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong_when_large.py").write_text(WRONG_WHEN_LARGE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ("--provider", "large", "--import", "wrong_when_large", "--check", "mutation")
+    with restored(ir.ops.relu2):
+        code, out, _ = run("--op", "relu2", *options)
+    assert code == 1
+    assert "✗ relu2:large failed with 256 tokens: output 0: " in out
 
 
 def test_without_a_case_nothing_is_verified(run: Run) -> None:

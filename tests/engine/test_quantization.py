@@ -137,9 +137,7 @@ def test_narrow_weights_with_a_configuration(path: Path) -> None:
         load_model(path)
 
 
-def test_gguf(tmp_path: Path) -> None:
+def test_a_directory_with_a_gguf_file(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"no config.json.*GGUF files are not supported"):
+    with pytest.raises(CheckpointError, match=r"no config.json.*the GGUF file itself.*model.gguf"):
         load_model(tmp_path)
-    with pytest.raises(CheckpointError, match=r"model.gguf' is a GGUF file, which is not supp"):
-        load_model(tmp_path / "model.gguf")

@@ -28,6 +28,8 @@ except Exception:
 app.main()
 """
 
+VERIFY = "from opweave.cli import main; main(['verify', '--provider', 'demo', '--json'])"
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -64,6 +66,14 @@ def test_new_build_test(
     tested = run("-m", "pytest", "demo", "-q", "-p", "no:cacheprovider")
     assert tested.returncode == 0, tested.stdout + tested.stderr
     assert "12 passed" in tested.stdout
+
+    path = os.pathsep.join([str(tmp_path / "demo/src"), *sys.path])
+    verified = run("-c", VERIFY, PYTHONPATH=path, OMP_NUM_THREADS="1")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    [result] = json.loads(verified.stdout)["results"]
+    assert result["status"] == "passed"
+    assert {"values", "batch_invariance"} <= {check["check"] for check in result["checks"]}
+    assert result["microseconds"] < 2 * result["definition_microseconds"]
 
     assert command.build(tmp_path / "demo", json=True) is None
     assert json.loads(capfd.readouterr().out) == {"path": str(module), "cached": True}

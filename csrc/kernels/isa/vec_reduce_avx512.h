@@ -1,7 +1,7 @@
 // Reductions over lanes with AVX-512; see vec_reduce.h.
 #pragma once
 
-#include "kernels/vec.h"
+#include "../vec.h"
 
 namespace {
 

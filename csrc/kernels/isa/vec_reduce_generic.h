@@ -1,7 +1,7 @@
 // Reductions over lanes with the vector types of GCC and Clang; see vec_reduce.h.
 #pragma once
 
-#include "kernels/vec.h"
+#include "../vec.h"
 
 namespace {
 

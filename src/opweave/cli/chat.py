@@ -59,7 +59,8 @@ def chat(
     Parameters
     ----------
     model
-        A directory with config.json, safetensors, tokenizer.json and a chat template.
+        A directory with config.json, safetensors, tokenizer.json and a chat template; or a
+            GGUF file.
     system
         The system message of the conversation.
     chat_template

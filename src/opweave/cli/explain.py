@@ -56,7 +56,7 @@ def explain(
     Parameters
     ----------
     model
-        A directory with config.json, safetensors and tokenizer.json.
+        A directory with config.json, safetensors and tokenizer.json; or a GGUF file.
     compile
         Compile the model and show the decisions of every pass; otherwise run it op by op.
     profile

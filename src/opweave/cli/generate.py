@@ -57,7 +57,7 @@ def generate(
     Parameters
     ----------
     model
-        A directory with config.json, safetensors and tokenizer.json.
+        A directory with config.json, safetensors and tokenizer.json; or a GGUF file.
     prompt
         The prompt; repeatable, for a batch.
     prompt_file

@@ -52,7 +52,7 @@ def record(
     Parameters
     ----------
     model
-        A directory with config.json, safetensors and tokenizer.json.
+        A directory with config.json, safetensors and tokenizer.json; or a GGUF file.
     output
         The trace file to write.
     prompt

@@ -98,7 +98,7 @@ def serve(
     Parameters
     ----------
     directory
-        A directory with config.json, safetensors and tokenizer.json.
+        A directory with config.json, safetensors and tokenizer.json; or a GGUF file.
     model
         The same as an option.
     host

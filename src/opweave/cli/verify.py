@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from itertools import zip_longest
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from rich.markup import escape
@@ -19,14 +19,23 @@ from opweave.cli.imports import ImportOption, import_modules
 from opweave.cli.output import out, print_json
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.progress import progress_bar
+from opweave.cli.record import shown_time
 from opweave.cli.tables import PlainTable
 from opweave.conformance import Result, Subject, certificate, subjects, summary, verify
 from opweave.conformance.checks import select_checks
 from opweave.conformance.find import with_inputs
 from opweave.conformance.subprocess_worker import Verifier, VerifyTask
+from opweave.ir.priority import NATIVE
 from opweave.ir.traits import ROUNDS_LESS
+from opweave.platforms import current_platform
+
+if TYPE_CHECKING:
+    from opweave.tuning import Measurement
+
+    Times = dict[Subject, tuple[Measurement, Measurement]]  # of the implementation and of native
 
 _MOST_FINDINGS = 5  # per implementation
+_EFFORT = (7, 0.002)  # rounds, seconds per turn
 
 _MARKS = {
     "passed": "[green]passed[/]",
@@ -46,6 +55,7 @@ def verify_command(
     input_: Annotated[list[str] | None, Parameter(name="--input", negative=())] = None,
     timeout: float = 300.0,
     in_process: Flag = False,
+    no_timing: Flag = False,
     certificate_: Annotated[
         str | None, Parameter(name="--certificate", allow_leading_hyphen=True)
     ] = None,
@@ -53,6 +63,9 @@ def verify_command(
     json: Flag = False,
 ) -> int:
     """Verify implementations: values, memory, metadata, traits, predicates, compiled calls.
+
+    Then measures what a call of a right one takes, next to the definition: with 256 tokens and the
+    sizes of a model of 8B parameters, as far as the op's input generator takes them.
 
     Exits with 1 if an implementation is wrong, or none could be verified here.
 
@@ -76,6 +89,8 @@ def verify_command(
         Timeout of a case in seconds.
     in_process
         Verify in this process, for a debugger; a crashing kernel then ends the command.
+    no_timing
+        Do not measure the time of a call.
     certificate_
         Write the results to this file as JSON, compressed if its name ends in .xz; "-" is standard
         output.
@@ -94,15 +109,17 @@ def verify_command(
         found = with_inputs(subjects(op or (), provider or (), platform), input_ or ())
         task = VerifyTask(tuple(import_ or ()), tuple(check or ()), seed)
         results = _verify_here(found, task) if in_process else _verify(found, task, timeout)
+        times = {} if in_process or no_timing else _measure(results, task.modules)
     issued = certificate(results, seed=seed)
     if json:
-        print_json(issued)
+        rows = zip(issued["results"], results, strict=True)
+        print_json({**issued, "results": [{**row, **_as_data(times, r)} for row, r in rows]})
     elif certificate_ != "-":
-        _print(results)
+        _print(results, times)
     if certificate_ is not None:
         write_json("--certificate", certificate_, issued)
     counts = summary(results)
-    return 1 if counts["failed"] or not counts["passed"] else 0
+    return 1 if counts["failed"] or not counts["passed"] or _excluded(times) else 0
 
 
 def _verify(found: list[Subject], task: VerifyTask, timeout: float) -> list[Result]:
@@ -114,18 +131,60 @@ def _verify_here(found: list[Subject], task: VerifyTask) -> list[Result]:
     return [verify(subject, task.checks, seed=task.seed) for subject in _shown(found)]
 
 
-def _shown(found: list[Subject]) -> Iterator[Subject]:
+def _measure(results: list[Result], modules: tuple[str, ...]) -> Times:
+    """Measure the implementations that passed, with the definition, in a process of its own."""
+    from opweave.tuning import Effort, Task
+    from opweave.tuning.worker import TuningWorker
+
+    device = current_platform.device_type
+    subjects = [
+        result.subject
+        for result in results
+        if result.status == "passed"
+        and not result.subject.is_native
+        and result.subject.device == device
+    ]
+    times: Times = {}
+    with TuningWorker(Task(modules, Effort(*_EFFORT))) as worker:
+        for subject in _shown(subjects, "timing"):
+            found = worker.measure_subject(subject)
+            if not isinstance(found, str):
+                times[subject] = found[subject.provider], found[NATIVE]
+    return times
+
+
+def _as_data(times: Times, result: Result) -> dict[str, float | None]:
+    measured = times.get(result.subject, (None, None))
+    names = ("microseconds", "definition_microseconds")
+    return {
+        name: m.time.microseconds if m and m.time else None
+        for name, m in zip(names, measured, strict=True)
+    }
+
+
+def _excluded(times: Times) -> list[str]:
+    """Return the implementations that are wrong on the larger arguments of the measurement."""
+    return [
+        f"{subject} {own.status} with 256 tokens: {own.reason}"
+        for subject, (own, _) in times.items()
+        if own.status in ("failed", "crashed")
+    ]
+
+
+def _shown(found: list[Subject], what: str = "verifying") -> Iterator[Subject]:
     """Yield each subject, and show it in the progress bar."""
-    with progress_bar("verifying") as progress:
+    with progress_bar(what) as progress:
         for i, subject in enumerate(found):
             progress(i, len(found), str(subject))
             yield subject
 
 
-def _print(results: list[Result]) -> None:
-    out.print(_table(results))
+def _print(results: list[Result], times: Times) -> None:
+    out.print(_table(results, times))
     for result in results:
         _print_findings(result)
+    for line in _excluded(times):
+        out.print(f"[bold red]✗[/] {escape(line)}")
     counts = summary(results)
     out.print(", ".join(f"{count} {status}" for status, count in counts.items() if count))
 
@@ -142,9 +201,11 @@ def _print_findings(result: Result) -> None:
         out.print(f"  … {more} more findings for {escape(str(result.subject))}: see --json")
 
 
-def _table(results: list[Result]) -> Table:
-    table = PlainTable("op", "provider", "outcome", "cases", "seconds", "by")
+def _table(results: list[Result], times: Times) -> Table:
+    columns = ("µs", "definition µs") if times else ()
+    table = PlainTable("op", "provider", "outcome", "cases", "seconds", *columns, "by")
     for result in results:
+        measured = [m.time if m else None for m in times.get(result.subject, (None, None))]
         failed = [o.check for o in result.outcomes if o.problems]
         table.add_row(
             result.subject.op.name,
@@ -152,6 +213,7 @@ def _table(results: list[Result]) -> Table:
             _MARKS[result.status],
             str(result.passed) if result.outcomes else "-",
             f"{result.seconds:.1f}" if result.outcomes else "-",
+            *(map(shown_time, measured) if times else ()),
             escape(", ".join(failed) or result.obstacle or _checks(result)),
         )
     return table

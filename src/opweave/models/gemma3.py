@@ -100,8 +100,11 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
         text[tied] = fields.flag(tied, Fields(text, "text_config").flag(tied, True))
         return cls(Gemma3Config.from_hf(text), dtype=dtype)
 
+    def own_name(self, name: str) -> str:
+        return _text_name(name)
+
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        named = ((_text_name(name), tensor) for name, tensor in tensors)
+        named = ((self.own_name(name), tensor) for name, tensor in tensors)
         super().load_weights((n, t) for n, t in named if not n.startswith(_OF_IMAGES))
 
 

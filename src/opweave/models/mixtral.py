@@ -22,9 +22,12 @@ class MixtralForCausalLM(MixtureForCausalLM):
     def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
         return cls(MixtureConfig.mixtral(config), dtype=dtype)
 
+    def own_name(self, name: str) -> str:
+        return _original(name)
+
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # transformers 5 names the block "mlp" where it writes all experts into one tensor.
-        super().load_weights((_original(name), tensor) for name, tensor in tensors)
+        super().load_weights((self.own_name(name), tensor) for name, tensor in tensors)
 
     def places(self) -> dict[str, WeightTarget]:
         return {_original(name): place for name, place in super().places().items()}

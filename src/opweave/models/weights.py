@@ -41,7 +41,8 @@ class WeightTarget(NamedTuple):
         if tensor.is_complex() or tensor.dtype == torch.bool:
             raise ValueError(f"it has dtype {tensor.dtype}; weights are real numbers")
         narrow = tensor.dtype.itemsize == 1 < self.parameter.dtype.itemsize
-        if narrow or not tensor.is_floating_point():
+        is_packed = tensor.dtype == self.parameter.dtype
+        if not is_packed and (narrow or not tensor.is_floating_point()):
             raise ValueError(
                 f"it has dtype {tensor.dtype}; quantized checkpoints are not supported"
             )
@@ -67,10 +68,13 @@ class CheckpointModel(nn.Module):
     Attributes:
         merged: its merged modules.
         experts: what checkpoints call the maps of an expert: gate, down, up.
+        dense: the last part of the names of linear layers whose weight the model reads itself, so
+            that it cannot be quantized.
         dtype: of weights and activations.
     """
 
     merged: ClassVar[Merged] = {}
+    dense: ClassVar[frozenset[str]] = frozenset()
     experts: ClassVar[tuple[str, str, str]] = ("gate_proj", "down_proj", "up_proj")
     dtype: torch.dtype
 
@@ -82,6 +86,10 @@ class CheckpointModel(nn.Module):
             ModelError: the configuration is invalid or not supported.
         """
         raise NotImplementedError
+
+    def own_name(self, name: str) -> str:
+        """Return this model's name of a module or tensor that a checkpoint calls *name*."""
+        return name
 
     @property
     def device(self) -> torch.device:
@@ -116,6 +124,9 @@ class CheckpointModel(nn.Module):
             parent, dot, last = module.rpartition(".")
             if module in layers:
                 continue
+            if last in self.merged.get(parent.rpartition(".")[2], {}):
+                # Of a part whose weights the merged layer keeps in a child module.
+                parent, dot, _ = parent.rpartition(".")
             for part, *shard in self.merged.get(last, {}).items() or [(last,)]:
                 found[f"{parent}{dot}{part}.{leaf}"] = WeightTarget(parameter, tuple(shard))
         for name, layer in layers.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from opweave.native import kit, toolchain
+from opweave.native import kit, simd, toolchain
 from opweave.native.errors import NativeBuildError
 from opweave.native.extension import CUDA_SUFFIX, Extension
 
@@ -48,6 +48,7 @@ def flags(extension: Extension) -> list[list[str]]:
         list(extension.cflags),
         list(extension.ldflags),
         [*_CUDA_FLAGS, *_architecture(), *extension.cuda_cflags] if extension.has_cuda else [],
+        [*simd.FLAGS, *map(str, simd.levels().items())] if extension.simd_sources else [],
     ]
 
 
@@ -69,9 +70,18 @@ def build(extension: Extension, kit_objects: Path, folder: Path, *, verbose: boo
     Raises:
         NativeBuildError: a compiler is missing or fails.
     """
-    jobs = [_user_job(i, source, extension, folder) for i, source in enumerate(extension.sources)]
+    jobs = [
+        _user_job(f"{i}_{source.stem}", source, extension, folder)
+        for i, source in enumerate(extension.sources)
+    ]
     jobs.append(_kit_job(_write_entry(extension, folder), folder))
+    by_level = [
+        _simd_jobs(i, source, extension, folder) for i, source in enumerate(extension.simd_sources)
+    ]
+    jobs += [job for each in by_level for job in each]
     _run_all(jobs, verbose=verbose)
+    for same in by_level:
+        simd.check_symbols(same[0].source, [job.output for job in same])
     objects = [*(job.output for job in jobs), *sorted(kit_objects.glob("*.o"))]
     output = folder / extension.filename
     _run_all(
@@ -96,17 +106,29 @@ def _kit_job(source: Path, folder: Path) -> CompileJob:
     return CompileJob(source, output, (*command, "-c", str(source), "-o", str(output)))
 
 
-def _user_job(number: int, source: Path, extension: Extension, folder: Path) -> CompileJob:
-    output = folder / f"{number}_{source.stem}.o"
+def _user_job(
+    name: str, source: Path, extension: Extension, folder: Path, flags: Sequence[str] = ()
+) -> CompileJob:
+    output = folder / f"{name}.o"
     includes = [f"-I{path}" for path in (*extension.include_dirs, kit.include_dir())]
     if source.suffix == CUDA_SUFFIX:
         host = ("-ccbin", toolchain.cxx().command[0])
         command = (*toolchain.nvcc().command, *host, *_CUDA_FLAGS, *_architecture(), *includes)
         command = (*command, *extension.cuda_cflags)
     else:
-        command = (*toolchain.cxx().command, *_USER_FLAGS, *includes, *extension.cflags)
+        command = (*toolchain.cxx().command, *_USER_FLAGS, *includes, *extension.cflags, *flags)
     lists = ("-MD", "-MF", str(output.with_suffix(".d")))
     return CompileJob(source, output, (*command, *lists, "-c", str(source), "-o", str(output)))
+
+
+def _simd_jobs(number: int, source: Path, extension: Extension, folder: Path) -> list[CompileJob]:
+    """Return one job per instruction set."""
+    jobs = []
+    for level, own in simd.levels().items():
+        flags = (*simd.FLAGS, *own, f"-DOPWEAVE_ISA={level}")
+        name = f"simd_{number}_{source.stem}_{level}"
+        jobs.append(_user_job(name, source, extension, folder, flags))
+    return jobs
 
 
 def _architecture() -> tuple[str, ...]:

@@ -57,6 +57,7 @@ def content_key(extension: Extension) -> str:
     return _hash(
         [extension.module, extension.namespace],
         [[str(path), _source_digest(path)] for path in extension.sources],
+        [[str(path), _source_digest(path)] for path in extension.simd_sources],
         [[str(path), inputs.digest(path)] for path in inputs.named(extension)],
         builder.flags(extension),
         inputs.environment(),

@@ -26,12 +26,13 @@ class Extension:
     """A native module to build.
 
     ``module`` is the name of the Python module without its package, ``namespace`` that of its torch
-    ops.
+    ops. ``simd_sources`` are compiled once per instruction set.
     """
 
     module: str
     namespace: str
     sources: tuple[Path, ...]
+    simd_sources: tuple[Path, ...] = ()
     include_dirs: tuple[Path, ...] = ()
     cflags: tuple[str, ...] = ()
     cuda_cflags: tuple[str, ...] = ()
@@ -47,6 +48,11 @@ class Extension:
         """The module's name for messages."""
         is_alone = self.module == self.namespace
         return self.module if is_alone else f"{self.namespace}.{self.module}"
+
+    @property
+    def all_sources(self) -> tuple[Path, ...]:
+        """All source files."""
+        return (*self.sources, *self.simd_sources)
 
     @property
     def has_cuda(self) -> bool:
@@ -93,9 +99,27 @@ def check_sources(sources: Iterable[str | Path]) -> tuple[Path, ...]:
     Raises:
         NativeBuildError: the list is empty, a file does not exist, or is not C++ or CUDA.
     """
-    found = tuple(Path(source).absolute() for source in sources)
+    found = _check_files(sources)
     if not found:
         raise NativeBuildError("There are no sources to build.")
+    return found
+
+
+def check_simd_sources(sources: Iterable[str | Path]) -> tuple[Path, ...]:
+    """Return *sources*, to be compiled once per instruction set, as absolute paths.
+
+    Raises:
+        NativeBuildError: a file does not exist or is not C++.
+    """
+    found = _check_files(sources)
+    for path in found:
+        if path.suffix == CUDA_SUFFIX:
+            raise NativeBuildError(f"{path} is CUDA, but SIMD sources are for the CPU's vectors.")
+    return found
+
+
+def _check_files(sources: Iterable[str | Path]) -> tuple[Path, ...]:
+    found = tuple(Path(source).absolute() for source in sources)
     for path in found:
         if path.suffix not in _SUFFIXES:
             raise NativeBuildError(f"{path} is not a source file ({', '.join(_SUFFIXES)}).")

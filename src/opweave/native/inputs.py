@@ -44,7 +44,7 @@ def named(extension: Extension) -> list[Path]:
     words = [part for flag in flags for part in (flag, *_JOINED.split(flag))]
     folders = [*extension.include_dirs, *_values(compiling, _INCLUDE_FLAGS)]
     folders += _paths("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
-    found = {*_headers(extension.sources, folders), *_libraries(extension.ldflags)}
+    found = {*_headers(extension.all_sources, folders), *_libraries(extension.ldflags)}
     found.update(path for path in map(Path, words) if _is_file(path))
     return sorted(found)
 

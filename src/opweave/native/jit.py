@@ -12,7 +12,13 @@ from pathlib import Path
 from opweave.native import cache
 from opweave.native.call_paths import NativeModule
 from opweave.native.errors import NativeBuildError
-from opweave.native.extension import Extension, check_list, check_name, check_sources
+from opweave.native.extension import (
+    Extension,
+    check_list,
+    check_name,
+    check_simd_sources,
+    check_sources,
+)
 
 _lock = threading.Lock()
 _loaded: dict[str, tuple[str, NativeModule]] = {}
@@ -26,6 +32,7 @@ def load(
     extra_cuda_cflags: Sequence[str] = (),
     extra_ldflags: Sequence[str] = (),
     include_dirs: Iterable[str | Path] = (),
+    simd_sources: Iterable[str | Path] = (),
     verbose: bool = False,
 ) -> NativeModule:
     """Build the native module *name* from *sources*, unless it is cached, and load it.
@@ -43,18 +50,21 @@ def load(
         extra_cuda_cflags: flags for nvcc.
         extra_ldflags: flags for linking.
         include_dirs: folders of headers.
+        simd_sources: C++ files that are compiled once per instruction set, see
+            ``<opweave/simd.h>``.
         verbose: print the compiler's commands and messages.
 
     Raises:
         NativeBuildError: a compiler or a source is missing, compilation fails, a schema is invalid,
             or this process has loaded *name* from other sources.
-        TypeError: *sources*, *include_dirs* or flags are not lists.
+        TypeError: *sources*, *simd_sources*, *include_dirs* or flags are not lists.
     """
     folders = check_list(include_dirs, "include_dirs", "path")
     extension = Extension(
         module=check_name(name),
         namespace=name,
         sources=check_sources(check_list(sources, "sources", "path")),
+        simd_sources=check_simd_sources(check_list(simd_sources, "simd_sources", "path")),
         include_dirs=tuple(Path(folder).absolute() for folder in folders),
         cflags=check_list(extra_cflags, "extra_cflags", "string"),
         cuda_cflags=check_list(extra_cuda_cflags, "extra_cuda_cflags", "string"),

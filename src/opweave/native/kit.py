@@ -39,7 +39,9 @@ def core_sources() -> list[Path]:
 def fingerprint() -> str:
     """Return a hash of every file of the kit."""
     digest = hashlib.sha256()
-    for path in sorted((include_dir() / "opweave").iterdir()):
+    folder = include_dir() / "opweave"
+    for path in sorted(folder.rglob("*")):
         if path.suffix in (".h", ".cpp"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+            name = path.relative_to(folder).as_posix()
+            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -15,17 +15,18 @@ from opweave.ir.errors import did_you_mean
 from opweave.native import cache
 from opweave.native.cache import Built
 from opweave.native.errors import NativeBuildError
-from opweave.native.extension import Extension, check_name, check_sources
+from opweave.native.extension import Extension, check_name, check_simd_sources, check_sources
 
 _TABLE = "[tool.opweave-native]"
-_LISTS = ("sources", "include-dirs", "cflags", "cuda-cflags", "ldflags")
+_LISTS = ("sources", "simd-sources", "include-dirs", "cflags", "cuda-cflags", "ldflags")
 
 
 def build(folder: str | Path, *, verbose: bool = False) -> Built:
     """Build the native module of the package in *folder*, and copy it into the package.
 
     ``[tool.opweave-native]`` in ``pyproject.toml`` configures the build: ``module`` (such as
-    ``demo._C_ops``), ``sources`` (patterns), and optionally ``include-dirs``, ``cflags``,
+    ``demo._C_ops``), ``sources`` (patterns), and optionally ``simd-sources`` (patterns of files to
+    compile once per instruction set; they are not ``sources``), ``include-dirs``, ``cflags``,
     ``cuda-cflags`` and ``ldflags``. Uses the cache if nothing has changed.
 
     Raises:
@@ -39,10 +40,14 @@ def build(folder: str | Path, *, verbose: bool = False) -> Built:
         raise NativeBuildError(
             f"The module {table['module']} would shadow {target / module}.py; choose another name."
         )
+    vectorized = _expand(folder, table["simd-sources"])
     extension = Extension(
         module=module,
         namespace=check_name(package.replace(".", "_")),
-        sources=check_sources(_expand(folder, table["sources"])),
+        sources=check_sources(
+            path for path in _expand(folder, table["sources"]) if path not in vectorized
+        ),
+        simd_sources=check_simd_sources(vectorized),
         include_dirs=tuple(folder / path for path in table["include-dirs"]),
         cflags=tuple(table["cflags"]),
         cuda_cflags=tuple(table["cuda-cflags"]),

@@ -41,6 +41,12 @@ def nvcc() -> Compiler:
     return _compiler(_command("CUDACXX", ("nvcc", f"{home}/bin/nvcc"), "nvcc, the CUDA compiler"))
 
 
+def nm() -> str:
+    """Return the program that lists the symbols of an object, as the C++ compiler names it."""
+    found = run((*cxx().command, "-print-prog-name=nm")).stdout.strip()
+    return found or "nm"
+
+
 def python_include() -> Path:
     """Return the folder of Python.h.
 

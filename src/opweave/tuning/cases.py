@@ -73,6 +73,18 @@ def generated(
             yield Sized(_first(subject, choices, {**fixed, "num_tokens": count}), count)
 
 
+def for_subject(subject: Subject, tokens: int = 256) -> Case | None:
+    """Return arguments of a usual size that an implementation accepts, if there are any."""
+    for dtype in (None, torch.float32):
+        try:
+            [sized] = generated(subject.op, [tokens], dict(subject.options), dtype)
+        except TuningError:
+            continue
+        if subject.accepts(sized.case.values):
+            return sized.case
+    return None
+
+
 def traced(op: IrOp, trace: Trace, seed: int = 0) -> Iterator[Sized]:
     """Yield a case for each distinct call of *op* in a trace.
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from opweave.config.child_process import ChildWorker, ending
 from opweave.config.environment import TUNING_FILE
+from opweave.conformance.subject import Subject
+from opweave.ir.priority import NATIVE
 from opweave.platforms import resolution
 from opweave.platforms.handover import VARIABLE
 from opweave.tuning.cell import Cell, family_of
@@ -42,6 +45,20 @@ class Job:
 
     trace: Trace
     providers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SubjectJob:
+    """An implementation to measure next to the definition, on arguments of a usual size.
+
+    Attributes:
+        op, providers: their names.
+        options: options of the op's input generator, for a kernel that supports some sizes only.
+    """
+
+    op: str
+    providers: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -94,29 +111,41 @@ class TuningWorker(ChildWorker):
         Raises:
             WorkerFailedError: the subprocess does not start.
         """
-        job = Job(_only(trace, call), tuple(trace.op(call).supported_providers()))
+        found = self._without_crashes(
+            Job(_only(trace, call), tuple(trace.op(call).supported_providers()))
+        )
+        if found.obstacle:
+            return found.obstacle
+        family = family_of(call)
+        return Cell(call.op, family, call.tokens, call.count, found.default, found.measurements)
+
+    def measure_subject(self, subject: Subject) -> dict[str, Measurement] | str:
+        """Measure an implementation and the definition on arguments of a usual size.
+
+        Returns:
+            The measurements by provider, or why they are missing.
+
+        Raises:
+            WorkerFailedError: the subprocess does not start.
+        """
+        providers = (NATIVE, subject.provider)
+        found = self._without_crashes(SubjectJob(subject.op.name, providers, subject.options))
+        return found.obstacle or {m.provider: m for m in found.measurements}
+
+    def _without_crashes(self, job: Job | SubjectJob) -> Done:
+        """Run a job; repeat it without the implementations that end the process."""
         crashed: list[Measurement] = []
         while True:
             stage, outcome = self._run(job)
             if isinstance(outcome, Done):
-                break
+                return replace(outcome, measurements=(*outcome.measurements, *crashed))
             if not stage.provider:
-                return f"while building the arguments, the process {outcome}"
+                return Done("", (), f"while building the arguments, the process {outcome}")
             reason = f"{outcome} while {stage.what}"
             crashed.append(Measurement(stage.provider, "crashed", reason))
             job = replace(job, providers=tuple(p for p in job.providers if p != stage.provider))
-        if outcome.obstacle:
-            return outcome.obstacle
-        return Cell(
-            call.op,
-            family_of(call),
-            call.tokens,
-            call.count,
-            outcome.default,
-            (*outcome.measurements, *crashed),
-        )
 
-    def _run(self, job: Job) -> tuple[TuningStage, Done | str]:
+    def _run(self, job: Job | SubjectJob) -> tuple[TuningStage, Done | str]:
         """Return the last stage, and the result or how the process ended."""
         process, stage = self.running(), TuningStage("", "")
         process.connection.send(job)

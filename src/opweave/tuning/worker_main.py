@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from opweave.base.errors import described
 from opweave.config.child_process import end_with_parent
 from opweave.conformance.case import Case
+from opweave.conformance.find import subjects
 from opweave.conformance.modules import import_named
+from opweave.tuning.cases import for_subject
 from opweave.tuning.contest import contest, default_provider
-from opweave.tuning.worker import Done, Job, Task, TuningStage
+from opweave.tuning.worker import Done, Job, SubjectJob, Task, TuningStage
 
 
 def serve(connection: Connection) -> None:
@@ -24,18 +27,17 @@ def serve(connection: Connection) -> None:
         import_named("--import", module)
     connection.send(TuningStage("", "ready"))
     while True:
-        job: Job = connection.recv()
+        job: Job | SubjectJob = connection.recv()
         try:
             connection.send(_measured(job, task, connection))
         except Exception as error:  # the arguments cannot be built, or the selection fails
             connection.send(Done("", (), described(error, 1)))
 
 
-def _measured(job: Job, task: Task, connection: Connection) -> Done:
-    [call] = job.trace.calls
-    op = job.trace.op(call)
-    values = job.trace.values(call, task.seed)
-    case = Case(op, call.label, values)
+def _measured(job: Job | SubjectJob, task: Task, connection: Connection) -> Done:
+    case = _case_of_subject(job) if isinstance(job, SubjectJob) else _case_of_call(job, task)
+    if case is None:
+        return Done("", (), "it accepts no arguments of a usual size")
     if case.refusal is not None:
         return Done("", (), f"native raises {described(case.refusal, 1)}")
     default = default_provider(case)
@@ -46,6 +48,16 @@ def _measured(job: Job, task: Task, connection: Connection) -> Done:
         lambda provider, what: connection.send(TuningStage(provider, what)),
     )
     return Done(default, tuple(found))
+
+
+def _case_of_call(job: Job, task: Task) -> Case:
+    [call] = job.trace.calls
+    return Case(job.trace.op(call), call.label, job.trace.values(call, task.seed))
+
+
+def _case_of_subject(job: SubjectJob) -> Case | None:
+    [subject] = subjects([job.op], [job.providers[-1]])  # imports the provider, if it is a module
+    return for_subject(replace(subject, options=job.options))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A checkpoint directory in Hugging Face's layout: JSON files and tensors by name."""
+"""A checkpoint: a directory in Hugging Face's layout, or a GGUF file that stands for one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from opweave.engine.dependencies import require
 from opweave.engine.errors import CheckpointError
+from opweave.engine.loading.gguf.file import is_gguf, read_gguf
+from opweave.engine.loading.gguf.files import has_json, json_of
 from opweave.models.weights import shown_name
 
 # Called with the number of tensors loaded so far and in total.
@@ -32,30 +34,36 @@ def checkpoint_path(path: object) -> Path:
     """
     if not isinstance(path, str | PathLike):
         raise CheckpointError(
-            f"The model is {path!r}; it must be the name of the directory of a checkpoint."
+            f"The model is {path!r}; it must be the name of a checkpoint's directory or GGUF file."
         )
     return Path(path)
 
 
 class Checkpoint:
-    """The directory *path*.
+    """The directory or GGUF file *path*.
+
+    Attributes:
+        path: of the directory or file.
+        gguf: the contents of the file; None for a directory.
 
     Raises:
-        CheckpointError: there is no such directory.
+        CheckpointError: there is no such directory, or the file is damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = checkpoint_path(path).expanduser()
-        if self.path.suffix == ".gguf" and not self.path.is_dir():
-            raise CheckpointError(
-                f"{str(path)!r} is a GGUF file, which is not supported. Give the directory of a "
-                "checkpoint with config.json, tokenizer.json and safetensors files."
-            )
-        if not self.path.is_dir():
+        self.gguf = read_gguf(self.path) if is_gguf(self.path) else None
+        if self.gguf is None and not self.path.is_dir():
             raise CheckpointError(
                 f"{str(path)!r} is not a directory. Give the directory of a checkpoint, with "
-                "config.json, tokenizer.json and safetensors files."
+                "config.json, tokenizer.json and safetensors files; or a GGUF file."
             )
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a file *name*, or a GGUF file that stands for it."""
+        if self.gguf is not None:
+            return has_json(self.gguf, name)
+        return (self.path / name).exists()
 
     def json(self, name: str) -> dict[str, Any] | None:
         """Return the object in file *name*, or None if there is no such file.
@@ -63,6 +71,8 @@ class Checkpoint:
         Raises:
             CheckpointError: the file does not hold a JSON object.
         """
+        if self.gguf is not None:
+            return json_of(self.gguf, name)
         if not self._has(name):
             return None
         value = self._json(name)
@@ -77,7 +87,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the file does not hold a JSON list of objects.
         """
-        if not self._has(name):
+        if self.gguf is not None or not self._has(name):
             return None
         value = self._json(name)
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -92,7 +102,8 @@ class Checkpoint:
         """
         config = self.json("config.json")
         if config is None:
-            gguf = " GGUF files are not supported." if any(self.path.glob("*.gguf")) else ""
+            files = sorted(self.path.glob("*.gguf"))
+            gguf = f" Give the GGUF file itself, such as {str(files[0])!r}." if files else ""
             raise CheckpointError(
                 f"{self.path} has no config.json. It holds: {self._listing()}.{gguf}"
             )
@@ -124,7 +135,7 @@ class Checkpoint:
         Raises:
             CheckpointError: it does.
         """
-        if self._has(_SINGLE):
+        if self.gguf is not None or self._has(_SINGLE):
             return
         lost = [name for name in self._weight_map() if name not in tensors]
         if optional in lost:

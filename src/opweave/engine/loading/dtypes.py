@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from opweave.engine.errors import CheckpointError
-from opweave.engine.loading.checkpoint import TensorFile
+from opweave.engine.loading.sources import TensorSource
 from opweave.models.fields import Fields
 from opweave.models.weights import shown_name
 
@@ -33,7 +33,7 @@ def named_dtype(dtype: str, config: Mapping[str, Any]) -> torch.dtype | None:
     return DTYPES[str(saved) if dtype == "auto" else dtype]
 
 
-def dtype_of(files: Iterable[TensorFile]) -> torch.dtype:
+def dtype_of(files: Iterable[TensorSource]) -> torch.dtype:
     """Return the dtype of a tensor, where models can be loaded in it."""
     for file in files:
         for name in list(file.shapes())[:1]:
@@ -42,7 +42,7 @@ def dtype_of(files: Iterable[TensorFile]) -> torch.dtype:
     return torch.float32
 
 
-def shapes_of(files: Iterable[TensorFile]) -> dict[str, tuple[int, ...]]:
+def shapes_of(files: Iterable[TensorSource]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor, by name, if each is in one file only."""
     shapes: dict[str, tuple[int, ...]] = {}
     holders: dict[str, Path] = {}

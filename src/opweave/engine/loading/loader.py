@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_args
@@ -16,8 +16,11 @@ from opweave.engine.loading import huge_pages
 from opweave.engine.loading.build import MOST_LAYERS, build, check_layers
 from opweave.engine.loading.checkpoint import Checkpoint, Progress, TensorFile
 from opweave.engine.loading.dtypes import DTYPES, dtype_of, named_dtype, shapes_of
+from opweave.engine.loading.gguf.tensors import GgufTensors
 from opweave.engine.loading.implementation import uses_transformers
 from opweave.engine.loading.quantization import is_cache_scale, unquantized, without_quantization
+from opweave.engine.loading.quantized.layers import build_quantized
+from opweave.engine.loading.sources import QuantizedSource, TensorSource
 from opweave.engine.loading.tied_head import head_name, untied
 from opweave.engine.loading.transformers_checkpoint import load_by_transformers
 from opweave.integrations.transformers import check_transformers_ranks, load_transformers_model
@@ -77,16 +80,21 @@ def load_model(
         model.fill_randomly(seed)
         return model.eval()
     with ExitStack() as stack:
-        files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
-        config = unquantized(config, checkpoint, files)
-        shapes = shapes_of(files)
+        if checkpoint.gguf is None:
+            files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
+            config = unquantized(config, checkpoint, files)
+            sources: list[TensorSource] = [*files]
+        else:
+            planned = _planned(config, len(checkpoint.gguf.tensors))
+            sources = [GgufTensors(checkpoint.gguf, planned)]
+        shapes = shapes_of(sources)
         planned = _planned(config, len(shapes))
         checkpoint.check_index(shapes, optional=head_name(planned))
         _check_shapes(planned, {n: s for n, s in shapes.items() if not is_cache_scale(n)})
-        kept = named or dtype_of(files)
-        model = build(untied(config, planned, files, kept), kept)
+        kept = named or dtype_of(sources)
+        model, packed = build_quantized(untied(config, planned, sources, kept), kept, sources)
         huge_pages.move_parameters(model)
-        _fill(model, _tensors(files, progress or (lambda *_: None)))
+        _fill(model, _tensors(sources, packed, progress or (lambda *_: None)))
     return model.eval()
 
 
@@ -177,8 +185,16 @@ def _fill(model: CheckpointModel, tensors: Iterable[tuple[str, Tensor]]) -> None
         raise CheckpointError(str(error)) from error
 
 
-def _tensors(files: list[TensorFile], progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    names = [(n, file) for file in files for n in file.shapes() if not is_cache_scale(n)]
-    for done, (name, file) in enumerate(names, start=1):
-        yield name, file.tensor(name)
+def _tensors(
+    sources: Sequence[TensorSource], packed: Collection[str], progress: Progress
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors by name; of the modules in *packed*, the parameters that they keep."""
+    names = [(n, source) for source in sources for n in source.shapes() if not is_cache_scale(n)]
+    for done, (name, source) in enumerate(names, start=1):
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and module in packed and isinstance(source, QuantizedSource):
+            for own, tensor in source.parameters(module).items():
+                yield f"{module}.{own}", tensor
+        else:
+            yield name, source.tensor(name)
         progress(done, len(names))

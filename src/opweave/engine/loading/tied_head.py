@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opweave.engine.loading.checkpoint import TensorFile
+from opweave.engine.loading.sources import TensorSource
 from opweave.models import CausalLM, CheckpointModel
 from opweave.models.causal_lm import HEAD
 
@@ -26,7 +26,7 @@ def head_name(model: CheckpointModel) -> str | None:
 def untied(
     config: Mapping[str, Any],
     planned: CheckpointModel,
-    files: Iterable[TensorFile],
+    files: Iterable[TensorSource],
     dtype: torch.dtype,
 ) -> Mapping[str, Any]:
     """Return *config*, with untied embeddings if the files hold two matrices that differ.
@@ -54,7 +54,7 @@ def untied(
     return {**config, _KEY: False}
 
 
-def _read(name: str, files: Iterable[TensorFile], dtype: torch.dtype) -> Tensor | None:
+def _read(name: str, files: Iterable[TensorSource], dtype: torch.dtype) -> Tensor | None:
     for file in files:
         if name in file.shapes():
             return file.tensor(name).to(dtype)

@@ -14,7 +14,7 @@ from opweave.engine.loading.build import MOST_LAYERS, check_layers
 from opweave.engine.loading.checkpoint import Checkpoint, Progress, TensorFile
 from opweave.engine.loading.dtypes import dtype_of, named_dtype, shapes_of
 from opweave.engine.loading.quantization import unquantized
-from opweave.models import CheckpointModel, WeightsError
+from opweave.models import CheckpointModel, UnsupportedModelError, WeightsError
 
 Model = TypeVar("Model", bound=CheckpointModel, covariant=True)
 
@@ -45,9 +45,15 @@ def load_by_transformers(
 
     Raises:
         CheckpointError: a file is missing or damaged, or tensors do not fit the model.
-        ModelError: the configuration is invalid or not supported.
+        ModelError: the configuration is invalid or not supported, or the checkpoint is a GGUF
+            file.
     """
     config = checkpoint.config()
+    if checkpoint.gguf is not None:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: transformers' code does not run models from GGUF files; opweave's "
+            "does. Leave model_impl out, or give a checkpoint directory."
+        )
     named = named_dtype(dtype, config)
     if seed is not None:
         check_layers(config, MOST_LAYERS, "there can be")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from functools import cached_property
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from opweave.config import EngineConfig
 from opweave.engine.dependencies import require
-from opweave.engine.errors import PromptError, TokenizerError
+from opweave.engine.errors import EngineError, PromptError, TokenizerError
 from opweave.engine.loading.checkpoint import Checkpoint
 from opweave.engine.loading.generation_config import FILE, generation_folder
 from opweave.engine.tokenization.settings import follow_settings
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 Side = Literal["left", "right"]
 
 _CHARACTER = 4  # bytes of the longest character
+_TOKENIZER = "tokenizer.json"
 _SHORT = 1024  # tokens that are decoded sooner than a thread could take turns
 # The files of tokenizers, of any kind.
 _KINDS = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
@@ -234,7 +236,7 @@ def tokenizer_of(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
         TokenizerError: it is damaged, or of another kind, which dummy weights do not need.
     """
     generation = generation_folder(checkpoint, config.generation_config)
-    if (checkpoint.path / "tokenizer.json").exists():
+    if checkpoint.has(_TOKENIZER):
         return Tokenizer(checkpoint, generation)
     if config.load_format != "dummy":
         if any(file for kind in _KINDS for file in checkpoint.path.glob(kind)):
@@ -260,14 +262,19 @@ def _configured_ids(checkpoint: Checkpoint, generation: Checkpoint | None, kind:
 
 
 def _load(checkpoint: Checkpoint) -> Any:
-    file = checkpoint.path / "tokenizer.json"
-    if not file.is_file():
-        raise TokenizerError(
-            f"{checkpoint.path} has no tokenizer.json. Checkpoints with another kind of tokenizer "
-            "need it converted: load it with transformers and save it again."
-        )
     tokenizers = require("tokenizers")
+    file = checkpoint.path / _TOKENIZER
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        if checkpoint.gguf is not None:
+            file = checkpoint.path
+            return tokenizers.Tokenizer.from_str(json.dumps(checkpoint.json(_TOKENIZER)))
+        if file.is_file():
+            return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises Exception itself
+        if isinstance(error, EngineError):
+            raise
         raise TokenizerError(f"{file} is damaged or of an unknown kind: {error}.") from error
+    raise TokenizerError(
+        f"{checkpoint.path} has no tokenizer.json. Checkpoints with another kind of tokenizer "
+        "need it converted: load it with transformers and save it again."
+    )

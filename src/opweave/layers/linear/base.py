@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from opweave.layers.linear.method import LinearMethod, QuantConfig, UnquantizedLinearMethod
+from opweave.layers.linear.method import LinearMethod, QuantConfig, default_method
 from opweave.layers.parallel import ALONE, current_tensor_parallel
 from opweave.layers.pluggable_layer import PluggableLayer
 from opweave.layers.weight_loading import describe, set_weight_attrs
@@ -58,7 +58,7 @@ class LinearBase(PluggableLayer):
         self.parallel = ALONE if disable_tp else current_tensor_parallel()
         self.tp_rank, self.tp_size = self.parallel.rank, self.parallel.size
         chosen = None if quant_config is None else quant_config.get_quant_method(self, prefix)
-        self.quant_method: LinearMethod = chosen or UnquantizedLinearMethod()
+        self.quant_method: LinearMethod = chosen or default_method()
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor) -> None:
         """Fill *param* of this layer.
@@ -80,21 +80,31 @@ class LinearBase(PluggableLayer):
         self.input_size_per_partition = input_size
         self.output_partition_sizes = list(output_sizes)
         self.output_size_per_partition = sum(output_sizes)
-        self.quant_method.create_weights(
-            self,
-            input_size,
-            self.output_partition_sizes,
-            self.input_size,
-            self.output_size,
-            self.params_dtype,
-            weight_loader=self.weight_loader,
-        )
+        self._create_weights()
         if not bias:
             self.register_parameter("bias", None)
             return
         values = torch.empty(self.output_size_per_partition, dtype=self.params_dtype)
         self.bias = nn.Parameter(values, requires_grad=False)
         set_weight_attrs(self.bias, weight_loader=self.weight_loader, **bias_attrs)
+
+    def _create_weights(self) -> None:
+        self.quant_method.create_weights(
+            self,
+            self.input_size_per_partition,
+            self.output_partition_sizes,
+            self.input_size,
+            self.output_size,
+            self.params_dtype,
+            weight_loader=self.weight_loader,
+        )
+
+    def set_quant_method(self, method: LinearMethod) -> None:
+        """Keep the weights as *method* does; they are uninitialized afterwards."""
+        for name in [name for name in self._parameters if name != "bias"]:
+            del self._parameters[name]
+        self.quant_method = method
+        self._create_weights()
 
     def _result(self, y: Tensor, bias: Tensor | None) -> Result:
         if not self.return_bias:

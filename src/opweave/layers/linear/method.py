@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -72,3 +74,33 @@ class UnquantizedLinearMethod:
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         output: Tensor = ir.ops.linear(x, layer.weight, bias)
         return output
+
+
+class DeferredMethod(UnquantizedLinearMethod):
+    """A weight without memory, until ``LinearBase.set_quant_method`` replaces it."""
+
+    def create_weights(self, *args: Any, **extra_weight_attrs: Any) -> None:
+        with torch.device("meta"):
+            super().create_weights(*args, **extra_weight_attrs)
+
+
+_defers: ContextVar[bool] = ContextVar("opweave_defers_weights", default=False)
+
+
+@contextmanager
+def deferred_weights() -> Iterator[None]:
+    """Inside the block, linear layers without a *quant_config* get no memory for weights.
+
+    A checkpoint's tensors decide how each is kept, and the names of layers are known only when the
+    model is whole.
+    """
+    token = _defers.set(True)
+    try:
+        yield
+    finally:
+        _defers.reset(token)
+
+
+def default_method() -> LinearMethod:
+    """Return the method of a layer for which no *quant_config* chooses one."""
+    return DeferredMethod() if _defers.get() else UnquantizedLinearMethod()

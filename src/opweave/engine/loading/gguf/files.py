@@ -1,0 +1,32 @@
+"""The JSON files of a checkpoint directory that a GGUF file stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from opweave.engine.loading.gguf.config import config_of
+from opweave.engine.loading.gguf.file import GgufFile
+from opweave.engine.loading.gguf.tokenizer import end_tokens, tokenizer_config, tokenizer_json
+
+
+def _generation(file: GgufFile) -> dict[str, Any]:
+    return {"eos_token_id": end_tokens(file)}
+
+
+_FILES: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
+    "config.json": config_of,
+    "generation_config.json": _generation,
+    "tokenizer.json": tokenizer_json,
+    "tokenizer_config.json": tokenizer_config,
+}
+
+
+def has_json(file: GgufFile, name: str) -> bool:
+    """Return whether *file* stands for the JSON file *name*; without a vocabulary, for few."""
+    return name == "config.json" or (name in _FILES and "tokenizer.ggml.model" in file.metadata)
+
+
+def json_of(file: GgufFile, name: str) -> dict[str, Any] | None:
+    """Return the object of the JSON file *name*, or None if *file* stands for no such file."""
+    return _FILES[name](file) if has_json(file, name) else None

@@ -1,0 +1,149 @@
+"""The tensors of a GGUF file under the names that Hugging Face's checkpoints give them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opweave.engine.dependencies import require
+from opweave.engine.errors import CheckpointError
+from opweave.engine.loading.gguf.config import ROPE_FACTORS
+from opweave.engine.loading.gguf.file import GgufFile
+from opweave.layers.linear import LinearMethod
+from opweave.layers.linear.low_bit import BlockMethod
+from opweave.models import CheckpointModel
+from opweave.models.weights import shown_name
+
+_log = logging.getLogger(__name__)
+
+# The formats of ``ir.ops.linear_q``; weights in others are dequantized.
+_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+_PLAIN = ("F32", "F16", "BF16", "F64")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# Of the arithmetic of the file's q and k, whose rows llama.cpp wants in another order.
+_PERMUTED = ("llama",)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor of the model is: a tensor of the file, and the expert's index in it."""
+
+    name: str
+    expert: int | None = None
+
+
+class GgufTensors:
+    """The weights of a file: a :class:`~opweave.engine.loading.sources.QuantizedSource`.
+
+    Args:
+        contents: the file.
+        model: the model that it is for, without memory for its weights.
+
+    Raises:
+        CheckpointError: a tensor has a name that the model does not know.
+    """
+
+    def __init__(self, contents: GgufFile, model: CheckpointModel) -> None:
+        self._contents = contents
+        self._places = dict(self._find(model))
+        used = {place.name for place in self._places.values()}
+        if unknown := sorted(contents.tensors.keys() - used - {ROPE_FACTORS}):
+            more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+            raise CheckpointError(
+                f"{contents.path} has tensors that {type(model).__name__} does not use: "
+                f"{', '.join(map(shown_name, unknown[:8]))}{more}."
+            )
+        self.methods = dict(self._methods())
+        self._log_formats()
+
+    @property
+    def file(self) -> Path:
+        return self._contents.path
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            name: tuple(map(int, reversed(self._entry(name).shape)))[place.expert is not None :]
+            for name, place in self._places.items()
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        entry, data = self._entry(name), self._data(name)
+        kind = entry.tensor_type.name
+        if kind not in _PLAIN or kind == "BF16":
+            data = require("gguf.quants").dequantize(data, entry.tensor_type)
+        found = torch.from_numpy(np.array(data))
+        if kind == "BF16":
+            found = found.bfloat16()
+        # The file has the weight of a norm as it is multiplied by; Gemma's is one less.
+        is_gemma = self._contents.architecture == "gemma3"
+        return found - 1 if is_gemma and name.endswith("norm.weight") else found
+
+    def parameters(self, module: str) -> dict[str, Tensor]:
+        return {"weight": torch.from_numpy(np.array(self._data(f"{module}.weight")))}
+
+    def _entry(self, name: str) -> Any:
+        return self._contents.tensors[self._places[name].name]
+
+    def _data(self, name: str) -> Any:
+        """Return the values of a tensor as the file has them, rows in the model's order."""
+        entry, place = self._entry(name), self._places[name]
+        data = entry.data if place.expert is None else entry.data[place.expert]
+        if self._contents.architecture in _PERMUTED:
+            heads = {"attn_q.": "head_count", "attn_k.": "head_count_kv"}
+            for part, key in heads.items():
+                if part in place.name:
+                    default = self._contents.number("attention.head_count")
+                    return _halves(data, self._contents.number(f"attention.{key}", default))
+        return data
+
+    def _find(self, model: CheckpointModel) -> Iterator[tuple[str, _Place]]:
+        gguf, tensors = require("gguf", "gguf"), self._contents.tensors
+        kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+        names = gguf.get_tensor_name_map(
+            kinds[self._contents.architecture], self._contents.number("block_count")
+        )
+        for name in model.places():
+            found = _EXPERT.search(name)
+            shared = name if found is None else _EXPERT.sub(".experts.", name)
+            theirs = names.get_name(shared, (".weight", ".bias"))
+            expert = None if found is None else int(found[1])
+            if theirs in tensors:
+                yield name, _Place(theirs, expert)
+            elif theirs is not None and expert is not None:  # files of early 2024
+                single = theirs.replace("_exps.", f".{expert}.")
+                if single in tensors:
+                    yield name, _Place(single)
+
+    def _methods(self) -> Iterator[tuple[str, LinearMethod]]:
+        sizes = require("gguf", "gguf").GGML_QUANT_SIZES
+        for name in self._places:
+            kind = self._entry(name).tensor_type
+            if name.endswith(".weight") and kind.name in _FORMATS:
+                method = BlockMethod(kind.name.lower(), *sizes[kind])
+                yield name.removesuffix(".weight"), method
+
+    def _log_formats(self) -> None:
+        kinds = Counter(self._entry(name).tensor_type.name for name in self._places)
+        if others := {k: n for k, n in kinds.items() if k not in (*_FORMATS, *_PLAIN)}:
+            _log.warning(
+                "%s: %s are dequantized while they are loaded: no kernel reads their format",
+                self.file, ", ".join(f"{n} tensors of {k}" for k, n in others.items()),
+            )  # fmt: skip
+
+
+def _halves(data: Any, heads: int) -> Any:
+    """Return the rows of queries or keys in the order of the two halves of a head.
+
+    llama.cpp rotates neighboring values, and its converter interleaves the halves for that.
+    """
+    pairs = data.reshape(heads, data.shape[0] // heads // 2, 2, *data.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(data.shape)

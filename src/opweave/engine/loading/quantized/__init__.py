@@ -1,0 +1,1 @@
+"""Quantized safetensors checkpoints: their formats, converted to what linear layers keep."""

@@ -1,0 +1,179 @@
+"""GGUF files give the logits of transformers' models with the same, dequantized weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter
+
+from engine.gguf_files import write
+from models import layer_checkpoints, tiny_checkpoints
+from models.tiny_checkpoints import random_ids
+from opweave.engine import CheckpointError, load_model
+from opweave.engine.loading.loader import check_ranks
+from opweave.models import UnsupportedModelError
+
+IDS = torch.tensor(random_ids(7, 40))
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+FORMATS = [Kind.F16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K,
+           Kind.Q6_K]  # fmt: skip
+
+
+def logits(path: Path) -> torch.Tensor:
+    model = load_model(path, dtype="float32")
+    with torch.inference_mode():
+        return model.compute_logits(model(IDS, torch.arange(len(IDS))))
+
+
+def theirs(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(IDS[None]).logits[0]
+    return found
+
+
+def close(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return bool((one - two).norm() <= 1e-4 * two.norm())
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
+def test_formats(kind: Kind, tmp_path: Path) -> None:
+    model = tiny_checkpoints.hf_model("llama", **WIDE)
+    plain = theirs(model)
+    path = write(tmp_path / "model.gguf", model, lambda _: kind)
+    assert close(logits(path), theirs(model))
+    assert not close(plain, theirs(model))
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama3_rope", "linear_rope", "tied", "head_dim",
+                                  "qwen2", "qwen3", "biases"])  # fmt: skip
+def test_models(kind: str, tmp_path: Path) -> None:
+    changes = {"mlp_bias": False} if kind == "biases" else {}
+    model = tiny_checkpoints.hf_model(kind, **changes)
+    if kind == "head_dim":
+        model = tiny_checkpoints.hf_model(kind, head_dim=32)
+    path = write(tmp_path / "model.gguf", model, lambda _: Kind.Q8_0)
+    assert close(logits(path), theirs(model))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gemma3"])
+def test_models_of_layers(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = layer_checkpoints.hf_model(kind)
+    if kind == "gemma3":  # the file has no key for it: llama.cpp takes the head size
+        for layer in model.model.layers:
+            layer.self_attn.scaling = model.config.head_dim**-0.5
+    path = write(
+        tmp_path / "model.gguf", model, lambda _: Kind.F32 if kind == "qwen3_moe" else Kind.Q8_0
+    )
+    assert close(logits(path), theirs(model))
+    if kind == "mixtral":
+        assert "12 x w1, 12 x w2, 12 x w3" in caplog.text
+
+
+def mixed(name: str) -> Kind:
+    if "v_proj" in name or "down_proj" in name:
+        return Kind.Q6_K
+    return Kind.F32 if "gate_proj" in name else Kind.Q4_K
+
+
+def test_different_formats_in_one_layer(tmp_path: Path) -> None:
+    model = tiny_checkpoints.hf_model("llama", **WIDE)
+    path = write(tmp_path / "model.gguf", model, mixed)
+    assert close(logits(path), theirs(model))
+    layer = load_model(path).model.layers[0]
+    sizes = {name: p.dtype for name, p in layer.named_parameters() if "proj" in name}
+    assert sizes["self_attn.qkv_proj.v_proj.weight"] == torch.uint8
+    assert sizes["mlp.gate_up_proj.gate_proj.weight"] == torch.bfloat16
+    assert sizes["mlp.down_proj.weight"] == torch.uint8
+
+
+def test_quantized_weights_stay_quantized(tmp_path: Path) -> None:
+    model = tiny_checkpoints.hf_model("llama")
+    path = write(tmp_path / "model.gguf", model, lambda _: Kind.Q4_0)
+    loaded = load_model(path)
+    assert loaded.dtype is torch.bfloat16
+    kept = [p for name, p in loaded.named_parameters() if "proj" in name]
+    assert {p.dtype for p in kept} == {torch.uint8}
+    # 18 bytes for 32 weights
+    assert sum(p.nbytes for p in kept) * 32 == 18 * sum(
+        p.numel() for name, p in model.named_parameters() if "proj" in name
+    )
+
+
+def test_sizes_are_checked_for_ranks(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", tiny_checkpoints.hf_model("llama"))
+    check_ranks(path, 2)
+
+
+def small(tmp_path: Path) -> Path:
+    return write(tmp_path / "model.gguf", tiny_checkpoints.hf_model("llama"), lambda _: Kind.Q4_0)
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.001, 0.01, 0.2, 0.5, 0.9, 0.999])
+def test_truncated_files(share: float, tmp_path: Path) -> None:
+    path = small(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(CheckpointError, match=r"model.gguf is damaged, cut short") as raised:
+        load_model(path)
+    assert "\n" not in str(raised.value)
+
+
+def test_other_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"not a GGUF file, whatever its name says" * 100)
+    with pytest.raises(CheckpointError, match="damaged, cut short, or not a GGUF file"):
+        load_model(path)
+
+
+def test_an_unsupported_architecture(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "falcon")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=r"'falcon', which is not supported.*llama"):
+        load_model(tmp_path / "model.gguf")
+
+
+def test_one_part_of_several(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "model.gguf",
+        tiny_checkpoints.hf_model("llama"),
+        extra=lambda writer: writer.add_uint16("split.count", 3),
+    )
+    with pytest.raises(CheckpointError, match=r"one of 3 parts.*llama-gguf-split --merge"):
+        load_model(path)
+
+
+def test_a_missing_size(tmp_path: Path) -> None:
+    path = small(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"llama.block_count", b"llama.block_kount"))
+    with pytest.raises(CheckpointError, match=r"has no llama.block_count"):
+        load_model(path)
+
+
+def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
+    path = small(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
+    with pytest.raises(CheckpointError, match=r"does not use: blk.1.ffn_xx.weight"):
+        load_model(path)
+
+
+def test_a_rope_that_is_not_supported(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "model.gguf",
+        tiny_checkpoints.hf_model("llama"),
+        extra=lambda writer: writer.add_string("llama.rope.scaling.type", "longrope"),
+    )
+    with pytest.raises(UnsupportedModelError, match=r"scaling.type='longrope'.*linear, yarn"):
+        load_model(path)
+
+
+def test_a_model_of_transformers_is_not_in_the_file(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="GGUF"):
+        load_model(small(tmp_path), model_impl="transformers")
