@@ -1,4 +1,4 @@
-"""Functions of kernel libraries, which are loaded when they are first called."""
+"""Functions of kernel libraries, imported at the first call."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class ModuleFunction:
 
 @dataclass(frozen=True)
 class FunctionByArgument:
-    """Functions of installed packages, of which an argument of the op selects one.
+    """A function of an installed package that is chosen by the value of an argument.
 
     Attributes:
         parameter: the op's parameter.
-        functions: the name of the function for each value, as ``"package.module:function"``.
+        functions: the function for each value, as ``"package.module:function"``.
     """
 
     parameter: str
@@ -88,9 +88,9 @@ class HubKernel:
     Attributes:
         repository: the repository's name, or the path of a local one.
         name: the function.
-        version, revision: of the repository.
-        lockfile: a ``kernels.lock``, as written by ``kernels lock``.
-        trust_remote_code: load it even if its publisher is not one that ``kernels`` trusts.
+        version, revision: the version or revision of the repository.
+        lockfile: a ``kernels.lock``, written by ``kernels lock``.
+        trust_remote_code: load the kernel even if ``kernels`` does not trust its publisher.
     """
 
     repository: str | Path

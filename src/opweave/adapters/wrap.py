@@ -30,10 +30,10 @@ class Output:
     """A tensor that the library's function writes, and the op returns.
 
     Attributes:
-        make: returns the tensor; takes some of the op's parameters, by name. The name of a
-            parameter stands for a copy of it, for functions that overwrite an input.
-        index: which of the op's results it is. The default is the next one in the order of the
-            arguments.
+        make: a function of some of the op's parameters, by name, that returns the tensor. Or the
+            name of a parameter: a copy of it, for functions that overwrite an input.
+        index: the index of the tensor in the op's results; by default, outputs are numbered in the
+            order of the arguments.
     """
 
     make: str | Function
@@ -78,28 +78,29 @@ def wrap(
     Args:
         op: the op.
         provider: the name of the library, ``[a-z_][a-z0-9_]*``.
-        function: the library's function. One that is named, as ``"package.module:function"``, a
-            :class:`FunctionByArgument` of them or a :class:`HubKernel`, is imported at the first
-            call, and unsupported if the package is not installed.
+        function: the library's function, or its name, ``"package.module:function"``. A name, a
+            :class:`FunctionByArgument` and a :class:`HubKernel` are imported at the first call, and
+            are unsupported if the package is not installed.
         arguments: the arguments of *function*, in order or by keyword. Each one is the name of a
             parameter of the op; an :class:`Output`; a function of some of the op's parameters, by
-            name, that computes the argument; or any other object, which is passed as it is.
-        results: the positions of the op's results in the tuple that *function* returns, if that
-            has other elements.
+            name, that computes the argument; or any other object, which is passed unchanged.
+        results: the positions of the op's results in the tuple that *function* returns, if the
+            tuple has other elements too.
         supported: whether the function can run on this system.
         unsupported_reason: why it cannot.
         supports_args: a rule for the supported arguments, as for :meth:`IrOp.register_impl`.
         traits: the promises of the function, see :mod:`opweave.ir.traits`.
         override: replace an earlier implementation of the same provider.
 
-    The op returns the tensors of the outputs. Without outputs, it returns what *function* does.
-    For an empty batch, *function* is not called, because many libraries cannot launch a kernel
-    without blocks: the native implementation makes the result.
-    Under ``torch.compile``, the implementation is opaque: it is called, not traced.
+    The op returns the tensors of the outputs or, without outputs, the result of *function*. For an
+    empty batch, the native implementation runs instead, because many libraries cannot launch a
+    kernel without blocks. Under ``torch.compile``, the implementation is opaque: it is called, not
+    traced.
 
     Raises:
-        InvalidOpError: an argument names no parameter of the op, or the outputs do not fit.
-        DuplicateImplError: the provider is registered for this op already.
+        InvalidOpError: an argument is not a parameter of the op, or the outputs do not match the
+            op's results.
+        DuplicateImplError: the op already has an implementation from that provider.
     """
     code = _Code(op)
     named = ModuleFunction(function) if isinstance(function, str) else function
@@ -206,7 +207,7 @@ class _Code:
         return f"{name}({named_call(given)})"
 
     def parameter(self, name: str) -> str:
-        """Return *name*, of a parameter of the op; raise InvalidOpError if it has none of it."""
+        """Return *name*; raise InvalidOpError if it is not a parameter of the op."""
         known = self.op.schema.names
         if name not in known:
             raise InvalidOpError(

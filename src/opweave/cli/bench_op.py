@@ -62,7 +62,7 @@ def bench_op(
     dtype
         float32, bfloat16, float16 or float64; bfloat16 by default.
     trace
-        Measure the calls of this trace, which opweave record has written, instead.
+        Measure the calls in this trace file of opweave record instead.
     plot
         Write a chart of the times over tokens to this SVG file.
     seed

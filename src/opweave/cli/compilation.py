@@ -19,10 +19,10 @@ CompilationOption = Annotated[
         negative=(),
         converter=by_key,
         allow_leading_hyphen=True,  # for -op
-        help="Compilation settings, and the layers that use their platform method: "
+        help="Settings of compilation and of enabled layers (custom_ops): "
         "--compilation-config.mode=3, --compilation-config.backend=inductor, "
         '--compilation-config.custom_ops \'["none","+rms_norm"]\' or none,+rms_norm, '
-        "--compilation-config.options '{\"fusion\": false}'; or all in one JSON object.",
+        "--compilation-config.options '{\"fusion\": false}'. Also accepts one JSON object.",
     ),
 ]
 

@@ -18,7 +18,7 @@ from opweave.cli.tables import PlainTable
 def doctor(*, plugin: PluginOption = None, json: Flag = False) -> int:
     """Show versions, the platform and why it was chosen, plugins, replacements and problems.
 
-    Loads every plugin, as a run would. Exits with 1 if a problem was found.
+    Loads every plugin. Exits with 1 if it finds a problem.
 
     Parameters
     ----------

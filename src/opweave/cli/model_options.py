@@ -46,16 +46,16 @@ class SamplingOptions:
         Minimum probability of a token, relative to the most likely one. The default is the
         checkpoint's, else 0.
     presence_penalty
-        From -2 to 2: subtracted from the logit of every token in the answer.
+        From -2 to 2; subtracted from the logit of every token that is in the answer.
     frequency_penalty
-        From -2 to 2: subtracted from a token's logit for each time it is in the answer.
+        From -2 to 2; subtracted from a token's logit once for each time it is in the answer.
     repetition_penalty
-        Above 1, tokens of the prompt and the answer become less likely. The default is the
+        Values above 1 make tokens of the prompt and the answer less likely. The default is the
         checkpoint's, else 1.
     seed
         Seed that makes sampling reproducible.
     stop
-        Stop string, which ends an answer; repeatable.
+        Stop string; ends the answer. Repeatable.
     stop_token_id
         Token id that ends an answer; repeatable.
     min_tokens
@@ -81,7 +81,7 @@ class SamplingOptions:
     bad_words
         Text that is never generated; repeatable.
     truncate_prompt_tokens
-        Truncate prompts to their last tokens, this many; -1: as many as fit into the context.
+        Truncate each prompt to its last N tokens; -1 truncates it to the context length.
     """
 
     top_k: int | None = None
@@ -139,14 +139,14 @@ class ModelOptions:
     load_format
         auto reads the weights; dummy uses random weights.
     model_impl
-        opweave or transformers: whose code runs the model; auto prefers opweave's.
+        Implementation of the model: opweave, transformers, or auto, which prefers opweave's.
     tensor_parallel_size
         Number of tensor-parallel ranks.
     cpu_threads
         Number of CPU threads per rank. The default is OMP_NUM_THREADS, else torch's choice.
     generation_config
-        Source of sampling defaults: auto is the checkpoint's generation_config.json, none disables
-        them, anything else is a directory with a generation_config.json.
+        Source of sampling defaults: auto (the checkpoint's generation_config.json), none, or
+        another directory with a generation_config.json.
     """
 
     dtype: str = "auto"

@@ -19,7 +19,7 @@ native = App(name="native", help="Start and build packages with native operators
 
 @native.command
 def new(name: str, /, *, json: Flag = False) -> None:
-    """Create a package with a working native op in a new folder.
+    """Create a package with a working native op, in a new folder.
 
     Parameters
     ----------

@@ -41,8 +41,8 @@ def ops(
     Parameters
     ----------
     op
-        Describe the op and the layer of this name: implementations, availability, source of the
-        priority, traits.
+        Describe the op or layer of this name: implementations, availability, traits, and the
+        source of the priority.
     json
         Print JSON.
     """

@@ -21,7 +21,7 @@ plugins = App(name="plugins", help="List installed plugins, and create a new one
 
 @plugins.command
 def new(name: str, /, *, platform: Flag = False, json: Flag = False) -> None:
-    """Create a plugin package that passes conformance in a new folder.
+    """Create a plugin package that passes the conformance tests, in a new folder.
 
     It has a kernel, a replacement layer and tests.
 
@@ -30,7 +30,7 @@ def new(name: str, /, *, platform: Flag = False, json: Flag = False) -> None:
     name
         Name of the package, its folder, the plugin and its provider.
     platform
-        Add a platform.
+        Add a platform, for a new device.
     json
         Print JSON.
     """
@@ -47,7 +47,7 @@ def new(name: str, /, *, platform: Flag = False, json: Flag = False) -> None:
 def list_(*, json: Flag = False) -> int:
     """List installed plugins and their state.
 
-    Loads general plugins and queries platform plugins, as a run would. Exits with 1 if one failed.
+    Loads general plugins and queries platform plugins. Exits with 1 if a plugin fails.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ PriorityOption = Annotated[
         negative=(),
         converter=by_key,
         help="Providers to prefer for an op: --ir-op-priority.rms_norm=opweave_c,native. "
-        "A provider written as name! is required. Or all ops in one JSON object.",
+        "A provider written as name! is required. Also accepts one JSON object for all ops.",
     ),
 ]
 
@@ -30,7 +30,7 @@ TuningFileOption = Annotated[
     Path | None,
     Parameter(
         name="--tuning-file",
-        help="Choose kernels by the measurements in this file of opweave tune.",
+        help="Tuning file of opweave tune, whose measurements choose kernels.",
     ),
 ]
 

@@ -58,10 +58,10 @@ def record(
     prompt
         The text to run the model on.
     tokens
-        Prompt lengths to run, such as 1 16 128; the prompt is repeated or cut to each. By default
-        the prompt as it is.
+        Prompt lengths to run, such as 1 16 128; the prompt is repeated or cut to each. By default,
+        the prompt is unchanged.
     max_tokens
-        Tokens to generate; from the second on, these are decode steps.
+        Number of tokens to generate; each one after the first is a decode step.
     data
         Also store the tensors of each distinct call, next to the trace.
     dtype
@@ -156,9 +156,9 @@ def replay(
     Parameters
     ----------
     trace
-        A file that opweave record has written.
+        A trace file of opweave record.
     provider
-        Run the implementations of this provider; by default those that each call selects.
+        Run the implementations of this provider; by default, the one that each call selects.
     op
         Replay calls of this op only; repeatable.
     seed

@@ -93,14 +93,14 @@ def serve(
 ) -> None:
     """Serve a model with an OpenAI-compatible HTTP API.
 
-    SIGTERM and Ctrl-C finish accepted requests; a second one stops at once.
+    SIGTERM and Ctrl-C finish accepted requests before the server stops; a second one stops at once.
 
     Parameters
     ----------
     directory
         A directory with config.json, safetensors and tokenizer.json; or a GGUF file.
     model
-        The same as an option.
+        The model directory, as an option instead of an argument.
     host
         The address to listen on; 0.0.0.0 is all interfaces.
     port
@@ -125,7 +125,7 @@ def serve(
     reasoning_parser
         Format of the model's reasoning; auto detects it from the chat template.
     io_processor
-        The IO processor plugin; the default is io_processor_plugin in config.json.
+        The I/O processor plugin. The default is io_processor_plugin in config.json.
     root_path
         The path prefix that a proxy adds, such as /api.
     cors
@@ -135,12 +135,12 @@ def serve(
     load_format
         auto reads the weights; dummy uses random weights.
     model_impl
-        opweave or transformers: whose code runs the model; auto prefers opweave's.
+        Implementation of the model: opweave, transformers, or auto, which prefers opweave's.
     seed
-        Seed of requests without a seed.
+        Seed for requests that do not set one.
     generation_config
-        Source of sampling defaults: auto is the checkpoint's generation_config.json, none disables
-        them, anything else is a directory with a generation_config.json.
+        Source of sampling defaults: auto (the checkpoint's generation_config.json), none, or
+        another directory with a generation_config.json.
     cpu_threads
         Number of CPU threads per rank. The default is OMP_NUM_THREADS, else torch's choice.
     max_model_len
@@ -178,7 +178,7 @@ def serve(
     request_timeout
         Timeout in seconds for a complete answer.
     drain_timeout
-        Timeout in seconds for accepted requests at shutdown.
+        Timeout in seconds for finishing accepted requests at shutdown.
     log_level
         DEBUG, INFO, WARNING, ERROR or CRITICAL. The default is OPWEAVE_LOGGING_LEVEL, else INFO.
     log_format
@@ -186,7 +186,7 @@ def serve(
     log_prompts
         Log the text of prompts.
     config
-        A file with options by name: .yaml, .json or .toml. The command line takes precedence.
+        A .yaml, .json or .toml file with options by name. The command line takes precedence.
     """
     level = log_level or environment.logging_level() or "INFO"
     choose_log(level, as_json=log_format == "json", others={"uvicorn": "WARNING"})

@@ -54,23 +54,23 @@ def tune(
     Parameters
     ----------
     source
-        A model directory, or a trace that opweave record has written.
+        A model directory, or a trace file of opweave record.
     output
         The tuning file.
     merge
         Merge these tuning files into the output instead of measuring; the last one wins.
     budget
-        Seconds after which no further measurement is begun; run the command again to continue.
+        Start no new measurement after this many seconds; run the command again to continue.
     dry_run
         Show what would be measured.
     tokens
-        Prompt lengths of a model, 16 128 by default; decode steps are always included.
+        Prompt lengths, for a model; 16 128 by default. Decode steps are always included.
     dtype
-        auto (the checkpoint's), float32, bfloat16 or float16; for a model.
+        The dtype of a model: auto (the checkpoint's), float32, bfloat16 or float16.
     load_format
         auto reads the weights of a model; dummy uses random weights.
     timeout
-        Seconds that an implementation may take for one step, before it counts as crashed.
+        Timeout in seconds for one step of an implementation, which then counts as crashed.
     seed
         Seed of the random tensors.
     json

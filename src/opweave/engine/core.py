@@ -55,11 +55,12 @@ class EngineCore:
     Attributes:
         config: the configuration after the platform's changes.
         executor: runs the workers.
-        grammars: for structured outputs; :meth:`prepare` is fast if the grammar is compiled before.
-        scheduler: chooses the tokens that each step computes.
-        tokenizer: of the checkpoint.
+        grammars: the compiled grammars for structured output; compile a grammar before
+            :meth:`prepare` to make that fast.
+        scheduler: chooses the tokens of each step.
+        tokenizer: the checkpoint's tokenizer.
         sampling_defaults: sampling parameters from the checkpoint, by name.
-        max_model_len: the most tokens of a prompt and its output together.
+        max_model_len: the maximum number of tokens of a prompt and its output.
 
     Raises:
         EngineError, ModelError: the checkpoint is missing, damaged or not supported, or the cache
@@ -160,13 +161,13 @@ class EngineCore:
         """Return a request for :meth:`add_request`.
 
         Args:
-            request_id: a name that no other unfinished request has.
+            request_id: a name that is unique among unfinished requests.
             prompt: a text, or token ids.
             params: the sampling parameters.
             priority: the scheduling priority, an integer; with the priority policy, lower ones are
                 scheduled first.
-            streams: return an output after every token, and not only at the end.
-            deltas: each output holds only what is new, and the prompt comes with the first one.
+            streams: return an output after every token instead of only at the end.
+            deltas: outputs contain only new text and tokens; only the first contains the prompt.
             add_special_tokens: add the tokenizer's special tokens to a text.
 
         Raises:

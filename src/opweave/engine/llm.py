@@ -44,7 +44,7 @@ class LLM:
             or the ``torch.dtype`` of that name.
         seed: seeds the sampling of requests without a seed.
         ir_op_priority: providers to prefer, by op; only for this object's forward passes.
-        config: the same settings and more in one object, such as how to compile.
+        config: these and all other settings in one object.
         progress: called while loading, with the number of tensors loaded so far and in total; True:
             a bar on standard error, if that is a terminal.
 
@@ -95,7 +95,7 @@ class LLM:
         """Generate outputs for *prompts*, batched; the results are in the same order.
 
         Args:
-            prompts: one text or several; or token ids, of one prompt or of several.
+            prompts: one or several prompts, each a text or a list of token ids.
             sampling_params: for all prompts, or one for each; None:
                 :meth:`default_sampling_params`.
             progress: called with the number of tokens generated so far and the maximum; unused
@@ -179,7 +179,7 @@ class LLM:
             PromptError: *messages* are malformed, or a conversation is too long.
             UnexpectedKeywordError: (a TypeError) neither this method nor the template has a
                 variable of that name.
-            InvalidArgumentError: the last message is to be continued, and another one begun.
+            InvalidArgumentError: both *add_generation_prompt* and *continue_final_message* are set.
             NonFiniteLogitsError: the model's logits are not finite.
 
         Example::
@@ -220,7 +220,7 @@ class LLM:
 
         Raises:
             UnknownPluginError: (a LookupError) there is no such plugin.
-            InvalidArgumentError: none is named, or it is one for encoders.
+            InvalidArgumentError: no I/O processor is named, or it is for encoders.
             PromptError, NonFiniteLogitsError: as for :meth:`generate`.
         """
         processor = self._processors.get(io_processor, embeds=False)
@@ -234,7 +234,7 @@ class LLM:
         *,
         add_special_tokens: bool = True,
     ) -> Iterator[RequestOutput]:
-        """Yield the outputs of one prompt while they grow: each holds everything so far.
+        """Yield the output of one prompt after each step, with everything generated so far.
 
         Text that may become a stop string is held back, so text never shrinks. Closing the iterator
         aborts the request.
@@ -268,8 +268,8 @@ class LLM:
         """Return the default sampling parameters.
 
         The checkpoint's ``generation_config.json`` sets them, unless the configuration has
-        ``generation_config="none"``. Parameters that are given to :meth:`generate` are used as they
-        are: to change only some of the defaults, give them here.
+        ``generation_config="none"``. :meth:`generate` uses the parameters that you pass unchanged;
+        to override only some of the defaults, pass them here.
 
         Raises:
             SamplingParamsError: a value is out of range or of the wrong type.
@@ -285,9 +285,9 @@ class LLM:
         return self._core.stats()
 
     def shutdown(self) -> None:
-        """Free the model, and stop the processes of other ranks, as the end of the program does.
+        """Free the model, and stop the processes of other ranks; also called at exit.
 
-        Requests of other threads are aborted, and later prompts raise an error. A second call is a
+        Aborts the requests of other threads; later prompts raise an error. A second call is a
         no-op.
         """
         with self._turns.take():

@@ -14,7 +14,7 @@ PriorityLists = Mapping[str, str | Iterable[str]]
 
 
 def engine_priorities(given: PriorityLists | None, config: EngineConfig) -> ir.IrOpPriorityConfig:
-    """Join the priorities that an engine is given directly with those of its configuration.
+    """Merge the ``ir_op_priority`` argument of an engine with the priorities in its configuration.
 
     Raises:
         InvalidArgumentError: an op has a list in both.
@@ -37,9 +37,9 @@ def engine_priorities(given: PriorityLists | None, config: EngineConfig) -> ir.I
 
 @contextmanager
 def private_context(priorities: PriorityLists) -> Iterator[Context]:
-    """Yield a context to run forwards in, where *priorities* hold; the caller's own is unchanged.
+    """Yield a context for forward passes with *priorities*; the caller's context is unchanged.
 
-    It lasts for many forwards, because what a scope selects is prepared once for the scope.
+    Use one context for many forward passes, because selection is prepared once per scope.
     """
     context = copy_context()
     if not priorities:

@@ -2,7 +2,7 @@
 
 The number of outputs is checked at the first call of each generated function, and in every call of
 the slow path. Dtypes, shapes, devices and memory take longer to check: this happens at the first
-call of an implementation and, if that had a single row, at the first call with more. Opweave's own
+call of an implementation and, if that had a single row, at the first call with more. opweave's own
 implementations are exempt, since its tests cover them, and the first elementwise function of a
 meta tensor imports ``torch._dynamo``, which takes over a second.
 """

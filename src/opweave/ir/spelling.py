@@ -1,4 +1,4 @@
-"""Spellings: how programs that do not call an op write it in plain PyTorch."""
+"""Spellings: plain PyTorch code that computes the same as an op."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ ROWWISE_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True)
 class Spelling:
-    """A function of plain PyTorch that computes what an op computes.
+    """A function in plain PyTorch that computes the same as an op.
 
-    The compiler recognizes the operators that it traces to, and calls the op in their place.
+    The compiler recognizes the operators that the function traces to, and replaces them with a call
+    of the op.
 
     Attributes:
         name: the function's name.
-        function: takes the op's parameters.
-        call: takes the op's parameters, too, and calls the op; None where it takes them as they
-            are.
-        inputs: makes arguments that the function is traced with, as the op's input generator does,
-            which it replaces.
-        marker: an aten operator that every trace of the function has, by its name. Where a graph
-            has none, the spelling is not looked for. Empty: always look.
-        constants: the parameters that must be inputs of the graph, as weights are.
-        elements: the smallest first argument, in elements, for which a kernel is faster than
-            generated code. Graphs in which it may be smaller are left to the code generator.
+        function: the function; it has the op's parameters.
+        call: a function with the same parameters that calls the op; None: call the op with the
+            arguments unchanged.
+        inputs: returns arguments to trace the function with; by default the op's input generator.
+        marker: the name of an aten operator that is in every trace of the function. Graphs without
+            it are not searched. Empty: search all graphs.
+        constants: the parameters that must be inputs of the graph, such as weights.
+        elements: the minimum size of the first argument, in elements, for which a kernel is faster
+            than generated code. Code whose first argument may be smaller is not replaced.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Layers: modules made of ops, each of which another package can replace.
+"""Layers: modules made of ops, which other packages can replace.
 
 ``CustomOp`` is an operation with a method for each platform; ``PluggableLayer`` is replaced as a
-whole. Importing this package registers every layer that opweave brings.
+whole. Importing this package registers opweave's layers.
 """
 
 from opweave.layers.activation import (

@@ -1,7 +1,7 @@
-"""Activations as layers. Each is the functional op of its name; XIELU has parameters of its own.
+"""Activations as layers, each of which calls the op of the same name.
 
-``forward_native`` is that op's native implementation, which a compiler can fuse; the platforms'
-methods call the op, which runs the implementation that is selected for it.
+``forward_native`` runs the op's native implementation, which a compiler can fuse. The platform
+methods call the op, which runs the selected implementation.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from opweave.layers.errors import LayerArgumentError
 
 
 class Activation(CustomOp):
-    """A layer that is one functional op.
+    """A layer that calls one op.
 
     Attributes:
         op: the op.
-        options: what the op takes after its input.
+        options: the arguments of the op after its input.
     """
 
     op: ClassVar[ir.IrOp]
@@ -45,7 +45,7 @@ class Activation(CustomOp):
 class SiluAndMul(Activation):
     """``silu(x1) * x2`` for the halves of the last dimension: ``ir.ops.silu_and_mul``.
 
-    ``(..., 2 * d)`` to ``(..., d)``, as all activations here whose names end in ``_and_mul``.
+    Maps ``(..., 2 * d)`` to ``(..., d)``, like all gated activations.
     """
 
     op = ir.ops.silu_and_mul
@@ -69,7 +69,7 @@ class GeluAndMul(Activation):
         approximate: ``"none"`` for the exact function, ``"tanh"`` for its approximation.
 
     Raises:
-        LayerArgumentError: *approximate* is something else.
+        LayerArgumentError: *approximate* is neither.
     """
 
     op = ir.ops.gelu_and_mul
@@ -90,16 +90,16 @@ class GeluAndMul(Activation):
 class GeluAndMulSparse(Activation):
     """``gelu_and_mul`` of the largest elements of ``x1`` only: ``ir.ops.gelu_and_mul_sparse``.
 
-    Mean and standard deviation are those of what this rank has of a row.
+    With tensor parallelism, mean and standard deviation are those of this rank's part of a row.
 
     Args:
-        activation_sparsity: the share of normally distributed elements that become zero; between 0
-            and 1.
+        activation_sparsity: the fraction of normally distributed elements that become zero; between
+            0 and 1.
         approximate: as in :class:`GeluAndMul`.
 
     Raises:
-        LayerArgumentError: *activation_sparsity* is not between 0 and 1, or *approximate* is not
-            known.
+        LayerArgumentError: *activation_sparsity* is not between 0 and 1, or *approximate* is
+            unknown.
     """
 
     op = ir.ops.gelu_and_mul_sparse
@@ -128,11 +128,11 @@ class GeluAndMulSparse(Activation):
 
 @CustomOp.register("swigluoai_and_mul")
 class SwigluOAIAndMul(Activation):
-    """gpt-oss's gate, of clamped pairs of neighbors: ``ir.ops.swigluoai_and_mul``.
+    """The gated activation of gpt-oss, for interleaved halves: ``ir.ops.swigluoai_and_mul``.
 
     Args:
-        alpha: the steepness of the sigmoid.
-        limit: what gates are clamped to from above, and the others from both sides.
+        alpha: the factor in the sigmoid.
+        limit: gates are clamped to at most *limit*, the other half to ``[-limit, limit]``.
     """
 
     op = ir.ops.swigluoai_and_mul
@@ -154,7 +154,7 @@ class FatreluAndMul(Activation):
     """``(x1 if x1 > threshold else 0) * x2``: ``ir.ops.fatrelu_and_mul``.
 
     Args:
-        threshold: values that are not above it become zero.
+        threshold: elements of ``x1`` not above it become zero.
     """
 
     op = ir.ops.fatrelu_and_mul

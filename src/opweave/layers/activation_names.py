@@ -1,4 +1,4 @@
-"""Activations by the names that model configurations give them."""
+"""Activations by their names in model configurations."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _GATED: dict[str, Callable[[], nn.Module]] = {
 
 
 def get_act_fn(name: str) -> nn.Module:
-    """Return a new activation of single elements.
+    """Return a new elementwise activation.
 
     Args:
-        name: as in a configuration's ``hidden_act``, in any case; ``torch.nn.modules.`` in front of
-            it, as sentence-transformers writes, does not count.
+        name: as in a configuration's ``hidden_act``, in upper or lower case. The prefix
+            ``torch.nn.modules.``, which sentence-transformers writes, is ignored.
 
     Raises:
         LayerArgumentError: (a ValueError) no activation has that name.

@@ -25,11 +25,11 @@ Dims = Mapping[str, int | list[int]]
 def compiled_native(op: CustomOp, dims: Dims | None) -> Callable[..., Any]:
     """Return ``op.forward_native``, compiled at its first call.
 
-    The method is compiled once for all objects that have it, and bound to this one, so that a copy
-    of the object runs with its own parameters.
+    The method is compiled once for all instances and bound to this one, so that a copy of the
+    instance runs with its own parameters.
 
     Raises:
-        InvalidLayerError: *dims* names something that is not an argument of ``forward_native``.
+        InvalidLayerError: *dims* names a parameter that ``forward_native`` does not have.
     """
     cls = type(op)
     backend = platforms.current_platform.simple_compile_backend

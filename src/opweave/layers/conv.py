@@ -19,21 +19,22 @@ Sizes = int | Sequence[int]
 class ConvLayer(CustomOp):
     """A convolution, with the arguments, parameters and results of ``torch.nn.Conv2d`` or 3d.
 
-    ``ir.ops.conv_nd``; or ``ir.ops.patch_matmul``, where the stride is the kernel and there is no
-    padding, dilation or grouping, as in patch embeddings: then the channels of the result are
-    innermost in memory. Parameters are uninitialized and need no gradient.
+    Calls ``ir.ops.conv_nd``. If the stride equals the kernel size and there is no padding, dilation
+    or grouping, as in patch embeddings, it calls ``ir.ops.patch_matmul``, whose result has the
+    channels innermost in memory. Parameters are uninitialized and do not require gradients.
 
     Args:
-        in_channels, out_channels: of input and output.
+        in_channels, out_channels: the channels of input and output.
         kernel_size, stride, dilation: a number, or one for each dimension.
-        padding: likewise; or ``"valid"``, none; or ``"same"``, so that the size does not change.
-        groups: channels are divided into so many, each with kernels of its own.
-        bias: whether there is one.
+        padding: a number, one for each dimension, ``"valid"`` for no padding, or ``"same"`` for a
+            result of the input's size.
+        groups: the number of groups of channels, each with its own kernels.
+        bias: whether to add a bias.
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
         params_dtype: default: ``torch.get_default_dtype()``.
 
     Raises:
-        LayerArgumentError: an argument is not one of these; or ``"same"`` with a stride.
+        LayerArgumentError: an argument is invalid, or *padding* is ``"same"`` with a stride.
     """
 
     num_dims: ClassVar[int]
@@ -117,7 +118,7 @@ class ConvLayer(CustomOp):
         """Convolve ``(batch, in_channels, *size)`` or ``(in_channels, *size)``.
 
         Returns:
-            ``(batch, out_channels, *positions)``; without batch if *x* has none.
+            ``(batch, out_channels, *positions)``, without the batch dimension if *x* has none.
         """
         if self._sees_patches(x):
             product: Tensor = ir.ops.patch_matmul.native(x, self.weight, self.bias)
@@ -126,7 +127,7 @@ class ConvLayer(CustomOp):
         return output
 
     def forward_cuda(self, x: Tensor) -> Tensor:
-        """The same, with the platform's kernels."""
+        """Convolve with the platform's kernels."""
         if self._sees_patches(x):
             product: Tensor = ir.ops.patch_matmul(x, self.weight, self.bias)
             return product
@@ -136,7 +137,7 @@ class ConvLayer(CustomOp):
     forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
     def _sees_patches(self, x: Tensor) -> bool:
-        """Whether patches of *x* can be multiplied; what does not fit at all is conv_nd's error."""
+        """Whether ``patch_matmul`` supports *x*; ``conv_nd`` raises for invalid shapes."""
         sizes = zip(x.shape[2:], self.kernel_size, strict=False)
         is_batch = x.ndim == self.weight.ndim and x.shape[1] == self.in_channels
         return self.is_patches and is_batch and all(size >= k for size, k in sizes)

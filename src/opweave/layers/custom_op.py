@@ -23,17 +23,17 @@ _log = logging.getLogger(__name__)
 class CustomOp(Replaceable):
     """An operation with one forward method per platform.
 
-    A subclass gives it ``forward_native``, in plain PyTorch, and any of ``forward_cpu``,
+    A subclass defines ``forward_native`` in plain PyTorch, and any of ``forward_cpu``,
     ``forward_cuda``, ``forward_hip``, ``forward_xpu``, ``forward_tpu`` and ``forward_oot`` (for
-    platforms that other packages bring, unless their ``dispatch_tags`` say otherwise). When an op
-    is built, ``custom_ops`` of the current :class:`opweave.config.CompilationConfig` decides:
-    enabled, it runs its platform's method; disabled, ``forward_native``, which a compiler can fuse.
-    Later changes of the configuration do not affect it.
+    platforms of other packages, unless they set other ``dispatch_tags``). When an op is built,
+    ``custom_ops`` of the current :class:`opweave.config.CompilationConfig` enables or disables it.
+    An enabled op runs its platform's method, a disabled one ``forward_native``, which a compiler
+    can fuse. Later changes of the configuration do not affect it.
 
     Args:
         enforce_enable: run the platform's method regardless of the configuration.
-        compile_native: where the op is disabled, run ``forward_native`` under ``torch.compile``,
-            unless the configuration says that nothing is to be compiled.
+        compile_native: if the op is disabled, run ``forward_native`` under ``torch.compile``,
+            unless the configuration turns compilation off.
 
     Example::
 
@@ -57,10 +57,10 @@ class CustomOp(Replaceable):
         """Register the decorated class under *name*, and set its ``name``.
 
         Args:
-            name: what ``custom_ops`` calls it.
-            dynamic_arg_dims: for ``compile_native``: the dimensions, by argument of
-                ``forward_native``, whose size varies; all others are compiled for one size. By
-                default every size may vary.
+            name: the name in ``custom_ops``.
+            dynamic_arg_dims: for ``compile_native``: the dynamic dimensions by argument of
+                ``forward_native``; other dimensions are compiled as static. By default every
+                dimension is dynamic.
 
         Raises:
             LayerNameError: *name* is not an identifier, or is ``all`` or ``none``.
@@ -79,19 +79,19 @@ class CustomOp(Replaceable):
 
     @staticmethod
     def default_on() -> bool:
-        """Say whether ops that ``custom_ops`` does not name are enabled."""
+        """Return whether ops that are not in ``custom_ops`` are enabled."""
         return current_compilation_config().custom_ops_default_on
 
     @classmethod
     def enabled(cls) -> bool:
-        """Say whether ``custom_ops`` of the current configuration enables this op.
+        """Return whether ``custom_ops`` of the current configuration enables this op.
 
-        A class that is not registered goes by its parent's name; without any, by the default.
+        A class that is not registered uses its parent's name, or the default if it has none.
         """
         return current_compilation_config().enables_custom_op(getattr(cls, "name", None))
 
     def dispatch_forward(self, *, compile_native: bool = False) -> Callable[..., Any]:
-        """Return the method that ``forward`` is to run, and count the op in the configuration."""
+        """Return the method that ``forward`` runs, and count the op in the configuration."""
         config = current_compilation_config()
         enabled = self._enforce_enable or self.enabled()
         config.count_custom_op(getattr(self, "name", type(self).__name__), enabled=enabled)
@@ -119,7 +119,7 @@ class CustomOp(Replaceable):
         return replica
 
     def _rebind(self) -> None:
-        """Let a copy run its own method: a shallow one has that of the original."""
+        """Bind the method of a shallow copy to the copy instead of the original."""
         method = self._forward_method
         if isinstance(method, MethodType) and isinstance(method.__self__, type(self)):
             self._forward_method = MethodType(method.__func__, self)
@@ -157,7 +157,7 @@ class CustomOp(Replaceable):
 
 
 def _note_missing(cls: type[CustomOp], method: str) -> None:
-    """Say once that an enabled op has nothing for the GPU."""
+    """Log once that an enabled op does not have a method for the GPU."""
     own = any(
         getattr(cls, name) is not getattr(CustomOp, name) for name in (method, "forward_cuda")
     )

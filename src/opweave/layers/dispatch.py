@@ -1,4 +1,4 @@
-"""Which method of a ``CustomOp`` runs on which platform."""
+"""Choose the method of a ``CustomOp`` for a platform."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def method_for(op: type, base: type, tags: Sequence[str]) -> str:
-    """Return the name of the method of *op* for a platform with those dispatch tags, best first.
+    """Return the name of the method of *op* for a platform with these dispatch tags, best first.
 
-    That is the first ``forward_<tag>`` that *op* defines; *base* has what runs where it defines
-    none.
+    This is the first ``forward_<tag>`` that *op* defines. If it defines none, it is that of the
+    first tag if *base* has it, else ``forward_native``.
 
     >>> class Base:
     ...     forward_native = forward_cuda = forward_oot = None
@@ -28,10 +28,10 @@ def method_for(op: type, base: type, tags: Sequence[str]) -> str:
 
 
 def _has_outdated_oot(op: type, base: type) -> bool:
-    """Whether *op* inherits a ``forward_oot`` from a class that others have overridden in part.
+    """Whether a subclass has overridden a ``forward_...`` method, but inherits ``forward_oot``.
 
-    opweave's layers have one that calls ops. A package that derives from such a layer, and gives
-    it another ``forward_native`` only, wants that to run on its own platform.
+    The ``forward_oot`` of opweave's layers calls ops. If a package derives from such a layer and
+    overrides only ``forward_native``, its override must run on the package's platform.
     """
     for cls in op.__mro__:
         if cls is base or "forward_oot" in vars(cls):

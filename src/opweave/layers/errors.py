@@ -1,6 +1,6 @@
-"""Every error of the layers, one class per condition.
+"""Errors of the layers, one class per condition.
 
-Each message says what was asked, what was found, what is possible, and how to fix it.
+Each message says what failed, what was given, what is accepted and how to fix it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from opweave.ir.errors import OpweaveError
 
 
 class LayerError(OpweaveError):
-    """Base class of everything that :mod:`opweave.layers` raises on purpose."""
+    """Base class of the errors of :mod:`opweave.layers`."""
 
 
 class LayerNameError(LayerError, ValueError):
-    """A layer is to be registered under a name that it cannot have."""
+    """The name for a layer is not an identifier, or is reserved."""
 
 
 class DuplicateLayerError(LayerError, ValueError):
-    """Another layer has the name, or the index, already; or the class has another replacement."""
+    """The name or index of a layer is taken, or a class already has a replacement."""
 
 
 class InvalidLayerError(LayerError, TypeError):
@@ -25,24 +25,24 @@ class InvalidLayerError(LayerError, TypeError):
 
 
 class ReplacementError(LayerError, TypeError):
-    """A layer cannot take the place of the class that it is registered for."""
+    """A layer cannot replace the class that it is registered for."""
 
 
 class LayerArgumentError(LayerError, ValueError):
-    """A layer is built or called with arguments that do not fit each other."""
+    """The arguments of a layer are invalid or contradict each other."""
 
 
 class LayerCallError(LayerError, RuntimeError):
-    """A layer is called that other layers use, and that computes nothing by itself."""
+    """A layer was called that cannot be called, because only other layers use it."""
 
 
 class ShardingError(LayerError, ValueError):
-    """A dimension cannot be divided over the ranks, or a rank is out of range."""
+    """A dimension cannot be sharded over the ranks, or a rank is out of range."""
 
 
 class WeightLoadError(LayerError, ValueError):
-    """A loaded weight fits neither the whole parameter nor this rank's part of it."""
+    """The shape of a loaded weight is neither that of the parameter nor that of a rank's shard."""
 
 
 class UnusedOpWarning(UserWarning):
-    """``custom_ops`` names an op that the model does not have, or a replacement is of no layer."""
+    """``custom_ops`` or a replacement names a layer that the model does not have."""

@@ -19,14 +19,15 @@ class RMSNormGated(CustomOp):
     Args:
         hidden_size: the size of the last dimension.
         eps: added to the mean square.
-        group_size: so many neighbors have a mean square of their own; None for all of them.
-        norm_before_gate: gate what is normalized, rather than normalize what is gated.
-        device, dtype: of the weight.
-        activation: of the gate: ``"silu"``, which is also called ``"swish"``, or ``"sigmoid"``.
+        group_size: normalize groups of this many elements separately; None for one group.
+        norm_before_gate: normalize before the gate is applied, instead of after.
+        device, dtype: device and dtype of the weight.
+        activation: activation of the gate: ``"silu"`` (or ``"swish"``, its other name), or
+            ``"sigmoid"``.
 
     Raises:
-        LayerArgumentError: *group_size* does not divide *hidden_size*, or *activation* is not
-            known.
+        LayerArgumentError: *group_size* does not divide *hidden_size*, or *activation* is
+            unknown.
 
     Source: Mamba-2, arXiv:2405.21060; with *norm_before_gate*, Gated DeltaNet, arXiv:2412.06464.
     """

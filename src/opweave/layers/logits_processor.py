@@ -1,4 +1,4 @@
-"""Logits of the next token: the head's product, gathered, trimmed, capped and scaled."""
+"""Logits of the next token: computed by the head, gathered, trimmed, capped and scaled."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ _NO_ID = torch.iinfo(torch.int64).max  # comes after every id
 
 @PluggableLayer.register("logits_processor")
 class LogitsProcessor(PluggableLayer):
-    """``scale * soft_cap * tanh(hidden @ weight.T / soft_cap)``, for every id.
+    """``scale * soft_cap * tanh(hidden @ weight.T / soft_cap)``, for every token id.
 
-    Composed of ``ir.ops.linear`` and ``all_gather``; the rest is plain PyTorch. Caps as Gemma 2
-    (arXiv:2408.00118) and scales as Granite and Cohere do: the cap first.
+    Composed of ``ir.ops.linear`` and ``all_gather``; the rest is plain PyTorch. The soft cap (as in
+    Gemma 2, arXiv:2408.00118) is applied before the scale (as in Granite and Cohere).
 
     Args:
         vocab_size: the number of ids.
-        org_vocab_size: return logits of so many ids only; default: of all.
-        scale: a factor.
-        logits_as_input: what is passed as hidden states are logits already.
-        soft_cap: logits stay between minus and plus this.
-        head_dtype: compute and return logits in this dtype; default: that of the hidden states.
+        org_vocab_size: return the logits of the first *org_vocab_size* ids; by default, of all.
+        scale: the factor of the logits.
+        logits_as_input: the layer is called with logits instead of hidden states.
+        soft_cap: bound of the magnitude of the logits; None: unbounded.
+        head_dtype: the dtype to compute and return logits in; by default, that of the hidden
+            states.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class LogitsProcessor(PluggableLayer):
         """Return ``(..., org_vocab_size)``: a logit for each id.
 
         Args:
-            lm_head: the head. Its own bias is not added unless it is *embedding_bias*.
+            lm_head: the head. Its bias is added only if it is passed as *embedding_bias*.
             hidden_states: ``(..., embedding_dim)``, or ``(..., org_vocab_size)`` with
                 *logits_as_input*.
             embedding_bias: a bias for the head's rows on this rank, or None.
@@ -82,7 +83,7 @@ class LogitsProcessor(PluggableLayer):
     ) -> Tensor:
         """Return ``forward(…).argmax(-1)``, int64, without gathering the logits.
 
-        Each rank sends its largest logit and whose it is. The lowest of several ids wins.
+        Each rank sends its largest logit and the id. On ties, the lowest id wins.
 
         Raises:
             LayerArgumentError: *scale* is not positive; or *head_dtype*, as in :meth:`forward`.
@@ -126,7 +127,7 @@ class LogitsProcessor(PluggableLayer):
         return logits if self.scale == 1.0 else logits * self.scale
 
     def _ids(self, lm_head: ParallelLMHead, device: torch.device) -> Tensor:
-        """Return the id of each row on this rank; a number beyond all ids for padding."""
+        """Return the id of each row on this rank; for padding, a number above all ids."""
         shard = lm_head.shard
         rows = torch.arange(shard.rows, device=device)
         base, added = rows + shard.org_start, rows - shard.org_rows + shard.added_start

@@ -1,4 +1,4 @@
-"""The gated norm of Mamba-2's mixer, whose groups may lie on several ranks."""
+"""The gated norm of Mamba-2's mixer, whose groups may span several ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from opweave.layers.parallel import current_tensor_parallel
 class Mixer2RMSNormGated(CustomOp):
     """``norm(x * silu(gate)) * weight``, by groups of neighbors: ``ir.ops.rms_norm_gated``.
 
-    What is normalized is rounded to the dtype of *x* before the weight multiplies it. Each rank has
-    its part of the elements and of the weight: where all groups are whole on a rank, nothing is
-    exchanged; one group on several ranks exchanges its sum of squares; otherwise the elements are
-    gathered.
+    The normalized elements are rounded to the dtype of *x* before the product with the weight.
+    Elements and weight are sharded over the ranks. If no group spans several ranks, nothing is
+    exchanged; a single group exchanges its sum of squares; otherwise the elements are gathered.
 
     Args:
         full_hidden_size: the number of elements on all ranks.
@@ -30,7 +29,7 @@ class Mixer2RMSNormGated(CustomOp):
         eps: added to the mean square.
 
     Raises:
-        ShardingError: *full_hidden_size* cannot be divided over the ranks.
+        ShardingError: the number of ranks does not divide *full_hidden_size*.
         LayerArgumentError: *full_n_groups* does not divide *full_hidden_size*.
 
     Source: Mamba-2, Dao and Gu, arXiv:2405.21060.
@@ -62,10 +61,10 @@ class Mixer2RMSNormGated(CustomOp):
             self.weight.weight_loader = self.load_weight  # type: ignore[attr-defined]
 
     def load_weight(self, param: Tensor, loaded_weight: Tensor) -> None:
-        """Fill *param* from the whole weight, or from this rank's part of it.
+        """Fill *param* from the whole weight, or from this rank's shard.
 
         Raises:
-            WeightLoadError: it has the shape of neither.
+            WeightLoadError: the tensor has another shape.
         """
         size = self.per_rank_hidden_size
         if loaded_weight.shape == (self.full_hidden_size,):

@@ -28,7 +28,7 @@ class LatentAttentionFn(Protocol):
 def one_sequence(
     query: Tensor, kv_c: Tensor, k_pe: Tensor, kv_b_weight: Tensor, scale: float
 ) -> Tensor:
-    """Causal latent attention of tokens that are one sequence from its beginning."""
+    """Causal latent attention of tokens that form one new sequence."""
     ends = torch.arange(2, dtype=torch.int32, device=query.device) * query.shape[0]
     out: Tensor = ir.ops.mla_attention_prefill(query, kv_c, k_pe, kv_b_weight, ends, ends, scale)
     return out
@@ -36,9 +36,9 @@ def one_sequence(
 
 @dataclass(frozen=True)
 class MLAModules:
-    """The modules that latent attention is made of.
+    """The modules of latent attention.
 
-    Linear modules may return a tensor, or a tensor and a bias that was not added (None).
+    Linear modules return a tensor, or a tuple of a tensor and a bias (None).
 
     Attributes:
         kv_a_layernorm: norm of the latent vector, ``(T, kv_lora_rank)``.
@@ -51,9 +51,9 @@ class MLAModules:
         kv_a_proj_with_mqa: ``hidden`` to ``kv_lora_rank + rope``. Needed without *q_lora_rank*,
             as is *q_proj*.
         q_a_layernorm: norm of the queries' latent vector.
-        q_b_proj: that vector to ``heads * (nope + rope)``.
+        q_b_proj: the queries' latent vector to ``heads * (nope + rope)``.
         q_proj: ``hidden`` to ``heads * (nope + rope)``.
-        g_proj: ``hidden`` to ``heads * value``: the result is multiplied by its sigmoid.
+        g_proj: ``hidden`` to ``heads * value``, an output gate: its sigmoid multiplies the result.
     """
 
     kv_a_layernorm: nn.Module
@@ -76,23 +76,24 @@ _WITHOUT_Q_LORA = ("kv_a_proj_with_mqa", "q_proj")
 class MultiHeadLatentAttentionWrapper(PluggableLayer):
     """Latent attention over the modules of :class:`MLAModules`.
 
-    ``ir.ops.mla_attention_prefill`` or ``mla_attention_decode``, as *attention* chooses,
-    between linear layers. With tensor parallelism a rank has *num_heads* of the heads; the layers
-    before the latent vectors are replicated.
+    ``ir.ops.mla_attention_prefill`` or ``mla_attention_decode``, chosen by *attention*, between
+    linear layers. With tensor parallelism, a rank has *num_heads* heads; the layers before the
+    latent vectors are replicated.
 
     Args:
         hidden_size: the size of a token's hidden state.
-        num_heads: of this rank.
+        num_heads: the number of heads of this rank.
         scale: factor on the scores.
-        qk_nope_head_dim, qk_rope_head_dim: the parts of a query or key that are not rotated, and
-            that are.
+        qk_nope_head_dim, qk_rope_head_dim: the sizes of the unrotated and of the rotated part of a
+            query or key.
         v_head_dim: the size of a head's value.
         q_lora_rank: the size of the queries' latent vector; None: queries are projected directly.
         kv_lora_rank: the size of the latent vector of keys and values.
-        mla_modules: the parts.
+        mla_modules: the modules.
         cache_config, quant_config: kept as attributes, for replacements of this layer.
         prefix: the name of this layer in its model.
-        attention: how the tokens attend; by default they are one sequence from its beginning.
+        attention: the attention over new and cached tokens; by default the tokens form one new
+            sequence.
 
     Raises:
         InvalidLayerError: a module is missing; the message names it.
@@ -186,5 +187,5 @@ def _check_modules(modules: MLAModules, q_lora_rank: int | None) -> None:
 
 
 def _output(result: Tensor | tuple[Tensor, Any]) -> Tensor:
-    """Return what a linear module computed, which may come with a bias."""
+    """Return the tensor in the result of a linear module."""
     return result[0] if isinstance(result, tuple) else result

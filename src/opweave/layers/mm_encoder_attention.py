@@ -1,4 +1,4 @@
-"""Attention in the encoders of images, sound and video."""
+"""Attention in encoders of images, sound and video."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from opweave.layers.errors import LayerArgumentError
 
 @CustomOp.register("mm_encoder_attn")
 class MMEncoderAttention(CustomOp):
-    """Every token sees every token of its segment.
+    """Bidirectional attention within each segment.
 
-    Made of ``ir.ops.bidirectional_attention``, or with segments ``ir.ops.varlen_attention``. It
-    is enabled regardless of the configuration: encoders run the platform's kernels.
+    Calls ``ir.ops.bidirectional_attention``, or ``ir.ops.varlen_attention`` if there are segments.
+    It is enabled regardless of the configuration: encoders run the platform's kernels.
 
     Args:
         num_heads: the number of query heads of this rank.
         head_size: the size of a head.
         scale: factor on the scores; by default ``head_size ** -0.5``.
-        num_kv_heads: the number of key heads of this rank, by default as many; it divides
+        num_kv_heads: the number of key heads of this rank, by default *num_heads*; it divides
             *num_heads*, and each key head serves a group of consecutive query heads.
         prefix: the name of the layer in its model.
 
@@ -53,7 +53,7 @@ class MMEncoderAttention(CustomOp):
 
     @classmethod
     def enabled(cls) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def forward_native(
@@ -64,23 +64,24 @@ class MMEncoderAttention(CustomOp):
         cu_seqlens: Tensor | None = None,
         max_seqlen: Tensor | None = None,
     ) -> Tensor:
-        """Attend.
+        """Compute the attention.
 
         Args:
             query: ``(batch, tokens, num_heads * head_size)`` or ``(batch, tokens, num_heads,
                 head_size)``.
             key, value: the same with *num_kv_heads*; without segments, any number of tokens.
             cu_seqlens: ``(segments + 1,)``, int32 or int64, non-decreasing, from 0 to the number of
-                tokens, which is looked at in eager mode and host memory: segment ``i`` of every
-                batch element is ``cu_seqlens[i]:cu_seqlens[i + 1]``. None: one segment.
-            max_seqlen: the longest segment, for kernels that want to know; none here does.
+                tokens (checked in eager mode, in host memory): segment ``i`` of every batch element
+                is ``cu_seqlens[i]:cu_seqlens[i + 1]``. None: one segment.
+            max_seqlen: the length of the longest segment, for kernels of other packages; unused
+                here.
 
         Returns:
             The shape and dtype of the query, contiguous.
 
         Raises:
-            LayerArgumentError: a tensor has neither shape, keys and values have other numbers of
-                tokens, or the segments are not those of all tokens.
+            LayerArgumentError: a tensor has neither shape, keys and values have different numbers
+                of tokens, or the segments do not cover all tokens.
         """
         dense, packed = ir.ops.bidirectional_attention, ir.ops.varlen_attention
         return self._run(query, key, value, cu_seqlens, dense.native, packed.native)
@@ -137,7 +138,7 @@ class MMEncoderAttention(CustomOp):
 
 
 def _check_tokens(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Raise LayerArgumentError unless the three are of one batch, in the same segments."""
+    """Raise LayerArgumentError unless the tensors have the same batch and segments."""
     found = [tuple(x.shape[:2]) for x in (query, key, value)]
     same = found[0] if cu_seqlens is not None else (found[0][0], found[1][1])
     if found[1] != same or found[2] != same:
@@ -163,7 +164,7 @@ def _check_tokens(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor 
 
 
 def _ends_of_all(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
-    """Return the boundaries of the segments of all batch elements, one after the other."""
+    """Return the boundaries of the segments of all batch elements, concatenated."""
     if batch == 1:
         return cu_seqlens
     first = torch.arange(batch, device=cu_seqlens.device, dtype=cu_seqlens.dtype) * tokens

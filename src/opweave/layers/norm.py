@@ -1,4 +1,4 @@
-"""Root-mean-square norms as layers."""
+"""Root-mean-square normalization as layers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class RMSNorm(CustomOp):
     Args:
         hidden_size: the size of the last dimension.
         eps: added to the mean square.
-        var_hidden_size: take the statistics over so many first elements only.
-        has_weight: whether there is a learned factor; without one, ``weight`` is plain ones.
-        dtype: of the weight; by default, torch's default dtype.
+        var_hidden_size: compute the mean square over the first *var_hidden_size* elements only.
+        has_weight: whether there is a learned weight; otherwise ``weight`` is ones.
+        dtype: dtype of the weight; by default, torch's default dtype.
 
     Raises:
         LayerArgumentError: *var_hidden_size* is not between 1 and *hidden_size*.
@@ -50,10 +50,10 @@ class RMSNorm(CustomOp):
     def forward_native(
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalize *x*, ``(..., hidden_size)``, after the addition of *residual* if there is one.
+        """Normalize *x*, ``(..., hidden_size)``, or ``x + residual``.
 
         Returns:
-            The norm in the shape and dtype of *x*; with a residual, the norm and the sum.
+            The result in the shape and dtype of *x*; with a residual, the result and the sum.
         """
         if residual is None:
             normed: Tensor = ir.ops.rms_norm.native(x, *self._options())
@@ -66,7 +66,10 @@ class RMSNorm(CustomOp):
     def forward_cuda(
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The same. With a residual, *x* and *residual* are donated: do not use them afterwards."""
+        """As :meth:`forward_native`, but with a residual, *x* and *residual* are donated.
+
+        Do not use donated tensors afterwards.
+        """
         if residual is None:
             normed: Tensor = ir.ops.rms_norm(x, *self._options())
             return normed
@@ -87,7 +90,7 @@ class RMSNorm(CustomOp):
 
 @CustomOp.register("gemma_rms_norm")
 class GemmaRMSNorm(CustomOp):
-    """A norm whose factor is one plus the weight, in float32: ``ir.ops.rms_norm``.
+    """RMS norm with the factor ``1 + weight``, in float32: ``ir.ops.rms_norm``.
 
     Args:
         hidden_size: the size of the last dimension.
@@ -104,7 +107,7 @@ class GemmaRMSNorm(CustomOp):
     def forward_native(
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """As :class:`RMSNorm`; nothing is donated."""
+        """As :meth:`RMSNorm.forward_native`; nothing is donated."""
         if residual is None:
             normed: Tensor = ir.ops.rms_norm.native(x, self._factor(), self.variance_epsilon)
             return normed

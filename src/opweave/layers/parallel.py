@@ -1,4 +1,4 @@
-"""Tensor parallelism as a layer sees it: which rank it is, and two collectives."""
+"""Tensor parallelism for layers: the rank, the size of the group, and two collectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opweave.layers.errors import ShardingError
 
 
 class AllGather(Protocol):
-    """Puts the ranks' tensors side by side in one dimension, in the order of the ranks."""
+    """Concatenates the ranks' tensors along a dimension, in the order of the ranks."""
 
     def __call__(self, x: Tensor, dim: int = -1) -> Tensor: ...
 
@@ -31,16 +31,16 @@ def _alone(x: Tensor, dim: int = -1) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """One rank of a tensor-parallel group. Layers read it when they are built, and keep it.
+    """One rank of a tensor-parallel group. Layers store it when they are built.
 
     Attributes:
         rank: this rank, from 0.
-        size: the number of ranks. 1 needs no collectives.
-        all_reduce: the sum of the ranks' tensors, as a new tensor.
-        all_gather: ``all_gather(x, dim=-1)``, the ranks' tensors side by side.
+        size: the number of ranks. A single rank needs no collectives.
+        all_reduce: returns the sum of the ranks' tensors, as a new tensor.
+        all_gather: ``all_gather(x, dim=-1)`` returns the ranks' tensors, concatenated.
 
     Raises:
-        ShardingError: *rank* is not below *size*, or several ranks have no collectives.
+        ShardingError: *rank* is not below *size*, or the collectives for several ranks are missing.
 
     >>> TensorParallel().divide(64, "intermediate_size")
     64
@@ -66,7 +66,7 @@ class TensorParallel:
     def from_process_group(cls, group: distributed.ProcessGroup | None = None) -> TensorParallel:
         """Return this process's place in *group*, by default in the group of all processes.
 
-        The collectives are functional ones, which torch.compile traces.
+        The collectives are functional, so torch.compile can trace them.
 
         Raises:
             ShardingError: torch.distributed is not initialized, or this process is not in *group*.
@@ -92,10 +92,10 @@ class TensorParallel:
         )
 
     def divide(self, total: int, what: str) -> int:
-        """Return one rank's part of *total*, of which an error speaks as *what*.
+        """Return ``total / size``; *what* is the name of *total* in error messages.
 
         Raises:
-            ShardingError: the ranks cannot have equal parts.
+            ShardingError: the number of ranks does not divide *total*.
         """
         if total % self.size:
             raise ShardingError(
@@ -118,7 +118,7 @@ current_tensor_parallel = _current.get
 
 @contextmanager
 def tensor_parallel(parallel: TensorParallel) -> Iterator[None]:
-    """Build layers for *parallel* inside the block, in this thread or asyncio task."""
+    """Build the layers inside the block for *parallel*, in this thread or asyncio task."""
     token = _current.set(parallel)
     try:
         yield

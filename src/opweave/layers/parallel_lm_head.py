@@ -1,4 +1,4 @@
-"""The map from hidden states to logits, whose vocabulary is divided over ranks."""
+"""The language model head, with the vocabulary sharded over ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from opweave.layers.weight_loading import set_weight_attrs
 
 @PluggableLayer.register("parallel_lm_head")
 class ParallelLMHead(VocabParallelEmbedding):
-    """A vocabulary table that :class:`LogitsProcessor` multiplies by; it is not called itself.
+    """The weights of the language model head, for :class:`LogitsProcessor`; not callable.
 
     Args:
-        bias: whether there is one, of which each rank has the part for its rows. It is added only
-            where it is passed as ``embedding_bias``.
+        bias: whether there is a bias, sharded like the rows. It is added only if it is passed as
+            ``embedding_bias``.
 
     See :class:`VocabParallelEmbedding` for the others.
     """
@@ -62,13 +62,13 @@ class ParallelLMHead(VocabParallelEmbedding):
             self.register_buffer("row_of_id", order, persistent=False)
 
     def _check_method(self) -> None:
-        """Accept any method: rows are multiplied, not looked up."""
+        """Accept any method, because rows are multiplied, not looked up."""
 
     def tie_weights(self, embed_tokens: VocabParallelEmbedding) -> Self:
         """Use the table of *embed_tokens*, and return this layer.
 
         Raises:
-            LayerArgumentError: that table has another shape.
+            LayerArgumentError: the table of *embed_tokens* has another shape.
         """
         if embed_tokens.weight.shape != self.weight.shape:
             raise LayerArgumentError(
@@ -83,7 +83,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         """Return the logits of the first *count* ids.
 
         Args:
-            logits: ``(..., num_embeddings_padded)``, the ranks' side by side.
+            logits: ``(..., num_embeddings_padded)``, the ranks' logits, concatenated.
             count: at most ``num_embeddings``.
         """
         if self.shard.num_added == 0 or (self.tp_size == 1 and count <= self.org_vocab_size):
@@ -91,7 +91,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         return logits.index_select(-1, self.row_of_id[:count])
 
     def forward(self, input_ids: Tensor) -> NoReturn:
-        """Raise: a head is passed to :class:`LogitsProcessor`.
+        """Not supported: pass the head to :class:`LogitsProcessor`.
 
         Raises:
             LayerCallError: (a RuntimeError) always.

@@ -8,8 +8,8 @@ from opweave.layers.replaceable import Replaceable
 class PluggableLayer(Replaceable):
     """A layer with its own parameters and submodules that another package can replace.
 
-    It has no switch and no method per platform: what it computes, it computes through ops and
-    other layers, which have. Its registry is that of :class:`CustomOp`.
+    Unlike a :class:`CustomOp`, it cannot be disabled and has no method per platform: it consists of
+    ops and other layers, which select kernels. Both kinds share one registry.
 
     Example::
 

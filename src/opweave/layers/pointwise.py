@@ -1,4 +1,4 @@
-"""Activations of single elements as layers; see :mod:`opweave.layers.activation`."""
+"""Elementwise activations as layers; see :mod:`opweave.layers.activation`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from opweave.layers.custom_op import CustomOp
 
 @CustomOp.register("gelu_new")
 class NewGELU(Activation):
-    """GELU by tanh, as in GPT-2: ``ir.ops.gelu_new``."""
+    """GELU with the tanh approximation, as in GPT-2: ``ir.ops.gelu_new``."""
 
     op = ir.ops.gelu_new
 
 
 @CustomOp.register("gelu_fast")
 class FastGELU(Activation):
-    """GELU by tanh with a shorter constant: ``ir.ops.gelu_fast``."""
+    """GELU with the tanh approximation and a truncated constant: ``ir.ops.gelu_fast``."""
 
     op = ir.ops.gelu_fast
 
@@ -48,15 +48,15 @@ class ReLUSquaredActivation(Activation):
 class XIELU(Activation):
     """xIELU, with a learned curvature on each side of zero: ``ir.ops.xielu``.
 
-    ``alpha_p`` and ``alpha_n``, ``(1,)``, are parameters; ``beta`` and ``eps``, of no dimension,
-    are buffers, which checkpoints have too. Loading a state dict changes all four.
+    ``alpha_p`` and ``alpha_n``, ``(1,)``, are parameters; ``beta`` and ``eps``, 0-d, are buffers,
+    which are in checkpoints too. Loading a state dict changes all four.
 
     Args:
-        alpha_p_init, alpha_n_init: the curvatures to begin with; the second above *beta*.
+        alpha_p_init, alpha_n_init: the initial curvatures; the second must be above *beta*.
         beta: the slope at zero.
-        eps: a small negative number, the largest argument of ``expm1``.
-        dtype: of parameters and buffers.
-        with_vector_loads: a hint to kernels, which no implementation here needs.
+        eps: a small negative number, the upper bound of the argument of ``expm1``.
+        dtype: dtype of parameters and buffers.
+        with_vector_loads: a hint for kernels of other packages; unused here.
     """
 
     op = ir.ops.xielu

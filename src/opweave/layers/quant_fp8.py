@@ -17,7 +17,7 @@ from opweave.layers.errors import LayerArgumentError
 
 
 class GroupShape(NamedTuple):
-    """How many rows and columns share a scale; -1 means all of them.
+    """The numbers of rows and columns that share a scale; -1: all.
 
     >>> GroupShape(1, 128).is_per_group
     True
@@ -58,21 +58,23 @@ _TMA_ROWS = 4
 class QuantFP8(CustomOp):
     """Quantizes to float8_e4m3fn: ``x ~ q * scale``, with scales in float32.
 
-    Made of ``ir.ops.static_quant_fp8``, ``dynamic_per_tensor_quant_fp8``,
-    ``dynamic_per_token_quant_fp8`` and ``per_token_group_quant_fp8``.
+    Calls ``ir.ops.static_quant_fp8``, ``dynamic_per_tensor_quant_fp8``,
+    ``dynamic_per_token_quant_fp8`` or ``per_token_group_quant_fp8``.
 
     Args:
-        static: scales are given at each call; otherwise they are computed.
-        group_shape: what shares a scale. Computed: a tensor, a token, or a group of one row's
-            columns, ``(1, g)``. Given: a channel, ``(-1, 1)``, and blocks of any size, too.
-        num_token_padding: append rows of zeros until there are so many; of matrices only.
-        column_major_scales: scales of groups lie in memory column by column.
-        tma_aligned_scales: and each column begins at a multiple of 16 bytes.
-        use_ue8m0: round scales of groups up to powers of two; None: no.
-        compile_native: where the op is disabled, compile its native form.
+        static: each call gets the scales; False: they are computed.
+        group_shape: the elements that share a scale. For computed scales: the tensor, a token, or a
+            group of columns of a row, ``(1, g)``. For given scales also a channel, ``(-1, 1)``, and
+            blocks of any size.
+        num_token_padding: pad matrices with rows of zeros to this number of rows.
+        column_major_scales: store the scales of groups in column-major order.
+        tma_aligned_scales: likewise, with each column aligned to 16 bytes.
+        use_ue8m0: round the scales of groups up to powers of two; None: no.
+        compile_native: if the op is disabled, compile ``forward_native``.
 
     Raises:
-        LayerArgumentError: *group_shape* cannot be computed, or an option has no meaning for it.
+        LayerArgumentError: scales cannot be computed for *group_shape*, or an option does not apply
+            to it.
 
     Source: arXiv:2209.05433; DeepSeek-V3, arXiv:2412.19437, for groups.
     """
@@ -117,22 +119,23 @@ class QuantFP8(CustomOp):
         scale_ub: Tensor | None = None,
         use_triton: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Quantize.
+        """Quantize *x*.
 
         Args:
             x: ``(..., n)``, floating point.
-            scale: float32, where *static*: one element; ``(tokens,)`` per token; ``(n,)`` per
-                channel; or ``(m / row, n / col)`` for blocks of the ``(m, n)`` matrix of all rows.
-            scale_ub: one float32, for computed scales per token: no magnitude counts for more.
-            use_triton: prefer an implementation in Triton of scales by group, where there is one.
+            scale: float32, if *static*: one element; ``(tokens,)`` per token; ``(n,)`` per channel;
+                or ``(m / row, n / col)`` for blocks of the ``(m, n)`` matrix of all rows.
+            scale_ub: one float32, for computed scales per token: upper bound of the magnitude that
+                determines a scale.
+            use_triton: for scales per group, prefer a Triton implementation if there is one.
 
         Returns:
-            float8_e4m3fn in the shape of *x* (with more rows if they are padded), and the scales:
-            those given, in two dimensions unless per tensor; or those computed, ``(1,)``,
-            ``(..., 1)`` or ``(..., ceil(n / g))``. Rows that pad have none.
+            float8_e4m3fn in the shape of *x*, plus padding rows, and the scales: the given ones,
+            2-d unless per tensor; or the computed ones, ``(1,)``, ``(..., 1)`` or
+            ``(..., ceil(n / g))``, without those of padding rows.
 
         Raises:
-            LayerArgumentError: *scale* or *scale_ub* is missing, superfluous, or of another shape.
+            LayerArgumentError: *scale* or *scale_ub* is missing, unexpected, or has another shape.
         """
         return self._run(x, scale, scale_ub, _native)
 
@@ -185,7 +188,7 @@ class QuantFP8(CustomOp):
             )
 
     def _arranged(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Return given scales as the op takes them."""
+        """Return given scales in the shape that the op expects."""
         shape = self.group_shape
         if scale.numel() == 1:
             return scale if shape.is_per_tensor else scale.reshape(1, 1)
@@ -205,7 +208,7 @@ class QuantFP8(CustomOp):
         return scale.reshape(expected)
 
     def _laid_out(self, scale: Tensor) -> Tensor:
-        """Return computed scales in the memory layout that was asked for."""
+        """Return computed scales in the requested memory layout."""
         if not self.column_major_scales or scale.ndim < 2:
             return scale
         columns, tokens = scale.transpose(-1, -2), scale.shape[-2]

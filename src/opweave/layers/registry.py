@@ -1,6 +1,6 @@
-"""The registries of layers: which class a name stands for, and which class replaces another.
+"""The registries of layers: classes by name, and replacements.
 
-``CustomOp`` and ``PluggableLayer`` share both, so a name stands for one layer of either kind.
+``CustomOp`` and ``PluggableLayer`` share both, so a name belongs to one layer of either kind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RESERVED = ("all", "none")  # what `custom_ops` says of every op at once
 
 
 def register(kind: type[nn.Module], name: str, layer: type[L]) -> type[L]:
-    """Enter *layer* under *name*, and set its ``name``.
+    """Register *layer* under *name*, and set its ``name``.
 
     Raises:
         LayerNameError: *name* is not an identifier, or reserved.
@@ -55,15 +55,14 @@ def register(kind: type[nn.Module], name: str, layer: type[L]) -> type[L]:
 
 
 def register_oot(kind: type[nn.Module], key: str, layer: type[L]) -> type[L]:
-    """Let *layer* replace the layer whose class name or registered name is *key*.
+    """Make *layer* replace the layer whose class name or registered name is *key*.
 
-    Its ``name`` stays the inherited one, so ``custom_ops`` speaks of the replacement as it did of
-    what it replaces.
+    The replacement keeps the inherited ``name``, so entries of ``custom_ops`` apply to it.
 
     Raises:
         InvalidLayerError: (a TypeError) *layer* is not a class, or not derived from *kind*.
-        DuplicateLayerError: (a ValueError) something else is to replace it already.
-        ReplacementError: (a TypeError) *layer* is not a subclass of what it is to replace.
+        DuplicateLayerError: (a ValueError) the layer already has a replacement.
+        ReplacementError: (a TypeError) *layer* is not a subclass of the layer.
     """
     _check_name(key)
     _check_layer(kind, layer)
@@ -83,20 +82,21 @@ def register_oot(kind: type[nn.Module], key: str, layer: type[L]) -> type[L]:
 
 
 def owner_of(layer: type[nn.Module]) -> Owner | None:
-    """Return the plugin that registered this very class, if one did."""
+    """Return the plugin that registered exactly this class, if any."""
     return _owners.get(layer)
 
 
 def replacement(layer: type[L]) -> type[L]:
     """Return the replacement of the class *layer*, or *layer* itself.
 
-    Subclasses of a replaced class are not replaced. Use it to call a class method on the class
-    that will be built.
+    Subclasses of a replaced class are not replaced. Use this function to call a class method on the
+    class that will be built.
 
     Raises:
-        DuplicateLayerError: one class is registered for the class name, another for the name.
+        DuplicateLayerError: different replacements are registered for the class name and the
+            registered name.
         ReplacementError: the replacement is not a subclass.
-        PluginError: a plugin, which might bring a replacement, failed to load.
+        PluginError: a plugin, which may register a replacement, failed to load.
     """
     load_general_plugins()
     by_class = _by_class_name(layer)
@@ -114,7 +114,7 @@ def replacement(layer: type[L]) -> type[L]:
 
 
 def _by_class_name(layer: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the replacement for the name of the class, unless it is of another class so called."""
+    """Return the replacement for the class name, unless it is for another class of that name."""
     key = layer.__name__
     found = op_registry_oot.get(key)
     if found is None or issubclass(found, layer):
@@ -124,7 +124,7 @@ def _by_class_name(layer: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def check_replacement(replaced: type[nn.Module], layer: type[nn.Module]) -> None:
-    """Raise :class:`ReplacementError` unless *layer* can be built where *replaced* is asked for."""
+    """Raise :class:`ReplacementError` unless *layer* can replace *replaced*."""
     if not issubclass(layer, replaced):
         raise ReplacementError(
             f"{full_name(layer)} cannot replace {full_name(replaced)}: it is not a subclass, so "

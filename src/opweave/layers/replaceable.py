@@ -17,9 +17,9 @@ class Replaceable(nn.Module):
     """A module that other packages can replace, by its class name or its registered name.
 
     Attributes:
-        name: the registered name; a subclass that is not registered has its parent's.
-        op_registry: the layers by name, of both kinds.
-        op_registry_oot: the replacements.
+        name: the registered name; an unregistered subclass has its parent's.
+        op_registry: the layers of both kinds by name.
+        op_registry_oot: the replacements by name.
     """
 
     name: str
@@ -63,22 +63,22 @@ class Replaceable(nn.Module):
 
     @classmethod
     def register_oot(cls, _decorated_op_cls: Any = None, name: str | None = None) -> Any:
-        """Replace a layer: wherever it is asked for, the decorated subclass is built.
+        """Replace a layer: constructing it builds the decorated subclass instead.
 
         ``@RMSNorm.register_oot``, ``@RMSNorm.register_oot()``,
         ``@CustomOp.register_oot("RMSNorm")``, ``@CustomOp.register_oot(name="rms_norm")`` and
-        ``CustomOp.register_oot(_decorated_op_cls=MyRMSNorm, name="RMSNorm")`` say the same.
+        ``CustomOp.register_oot(_decorated_op_cls=MyRMSNorm, name="RMSNorm")`` are equivalent.
 
         Args:
             _decorated_op_cls: the replacement, or the name.
-            name: class name or registered name of what is replaced; by default, the class that
-                this is called on.
+            name: class name or registered name of the replaced layer; by default, the class that
+                this method is called on.
 
         Raises:
             InvalidLayerError: (a TypeError) the decorated object is not a class of this kind.
-            DuplicateLayerError: (a ValueError) something else replaces it already.
-            ReplacementError: (a TypeError) it is not a subclass of what it is to replace, or
-                nothing says what it is to replace.
+            DuplicateLayerError: (a ValueError) the layer already has a replacement.
+            ReplacementError: (a TypeError) the class is not a subclass of the replaced layer, or
+                the replaced layer is not named.
         """
         if isinstance(_decorated_op_cls, str) and name is None:
             _decorated_op_cls, name = None, _decorated_op_cls
@@ -100,7 +100,7 @@ class Replaceable(nn.Module):
 
 
 def _kind(cls: type[Replaceable]) -> type[Replaceable]:
-    """Return ``CustomOp`` or ``PluggableLayer``, whichever *cls* derives from."""
+    """Return the kind of *cls*: ``CustomOp`` or ``PluggableLayer``."""
     return next(base for base in cls.__mro__ if Replaceable in (base, *base.__bases__))
 
 

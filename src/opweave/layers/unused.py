@@ -1,4 +1,4 @@
-"""Names, in ``custom_ops`` and of what is to be replaced, that had no effect on a model."""
+"""Warnings about entries of ``custom_ops`` and replacements that had no effect on a model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from opweave.layers.replaceable import Replaceable
 
 
 def warn_of_unused_ops(config: CompilationConfig) -> None:
-    """Warn of each op that ``custom_ops`` names and that was not built under *config*.
+    """Warn about each op in ``custom_ops`` that was not built under *config*.
 
-    Call it when a model is built; the warning points at the line that had it built: the first one
-    outside of opweave.
+    Call it after a model is built. The warning points to the innermost line outside opweave.
     """
     built = config.enabled_custom_ops.keys() | config.disabled_custom_ops.keys()
     for name in sorted(config.named_custom_ops - built):
@@ -34,7 +33,7 @@ def warn_of_unused_ops(config: CompilationConfig) -> None:
 
 
 def warn_of_unused_replacements() -> None:
-    """Warn of each replacement that is for no layer, now that those of a model are imported."""
+    """Warn about each replacement of an unknown layer, after a model's layers are imported."""
     replacements = set(op_registry_oot.values())
     names = {*op_registry, *(c.__name__ for c in _subclasses(Replaceable) if c not in replacements)}
     for name in sorted(op_registry_oot.keys() - names):
@@ -58,7 +57,7 @@ def _meant(name: str) -> str:
 
 
 def _outside() -> int:
-    """Return the ``stacklevel`` at which the caller of this function finds code of others."""
+    """Return the ``stacklevel`` of the innermost frame outside opweave."""
     for level in count(1):
         name = sys._getframe(level).f_globals.get("__name__", "")
         if name.partition(".")[0] != "opweave":

@@ -1,4 +1,4 @@
-"""An embedding whose vocabulary is divided over ranks."""
+"""An embedding with the vocabulary sharded over ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from opweave.layers.weight_loading import describe, dim_of, fill
 
 @runtime_checkable
 class EmbeddingMethod(LinearMethod, Protocol):
-    """Keeps a vocabulary table: a :class:`LinearMethod` that can look up rows as well."""
+    """The strategy of a vocabulary table: a :class:`LinearMethod` that can also look up rows."""
 
     def embedding(self, layer: VocabParallelEmbedding, input_ids: Tensor) -> Tensor:
-        """Return the rows of *input_ids*, zeros for those that ``layer.shard`` does not have."""
+        """Return the rows of *input_ids*, and zeros for ids that are not in ``layer.shard``."""
 
 
 class UnquantizedEmbeddingMethod(UnquantizedLinearMethod):
@@ -42,21 +42,21 @@ class UnquantizedEmbeddingMethod(UnquantizedLinearMethod):
 class VocabParallelEmbedding(PluggableLayer):
     """A padded embedding table, sharded over the ranks by rows.
 
-    Composed of ``ir.ops.embedding`` or ``ir.ops.masked_embedding``, and ``all_reduce``. The result
-    is the lookup in the whole table, bit for bit, for any number of ranks; and ids added to
-    a vocabulary have rows of their own after the padding of the others (see :class:`VocabShard`).
-    The parameter is filled by ``weight.weight_loader``. Source: Megatron-LM, arXiv:1909.08053.
+    Composed of ``ir.ops.embedding`` or ``ir.ops.masked_embedding``, and ``all_reduce``. For any
+    number of ranks, the result equals the lookup in the whole table, bit for bit. The rows of added
+    ids follow the padding of the base ids (see :class:`VocabShard`). ``weight.weight_loader`` fills
+    the parameter. Source: Megatron-LM, arXiv:1909.08053.
 
     Args:
-        num_embeddings: the number of ids, the added ones included.
+        num_embeddings: the number of ids, including added ones.
         embedding_dim: the size of a vector.
-        params_dtype: default: ``torch.get_default_dtype()``.
-        org_num_embeddings: the number of ids without the added ones; default: all.
-        padding_size: numbers of rows are multiples of it.
-        quant_config: chooses how the table is kept; default: as it is.
-        prefix: what the model calls this layer; for *quant_config* and errors.
-        disable_tp: every rank has all of the table.
-        reduce_results: sum over the ranks; False: return this rank's rows, and zeros.
+        params_dtype: dtype of the table; by default ``torch.get_default_dtype()``.
+        org_num_embeddings: the number of ids without the added ones; by default all.
+        padding_size: the numbers of rows are padded to a multiple of this size.
+        quant_config: chooses the quantization of the table; by default none.
+        prefix: name of the layer in the model, for *quant_config* and errors.
+        disable_tp: replicate the table on every rank.
+        reduce_results: sum over the ranks; False: return this rank's rows, and zeros for others.
 
     Attributes:
         shard: the ids and rows of this rank.
@@ -65,8 +65,8 @@ class VocabParallelEmbedding(PluggableLayer):
 
     Raises:
         ShardingError: the number of ranks does not divide the padded sizes.
-        LayerArgumentError: sizes do not fit each other, or the method of *quant_config* has no
-            ``embedding``.
+        LayerArgumentError: the sizes are inconsistent, or the method of *quant_config* does not
+            have ``embedding``.
     """
 
     weight: nn.Parameter
@@ -119,12 +119,12 @@ class VocabParallelEmbedding(PluggableLayer):
             )
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor) -> None:
-        """Fill *param*; rows that no id has, or that *loaded_weight* does not have, become zero.
+        """Fill *param*. Padding rows, and rows that *loaded_weight* does not have, become zero.
 
         Args:
             param: a parameter of this layer.
-            loaded_weight: with the rows of all base ids, or of all ids, or, one rank of several,
-                this rank's rows.
+            loaded_weight: the rows of all base ids, of all ids, or, with several ranks, of this
+                rank.
 
         Raises:
             WeightLoadError: *loaded_weight* has another shape.
@@ -147,7 +147,7 @@ class VocabParallelEmbedding(PluggableLayer):
     def _load_part(self, param: nn.Parameter, loaded: Tensor, dim: int, what: str) -> None:
         """Fill *param* with this rank's rows, padding included.
 
-        One rank alone has no such part: a table of its padded size is of another vocabulary.
+        Not for a single rank: a table of its padded size belongs to another vocabulary.
         """
         if self.tp_size > 1 and loaded.shape == param.shape:
             return fill(param.data, loaded, what)
@@ -161,7 +161,7 @@ class VocabParallelEmbedding(PluggableLayer):
         )
 
     def get_sharded_to_full_mapping(self) -> list[int] | None:
-        """Return where each row of a whole table is in those of all ranks, one after the other.
+        """Return the index of each row of the whole table in the ranks' concatenated rows.
 
         Rows of base ids come first, then those of added ids, then padding. None for a single rank.
         """

@@ -1,4 +1,4 @@
-"""Which rows of a vocabulary table a rank has, and which ids they belong to."""
+"""The rows of a vocabulary table on one rank, and their ids."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def pad_vocab_size(size: int, multiple: int) -> int:
 class VocabShard:
     """The rows of one rank: base ids, padding, added ids, padding.
 
-    Base and added ids are divided over the ranks separately, so that base ids do not move to
-    another rank when some are added. A single rank has the same order of rows.
+    Base and added ids are sharded separately, so that base ids stay on their rank when ids are
+    added. A single rank has the same order of rows.
 
     Attributes:
-        org_vocab_size, num_added: the number of base ids, and of ids after them.
-        org_rows, added_rows: a rank's rows for each, padding included.
+        org_vocab_size, num_added: the numbers of base ids and of added ids.
+        org_rows, added_rows: a rank's numbers of rows for them, including padding.
         org_start, org_end: the base ids of this rank.
         added_start, added_end: its added ids.
         size: the number of ranks.
@@ -46,11 +46,11 @@ class VocabShard:
     def of(
         cls, num_embeddings: int, org_vocab_size: int, padding_size: int, parallel: TensorParallel
     ) -> VocabShard:
-        """Divide a table of *num_embeddings* ids, of which *org_vocab_size* are base ids.
+        """Shard a table of *num_embeddings* ids, of which *org_vocab_size* are base ids.
 
         Raises:
             LayerArgumentError: there are more base ids than ids, or *padding_size* is not positive.
-            ShardingError: the ranks cannot have equal numbers of rows.
+            ShardingError: the number of ranks does not divide the padded sizes.
         """
         if not 0 < org_vocab_size <= num_embeddings or padding_size < 1:
             raise LayerArgumentError(
@@ -95,9 +95,9 @@ class VocabShard:
         return self.added_end - self.added_start
 
     def order(self) -> list[int]:
-        """Return the rows of all ranks, one rank after the other, in the order of a whole table.
+        """Return, for each row of the whole table, its index in the ranks' concatenated rows.
 
-        Base ids, then added ids, then padding: element ``i`` is where the row of id ``i`` is.
+        The table has base ids, then added ids, then padding: element ``i`` is the row of id ``i``.
         """
         base = [rank * self.rows + row for rank in range(self.size) for row in range(self.org_rows)]
         added = [

@@ -1,4 +1,4 @@
-"""Copies a checkpoint's tensor into a parameter, or the part of it that a rank keeps."""
+"""Copies a checkpoint's tensor, or a rank's shard of it, into a parameter."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def set_weight_attrs(param: Tensor, **attrs: object) -> None:
 
 
 def dim_of(param: Tensor, name: str) -> int | None:
-    """Return the dimension of *param* that it calls ``output_dim`` or ``input_dim``, if any."""
+    """Return the attribute ``output_dim`` or ``input_dim`` of *param*, if it has one."""
     dim: int | None = getattr(param, name, None)
     return dim
 
 
 def describe(layer: nn.Module, prefix: str, param: Tensor) -> str:
-    """Say which parameter of *layer* an error is about."""
+    """Describe a parameter of *layer* for an error message."""
     found = (name for name, own in layer.named_parameters(recurse=False) if own is param)
     return f"{type(layer).__name__} {prefix}".rstrip() + f": {next(found, 'a parameter')}"
 
@@ -40,16 +40,16 @@ def fill(
     """Copy *loaded* into *target*, converting its dtype.
 
     Args:
-        target: what this rank keeps.
-        loaded: the same, or the tensor of which *target* is one of *count* equal parts along *dim*.
-            A number without dimensions counts as ``(1,)``.
-        what: the parameter, for errors.
-        dim: None if every rank keeps all of it.
-        index: which of the parts.
-        count: how many there are.
+        target: this rank's tensor.
+        loaded: a tensor of the same shape, or one of which *target* is one of *count* equal shards
+            along *dim*. A 0-d tensor counts as ``(1,)``.
+        what: the name of the parameter for error messages.
+        dim: the sharded dimension, or None if the tensor is replicated.
+        index: the index of the shard.
+        count: the number of shards.
 
     Raises:
-        WeightLoadError: *loaded* has the shape of neither.
+        WeightLoadError: *loaded* has another shape.
     """
     source = loaded.reshape(1) if loaded.ndim == 0 else loaded
     whole = list(target.shape)

@@ -56,11 +56,12 @@ def create_app(
     """Return the ASGI application; the caller must stop the engine.
 
     Args:
-        engine: answers the requests.
-        config: how to behave towards clients.
-        chat_template: turns conversations into prompts; None: they are refused.
-        io_processor: a plugin's, for ``/v1/process``; None: its requests are refused.
-        special_tokens: for chat templates that requests bring; None: those of *chat_template*.
+        engine: the engine that runs the requests.
+        config: the server's configuration.
+        chat_template: renders conversations as prompts; None: conversations are refused.
+        io_processor: the I/O processor for ``/v1/process``; None: its requests are refused.
+        special_tokens: the special tokens for chat templates in requests; None: those of
+            *chat_template*.
 
     Raises:
         PluginRouteError: a plugin's HTTP routes cannot be attached.
@@ -90,7 +91,7 @@ def create_app(
 
 
 def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
-    """Return what a request passes, the outermost first."""
+    """Return the middleware, outermost first."""
     cors = Middleware(
         CORSMiddleware,
         allow_origins=config.cors_origins,

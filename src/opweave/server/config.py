@@ -21,12 +21,12 @@ class ServerConfig:
             empty, the engine's name.
         root_path: the path under which a reverse proxy serves the server.
         cors_origins: origins of web pages that may call the server; ``*`` allows all.
-        max_requests: the most running and queued outputs, counting each prompt ``n`` times. More
-            requests get status 429.
-        max_body_bytes: the largest request body.
-        body_timeout: seconds to receive the head of a request, and then its body.
-        request_timeout: seconds to complete the response.
-        drain_timeout: seconds that running requests get on shutdown.
+        max_requests: the maximum number of running and waiting answers, counting each prompt ``n``
+            times; further requests get a 429.
+        max_body_bytes: the maximum size of a request body in bytes.
+        body_timeout: timeout in seconds for the headers of a request, and then for its body.
+        request_timeout: timeout in seconds for a complete response.
+        drain_timeout: timeout in seconds for accepted requests at shutdown.
         log_prompts: whether prompts are logged.
         ssl_keyfile: the certificate's private key; None: it is in *ssl_certfile*.
         ssl_certfile: serve HTTPS with the certificate in this file; None: serve HTTP.

@@ -1,4 +1,4 @@
-"""Bodies of requests that are compressed."""
+"""Compressed request bodies."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _MOST_MEMBERS = 16  # of a gzip file; each further one copies the rest of the bo
 
 
 def decoded(body: bytes, encoding: str, limit: int) -> bytes:
-    """Return the body that *encoding*, the value of Content-Encoding, stands for.
+    """Return the decompressed body.
 
     Args:
-        body: as it was sent.
-        encoding: ``gzip``, ``deflate`` or nothing.
-        limit: the size of the largest result, so that a small body cannot fill the memory.
+        body: the body as sent.
+        encoding: the value of Content-Encoding: ``gzip``, ``deflate`` or an empty string.
+        limit: the maximum size of the result, so that a small body cannot fill the memory.
 
     Raises:
-        ApiError: the encoding is not known, the body is damaged, or the result is too large.
+        ApiError: the encoding is unknown, the body is damaged, or the result is too large.
     """
     name = encoding.strip().lower()
     if name in ("", "identity"):

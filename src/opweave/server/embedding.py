@@ -1,4 +1,4 @@
-"""Vectors of the prompts of one request."""
+"""Embeddings of the prompts of one request."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ async def embed(
     param: str,
     params: PoolingParams | None = None,
 ) -> list[EmbeddingOutput]:
-    """Return the vector of each prompt, in their order; being cancelled aborts.
+    """Return the vector of each prompt, in order; cancelling aborts the request.
 
-    They come from the field *param* of the request.
+    *param* is the request field of the prompts.
 
     Raises:
-        ApiError: too many requests are running, it takes too long, or the server stops.
-        EngineError: what the engine raises.
+        ApiError: too many requests are running, the deadline passes, or the server stops.
+        EngineError: the engine fails.
     """
     name = f"embd-{uuid.uuid4().hex}"
     with server.admission.places(len(prompts), param=param):

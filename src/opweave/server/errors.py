@@ -33,7 +33,7 @@ _TYPES = {
 
 
 class ServerError(OpweaveError):
-    """Base class of every error that :mod:`opweave.server` raises on purpose."""
+    """Base class of the errors of :mod:`opweave.server`."""
 
 
 class ServerConfigError(ServerError, ValueError):

@@ -72,7 +72,7 @@ class GenerationJob:
         return self.server.model_names[0]
 
     async def deltas(self) -> Deltas:
-        """Yield what is new for each prompt, with the number of the prompt. Closing it aborts.
+        """Yield the deltas of all prompts, each with the index of its prompt. Closing it aborts.
 
         Raises:
             ApiError: too many requests are running, the deadline passes, or the server stops.
@@ -118,7 +118,7 @@ class GenerationJob:
         return merge_streams(streams, merge_deltas)
 
     async def _isolated(self, index: int) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the deltas of one prompt. If its logits are NaN, the other prompts go on."""
+        """Yield the deltas of one prompt. If its logits are NaN, the other prompts continue."""
         stream, is_first = self._generate(index), True
         unfinished = set(range(self.params.n))
         try:

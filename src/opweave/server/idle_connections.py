@@ -24,7 +24,7 @@ class IdleConnections:
     """The connections without a request. If there are too many, the oldest is closed.
 
     Args:
-        limit: the most connections, with or without a request.
+        limit: the maximum number of connections, with or without a request.
     """
 
     def __init__(self, limit: int) -> None:

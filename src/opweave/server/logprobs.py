@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms of OpenAI's API."""
+"""Log-probabilities in the formats of OpenAI's chat and completion APIs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def chat_logprobs(
     *,
     as_ids: bool = False,
 ) -> ChatLogprobs | None:
-    """Return them for a chat, with the *count* most likely tokens of each place.
+    """Return the logprobs of a chat, with the *count* most likely tokens at each position.
 
-    With *as_ids*, tokens are called ``token_id:17``.
+    With *as_ids*, tokens are written as ``token_id:17``.
     """
     if logprobs is None:
         return None
@@ -58,16 +58,16 @@ def completion_logprobs(
     first: str = "",
     as_ids: bool = False,
 ) -> CompletionLogprobs | None:
-    """Return them for a completion.
+    """Return the logprobs of a completion.
 
     Args:
         token_ids: the tokens.
-        logprobs: theirs; None where there is nothing before the token.
-        count: how many of the most likely tokens to name.
-        offsets: where each token begins in the text.
-        tokenizer: it knows the bytes of a token that is a part of a character.
-        first: the text of a token without any.
-        as_ids: call tokens ``token_id:17``.
+        logprobs: the logprobs of the tokens; None for the first token of a prompt.
+        count: the number of most likely tokens to list.
+        offsets: the position of each token in the text.
+        tokenizer: gives the bytes of a token that is part of a character.
+        first: the text of a token without logprobs.
+        as_ids: write tokens as ``token_id:17``.
     """
     if logprobs is None:
         return None
@@ -100,7 +100,7 @@ def completion_logprobs(
 def prompt_logprobs(
     logprobs: Sequence[Mapping[int, Logprob] | None] | None, token_ids: Sequence[int], count: int
 ) -> PromptLogprobs | None:
-    """Return those of a prompt as vLLM writes them: the *count* best ones, and the token itself."""
+    """Return the logprobs of a prompt in vLLM's format: the *count* best, and the token itself."""
     if logprobs is None:
         return None
     return [
@@ -118,7 +118,7 @@ def prompt_logprobs(
 
 
 def joined(one: CompletionLogprobs | None, two: CompletionLogprobs | None) -> CompletionLogprobs:
-    """Return two as one; None is nothing."""
+    """Concatenate two lists of logprobs, which may be None."""
     parts = [part for part in (one, two) if part is not None]
     tops = [part.top_logprobs for part in parts if part.top_logprobs is not None]
     return CompletionLogprobs(

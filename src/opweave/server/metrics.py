@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: of the engine, whenever they are asked for, and of HTTP."""
+"""Prometheus metrics of the engine, collected on request, and of HTTP."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from opweave.server.plugin_list import plugins
 
 # The engine's names, the names that dashboards know, and what they are.
 _GAUGES = {
-    "running": ("num_requests_running", "Answers that are computed."),
-    "waiting": ("num_requests_waiting", "Answers that wait."),
-    "kv_usage": ("kv_cache_usage_perc", "Share of the cache in use; 1 is all of it."),
-    "compile_seconds": ("compile_seconds", "That compiling took when the engine started."),
-    "replicas": ("num_replicas", "Engines that share the requests, without those that died."),
+    "running": ("num_requests_running", "Number of running answers."),
+    "waiting": ("num_requests_waiting", "Number of waiting answers."),
+    "kv_usage": ("kv_cache_usage_perc", "Fraction of the KV cache in use, from 0 to 1."),
+    "compile_seconds": ("compile_seconds", "Duration of compilation at startup."),
+    "replicas": ("num_replicas", "Number of live replicas."),
 }
 _COUNTERS = {
     "prefix_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
     "prefix_hits": ("prefix_cache_hits", "Tokens found in the prefix cache."),
-    "preemptions": ("num_preemptions", "Answers that lost their cache and began again."),
-    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
-    "generation_tokens": ("generation_tokens", "Tokens that were generated."),
-    "steps": ("engine_steps", "Forwards of the model."),
+    "preemptions": ("num_preemptions", "Preempted answers, which are recomputed later."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens."),
+    "generation_tokens": ("generation_tokens", "Generated tokens."),
+    "steps": ("engine_steps", "Engine steps."),
 }
 _HISTOGRAMS = {
-    "time_to_first_token": ("time_to_first_token_seconds", "Until an answer's first token."),
-    "inter_token_latency": ("inter_token_latency_seconds", "From one token to the next."),
-    "queue_time": ("request_queue_time_seconds", "Until an answer is computed."),
-    "prefill_time": ("request_prefill_time_seconds", "From then on until its first token."),
-    "decode_time": ("request_decode_time_seconds", "From its first token to its last."),
-    "inference_time": ("request_inference_time_seconds", "Prefill and decode together."),
+    "time_to_first_token": ("time_to_first_token_seconds", "Time to first token of an answer."),
+    "inter_token_latency": ("inter_token_latency_seconds", "Time between two tokens."),
+    "queue_time": ("request_queue_time_seconds", "Time that an answer waits to be scheduled."),
+    "prefill_time": ("request_prefill_time_seconds", "Time from scheduling to the first token."),
+    "decode_time": ("request_decode_time_seconds", "Time from the first token to the last."),
+    "inference_time": ("request_inference_time_seconds", "Time of prefill and decode."),
     "e2e_latency": (
         "e2e_request_latency_seconds",
-        "From its request's arrival to its last token.",
+        "Time from the arrival of the request to the last token of the answer.",
     ),
-    "step_time": ("engine_step_seconds", "One forward, and what belongs to it."),
-    "iteration_tokens": ("iteration_tokens", "Tokens of one forward."),
+    "step_time": ("engine_step_seconds", "Duration of an engine step."),
+    "iteration_tokens": ("iteration_tokens", "Tokens in an engine step."),
 }
 PREFIX = "opweave_"
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own.
+    """The metrics of one server, in a separate registry.
 
     Args:
-        engine: whose numbers to show.
+        engine: the engine.
         model: the value of the label ``model_name``.
     """
 
@@ -70,12 +70,12 @@ class Metrics:
             registry=self._registry,
         )  # fmt: skip
         self._seconds = Histogram(
-            f"{PREFIX}http_request_duration_seconds", "Until the end of a response.", ("path",),
+            f"{PREFIX}http_request_duration_seconds", "Duration of HTTP requests.", ("path",),
             registry=self._registry,
         )  # fmt: skip
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count one response; paths and methods that nobody knows are one, however many."""
+        """Count one response; unknown paths and methods share a label."""
         path = getattr(scope.get("route"), "path", "unknown")
         is_known = path != "unknown" and scope["method"] in HTTPMethod.__members__
         method = scope["method"] if is_known else "any"
@@ -92,7 +92,7 @@ class _EngineCollector(Collector):
         self._engine, self._model = engine, model
 
     def describe(self) -> list[Metric]:
-        return []  # what there is, is known when it is collected
+        return []  # the metrics are known only when they are collected
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
@@ -114,7 +114,7 @@ class _EngineCollector(Collector):
     def _finished(self, stats: EngineStats) -> Metric:
         finished = CounterMetricFamily(
             f"{PREFIX}request_success",
-            "Answers that ended, by their reason.",
+            "Finished answers, by finish reason.",
             labels=["model_name", "finished_reason"],
         )
         for reason, count in stats.finished.items():
@@ -135,7 +135,7 @@ class _EngineCollector(Collector):
     def _calls(self, stats: EngineStats) -> Metric:
         calls = GaugeMetricFamily(
             f"{PREFIX}op_calls",
-            "Calls of an op in one forward of about so many tokens, by the kernel that ran.",
+            "Calls of an op in one forward pass, by provider and number of tokens.",
             labels=["model_name", "op", "provider", "tokens"],
         )
         for use in stats.kernels:
@@ -147,7 +147,7 @@ class _EngineCollector(Collector):
 def _ops() -> Metric:
     info = InfoMetricFamily(
         f"{PREFIX}op_selection",
-        "The provider that each op prefers, of those available here.",
+        "The preferred available provider of each op.",
         labels=["op", "provider", "plugin"],
     )
     for op, (provider, plugin) in preferred().items():

@@ -39,7 +39,7 @@ def error_response(error: ApiError) -> Response:
 
 
 class Envelope:
-    """Gives every request an id and a line in the log, and every exception a response."""
+    """Assigns request ids, logs requests, and converts exceptions to responses."""
 
     def __init__(self, app: ASGIApp, observe: Observe) -> None:
         self._app, self._observe = app, observe
@@ -107,7 +107,7 @@ class HeadAsGet:
 
 
 class RootPath:
-    """Lets paths begin with *root*, whether a proxy has taken it away or not."""
+    """Accepts paths with and without the prefix *root*, which a proxy may remove."""
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self._app, self._root = app, root
@@ -153,7 +153,7 @@ class ApiKey:
 
 
 class WholeBody:
-    """Passes on a request when its body has arrived and is decompressed, within its limits."""
+    """Receives and decompresses the whole body, within limits, before passing on a request."""
 
     def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
         self._app, self._limit, self._timeout = app, limit, timeout
@@ -202,10 +202,10 @@ class WholeBody:
 
 
 async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
-    """Answer with *error*, and go on reading for a while.
+    """Answer with *error*, and continue reading for a while.
 
-    A connection that is closed with something unread is reset, and a client that is still writing
-    loses the answer (RFC 9112, section 9.6).
+    Closing a connection with unread data resets it, and a client that is still writing would lose
+    the answer (RFC 9112, section 9.6).
     """
     answer = error_response(error)
     start = {"type": "http.response.start", "status": answer.status_code}

@@ -1,4 +1,4 @@
-"""Where tokens begin in the text that they add up to."""
+"""Positions of tokens in the detokenized text."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from opweave.engine.tokenization.incremental_decoder import IncrementalDecoder
 
 
 class Offsets:
-    """Finds the places of an answer's tokens, piece by piece.
+    """Computes the positions of an answer's tokens incrementally.
 
-    A token without a text of its own begins where the next one does: the first bytes of a
-    character, and a special token that is left out.
+    A token without text (the first bytes of a character, or a skipped special token) has the
+    position of the next token.
 
     Args:
-        tokenizer: of the tokens.
-        prompt: the tokens before.
-        start: how long the text before is.
-        skip_special_tokens: whether they are left out.
-        spaces_between_special_tokens: whether the space between two of them is kept.
+        tokenizer: the tokenizer.
+        prompt: the tokens of the prompt.
+        start: the length of the text before the answer.
+        skip_special_tokens: whether special tokens are skipped.
+        spaces_between_special_tokens: whether the space between special tokens is kept.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Offsets:
         self._place = start
 
     def add(self, token_ids: Iterable[int]) -> list[int]:
-        """Return the places of the next tokens."""
+        """Return the positions of the next tokens."""
         places = []
         for token in token_ids:
             places.append(self._place)
@@ -49,9 +49,9 @@ class Offsets:
 
 
 def prompt_offsets(tokenizer: Tokenizer, token_ids: Iterable[int], text: str) -> list[int]:
-    """Return where the tokens of a prompt begin in its text.
+    """Return the positions of the tokens of a prompt in its text.
 
-    A special token counts where the text has it; it may be one that the tokenizer has added.
+    A special token in the text has its position there, even if the tokenizer added it.
     """
     decoder, places, place = IncrementalDecoder(tokenizer), [], 0
     for token in token_ids:

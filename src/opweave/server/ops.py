@@ -1,4 +1,4 @@
-"""The ops: which of their kernels is preferred, and which ones ran."""
+"""The ops, with their preferred kernels and the kernels that ran."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opweave.ir.description import describe
 
 
 def ops(kernels: Iterable[KernelUse]) -> list[dict[str, Any]]:
-    """Return every op as plain data, with its preferred provider, and those of *kernels*."""
+    """Return every op as plain data, with its preferred provider and its calls in *kernels*."""
     preference = preferred()
     ran: dict[str, list[dict[str, Any]]] = {name: [] for name in preference}
     for use in kernels:

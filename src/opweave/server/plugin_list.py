@@ -9,5 +9,5 @@ from opweave.plugins import plugin_report
 
 
 def plugins() -> list[dict[str, Any]]:
-    """Return every plugin that was found: its state, what it registered, and its error."""
+    """Return every installed plugin: its state, its registrations, and its error."""
     return [asdict(record) for record in plugin_report()]

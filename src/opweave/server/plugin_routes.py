@@ -20,10 +20,10 @@ class PluginRouteError(ServerError):
 
 
 def attach(app: FastAPI, engine: EngineClient, taken: Iterable[APIRouter]) -> None:
-    """Attach the routers of all plugins to *app*, which has those of *taken*.
+    """Attach the routers of all plugins to *app*, which already has the routes *taken*.
 
     Raises:
-        PluginRouteError: a router cannot be made, or a route of it is taken.
+        PluginRouteError: a router cannot be created, or one of its routes is taken.
     """
     holders = {place: "opweave" for router in taken for place in _places(router.routes)}
     for name, entry in routers.entries.items():

@@ -25,12 +25,12 @@ _QUICK = 4096  # characters that are tokenized in a millisecond, without a threa
 
 @dataclass(frozen=True)
 class Reading:
-    """How texts become tokens.
+    """How to tokenize and truncate prompts.
 
     Attributes:
-        add_special_tokens: with the special tokens that the tokenizer adds.
-        keep: the most tokens of a prompt; None: all.
-        side: of a longer prompt that is cut off.
+        add_special_tokens: add the tokenizer's special tokens.
+        keep: the maximum number of tokens of a prompt; None: all.
+        side: the side on which longer prompts are truncated.
     """
 
     add_special_tokens: bool = True
@@ -41,7 +41,7 @@ class Reading:
     def of(
         cls, params: SamplingParams, server: ServerState, *, add_special_tokens: bool
     ) -> Reading:
-        """Return how the prompts of a request with *params* are read."""
+        """Return the settings for the prompts of a request with *params*."""
         return cls(add_special_tokens, params.prompt_limit(server.engine.max_model_len))
 
     def tokens(self, text: str, tokenizer: Tokenizer) -> list[int]:
@@ -54,11 +54,11 @@ class Reading:
         )
 
     def prompt(self, text: str, ids: list[int]) -> Prompt:
-        """Return a prompt; a text that may have been cut is that of its tokens."""
+        """Return a prompt; if it may be truncated, its text is detokenized from its tokens."""
         return Prompt(None if len(ids) == self.keep else text, ids)
 
     def cut(self, ids: list[int]) -> list[int]:
-        """Return the tokens of a prompt that was sent as tokens."""
+        """Truncate a prompt that was sent as tokens."""
         if self.keep is None:
             return ids
         return ids[-self.keep :] if self.side == "left" else ids[: self.keep]
@@ -83,17 +83,17 @@ async def read_prompts(
     n: int = 1,
     reading: Reading = DEFAULT_READING,
 ) -> list[Prompt]:
-    """Return the prompts of a request, in their order.
+    """Return the prompts of a request, in order.
 
     Args:
-        given: one or several.
-        server: whose tokenizer reads them.
-        param: the field that they come from.
-        n: how many answers each of them is to have.
-        reading: how texts become tokens.
+        given: one prompt or several.
+        server: the server with the tokenizer.
+        param: the request field of the prompts.
+        n: the number of answers per prompt.
+        reading: how to tokenize and truncate prompts.
 
     Raises:
-        ApiError: the list is empty or too long, or a prompt is much too long.
+        ApiError: the list is empty or too long, or a prompt cannot fit into the context.
     """
     several = _as_list(given)
     if not several:
@@ -112,10 +112,10 @@ async def read_prompts(
 async def render(
     conversation: Conversation, request: Request, server: ServerState, deadline: Deadline
 ) -> str:
-    """Return the text of a conversation; note which of its variables the template ignores.
+    """Return the text of a conversation; record the variables that the template ignores.
 
     Raises:
-        ApiError: there is no chat template, too many requests are running, it takes too long, or
+        ApiError: there is no chat template, too many requests are running, the deadline passes, or
             the server stops.
         ChatTemplateError, PromptError: the template refuses the messages, or they are malformed.
     """
@@ -139,7 +139,7 @@ def _render(conversation: Conversation, server: ServerState) -> tuple[str, list[
 
 
 def _template(given: str | None, server: ServerState) -> ChatTemplate:
-    """Return the template for a request that gives a name or a template, or neither."""
+    """Return the template for a request, which may give a name or a template."""
     own = server.chat_template
     if given is not None and own is not None and (named := own.by_name(given)) is not None:
         return named
@@ -166,7 +166,7 @@ async def tokenize(text: str, server: ServerState, reading: Reading) -> list[int
     """Return the tokens of *text*.
 
     Raises:
-        PromptError: the text holds half of a surrogate pair, as what a template makes may do.
+        PromptError: the text contains half of a surrogate pair, for example from a template.
         ApiError: there is no tokenizer.
     """
     (ids,) = await tokenize_all([text], server, reading)
@@ -191,7 +191,7 @@ async def detokenize(ids: Sequence[int], server: ServerState, *, param: str) -> 
     """Return the text of *ids*.
 
     Raises:
-        ApiError: the vocabulary has no such token.
+        ApiError: an id is not in the vocabulary.
     """
 
     def decode() -> str:
@@ -206,7 +206,7 @@ async def detokenize(ids: Sequence[int], server: ServerState, *, param: str) -> 
 
 
 async def _reading(server: ServerState, work: Callable[[], T], size: int) -> T:
-    """Return what *work* on so many characters or tokens returns; if it takes long, in a thread."""
+    """Return the result of *work*; run it in a thread if there are many characters or tokens."""
     if size < _QUICK:
         return work()
     return await asyncio.get_running_loop().run_in_executor(server.readers, work)
@@ -215,9 +215,9 @@ async def _reading(server: ServerState, work: Callable[[], T], size: int) -> T:
 def check_length(
     text: str, server: ServerState, *, param: str, reading: Reading = DEFAULT_READING
 ) -> None:
-    """Raise ApiError if *text* cannot fit into the context, however it is split into tokens.
+    """Raise ApiError if *text* cannot fit into the context with any tokenization.
 
-    Splitting megabytes takes seconds, only to find that out.
+    This avoids tokenizing megabytes, which takes seconds.
     """
     room = server.engine.max_model_len
     if len(text) <= room or reading.keep is not None:  # as almost all are
@@ -241,15 +241,15 @@ def check_context(
     limit: str,
     asks: bool = True,
 ) -> None:
-    """Raise ApiError if a prompt and the answer to it do not fit into the context together.
+    """Raise ApiError if a prompt and its answer together exceed the context.
 
     Args:
-        prompts: those of the request.
-        params: how long the answers may be.
-        server: whose context it is.
-        param: the field of the prompts.
-        limit: the field of *max_tokens*.
-        asks: whether the request asks for *max_tokens*; the checkpoint's default is only a limit.
+        prompts: the prompts of the request.
+        params: the sampling parameters, with the maximum length of an answer.
+        server: the server with the engine.
+        param: the request field of the prompts.
+        limit: the request field of ``max_tokens``.
+        asks: whether the request sets ``max_tokens``; the checkpoint's default is only a limit.
     """
     room = server.engine.max_model_len
     for prompt in prompts:

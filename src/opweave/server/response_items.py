@@ -1,4 +1,4 @@
-"""The items of a response, as the events of an answer make them."""
+"""The items of a response, built from the events of an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ResponseItems:
     """Collects the items of one response: reasoning, messages and calls.
 
     Attributes:
-        items: those that have begun.
+        items: the items so far.
     """
 
     def __init__(self) -> None:
@@ -29,9 +29,9 @@ class ResponseItems:
         self._is_open = False
 
     def add(self, event: Event, call_id: str | None) -> Iterator[Item]:
-        """Take an event, and yield those of OpenAI's stream, without their sequence numbers.
+        """Process an event, and yield OpenAI's events for it, without sequence numbers.
 
-        *call_id* is that of the call that begins.
+        *call_id* is the id of the call if one begins.
         """
         match event:
             case ReasoningDelta(text):
@@ -69,7 +69,7 @@ class ResponseItems:
         yield {"type": "response.output_item.done", "output_index": index, "item": _copy(item)}
 
     def finish(self, status: str) -> Iterator[Item]:
-        """Complete the response; one without any item gets an empty message."""
+        """Complete the response; if it has no items, add an empty message."""
         if not self.items:
             yield from self._need("message", "output_text")
         yield from self.close(status)
@@ -104,6 +104,6 @@ class ResponseItems:
 
 
 def _copy(item: Item) -> Item:
-    """Return the item as it is now."""
+    """Return a copy of the item."""
     content = item.get("content")
     return item if content is None else {**item, "content": [dict(part) for part in content]}

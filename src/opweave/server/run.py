@@ -39,12 +39,12 @@ class AddressError(ServerError):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address; port 0 is any that is free.
+    """Return a socket that listens on the address; port 0 chooses a free port.
 
-    Who connects before the server runs waits for it.
+    Clients that connect before the server runs wait for it.
 
     Raises:
-        AddressError: the address is taken, not this machine's, or not allowed.
+        AddressError: the address is in use, does not belong to this machine, or is not allowed.
     """
     if not 0 <= port < 2**16:
         raise AddressError(f"Port {port} does not exist; ports are from 0 to {2**16 - 1}.")
@@ -74,10 +74,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: str) -> socket.socket:
-    """Return a Unix domain socket that listens at *path*; a file of a dead server is replaced.
+    """Return a Unix domain socket that listens at *path*; the socket of a dead server is replaced.
 
     Raises:
-        AddressError: another server listens there, or the file cannot be made.
+        AddressError: another server listens there, or the file cannot be created.
     """
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -111,7 +111,7 @@ def _no_host(host: str, why: object) -> str:
 
 
 def url(bound: socket.socket, config: ServerConfig | None = None) -> str:
-    """Return the address of a socket as a URL; that of a Unix domain socket is its path."""
+    """Return the address of a socket as a URL, or the path of a Unix domain socket."""
     if bound.family == socket.AF_UNIX:
         return f"unix:{bound.getsockname()}"
     scheme = "http" if config is None or config.ssl_certfile is None else "https"
@@ -131,10 +131,10 @@ def run(
     A second signal stops at once. When the engine dies, requests get 503 until then.
 
     Args:
-        app: as :func:`opweave.server.create_app` makes it.
-        bound: the socket of :func:`listen` or :func:`listen_unix`; it is closed at the end.
-        ready: called when the first request can come.
-        ends_with_engine: stop also when the engine has died, after those who wait were told.
+        app: the application from :func:`opweave.server.create_app`.
+        bound: the socket from :func:`listen` or :func:`listen_unix`; it is closed at the end.
+        ready: called when the server is ready for requests.
+        ends_with_engine: also stop when the engine has died, after notifying waiting clients.
     """
     server: ServerState = app.state.server
     # Now: the event loop closes the socket, which then has no name.
@@ -174,7 +174,7 @@ async def _serve(
 
 
 def http_server(app: FastAPI) -> uvicorn.Server:
-    """Return what serves an application; the caller gives it a socket that listens."""
+    """Return a uvicorn server for *app*; the caller passes it a listening socket."""
     server: ServerState = app.state.server
     connection = partial(
         Connection, timeout=server.config.body_timeout, room=IdleConnections(most_connections())

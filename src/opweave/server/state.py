@@ -31,18 +31,18 @@ _GUESTS = 8  # threads, of which one that never ends takes a processor from the 
 
 @dataclass
 class ServerState:
-    """One server.
+    """The state of one server.
 
     Attributes:
-        engine: answers the requests.
-        config: what the server is told.
-        chat_template: turns conversations into prompts, if there is one.
-        special_tokens: for chat templates that requests bring.
-        admission: how many requests there are.
-        io_processor: answers requests of a form of its own, if there is one.
-        readers: tokenize what takes long; the engine keeps half of the processors.
-        guests: run templates and I/O processors.
-        created: when the server was made, in seconds since 1970.
+        engine: the engine that runs the requests.
+        config: the server's configuration.
+        chat_template: renders conversations as prompts; may be None.
+        special_tokens: the special tokens for chat templates in requests.
+        admission: counts and limits the requests.
+        io_processor: the I/O processor for ``/v1/process``; may be None.
+        readers: threads that tokenize long texts; the engine keeps half of the processors.
+        guests: threads that run templates and I/O processors.
+        created: creation time in seconds since 1970.
     """
 
     engine: EngineClient
@@ -68,11 +68,11 @@ class ServerState:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names by which the model can be asked for; the first is in every answer."""
+        """The served model names; answers have the first one."""
         return self.config.served_model_names or (self.engine.model_name,)
 
     def deadline(self) -> Deadline:
-        """Return when a request that comes now must have been answered."""
+        """Return the deadline of a request that arrives now."""
         return Deadline(self.config.request_timeout)
 
     async def as_guest(self, work: Callable[[], T], deadline: Deadline) -> T:
@@ -85,7 +85,7 @@ class ServerState:
             return await asyncio.get_running_loop().run_in_executor(self.guests, work)
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError if the model is not served by that name; None and "" are any."""
+        """Raise ApiError if the model is not served under that name; None and "" match any."""
         if name and name not in self.model_names:
             raise ApiError(
                 f"The model {name!a} does not exist. This server has: "
@@ -96,10 +96,10 @@ class ServerState:
             )
 
     def accept(self, body: RequestBody, request: Request) -> None:
-        """Check the model's name, note what of *body* is ignored, and refuse if the engine is dead.
+        """Check the model's name and the engine, and record the ignored fields of *body*.
 
         Raises:
-            ApiError: the model does not exist, or the engine does not run.
+            ApiError: the model does not exist, or the engine is dead.
         """
         request.state.ignored = body.ignored_fields()
         self.check_model(body.model)

@@ -12,7 +12,7 @@ _SHOWN = 3  # problems in one message
 
 
 def validation_error(error: RequestValidationError, content_type: str) -> ApiError:
-    """Return the error object: the fields that are wrong, and why."""
+    """Return the error object with the invalid fields and the reasons."""
     problems: dict[str, list[str]] = {}
     for each in error.errors():
         path, message = _path(each["loc"]), str(each["msg"]).removeprefix("Value error, ")
@@ -41,13 +41,13 @@ def validation_error(error: RequestValidationError, content_type: str) -> ApiErr
 
 
 def _is_json(content_type: str) -> bool:
-    """Whether FastAPI reads such a body as JSON."""
+    """Whether FastAPI parses a body of this content type as JSON."""
     kind, _, sub = content_type.partition(";")[0].strip().lower().partition("/")
     return kind == "application" and (sub == "json" or sub.endswith("+json"))
 
 
 def body_error(error: BaseException | None) -> ApiError | None:
-    """Return the error object for a body that cannot be parsed because of *error*; None: it can."""
+    """Return the error object for a body that cannot be parsed; None for any other *error*."""
     if isinstance(error, UnicodeDecodeError):
         why = f"it is not UTF-8, at byte {error.start} (0x{error.object[error.start]:02x})"
     elif isinstance(error, RecursionError):
@@ -60,7 +60,7 @@ def body_error(error: BaseException | None) -> ApiError | None:
 
 
 def _path(location: Sequence[str | int]) -> str:
-    """Return where in the body: names of fields and indices, without pydantic's names of types."""
+    """Return a path in the body: field names and indices, without pydantic's type names."""
     return ".".join(str(part) for part in location[1:] if isinstance(part, int) or _is_field(part))
 
 

@@ -109,7 +109,7 @@ def _replacement(
 
 
 def _implementations(made: LayerPlan, source: SourceModule) -> None:
-    """LayerPlan an implementation for each platform method, or note why it cannot be one."""
+    """Plan an implementation for each platform method, or note why it cannot be one."""
     layer = made.layer
     defined = [name for name in PLATFORM_METHODS if name in layer.methods or name in layer.aliases]
     bodies: dict[str, Rewritten] = {}

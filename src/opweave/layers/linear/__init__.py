@@ -1,4 +1,4 @@
-"""Linear layers, whole or divided over the ranks of a tensor-parallel group."""
+"""Linear layers, replicated or sharded over a tensor-parallel group."""
 
 from opweave.layers.linear.base import LinearBase
 from opweave.layers.linear.column import ColumnParallelLinear

@@ -19,20 +19,20 @@ Result = Tensor | tuple[Tensor, Tensor | None]
 class LinearBase(PluggableLayer):
     """``y = x @ weight.T + bias``, possibly sharded over a tensor-parallel group.
 
-    Parameters are uninitialized and need no gradient: ``param.weight_loader(param, tensor)`` fills
-    them from a checkpoint's tensor, or from one that is this rank's part already.
+    Parameters are uninitialized and do not require gradients. ``param.weight_loader(param,
+    tensor)`` fills them from a checkpoint's tensor or from this rank's shard of it.
 
     Args:
         input_size: features of ``x``, on all ranks together.
         output_size: features of ``y``, on all ranks together.
-        bias: whether there is one.
-        skip_bias_add: do not add the bias but return it, for a caller that adds it later.
-        params_dtype: default: ``torch.get_default_dtype()``.
-        quant_config: chooses how weights are kept; default: as they are.
-        prefix: what the model calls this layer; for *quant_config* and errors.
-        return_bias: return ``(y, bias or None)`` rather than ``y``. The bias is None unless
-            *skip_bias_add*.
-        disable_tp: every rank has all of the layer.
+        bias: whether to add a bias.
+        skip_bias_add: return the bias instead of adding it, for a caller that adds it later.
+        params_dtype: dtype of the parameters; by default ``torch.get_default_dtype()``.
+        quant_config: chooses the quantization of the weights; by default none.
+        prefix: name of the layer in the model, for *quant_config* and errors.
+        return_bias: return ``(y, bias or None)`` instead of ``y``. The bias is None unless
+            *skip_bias_add* is set.
+        disable_tp: replicate the layer on every rank.
     """
 
     weight: nn.Parameter
@@ -61,7 +61,7 @@ class LinearBase(PluggableLayer):
         self.quant_method: LinearMethod = chosen or default_method()
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor) -> None:
-        """Fill *param* of this layer.
+        """Fill *param*, a parameter of this layer.
 
         Raises:
             WeightLoadError: the shape of *loaded_weight* does not fit.

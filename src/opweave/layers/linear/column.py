@@ -1,4 +1,4 @@
-"""A linear layer whose outputs are divided over ranks."""
+"""A linear layer whose outputs are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from opweave.layers.weight_loading import dim_of, fill
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's shard of one of the outputs that a layer merges.
+    """A rank's shard of one merged output.
 
     Attributes:
         size: the number of features.
-        index: which of the equal shares of that output it is.
-        count: how many shares there are.
+        index: the index of the shard.
+        count: the number of shards of the output.
     """
 
     size: int
@@ -32,13 +32,13 @@ class Part:
 
 @PluggableLayer.register("column_parallel_linear")
 class ColumnParallelLinear(LinearBase):
-    """Each rank has some rows of weight and bias, and computes those features.
+    """A linear layer sharded by outputs: each rank has some rows of weight and bias.
 
-    Composed of ``ir.ops.linear``, and ``all_gather`` if asked for. Source: Megatron-LM,
+    Composed of ``ir.ops.linear``, and ``all_gather`` with *gather_output*. Source: Megatron-LM,
     arXiv:1909.08053.
 
     Args:
-        gather_output: return the features of all ranks, and the bias likewise.
+        gather_output: return the features of all ranks, and their bias.
 
     See :class:`LinearBase` for the others.
 
@@ -76,7 +76,7 @@ class ColumnParallelLinear(LinearBase):
         self._create_parameters(bias, input_size, sizes, output_dim=0)
 
     def _parts(self) -> Mapping[ShardId, Part]:
-        """Return what this rank has of each merged output, in order."""
+        """Return this rank's shard of each merged output, in order."""
         return {0: self._part(self.output_size, "output_size")}
 
     def _part(self, size: int, what: str) -> Part:
@@ -89,13 +89,13 @@ class ColumnParallelLinear(LinearBase):
 
         Args:
             param: a parameter of this layer.
-            loaded_weight: for all ranks, or this rank's part.
-            loaded_shard_id: the merged output that *loaded_weight* is for; None: for all of them,
-                one after the other.
+            loaded_weight: the tensor for all ranks, or this rank's shard.
+            loaded_shard_id: the merged output that *loaded_weight* belongs to; None: it contains
+                all of them, concatenated.
 
         Raises:
             WeightLoadError: the shape of *loaded_weight* does not fit.
-            LayerArgumentError: there is no such merged output.
+            LayerArgumentError: the merged output does not exist.
         """
         if loaded_shard_id is not None:
             return self._load_part(param, loaded_weight, loaded_shard_id)
@@ -131,7 +131,7 @@ class ColumnParallelLinear(LinearBase):
         return fill(target, loaded, what, dim, part.index, part.count)
 
     def _rows(self, shard_id: ShardId, rows: int) -> tuple[int, int]:
-        """Return start and length of a merged output, in a parameter that has *rows* for all."""
+        """Return start and length of a merged output in a parameter with *rows* rows."""
         sizes = {key: part.size for key, part in self.parts.items()}
         keys, total = list(sizes), sum(sizes.values())
         start = sum(sizes[key] for key in keys[: keys.index(shard_id)])
@@ -144,7 +144,9 @@ class ColumnParallelLinear(LinearBase):
         return start * rows // total, sizes[shard_id] * rows // total
 
     def forward(self, x: Tensor) -> Result:
-        """Return ``(..., features)``, this rank's or those of all; see *return_bias*.
+        """Return ``(..., features)``, of this rank or, with *gather_output*, of all ranks.
+
+        With *return_bias*, return the bias too.
 
         Args:
             x: ``(..., input_size)``.
@@ -157,7 +159,7 @@ class ColumnParallelLinear(LinearBase):
         return self._result(y, bias)
 
     def _gather(self, y: Tensor) -> Tensor:
-        """Gather each merged output by itself: the order is that of one rank."""
+        """Gather each merged output separately, so that the order is the same as on one rank."""
         outputs = torch.split_with_sizes(y, self.output_partition_sizes, -1)
         gathered = [self.parallel.all_gather(output, -1) for output in outputs]
         return gathered[0] if len(gathered) == 1 else torch.cat(gathered, -1)

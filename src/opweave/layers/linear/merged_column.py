@@ -1,4 +1,4 @@
-"""Several column-parallel layers of one input, in one product."""
+"""Several column-parallel layers with the same input, computed in one matrix product."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from opweave.layers.pluggable_layer import PluggableLayer
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several column-parallel layers with concatenated outputs; each is sharded separately.
 
-    The loaders take ``0``, ``1``, … after the tensor, for one of them, or nothing after a tensor
-    that has all.
+    The weight loaders take the index of an output (``0``, ``1``, …) after the tensor, or only the
+    tensor if it contains all outputs.
 
     Args:
-        output_sizes: the features of each, on all ranks together.
+        output_sizes: the features of each output, on all ranks together.
 
     See :class:`ColumnParallelLinear` for the others.
 

@@ -1,4 +1,4 @@
-"""How a linear layer keeps its weights and multiplies by them: the seam for quantization."""
+"""The strategy of a linear layer: weight format and computation. Quantization replaces it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opweave.layers.weight_loading import set_weight_attrs
 
 
 class LinearMethod(Protocol):
-    """Creates the parameters of a linear layer, and applies them. One object may serve many."""
+    """Creates the parameters of a linear layer, and applies them. Layers may share an instance."""
 
     def create_weights(
         self,
@@ -29,14 +29,15 @@ class LinearMethod(Protocol):
     ) -> None:
         """Register the parameters on *layer*.
 
-        Each gets ``extra_weight_attrs`` as attributes, the loader among them; and ``output_dim``
-        and ``input_dim``, the dimensions that are divided over ranks, where it has them. Along
-        ``output_dim``, merged outputs must take shares proportional to their sizes.
+        Each parameter gets ``extra_weight_attrs`` as attributes, which include its loader, and the
+        attributes ``output_dim`` and ``input_dim`` for the dimensions that it has. Ranks shard
+        along these. Along ``output_dim``, merged outputs must have lengths proportional to their
+        sizes.
 
         Args:
             layer: the linear layer.
             input_size_per_partition: input features of this rank.
-            output_partition_sizes: output features of this rank, of each merged output.
+            output_partition_sizes: output features of this rank, for each merged output.
             input_size, output_size: features on all ranks together.
             params_dtype: the dtype of weights that are not quantized.
         """
@@ -49,7 +50,7 @@ class QuantConfig(Protocol):
     """Chooses a method for each layer of a model."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
-        """Return the method for *layer*, which the model calls *prefix*; None: not quantized."""
+        """Return the method for *layer*, called *prefix* in the model; None: not quantized."""
 
 
 class UnquantizedLinearMethod:

@@ -1,4 +1,4 @@
-"""Queries, keys and values of attention, in one product."""
+"""The projections of queries, keys and values, computed in one matrix product."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from opweave.layers.pluggable_layer import PluggableLayer
 class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections with concatenated outputs, sharded by heads.
 
-    Where there are more ranks than key heads, neighboring ranks have the same one. The loaders
-    take ``"q"``, ``"k"`` or ``"v"`` after the tensor, or nothing after a tensor that has all.
+    If there are more ranks than key heads, neighboring ranks share one. The weight loaders take
+    ``"q"``, ``"k"`` or ``"v"`` after the tensor, or only the tensor if it contains all three.
 
     Args:
         hidden_size: features of the input.
@@ -31,11 +31,12 @@ class QKVParallelLinear(ColumnParallelLinear):
     See :class:`ColumnParallelLinear` for the others.
 
     Attributes:
-        num_heads, num_kv_heads: the heads that this rank has.
-        num_kv_head_replicas: how many ranks have the same key head.
+        num_heads, num_kv_heads: the numbers of heads of this rank.
+        num_kv_head_replicas: the number of ranks that share a key head.
 
     Raises:
-        ShardingError: heads cannot be divided over the ranks, nor ranks over the key heads.
+        ShardingError: the heads cannot be divided among the ranks, or the ranks among the key
+            heads.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 def _replicas(kv_heads: int, parallel: TensorParallel) -> int:
-    """Return how many ranks share a key head."""
+    """Return the number of ranks that share a key head."""
     if parallel.size <= kv_heads:
         parallel.divide(kv_heads, "total_num_kv_heads")
         return 1

@@ -1,4 +1,4 @@
-"""A linear layer that every rank has all of."""
+"""A linear layer that is replicated on every rank."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class ReplicatedLinear(LinearBase):
         """Fill *param* with all of *loaded_weight*.
 
         Raises:
-            WeightLoadError: it has another shape.
+            WeightLoadError: *loaded_weight* has another shape.
         """
         fill(param.data, loaded_weight, self._describe(param))
 
     def forward(self, x: Tensor) -> Result:
-        """Return ``(..., output_size)``, for ``(..., input_size)``; see *return_bias*."""
+        """Map ``(..., input_size)`` to ``(..., output_size)``; see *return_bias*."""
         y = self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
         return self._result(y, self.bias)

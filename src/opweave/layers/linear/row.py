@@ -1,4 +1,4 @@
-"""A linear layer whose inputs are divided over ranks."""
+"""A linear layer whose inputs are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from opweave.layers.weight_loading import dim_of, fill
 
 @PluggableLayer.register("row_parallel_linear")
 class RowParallelLinear(LinearBase):
-    """Each rank has some columns of the weight and all of the bias; outputs are summed.
+    """A linear layer sharded by inputs: each rank has some columns, and the outputs are summed.
 
     Composed of ``ir.ops.linear`` and ``all_reduce``. The bias is added once: on rank 0, before the
     sum. Source: Megatron-LM, arXiv:1909.08053.
 
     Args:
-        input_is_parallel: ``x`` has this rank's features only, as a column-parallel layer returns
-            them; False: ``x`` has all, and the rank takes its own.
-        reduce_results: sum over the ranks; False: return this rank's part of the sum.
+        input_is_parallel: ``x`` has only this rank's features, as a column-parallel layer returns
+            them; False: ``x`` has all features, and the layer selects this rank's.
+        reduce_results: sum over the ranks; False: return this rank's partial sum.
 
     See :class:`LinearBase` for the others.
 
     Raises:
         ShardingError: the number of ranks does not divide *input_size*.
-        LayerArgumentError: parts of the sum are returned, and a bias is added to one of them.
+        LayerArgumentError: *reduce_results* is False, and a bias would be added to a partial sum.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class RowParallelLinear(LinearBase):
         self._create_parameters(bias, own, [output_size])
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor) -> None:
-        """Fill *param* from the whole tensor, or from this rank's columns of it.
+        """Fill *param* from the whole tensor, or from this rank's columns.
 
         Raises:
-            WeightLoadError: *loaded_weight* has the shape of neither.
+            WeightLoadError: *loaded_weight* has another shape.
         """
         dim, what = dim_of(param, "input_dim"), self._describe(param)
         fill(param.data, loaded_weight, what, dim, self.tp_rank, self.tp_size)
 
     def forward(self, x: Tensor) -> Result:
-        """Return ``(..., output_size)``; see *return_bias*.
+        """Return ``(..., output_size)``, and the bias with *return_bias*.
 
         Args:
             x: ``(..., input_size / ranks)``, or ``(..., input_size)`` without *input_is_parallel*.

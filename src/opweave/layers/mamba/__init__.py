@@ -1,4 +1,4 @@
-"""State-space mixers and short convolutions, and where their states are kept."""
+"""State-space mixers, short convolutions, and the storage of their states."""
 
 from opweave.layers.mamba.mixer import MambaMixer
 from opweave.layers.mamba.mixer2 import MambaMixer2

@@ -1,4 +1,4 @@
-"""Merged column-parallel layers of which every rank has some outputs whole."""
+"""Merged column-parallel layers with some replicated outputs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from opweave.layers.mamba.in_context import causal_conv1d
 
 
 class MixedColumnParallelLinear(ColumnParallelLinear):
-    """Layers of one input in one product; each output is divided over ranks, or the same on all.
+    """Merged column-parallel layers; each output is sharded over the ranks or replicated.
 
     Args:
-        output_sizes: the features of each.
-        whole: the indices of those that every rank has.
+        output_sizes: the features of each output.
+        whole: the indices of the replicated outputs.
 
     See :class:`ColumnParallelLinear` for the others.
     """
@@ -52,18 +52,18 @@ class MixedColumnParallelLinear(ColumnParallelLinear):
 
 
 class CausalConv1d(MixedColumnParallelLinear):
-    """Convolves each channel with its own taps: ``ir.ops.causal_conv1d``, by sequence.
+    """Depthwise causal convolution of each sequence: ``ir.ops.causal_conv1d``.
 
-    The weight is ``(channels, 1, K)``, as that of ``torch.nn.Conv1d`` with a group for each.
+    The weight is ``(channels, 1, K)``, as in a ``torch.nn.Conv1d`` with one group per channel.
 
     Args:
-        channels: of each input that lies side by side with the others, on all ranks together.
+        channels: the channels of each of the concatenated inputs, on all ranks together.
         kernel_size: ``K``.
-        layer: the name of the layer whose states these are.
-        whole: the indices of inputs that every rank has.
-        bias: whether there is one.
+        layer: the name of the layer that owns the states.
+        whole: the indices of the replicated inputs.
+        bias: whether to add a bias.
         activation: see ``ir.ops.causal_conv1d``.
-        params_dtype: of weight and bias.
+        params_dtype: dtype of weight and bias.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class CausalConv1d(MixedColumnParallelLinear):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """Of a sequence: this rank's channels, and the inputs that are kept of each."""
+        """Shape of a sequence's state: this rank's channels, and the inputs kept per channel."""
         return self.weight.shape[0], self.weight.shape[2] - 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the shape of *x*, ``(T, channels of this rank)``."""
+        """Convolve *x*, ``(T, channels of this rank)``; return a tensor of the same shape."""
         return causal_conv1d(x, self.weight[:, 0], self.bias, self.layer, self.activation)
 
 
 def tensor_of(result: Result) -> Tensor:
-    """Return what a linear layer computed."""
+    """Return the tensor in the result of a linear layer."""
     return result[0] if isinstance(result, tuple) else result

@@ -1,4 +1,4 @@
-"""Parameters of a scan that are divided over ranks: rates of decay, and vectors."""
+"""Sharded parameters of a scan: decay rates, and vectors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def decay_rates(parallel: TensorParallel, *shape: int, what: str) -> nn.Paramete
     """Return ``A = -exp(A_log)`` for this rank, in float32; checkpoints have ``A_log``.
 
     Args:
-        shape: on all ranks together; the first dimension is divided.
-        what: the parameter, for errors.
+        shape: the shape on all ranks together; the first dimension is sharded.
+        what: the name of the parameter for error messages.
     """
 
     def load(param: nn.Parameter, loaded_weight: Tensor) -> None:
@@ -27,7 +27,7 @@ def decay_rates(parallel: TensorParallel, *shape: int, what: str) -> nn.Paramete
 def head_vector(
     parallel: TensorParallel, size: int, dtype: torch.dtype | None, what: str
 ) -> nn.Parameter:
-    """Return this rank's part of a vector with one element for each channel or head."""
+    """Return this rank's shard of a vector with one element per channel or head."""
 
     def load(param: nn.Parameter, loaded_weight: Tensor) -> None:
         fill(param.data, loaded_weight, what, 0, parallel.rank, parallel.size)

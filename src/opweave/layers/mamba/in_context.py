@@ -1,7 +1,7 @@
 """Convolutions and scans of the sequences of the current forward.
 
-To a compiler each is one opaque op: a graph must hold for every way to batch, so it looks the
-sequences and their states up when it runs.
+To a compiler, each is one opaque op, which looks up the sequences and their states when it runs. So
+one graph serves any batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def causal_conv1d(
 
     Args:
         x, weight, bias, activation: as in ``ir.ops.causal_conv1d``.
-        layer: the name of the layer whose states these are.
+        layer: the name of the layer that owns the states.
     """
     run = _opaque_conv if torch.compiler.is_dynamo_compiling() else _conv
     return run(x, weight, bias, layer, activation)
@@ -45,7 +45,7 @@ def selective_scan(
 
     Args:
         x, dt, a, b, c, d, z, dt_bias: as in ``ir.ops.selective_scan``.
-        layer: the name of the layer whose states these are.
+        layer: the name of the layer that owns the states.
     """
     run = _opaque_scan if torch.compiler.is_dynamo_compiling() else _scan
     return run(x, dt, a, b, c, d, z, dt_bias, layer)
@@ -69,7 +69,7 @@ def ssd_chunk_scan(
 
     Args:
         x, dt, a, b, c, d, z, dt_bias, chunk_size, dt_min, dt_max: as in ``ir.ops.ssd_chunk_scan``.
-        layer: the name of the layer whose states these are.
+        layer: the name of the layer that owns the states.
     """
     run = _opaque_ssd if torch.compiler.is_dynamo_compiling() else _ssd
     return run(x, dt, a, b, c, d, z, dt_bias, layer, chunk_size, dt_min, dt_max)
@@ -131,7 +131,7 @@ def _ssd(
 
 
 class _Step(NamedTuple):
-    """A scan of a layer whose state has *shape*, with options and limits of the time step."""
+    """A scan of a layer with a state of *shape*, the options, and the limits of the time step."""
 
     layer: str
     shape: tuple[int, ...]

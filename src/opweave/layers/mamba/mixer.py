@@ -26,32 +26,34 @@ from opweave.layers.pluggable_layer import PluggableLayer
 class MambaMixer(StatefulLayer):
     """Mamba's mixer: a selective state space per channel.
 
-    ``ir.ops.causal_conv1d`` and ``ir.ops.selective_scan`` (and their steps, where a sequence is
-    decoded) between linear layers. Inside :func:`sequence_states` tokens continue the states of
-    their sequences; otherwise they are one new sequence. Channels are divided over ranks.
+    ``ir.ops.causal_conv1d`` and ``ir.ops.selective_scan`` (in decode, their single-token updates)
+    between linear layers. Inside :func:`sequence_states`, tokens continue the states of their
+    sequences; otherwise they are one new sequence. Channels are sharded over the ranks.
 
     Args:
-        hidden_size: of a token.
-        ssm_state_size: ``N``, the states of each channel.
-        conv_kernel_size: how many inputs the convolution sees.
-        intermediate_size: the channels, on all ranks together.
-        time_step_rank: the features from which time steps are projected.
-        use_conv_bias, use_bias: whether the convolution, and the first and last map, have a bias.
+        hidden_size: size of a token's hidden state.
+        ssm_state_size: ``N``, the number of states per channel.
+        conv_kernel_size: kernel size of the convolution.
+        intermediate_size: number of channels, on all ranks together.
+        time_step_rank: number of features that time steps are projected from.
+        use_conv_bias, use_bias: whether the convolution, and the first and last linear layer, have
+            a bias.
         use_rms_norm: normalize time step, ``B`` and ``C``, as Jamba and FalconMamba do.
-        rms_norm_has_weight: whether those norms have weights, as in Jamba.
-        rms_norm_eps: of those norms.
-        activation: of the convolution: ``"silu"``.
+        rms_norm_has_weight: whether these norms have weights, as in Jamba.
+        rms_norm_eps: epsilon of these norms.
+        activation: activation of the convolution: ``"silu"``.
         model_config, cache_config: kept as attributes, for replacements of this layer.
-        is_lora_enabled: give the map to time steps a contiguous input, which adapters need.
+        is_lora_enabled: pass a contiguous input to the projection of time steps, as adapters
+            require.
         quant_config: quantization of the linear layers.
         prefix: the name of this layer in its model, which identifies its states.
-        params_dtype: of the weights; by default torch's default dtype.
+        params_dtype: dtype of the weights; by default torch's default dtype.
 
     Attributes:
         A: ``-exp(A_log)`` in float32; its ``weight_loader`` takes ``A_log``.
 
     Raises:
-        ShardingError: the channels cannot be divided over the ranks.
+        ShardingError: the number of ranks does not divide the channels.
         DuplicateLayerError: the model has another layer of that name.
 
     Source: Gu and Dao, arXiv:2312.00752; with norms, Jamba, arXiv:2403.19887.
@@ -143,7 +145,7 @@ class MambaMixer(StatefulLayer):
         self.state_shapes = {"conv": self.conv1d.state_shape, "ssm": (*self.A.shape,)}
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return ``(T, hidden_size)``, for as many tokens."""
+        """Map ``(T, hidden_size)`` to ``(T, hidden_size)``."""
         u, gate = tensor_of(self.in_proj(hidden_states)).chunk(2, -1)
         u = self.conv1d(u)
         dt, b, c = self._dt_b_c(u)

@@ -23,35 +23,35 @@ from opweave.layers.pluggable_layer import PluggableLayer
 class MambaMixer2(StatefulLayer):
     """Mamba-2's mixer: a state space whose heads each have one decay rate.
 
-    ``ir.ops.causal_conv1d`` and ``ir.ops.ssd_chunk_scan`` (and their steps, where a sequence is
-    decoded), then ``mixer2_gated_rms_norm``, between linear layers. Inside :func:`sequence_states`
-    tokens continue the states of their sequences; otherwise they are one new sequence.
-    Heads are divided over ranks; so are groups, but for a single one, which every rank has.
+    ``ir.ops.causal_conv1d`` and ``ir.ops.ssd_chunk_scan`` (in decode, their single-token updates),
+    then ``mixer2_gated_rms_norm``, between linear layers. Inside :func:`sequence_states`, tokens
+    continue the states of their sequences; otherwise they are one new sequence. Heads and groups
+    are sharded over the ranks; a single group is replicated.
 
     Args:
-        hidden_size: of a token.
-        ssm_state_size: ``N``, the states of each channel.
-        conv_kernel_size: how many inputs the convolution sees.
-        intermediate_size: the channels, ``num_heads * head_dim``.
+        hidden_size: size of a token's hidden state.
+        ssm_state_size: ``N``, the number of states per channel.
+        conv_kernel_size: kernel size of the convolution.
+        intermediate_size: number of channels, ``num_heads * head_dim``.
         use_conv_bias, use_bias: whether the convolution and the two linear layers have a bias.
-        n_groups: heads of a group, which are neighbors, have the same ``B`` and ``C``.
-        num_heads, head_dim: the heads, and the channels of each.
-        rms_norm_eps: of the gated norm.
-        activation: of the convolution: ``"silu"``.
+        n_groups: number of groups of consecutive heads that share ``B`` and ``C``.
+        num_heads, head_dim: number of heads, and channels per head.
+        rms_norm_eps: epsilon of the gated norm.
+        activation: activation of the convolution: ``"silu"``.
         use_rms_norm: False: gate without a norm.
         model_config, cache_config: kept as attributes, for replacements of this layer.
         quant_config: quantization of the linear layers.
         prefix: the name of this layer in its model, which identifies its states.
-        chunk_size: of the scan.
-        dt_min, dt_max: limits of the time step; None: none.
-        params_dtype: of the weights; by default torch's default dtype.
+        chunk_size: chunk size of the scan.
+        dt_min, dt_max: limits of the time step, or None.
+        params_dtype: dtype of the weights; by default torch's default dtype.
 
     Attributes:
         A: ``-exp(A_log)`` in float32; its ``weight_loader`` takes ``A_log``.
 
     Raises:
-        ShardingError: heads or groups cannot be divided over the ranks.
-        LayerArgumentError: sizes do not fit each other.
+        ShardingError: the number of ranks does not divide the heads or groups.
+        LayerArgumentError: the sizes are inconsistent.
         DuplicateLayerError: the model has another layer of that name.
 
     Source: Dao and Gu, arXiv:2405.21060.
@@ -131,11 +131,11 @@ class MambaMixer2(StatefulLayer):
         self.state_shapes = {"conv": self.conv1d.state_shape, "ssm": ssm}
 
     def forward(self, hidden_states: Tensor, mup_vector: Tensor | None = None) -> Tensor:
-        """Return ``(T, hidden_size)``, for as many tokens.
+        """Map ``(T, hidden_size)`` to ``(T, hidden_size)``.
 
         Args:
             hidden_states: ``(T, hidden_size)``.
-            mup_vector: factors of this rank's outputs of the first linear layer.
+            mup_vector: factors for this rank's outputs of the first linear layer.
         """
         projected = tensor_of(self.in_proj(hidden_states))
         if mup_vector is not None:

@@ -37,28 +37,29 @@ class Plamo2Config(Protocol):
 
 @PluggableLayer.register("plamo2_mamba_mixer")
 class Plamo2MambaMixer(StatefulLayer):
-    """Mamba-2's scan with Mamba's projections: a time step for each head, normalized like ``B, C``.
+    """PLaMo 2's mixer: Mamba-2's scan with Mamba's projections.
 
-    ``ir.ops.causal_conv1d`` and ``ir.ops.ssd_chunk_scan`` (and their steps, where a sequence is
-    decoded) between linear layers; the scan applies the gate. Inside :func:`sequence_states` tokens
-    continue the states of their sequences; otherwise they are one new sequence. Heads
-    are divided over ranks.
+    Each head has a time step, which is normalized like ``B`` and ``C``.
+    ``ir.ops.causal_conv1d`` and ``ir.ops.ssd_chunk_scan`` (in decode, their single-token updates)
+    between linear layers; the scan applies the gate. Inside :func:`sequence_states`, tokens
+    continue the states of their sequences; otherwise they are one new sequence. Heads are sharded
+    over the ranks.
 
     Args:
         config: sizes; see :class:`Plamo2Config`.
         model_config, cache_config: kept as attributes, for replacements of this layer.
         quant_config: quantization of the linear layers.
         prefix: the name of this layer in its model, which identifies its states.
-        params_dtype: of the weights; by default torch's default dtype.
+        params_dtype: dtype of the weights; by default torch's default dtype.
 
     Attributes:
         A: ``-exp(A_log)`` in float32; its ``weight_loader`` takes ``A_log``.
 
-    Checkpoints have the rows of ``in_proj`` head by head, first the gate's, then the channels'; the
-    loader takes them apart. Offsets of the three norms' weights are added by the model.
+    In checkpoints, ``in_proj`` has for each head the rows of the gate, then those of the channels;
+    the loader separates them. The model adds the offsets of the three norms' weights.
 
     Raises:
-        ShardingError: heads cannot be divided over the ranks.
+        ShardingError: the number of ranks does not divide the heads.
         DuplicateLayerError: the model has another layer of that name.
 
     Source: PLaMo 2 technical report, Preferred Networks, arXiv:2509.04897.
@@ -138,7 +139,7 @@ class Plamo2MambaMixer(StatefulLayer):
         self.state_shapes = {"conv": self.conv1d.state_shape, "ssm": ssm}
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return ``(T, hidden_size)``, for as many tokens."""
+        """Map ``(T, hidden_size)`` to ``(T, hidden_size)``."""
         gate, x = tensor_of(self.in_proj(hidden_states)).chunk(2, -1)
         x = self.conv1d(x)
         b, c, dt = tensor_of(self.bcdt_proj(x)).split_with_sizes(self.sizes, -1)
@@ -160,7 +161,7 @@ class Plamo2MambaMixer(StatefulLayer):
 
 
 def _by_head(all_heads: int, own_heads: int, load: WeightLoader) -> WeightLoader:
-    """Return *load* for a weight whose rows are, head by head, the gate's and the channels'."""
+    """Return *load* for a weight that has the rows of gate and channels alternating by head."""
 
     def load_by_head(param: nn.Parameter, loaded_weight: Tensor) -> None:
         heads = own_heads if loaded_weight.shape[:1] == param.shape[:1] else all_heads

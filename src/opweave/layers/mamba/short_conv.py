@@ -26,21 +26,21 @@ class ShortConv(StatefulLayer):
     """``out_proj(C * conv(B * x))``, where ``B``, ``C`` and ``x`` are projected from the tokens.
 
     ``ir.ops.causal_conv1d``, without activation, between linear layers. Inside
-    :func:`sequence_states` tokens continue the states of their sequences; otherwise they are one
-    new sequence. Channels are divided over ranks.
+    :func:`sequence_states`, tokens continue the states of their sequences; otherwise they are one
+    new sequence. Channels are sharded over the ranks.
 
     Args:
-        config: ``conv_L_cache`` is how many inputs the convolution sees; ``conv_bias`` says whether
-            it and the linear layers have a bias.
-        dim: of a token, and the number of channels.
+        config: ``conv_L_cache`` is the kernel size of the convolution; ``conv_bias`` is whether it
+            and the linear layers have a bias.
+        dim: the size of a token's hidden state, and the number of channels.
         layer_idx: the index of this layer, kept as an attribute.
         model_config, cache_config: kept as attributes, for replacements of this layer.
         quant_config: quantization of the linear layers.
         prefix: the name of this layer in its model, which identifies its states.
-        params_dtype: of the weights; by default torch's default dtype.
+        params_dtype: dtype of the weights; by default torch's default dtype.
 
     Raises:
-        ShardingError: the channels cannot be divided over the ranks.
+        ShardingError: the number of ranks does not divide the channels.
         DuplicateLayerError: the model has another layer of that name.
 
     Source: LFM2 technical report, Liquid AI, arXiv:2511.23404.
@@ -90,6 +90,6 @@ class ShortConv(StatefulLayer):
         self.state_shapes = {"conv": self.conv.state_shape}
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return ``(T, dim)``, for as many tokens."""
+        """Map ``(T, dim)`` to ``(T, dim)``."""
         b, c, x = tensor_of(self.in_proj(hidden_states)).chunk(3, -1)
         return tensor_of(self.out_proj(c * self.conv(b * x)))

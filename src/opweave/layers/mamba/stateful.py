@@ -1,4 +1,4 @@
-"""Names of layers that keep states: unique within a model, so that no two share a state."""
+"""Stateful layers, and their names, which are unique within a model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class StatefulLayer(PluggableLayer):
     """A layer that keeps a state of the earlier tokens for every sequence.
 
     Args:
-        prefix: the name of this layer in its model, by which the cache knows it; by default a name
-            that no other layer has.
+        prefix: the name of this layer in its model, which identifies its states in the cache; by
+            default a unique name.
 
     Attributes:
-        state_shapes: the shape of one sequence's state of each kind, on this rank.
+        state_shapes: the shape of a sequence's state on this rank, by kind.
 
     Raises:
         DuplicateLayerError: the model has another layer of that name.
@@ -50,7 +50,7 @@ class StatefulLayer(PluggableLayer):
 
 @contextmanager
 def stateful_layers() -> Iterator[dict[str, StatefulLayer]]:
-    """Collect the layers that are built inside the block, which is one model, by their names."""
+    """Collect the stateful layers of the model that is built inside the block, by name."""
     found: dict[str, StatefulLayer] = {}
     token = _layers.set(found)
     try:
@@ -60,7 +60,7 @@ def stateful_layers() -> Iterator[dict[str, StatefulLayer]]:
 
 
 def state_dtype(dtype: torch.dtype, kind: str) -> torch.dtype:
-    """Return the dtype in which states of one *kind* are kept where activations have *dtype*.
+    """Return the dtype of the states of *kind* for activations of *dtype*.
 
     Convolution inputs keep their dtype. Scan states, which accumulate over a whole sequence, have
     at least float32.

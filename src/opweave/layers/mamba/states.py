@@ -15,14 +15,13 @@ from opweave.layers.errors import LayerArgumentError
 
 
 class StateCache:
-    """The states of a model's layers, for as many sequences as there are slots.
+    """The states of a model's layers, with a slot for each sequence.
 
-    Memory for a layer is allocated when it first asks for it; a layer's sizes depend on nothing but
-    the layer. A slot may be given to another sequence without being cleared: who has no initial
-    state does not read it.
+    Memory for a layer is allocated on first use. A slot may be reused by another sequence without
+    being cleared, because a sequence without an initial state does not read it.
 
     Args:
-        num_slots: how many sequences may be kept.
+        num_slots: the number of slots.
 
     >>> StateCache(4).get("mixer", "conv", (6, 3), torch.float32, "cpu").shape
     torch.Size([4, 6, 3])
@@ -42,13 +41,13 @@ class StateCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> Tensor:
-        """Return ``(num_slots, *shape)``: the states of one *kind* that the layer has.
+        """Return the states of one *kind* of a layer, ``(num_slots, *shape)``.
 
         Args:
-            layer: its name in the model.
+            layer: the name of the layer in the model.
             kind: ``"conv"`` or ``"ssm"``.
-            shape: of one sequence's state.
-            dtype, device: where there is nothing yet.
+            shape: the shape of one sequence's state.
+            dtype, device: dtype and device of the states if they are not allocated yet.
         """
         found = self._states.get((layer, kind))
         if found is None:
@@ -57,20 +56,20 @@ class StateCache:
         return found
 
     def put(self, layer: str, kind: str, states: Tensor) -> None:
-        """Keep *states*, which may be the same memory, in the place of those before."""
+        """Replace the states of a layer with *states*, which may be the same memory."""
         self._states[layer, kind] = states.detach()
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceStates:
-    """The sequences that are packed in one forward, and where their states are.
+    """The packed sequences of one forward, and the slots of their states.
 
     Attributes:
-        query_start_loc: ``(sequences + 1,)``, int32: where each sequence's new tokens begin.
-        slot_idx: ``(sequences,)``, int32: the slot of each; -1 for padding.
-        has_initial_state: ``(sequences,)``, bool: whether it has tokens before these.
+        query_start_loc: ``(sequences + 1,)``, int32: the first new token of each sequence.
+        slot_idx: ``(sequences,)``, int32: the slot of each sequence; -1 for padding.
+        has_initial_state: ``(sequences,)``, bool: whether the sequence has earlier tokens.
         cache: the states.
-        num_decodes: the first so many sequences have one token each, and tokens before it.
+        num_decodes: the number of leading sequences in decode: one new token, and earlier tokens.
     """
 
     query_start_loc: Tensor
@@ -88,12 +87,12 @@ class SequenceStates:
         cache: StateCache,
         device: torch.device | str = "cpu",
     ) -> SequenceStates:
-        """Describe sequences by how many tokens each gains, has already, and by its slot.
+        """Describe sequences by their numbers of new and of earlier tokens, and their slots.
 
-        Those that are decoded are fastest where they come first.
+        Put sequences in decode first: this is fastest.
 
         Raises:
-            LayerArgumentError: the three are not of one length.
+            LayerArgumentError: the three lists differ in length.
         """
         if not len(new_tokens) == len(known_tokens) == len(slots):
             raise LayerArgumentError(
@@ -113,17 +112,20 @@ class SequenceStates:
         )
 
     def decodes(self) -> Tensor:
-        """Return the slots of the sequences that are decoded."""
+        """Return the slots of the sequences in decode."""
         return self.slot_idx[: self.num_decodes]
 
     def others(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return starts, slots and initial states of the others, as if there were no decodes."""
+        """Return starts, slots and initial states of the sequences that are not in decode."""
         first = self.num_decodes
         starts = self.query_start_loc[first:] - first
         return starts, self.slot_idx[first:], self.has_initial_state[first:]
 
     def has_others(self, tokens: Tensor) -> bool:
-        """Whether there are other sequences, or *tokens* of none; or nothing at all."""
+        """Whether sequences are left that are not in decode, or *tokens* belong to no sequence.
+
+        Also true if there are no sequences.
+        """
         return not 0 < self.num_decodes == self.slot_idx.shape[0] == tokens.shape[0]
 
 
@@ -133,7 +135,7 @@ current_sequence_states = _current.get
 
 @contextmanager
 def sequence_states(states: SequenceStates | None) -> Iterator[None]:
-    """Let layers use *states* inside the block, in this thread or asyncio task."""
+    """Make layers use *states* inside the block, in this thread or asyncio task."""
     token = _current.set(states)
     try:
         yield
@@ -142,7 +144,7 @@ def sequence_states(states: SequenceStates | None) -> Iterator[None]:
 
 
 def states_of(tokens: Tensor) -> SequenceStates:
-    """Return the current states; without any, *tokens* are one sequence from its beginning."""
+    """Return the current states, or those of one new sequence of *tokens* if none are set."""
     current = current_sequence_states()
     if current is not None:
         return current

@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, experts, and where the experts are."""
+"""Mixture of experts: routing, experts, and their placement on ranks."""
 
 from opweave.base.deprecation import renamed_in
 from opweave.layers.moe.grouped_topk import GroupedTopk

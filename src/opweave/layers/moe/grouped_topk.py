@@ -1,4 +1,4 @@
-"""Routing to the best experts of the best groups, as a layer."""
+"""Routing to the best experts in the best groups, as a layer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Routing = tuple[Tensor, Tensor]
 
 @CustomOp.register("grouped_topk")
 class GroupedTopk(CustomOp):
-    """``ir.ops.grouped_topk`` with its options kept.
+    """``ir.ops.grouped_topk`` as a layer.
 
     Args:
-        topk: how many experts a token goes to.
+        topk: number of experts per token.
         renormalize: divide the weights of a token by their sum.
-        num_expert_group: into how many groups the experts fall; 0: one.
-        topk_group: from how many groups a token takes its experts; 0: from all.
+        num_expert_group: number of groups of experts; 0: one.
+        topk_group: number of groups to choose experts from; 0: all.
         scoring_func: ``"softmax"`` or ``"sigmoid"``.
-        routed_scaling_factor: multiplies the weights, last.
-        num_fused_shared_experts: so many more experts, numbered from ``E``, get every token with
-            weight 1: shared experts whose weights lie behind those of the others.
+        routed_scaling_factor: final factor of the weights.
+        num_fused_shared_experts: number of shared experts, with ids from ``E``, that get every
+            token with weight 1; their weights follow those of the other experts.
         enforce_enable: as in :class:`CustomOp`.
     """
 
@@ -59,13 +59,14 @@ class GroupedTopk(CustomOp):
         """Return weights ``(T, topk)``, float32, and experts ``(T, topk)``, int32.
 
         Args:
-            hidden_states: ``(T, hidden)``; only its number of rows is looked at.
+            hidden_states: ``(T, hidden)``; only the number of rows is used.
             gating_output: ``(T, E)``, logits.
-            e_score_correction_bias: ``(E,)`` or None; added to the scores to choose by.
+            e_score_correction_bias: ``(E,)`` or None; added to the scores for the choice, but not
+                to the weights.
 
         Raises:
             LayerArgumentError: the numbers of rows differ.
-            ValueError: as ``ir.ops.grouped_topk`` says.
+            ValueError: as in ``ir.ops.grouped_topk``.
         """
         return self._route(
             ops.grouped_topk.native, hidden_states, gating_output, e_score_correction_bias
@@ -77,7 +78,7 @@ class GroupedTopk(CustomOp):
         gating_output: Tensor,
         e_score_correction_bias: Tensor | None = None,
     ) -> Routing:
-        """The same by the op, for which there may be a kernel."""
+        """Return the same as :meth:`forward_native`, from the op, which may run a kernel."""
         return self._route(ops.grouped_topk, hidden_states, gating_output, e_score_correction_bias)
 
     forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda

@@ -22,7 +22,7 @@ Mapping = tuple[str, str, int, str]
 
 
 class ActivationOptions(TypedDict):
-    """Constants of the activation; None: its own."""
+    """Constants of the activation; None: the activation's default."""
 
     alpha: float | None
     beta: float | None
@@ -33,17 +33,18 @@ class ActivationOptions(TypedDict):
 class FusedMoE(PluggableLayer):
     """Top-k mixture of experts: routes each token and sums the experts' outputs.
 
-    Routing is an op of :mod:`opweave.ir.ops.routing`; the experts are ``ir.ops.fused_experts``,
-    called by the layer's method. Sharded over the current tensor-parallel group: every expert over
-    all ranks, or, with *ep_size*, every expert on the ranks of one part of the group.
+    Routing is an op of :mod:`opweave.ir.ops.routing`. The layer's method computes the experts with
+    ``ir.ops.fused_experts``. The layer is sharded over the current tensor-parallel group: each
+    expert over all ranks, or, with *ep_size*, over the ranks of one of *ep_size* subgroups, each
+    with its own experts.
 
     Args:
-        num_experts: how many experts there are, on all ranks.
-        top_k: how many a token goes to.
-        hidden_size: of a token.
-        intermediate_size: between an expert's two products, on all ranks.
-        params_dtype: of the weights; by default torch's default dtype.
-        reduce_results: add up the ranks' parts at the end. Without it, the caller does:
+        num_experts: number of experts on all ranks.
+        top_k: number of experts per token.
+        hidden_size: size of a token's hidden state.
+        intermediate_size: size between an expert's two products, on all ranks.
+        params_dtype: dtype of the weights; by default torch's default dtype.
+        reduce_results: sum the results over the ranks; False: the caller does so with
             :meth:`all_reduce`.
         renormalize: divide a token's weights by their sum.
         use_grouped_topk: choose groups of experts first; needs *num_expert_group* and *topk_group*.
@@ -53,20 +54,23 @@ class FusedMoE(PluggableLayer):
         custom_routing_function: ``f(hidden_states, logits, top_k, renormalize)`` returns the
             weights and the experts.
         scoring_func: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
-        routed_scaling_factor: multiplies the routing weights, once.
-        e_score_correction_bias: ``(num_experts,)``, added to the scores to choose by. The model's
-            own parameter; the layer does not register it.
-        apply_router_weight_on_input: multiply the token rather than the result; for ``top_k == 1``.
-        activation: see ``ir.ops.fused_experts``, which knows *alpha*, *beta* and *limit* too.
+        routed_scaling_factor: final factor of the routing weights.
+        e_score_correction_bias: ``(num_experts,)``, added to the scores for the choice of experts,
+            but not to the weights. A parameter of the model; the layer does not register it.
+        apply_router_weight_on_input: multiply the token instead of the result by the weight; for
+            ``top_k == 1``.
+        activation: the activation of ``ir.ops.fused_experts``; *alpha*, *beta* and *limit* are its
+            constants.
         has_bias: both products have a bias.
-        expert_placement_strategy: which experts a part has: ``"linear"`` or ``"round_robin"``.
-        shared_experts: a module of the tokens whose result is added. With several ranks it must
-            return its rank's part of a sum (``reduce_results=False``).
-        device: of the weights; by default torch's.
+        expert_placement_strategy: the assignment of experts to subgroups: ``"linear"`` or
+            ``"round_robin"``.
+        shared_experts: a module that is called with the tokens, and whose result is added. With
+            several ranks, it must return its rank's partial sum (``reduce_results=False``).
+        device: device of the weights; by default torch's default device.
 
     Raises:
-        ShardingError: the ranks cannot share the experts equally.
-        LayerArgumentError: an option is not known, or lacks another.
+        ShardingError: the experts cannot be divided equally among the ranks.
+        LayerArgumentError: an option is unknown, or requires another one.
     """
 
     w13_weight: nn.Parameter
@@ -171,12 +175,12 @@ class FusedMoE(PluggableLayer):
         return self.router(hidden_states, router_logits)
 
     def all_reduce(self, output: Tensor) -> Tensor:
-        """Add up the ranks' parts of a result."""
+        """Sum a result over the ranks."""
         return self.parallel.all_reduce(output) if self.parallel.size > 1 else output
 
     @property
     def added_w2_bias(self) -> Tensor | None:
-        """``w2_bias`` on the one rank of those that share an expert that adds it, else None."""
+        """``w2_bias`` on the first rank of each expert's shards, which adds it, else None."""
         return self.w2_bias if self.placement.tp_rank == 0 else None
 
     @torch.no_grad()
@@ -188,19 +192,19 @@ class FusedMoE(PluggableLayer):
         expert_id: int | None = None,
         is_transposed: bool = False,
     ) -> bool:
-        """Fill a parameter of this layer from a checkpoint; every parameter has this as its own.
+        """Fill a parameter of this layer from a checkpoint. Each parameter has this loader.
 
         Args:
-            param: ``w13_weight``, ``w2_weight`` or a bias of theirs.
-            loaded_weight: ``(out, in)`` for one expert, ``(experts, out, in)`` for all; a bias has
-                no last dimension. For all ranks, or this rank's part.
-            shard_id: ``"w1"``: the gate; ``"w3"``: what it is multiplied with; ``"w13"``: both, one
-                after the other (by turns for ``"swigluoai"``); ``"w2"``: the second product.
-            expert_id: counted over all ranks; None: *loaded_weight* holds all experts.
+            param: ``w13_weight``, ``w2_weight`` or one of their biases.
+            loaded_weight: ``(out, in)`` for one expert, ``(experts, out, in)`` for all; a bias
+                without the last dimension. The tensor for all ranks, or this rank's shard.
+            shard_id: ``"w1"``: the gate; ``"w3"``: the up projection; ``"w13"``: both, concatenated
+                (interleaved for ``"swigluoai"``); ``"w2"``: the down projection.
+            expert_id: the id of the expert on all ranks; None: *loaded_weight* has all experts.
             is_transposed: weights are ``(in, out)``.
 
         Returns:
-            Whether there was something to load: not for an expert of another rank.
+            Whether the weight belongs to this rank: False for an expert of another rank.
 
         Raises:
             WeightLoadError: the shape does not fit.
@@ -252,8 +256,8 @@ class FusedMoE(PluggableLayer):
     ) -> list[Mapping]:
         """Return ``(parameter, part of a checkpoint's name, expert, shard)`` for every expert.
 
-        Replacing the second by the first in the name of a checkpoint's tensor gives the name of the
-        parameter; the others are for its weight loader.
+        To get the name of the parameter, replace the second by the first in the name of a
+        checkpoint's tensor. Pass the others to its weight loader.
         """
         names = (
             ("w1", ckpt_gate_proj_name),
@@ -299,7 +303,7 @@ class FusedMoE(PluggableLayer):
         )
 
     def _target(self, param: nn.Parameter, shard_id: str) -> str:
-        """Return the name of *param*, of which *shard_id* must be a part."""
+        """Return the name of *param*, which must contain the shard *shard_id*."""
         for name, own in self.named_parameters(recurse=False):
             if own is not param:
                 continue

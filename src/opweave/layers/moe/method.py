@@ -19,12 +19,12 @@ class ExpertShapes:
     """The sizes of one rank's weights.
 
     Attributes:
-        num_experts: the experts of this rank.
-        rows: the rows of ``w13`` for each: gate and up together, where there is a gate.
+        num_experts: number of experts of this rank.
+        rows: the rows of ``w13`` per expert: gate and up together, if there is a gate.
         intermediate_size: this rank's part of the intermediate dimension.
-        hidden_size: of a token.
-        has_bias: whether both products have one.
-        dtype, device: of the parameters.
+        hidden_size: size of a token's hidden state.
+        has_bias: whether both products have a bias.
+        dtype, device: dtype and device of the parameters.
     """
 
     num_experts: int
@@ -39,10 +39,10 @@ class ExpertShapes:
 class FusedMoEMethod(CustomOp):
     """Base class of the strategies.
 
-    A method is called: ``method(layer, x, topk_weights, topk_ids)``. (``apply`` is what it is for
-    every ``nn.Module``.) It returns this rank's part of the weighted sum, ``(T, hidden)``, of
-    *x* ``(T, hidden)``, *topk_weights* ``(T, K)``, float32, and *topk_ids* ``(T, K)``, int32, which
-    count the experts over all ranks. One method may serve several layers: it keeps nothing of them.
+    Call it as ``method(layer, x, topk_weights, topk_ids)``; ``apply`` is that of ``nn.Module``. It
+    returns this rank's part of the weighted sum, ``(T, hidden)``, for *x* ``(T, hidden)``,
+    *topk_weights* ``(T, K)``, float32, and *topk_ids* ``(T, K)``, int32, the experts' ids on all
+    ranks. Several layers may share a method, because it does not store anything about a layer.
     """
 
     @property
@@ -52,21 +52,21 @@ class FusedMoEMethod(CustomOp):
 
     @property
     def quant_config(self) -> object | None:
-        """How the weights are quantized; None: they are not."""
+        """The quantization of the weights, or None."""
         return None
 
     def create_weights(self, layer: FusedMoE, shapes: ExpertShapes) -> None:
-        """Give *layer* its parameters, without values."""
+        """Register the uninitialized parameters on *layer*."""
         raise NotImplementedError(f"{self.method_name} creates no weights.")
 
     def process_weights_after_loading(self, layer: FusedMoE) -> None:
-        """Bring loaded weights into the form that the computation wants. Nothing by default."""
+        """Convert the loaded weights to the format of the computation. A no-op by default."""
 
     def apply_monolithic(self, layer: FusedMoE, x: Tensor, router_logits: Tensor) -> Tensor:
-        """Route and apply in one: for a kernel that does both. By default one after the other.
+        """Route the tokens and apply the experts, for kernels that do both; two calls by default.
 
         Args:
-            layer: has the weights and the router.
+            layer: the layer with the weights and the router.
             x: ``(T, hidden)``.
             router_logits: ``(T, E)``.
         """
@@ -78,4 +78,4 @@ class FusedMoEQuantConfig(Protocol):
     """Chooses the method of a layer."""
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """Return the method for the layer called *prefix*, or None for weights as they are."""
+        """Return the method for the layer called *prefix*; None: not quantized."""

@@ -1,4 +1,4 @@
-"""A computation in three steps that can be exchanged one by one."""
+"""The computation of experts in three replaceable steps: prepare, experts, finalize."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class PrepareAndFinalize(Protocol):
-    """Brings tokens to their experts, and the results back."""
+    """Sends tokens to the ranks of their experts, and returns the results."""
 
     def prepare(self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Routed:
         """Quantize and send the tokens; find the experts' places in the weights."""
 
     def finalize(self, outputs: Tensor, routed: Routed) -> Tensor:
-        """Weigh and add the results ``(T, K, hidden)``, and bring them back: ``(T, hidden)``."""
+        """Sum the weighted results ``(T, K, hidden)``, and send them back: ``(T, hidden)``."""
 
 
 class Experts(Protocol):
@@ -34,7 +34,7 @@ class Experts(Protocol):
 
 
 class LocalPrepareAndFinalize:
-    """Tokens stay where they are."""
+    """Keeps tokens on their rank."""
 
     def prepare(self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Routed:
         on_input = layer.apply_router_weight_on_input
@@ -51,7 +51,7 @@ class LocalPrepareAndFinalize:
 
 
 class OpExperts:
-    """Every token with every one of its experts, as a call of ``ir.ops.fused_experts``."""
+    """Computes every pair of token and expert with ``ir.ops.fused_experts``."""
 
     def apply(self, layer: FusedMoE, routed: Routed) -> Tensor:
         shape = routed.experts.shape
@@ -73,11 +73,11 @@ class OpExperts:
 
 
 class ModularKernel:
-    """Three steps: prepare, experts, finalize.
+    """A kernel in three steps: prepare, experts, finalize.
 
     Args:
-        prepare_finalize: by default tokens stay on their rank.
-        experts: by default ``ir.ops.fused_experts``.
+        prepare_finalize: the first and last step; by default, tokens stay on their rank.
+        experts: the middle step; by default ``ir.ops.fused_experts``.
     """
 
     def __init__(
@@ -97,12 +97,11 @@ class ModularKernel:
 
 @CustomOp.register("modular_fused_moe")
 class FusedMoEModularMethod(FusedMoEMethod):
-    """Another method's weights, computed by a :class:`ModularKernel`.
+    """Applies a :class:`ModularKernel` to the weights of another method.
 
     Args:
-        old_quant_method: the method whose weights these are; it answers for them still.
-        fused_experts: the kernel. Its result is that of ``ir.ops.fused_experts``, regardless of its
-            steps.
+        old_quant_method: the method that created the weights and describes their quantization.
+        fused_experts: the kernel; it returns the result of ``ir.ops.fused_experts``.
     """
 
     def __init__(self, old_quant_method: FusedMoEMethod, fused_experts: ModularKernel) -> None:
@@ -111,7 +110,7 @@ class FusedMoEModularMethod(FusedMoEMethod):
 
     @classmethod
     def make(cls, layer: FusedMoE, kernel: ModularKernel | None = None) -> FusedMoEModularMethod:
-        """Return a method that takes the place of the one *layer* has: assign it to the layer."""
+        """Return a method to assign to *layer* in place of its current one."""
         return cls(layer.quant_method, kernel or ModularKernel())
 
     @property
@@ -123,7 +122,7 @@ class FusedMoEModularMethod(FusedMoEMethod):
         return self.old_quant_method.quant_config
 
     def create_weights(self, layer: FusedMoE, shapes: ExpertShapes) -> None:
-        """Raise: the weights are the other method's.
+        """Not supported: the other method creates the weights.
 
         Raises:
             NotImplementedError: always.

@@ -1,4 +1,4 @@
-"""Which rank holds which experts."""
+"""The placement of experts on ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ STRATEGIES = ("linear", "round_robin")
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """The experts of one rank, and what of each it holds.
+    """The experts of one rank, and its shard of each.
 
-    The ranks of a group fall into ``ep_size`` parts of neighbors. A part has experts of its own,
-    whose intermediate dimension its ``tp_size`` ranks share.
+    The ranks of a group are divided into ``ep_size`` subgroups of consecutive ranks. A subgroup has
+    its own experts, whose intermediate dimension is sharded over its ``tp_size`` ranks.
 
     Attributes:
-        num_experts: how many experts there are.
-        ep_rank, ep_size: the part of this rank, and the number of parts.
-        tp_rank, tp_size: the place of this rank in its part, and the number of ranks in a part.
-        strategy: ``"linear"``: an expert's neighbors are in the same part; ``"round_robin"``: in
-            the next.
+        num_experts: the number of experts.
+        ep_rank, ep_size: the index of this rank's subgroup, and the number of subgroups.
+        tp_rank, tp_size: the index of this rank in its subgroup, and the size of a subgroup.
+        strategy: ``"linear"``: consecutive experts are in the same subgroup; ``"round_robin"``: in
+            consecutive subgroups.
 
     >>> ExpertPlacement(5, ep_rank=0, ep_size=2).local_experts
     (0, 1, 2)
@@ -50,11 +50,11 @@ class ExpertPlacement:
     def of(
         cls, num_experts: int, parallel: TensorParallel, ep_size: int, strategy: str = "linear"
     ) -> ExpertPlacement:
-        """Divide the ranks of *parallel* into *ep_size* parts.
+        """Divide the ranks of *parallel* into *ep_size* subgroups.
 
         Raises:
-            ShardingError: the parts would not have the same number of ranks.
-            LayerArgumentError: *ep_size* is not positive, or *strategy* is not known.
+            ShardingError: *ep_size* does not divide the number of ranks.
+            LayerArgumentError: *ep_size* is not positive, or *strategy* is unknown.
         """
         if ep_size < 1:
             raise LayerArgumentError(f"ep_size={ep_size} must be at least 1.")
@@ -78,9 +78,9 @@ class ExpertPlacement:
         return tuple(everyone[start : start + base + (self.ep_rank < more)])
 
     def expert_map(self, device: torch.device | str | None = None) -> Tensor | None:
-        """Return the place of each expert in this rank's weights, -1 elsewhere; None if all are.
+        """Return the index of each expert in this rank's weights, -1 for experts of other ranks.
 
-        Shape ``(num_experts,)``, int32.
+        Shape ``(num_experts,)``, int32. None if this rank has all experts.
         """
         if self.ep_size == 1:
             return None

@@ -1,4 +1,4 @@
-"""From logits to experts and weights: the choice among the ways to route."""
+"""The router: chooses experts and weights from logits."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ SCORING = {
 
 @dataclass(frozen=True)
 class Router:
-    """How tokens find their experts.
+    """Chooses the experts of each token.
 
     Attributes:
-        top_k: how many experts a token goes to.
+        top_k: number of experts per token.
         renormalize: divide the weights of a token by their sum.
-        scoring_func: makes scores of logits: a key of ``SCORING``.
-        routed_scaling_factor: multiplies the weights.
-        e_score_correction_bias: ``(E,)`` or None; added to the scores to choose by.
-        grouped: chooses groups of experts first; comes before *custom*.
+        scoring_func: maps logits to scores: a key of ``SCORING``.
+        routed_scaling_factor: final factor of the weights.
+        e_score_correction_bias: ``(E,)`` or None; added to the scores for the choice, but not to
+            the weights.
+        grouped: chooses groups of experts first; takes precedence over *custom*.
         custom: ``custom(hidden_states, logits, top_k, renormalize)`` returns weights and experts,
-            in place of the scoring function.
+            instead of the scoring function.
     """
 
     top_k: int

@@ -1,4 +1,4 @@
-"""Takes the place of the experts in a model of transformers, which has routed already."""
+"""Replaces the experts of a transformers model, which has already routed the tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from opweave.layers.pluggable_layer import PluggableLayer
 
 @PluggableLayer.register("transformers_fused_moe")
 class TransformersFusedMoE(FusedMoE):
-    """:class:`FusedMoE` called as transformers calls its ``*Experts``: with the routing done.
+    """:class:`FusedMoE` with the interface of transformers' ``*Experts``, for routed tokens.
 
-    The options that concern routing have no effect.
+    The routing options have no effect.
     """
 
     def forward(  # type: ignore[override]  # the arguments that transformers gives its own
@@ -25,7 +25,7 @@ class TransformersFusedMoE(FusedMoE):
 
         Args:
             hidden_states: ``(T, hidden_size)``, the dtype of the weights.
-            topk_ids: ``(T, K)``, integer: experts, counted over all ranks.
+            topk_ids: ``(T, K)``, integer: the experts' ids on all ranks.
             topk_weights: ``(T, K)``, any floating dtype.
             kwargs: other arguments from transformers, which are ignored.
         """

@@ -1,4 +1,4 @@
-"""Experts with weights of the dtype of the activations."""
+"""Experts with weights in the dtype of the activations."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @CustomOp.register("unquantized_fused_moe")
 class UnquantizedFusedMoEMethod(FusedMoEMethod):
-    """``ir.ops.fused_experts`` of the layer's weights.
+    """``ir.ops.fused_experts`` with the layer's weights.
 
-    ``forward_native`` calls the op as well: what its native implementation computes, every expert
-    for every token, defines the result but is too slow to run a model.
+    ``forward_native`` calls the op too: its native implementation computes every expert for every
+    token, which defines the result but is too slow to run a model.
     """
 
     def create_weights(self, layer: FusedMoE, shapes: ExpertShapes) -> None:
-        """Create ``w13_weight``, ``w2_weight`` and the biases, as ``fused_experts`` takes them."""
+        """Create ``w13_weight``, ``w2_weight`` and the biases, as in ``fused_experts``."""
         count, size, hidden = shapes.num_experts, shapes.intermediate_size, shapes.hidden_size
         wanted = {
             "w13_weight": (count, shapes.rows, hidden),

@@ -1,4 +1,4 @@
-"""Loads the weights of experts: of one, or of all in one tensor; whole, or this rank's part."""
+"""Loads the weights of one expert or of all experts, whole or sharded."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ def load_expert(
     gated: bool,
     interleaved: bool,
 ) -> None:
-    """Fill the parameter of one expert, or its part that *shard_id* names.
+    """Fill the parameter of one expert, or the part *shard_id* of it.
 
     Args:
-        expert: ``(rows, hidden)``, ``(hidden, intermediate)``, or a bias: this rank's.
-        loaded: from a checkpoint: for all ranks, or this rank's.
-        shard_id: ``"w1"``: gate, or the only one; ``"w3"``: up; ``"w13"``: both; ``"w2"``: down.
-        placement: of the rank.
+        expert: this rank's ``(rows, hidden)``, ``(hidden, intermediate)``, or bias.
+        loaded: the tensor of a checkpoint: for all ranks, or this rank's shard.
+        shard_id: ``"w1"``: gate, or the only projection; ``"w3"``: up; ``"w13"``: both; ``"w2"``:
+            down.
+        placement: the placement of this rank.
         gated: whether there is a gate.
-        interleaved: gate and up have rows by turns, in *expert* and in a *loaded* ``"w13"``.
+        interleaved: the rows of gate and up alternate, in *expert* and in a *loaded* ``"w13"``.
 
     Raises:
         WeightLoadError: the shape of *loaded* does not fit.
@@ -55,7 +56,7 @@ def load_expert(
 def _fill(
     target: Tensor, loaded: Tensor, dim: int | None, placement: ExpertPlacement, shard_id: str
 ) -> None:
-    """Copy *loaded*, or this rank's part of it along *dim*; None: every rank has all of it."""
+    """Copy *loaded*, or this rank's shard of it along *dim*; None: not sharded."""
     source = loaded
     if dim is not None and loaded.ndim == target.ndim and placement.tp_size > 1:
         size = target.shape[dim]

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the layers, and the scalings that stretch them to longer contexts."""
+"""Rotary position embedding: the layers, and the scalings for longer contexts."""
 
 from opweave.layers.rotary.apply_rotary_emb import ApplyRotaryEmb
 from opweave.layers.rotary.dual_chunk import DualChunkRotaryEmbedding

@@ -16,7 +16,7 @@ class ApplyRotaryEmb(CustomOp):
         enforce_enable: run the platform's method regardless of the configuration.
         is_neox_style: pair dimension ``i`` with ``i + r / 2``; otherwise ``2 * i`` with
             ``2 * i + 1``.
-        enable_fp32_compute: compute in float32; otherwise in the dtype of what is rotated.
+        enable_fp32_compute: compute in float32; otherwise in the dtype of the input.
     """
 
     def __init__(

@@ -20,11 +20,11 @@ class DualChunkRotaryEmbedding(CustomOp):
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in
             :class:`RotaryEmbedding`. The table has ``2 * chunk_size - local_size`` rows,
             independent of the number of positions.
-        chunk_size: how many positions a query tells apart.
-        local_size: by how much neighboring chunks overlap; from 0, less than *chunk_size*.
+        chunk_size: the number of positions that a query distinguishes.
+        local_size: the overlap of neighboring chunks; at least 0, less than *chunk_size*.
 
     Raises:
-        LayerArgumentError: a size is not in its range.
+        LayerArgumentError: a size is out of range.
 
     Source: An et al., arXiv:2402.17463; Qwen2.5-1M, arXiv:2501.15383.
     """
@@ -68,8 +68,8 @@ class DualChunkRotaryEmbedding(CustomOp):
             offsets: added to the positions.
 
         Returns:
-            Queries for their own chunk, the one before, all earlier ones, and the last two in the
-            critical form, side by side: ``(..., 5 * query_heads * head_size)``; and the keys,
+            Queries for the own chunk, the previous one, all earlier ones, and the last two in the
+            critical form, concatenated: ``(..., 5 * query_heads * head_size)``; and the keys,
             ``(..., key_heads * head_size)``.
         """
         rotated: tuple[Tensor, Tensor] = ir.ops.dual_chunk_rotary_embedding.native(

@@ -1,4 +1,4 @@
-"""The rotary layer that a model's configuration asks for."""
+"""Create the rotary layer for a model's configuration."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def get_rope(
     *,
     max_model_len: int | None = None,
 ) -> Rope:
-    """Return the rotary layer for these arguments; the same one for the same arguments.
+    """Return the rotary layer for these arguments; equal arguments share a layer.
 
-    A new one takes the place of one whose tables a model has cast or moved since.
+    If a model has cast or moved the tables of a layer since, a new one is created.
 
     Args:
         head_size: the size of a head.
-        max_position: the positions that the configuration names (``max_position_embeddings``).
+        max_position: ``max_position_embeddings`` of the configuration.
         is_neox_style: the layout of the pairs.
-        rope_parameters: as Hugging Face writes them: ``rope_type`` (one of
+        rope_parameters: as in Hugging Face configurations: ``rope_type`` (one of
             ``opweave.layers.rotary.ROPE_TYPES``), ``rope_theta`` (10000 by default),
-            ``partial_rotary_factor`` or ``rope_dim`` (how much of a head is rotated; for
-            ``proportional``, the share of pairs that turn), those of the type, and
-            ``mrope_section`` for M-RoPE, which goes with every type.
-        dtype: of the table; by default, torch's default dtype.
+            ``partial_rotary_factor`` or ``rope_dim`` (the rotated part of a head; for
+            ``proportional``, the fraction of pairs that are rotated), the parameters of the type,
+            and ``mrope_section`` for M-RoPE, which combines with every type.
+        dtype: dtype of the table; by default, torch's default dtype.
         dual_chunk_attention_config: ``chunk_size`` and ``local_size``, for dual chunk attention.
-        max_model_len: the longest sequence that will be run, by default *max_position*, by which
-            ``longrope`` takes its long or its short factors.
+        max_model_len: the maximum sequence length, by default *max_position*; it decides whether
+            ``longrope`` uses its long or its short factors.
 
     Raises:
-        LayerArgumentError: a parameter is missing, unknown, or out of its range.
+        LayerArgumentError: a parameter is missing, unknown, or out of range.
     """
     parameters = dict(rope_parameters or {})
     dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -83,7 +83,7 @@ def get_rope(
 
 
 def _has(rope: Rope, tables: list[Tensor]) -> bool:
-    """Whether *tables* are still those of *rope*; casting there and back has lost digits, too."""
+    """Whether *rope* still has these *tables*; a cast to another dtype and back changes them."""
     own = [*rope.buffers()]
     return len(own) == len(tables) and all(map(is_, own, tables))
 

@@ -1,4 +1,4 @@
-"""Rotation by positions in time, height and width."""
+"""Rotary embedding with positions in time, height and width (M-RoPE)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _ROWS_PER_POSITION = 4
 class MRotaryEmbedding(RotaryEmbedding):
     """M-RoPE: each pair of dimensions is rotated by one of three positions of a token.
 
-    Text has one position, three times the same, and may give it once.
+    The three positions of a text token are equal, so text may pass one position per token.
 
     Args:
-        mrope_section: how many pairs turn with time, height and width; together
+        mrope_section: the numbers of pairs rotated by time, height and width; their sum is
             ``rotary_dim / 2``.
-        mrope_interleaved: the axes alternate from pair to pair, until the smaller sections are
-            used up; otherwise one section follows the other.
+        mrope_interleaved: pairs alternate between the axes as long as each section lasts, and the
+            remaining pairs use time; False: the sections follow each other.
 
     The other arguments, and the table, are those of :class:`RotaryEmbedding`; the table has four
     times as many positions.
 
     Raises:
-        LayerArgumentError: the sections do not fit *rotary_dim*.
+        LayerArgumentError: the sections do not add up to ``rotary_dim / 2``.
 
     Source: Qwen2-VL, arXiv:2409.12191; interleaved: Qwen3-VL, arXiv:2511.21631.
     """
@@ -104,7 +104,7 @@ class MRotaryEmbedding(RotaryEmbedding):
     def forward_cuda(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The same. Queries and keys are donated: do not use them afterwards."""
+        """Rotate and donate queries and keys: do not use them afterwards."""
         if positions.ndim == 1:
             return super().forward_cuda(positions, query, key)
         cos, sin = self._angles(positions, query)
@@ -139,6 +139,6 @@ def _consecutive(section: Sequence[int]) -> list[int]:
 
 
 def _interleaved(section: Sequence[int]) -> list[int]:
-    """Pair ``AXES * i + axis`` turns with *axis* while ``i`` is in its section, else with time."""
+    """Return the axis of each pair: ``p % AXES`` while that section lasts, else time."""
     pairs = range(sum(section))
     return [p % AXES if p // AXES < section[p % AXES] else 0 for p in pairs]

@@ -1,4 +1,4 @@
-"""The rotary parameters of a model's configuration, as Hugging Face writes them."""
+"""Parse the rotary parameters of a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class RopeContext:
     """Inputs of a scaling other than its own parameters.
 
     Attributes:
-        max_position: the positions that the configuration names.
-        longest: the longest sequence that will be run.
+        max_position: ``max_position_embeddings`` of the configuration.
+        longest: the maximum sequence length.
     """
 
     max_position: int
@@ -32,10 +32,10 @@ class RopeContext:
 
 
 def read_scaling(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
-    """Return the scaling that ``rope_parameters`` (formerly ``rope_scaling``) ask for.
+    """Return the scaling for ``rope_parameters`` (formerly ``rope_scaling``).
 
     Raises:
-        LayerArgumentError: the type is not known, or a parameter is missing or wrong.
+        LayerArgumentError: the type is unknown, or a parameter is missing or invalid.
     """
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in _READERS:
@@ -46,10 +46,10 @@ def read_scaling(parameters: Mapping[str, Any], context: RopeContext) -> Scaling
 
 
 def number(parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Return a positive number; without a default it is required.
+    """Return a positive number; required if there is no default.
 
     Raises:
-        LayerArgumentError: it is missing, or no positive number.
+        LayerArgumentError: it is missing, or is not a positive number.
     """
     found = parameters.get(key)
     if found is None:
@@ -66,7 +66,7 @@ def flag(parameters: Mapping[str, Any], key: str, default: bool) -> bool:
     """Return a boolean.
 
     Raises:
-        LayerArgumentError: it is something else.
+        LayerArgumentError: it is not a boolean.
     """
     found = parameters.get(key, default)
     if not isinstance(found, bool):
@@ -75,7 +75,7 @@ def flag(parameters: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def sections(parameters: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return ``mrope_section``, the number of pairs of each axis; None: it is absent or null.
+    """Return ``mrope_section``, the number of pairs per axis, or None if it is missing or null.
 
     Raises:
         LayerArgumentError: it is not a list of integers.
@@ -95,7 +95,7 @@ def _number_or_none(parameters: Mapping[str, Any], key: str) -> float | None:
 
 
 def _number_or(parameters: Mapping[str, Any], key: str, default: float) -> float:
-    """Return a positive number; null and zero mean *default*, as they do to transformers."""
+    """Return a positive number; null and zero mean *default*, as in transformers."""
     found = parameters.get(key)
     absent = found is None or (found == 0 and found is not False)
     return default if absent else number(parameters, key)

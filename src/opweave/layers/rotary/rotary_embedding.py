@@ -1,4 +1,4 @@
-"""Rotation by positions, with a table of cosines and sines."""
+"""Rotary embedding with a table of cosines and sines."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _PLAIN = Scaling()
 class RotaryEmbedding(CustomOp):
     """Rotates queries and keys by their positions: ``ir.ops.rotary_embedding``.
 
-    ``cos_sin_cache``, ``(positions, rotary_dim)``, is a buffer that is not saved.
+    ``cos_sin_cache``, ``(positions, rotary_dim)``, is a non-persistent buffer.
 
     Args:
         head_size: the size of a head.
-        rotary_dim: how many of its dimensions are rotated, the first ones; even.
-        max_position_embeddings: the number of positions that the model names; a scaling may make
-            the table longer.
-        base: of the frequencies.
+        rotary_dim: the number of leading dimensions of a head that are rotated; even.
+        max_position_embeddings: the number of positions in the model's configuration; a scaling may
+            make the table longer.
+        base: the base of the frequencies.
         is_neox_style: pair dimension ``i`` with ``i + rotary_dim / 2``; otherwise ``2 * i`` with
             ``2 * i + 1``.
-        dtype: of the table, which is computed in float32.
-        init_cache: make the table; a subclass that makes its own says False.
-        scaling: how frequencies and table differ from the plain ones.
+        dtype: dtype of the table, which is computed in float32.
+        init_cache: create the table; False for subclasses that create their own.
+        scaling: the scaling of frequencies and table; none by default.
 
     Raises:
         LayerArgumentError: *rotary_dim* is odd, or not between 2 and *head_size*.
@@ -64,7 +64,7 @@ class RotaryEmbedding(CustomOp):
             self.make_cache(scaling.rows(max_position_embeddings))
 
     def make_cache(self, rows: int) -> None:
-        """Make the table for positions below *rows*, on the default device."""
+        """Return the table for positions below *rows*, on the default device."""
         frequencies = self.scaling.frequencies(self.rotary_dim, self.base)
         table = cos_sin_table(frequencies, rows, self.scaling.magnitude)
         table = table.to(device=torch.get_default_device(), dtype=self.dtype)
@@ -82,10 +82,10 @@ class RotaryEmbedding(CustomOp):
             key: the same with the number of key heads, or None.
 
         Returns:
-            The rotated queries and keys, in the shapes and dtypes that came in.
+            The rotated queries and keys, in the shapes and dtypes of the inputs.
 
         Raises:
-            LayerArgumentError: the leading dimensions are not those of as many positions.
+            LayerArgumentError: the leading dimensions do not match the number of positions.
         """
         xs = [query] if key is None else [query, key]
         shapes = [x.shape for x in xs]
@@ -101,7 +101,7 @@ class RotaryEmbedding(CustomOp):
     def forward_cuda(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The same. Queries and keys are donated: do not use them afterwards."""
+        """Rotate and donate queries and keys: do not use them afterwards."""
         xs = [query] if key is None else [query, key]
         shapes = [x.shape for x in xs]  # in a graph, asking what is donated counts as a use
         tokens, xs = align(positions, xs)
@@ -126,7 +126,7 @@ class RotaryEmbedding(CustomOp):
 
 
 def check_sizes(head_size: int, rotary_dim: int) -> None:
-    """Raise LayerArgumentError unless *rotary_dim* dimensions of a head can be rotated."""
+    """Raise LayerArgumentError unless *rotary_dim* is valid for the head size."""
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_size:
         raise LayerArgumentError(
             f"rotary_dim={rotary_dim} must be an even number from 2 to head_size={head_size}."
@@ -137,7 +137,7 @@ def align(positions: Tensor, xs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]
     """Return *positions* and *xs* with the same leading dimensions, as views where possible.
 
     Raises:
-        LayerArgumentError: the first dimensions of one are not those of as many positions.
+        LayerArgumentError: the leading dimensions of a tensor do not match the number of positions.
     """
     if all(x.ndim > positions.ndim and x.shape[: positions.ndim] == positions.shape for x in xs):
         return positions, [*xs]

@@ -1,7 +1,7 @@
-"""How rotary embedding is stretched to more positions than a model was trained on.
+"""Scalings of rotary embedding to more positions than a model was trained on.
 
-A scaling says three things: the frequencies, the number of positions they are good for, and a
-factor on cosines and sines.
+A scaling defines the frequencies, the number of positions they cover, and a factor on cosines and
+sines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from opweave.layers.errors import LayerArgumentError
 
 @dataclass(frozen=True)
 class Scaling:
-    """None: the frequencies ``theta ** (-2 * i / size)``.
+    """No scaling: the frequencies ``theta ** (-2 * i / size)``.
 
     Source: Su et al., "RoFormer", arXiv:2104.09864.
     """
@@ -31,19 +31,19 @@ class Scaling:
         """Return each pair's angle per position: ``(size / 2,)``, float32, on the CPU.
 
         Args:
-            size: how many dimensions of a head are rotated.
+            size: the number of rotated dimensions of a head.
             theta: the base of the frequencies.
         """
         return 1.0 / _powers(size, theta)
 
     def rows(self, max_positions: int) -> int:
-        """Return the number of positions of a model that names *max_positions*."""
+        """Return the number of positions of a model with *max_positions* in its configuration."""
         return max_positions
 
 
 @dataclass(frozen=True)
 class LinearScaling(Scaling):
-    """All frequencies are divided by *factor*.
+    """Divides all frequencies by *factor*.
 
     Source: Chen et al., "Extending Context Window via Positional Interpolation", arXiv:2306.15595.
     """
@@ -59,11 +59,11 @@ class LinearScaling(Scaling):
 
 @dataclass(frozen=True)
 class ProportionalScaling(Scaling):
-    """The slowest pairs do not turn; frequencies are those of the whole head, divided by *factor*.
+    """Rotates only the fastest pairs, with the frequencies of the whole head, divided by *factor*.
 
     Args:
-        factor: divides the frequencies.
-        share: the part of the pairs that turn.
+        factor: the divisor of the frequencies.
+        share: the fraction of the pairs that are rotated.
 
     Source: transformers' rope type ``"proportional"``, used by Gemma 4.
     """
@@ -79,9 +79,9 @@ class ProportionalScaling(Scaling):
 
 @dataclass(frozen=True)
 class DynamicNTKScaling(Scaling):
-    """A larger base, for sequences *factor* times as long as those trained on.
+    """Increases the base, for sequences *factor* times as long as in training.
 
-    The base is fixed: that of the longest sequence. Keys in a cache were rotated by it too.
+    The base is that of the longest sequence, and fixed, because cached keys were rotated with it.
 
     Source: the NTK-aware scaling described in section 3.1 of YaRN, arXiv:2309.00071.
     """
@@ -103,7 +103,7 @@ class DynamicNTKScaling(Scaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(Scaling):
-    """Long wavelengths are stretched by *factor*, short ones kept, those between interpolated.
+    """Stretches long wavelengths by *factor*, keeps short ones, and interpolates between them.
 
     Wavelengths above ``original_max_positions / low_freq_factor`` are long, those below
     ``original_max_positions / high_freq_factor`` short.
@@ -126,16 +126,17 @@ class Llama3Scaling(Scaling):
 
 @dataclass(frozen=True)
 class YarnScaling(Scaling):
-    """Dimensions that turn seldom are stretched by *factor*, fast ones kept, with a ramp between.
+    """Stretches slow dimensions by *factor*, keeps fast ones, and uses a ramp between them.
 
     Args:
-        factor: by how much the context grows.
-        original_max_positions: the context trained on.
-        beta_fast, beta_slow: the ramp goes from dimensions that turn *beta_fast* times in that
-            context to those that turn *beta_slow* times.
+        factor: the factor by which the context grows.
+        original_max_positions: the context length in training.
+        beta_fast, beta_slow: the ramp goes from dimensions with *beta_fast* rotations in that
+            context to those with *beta_slow* rotations.
         attention_factor: the magnitude; None: computed from the others.
-        mscale, mscale_all_dim: DeepSeek's: the magnitude is the quotient of two, of these weights.
-        truncate: begin and end the ramp at whole dimensions.
+        mscale, mscale_all_dim: DeepSeek's parameters: the magnitude is the quotient of the
+            magnitudes for these two weights.
+        truncate: round the ends of the ramp to whole dimensions.
 
     Source: Peng et al., "YaRN", arXiv:2309.00071; DeepSeek-V2, arXiv:2405.04434.
     """
@@ -175,7 +176,7 @@ class YarnScaling(Scaling):
         return stretch / (self.factor * powers) + (1 - stretch) / powers
 
     def _dimension(self, turns: float, size: int, theta: float) -> float:
-        """Return the pair, as a real number, that turns so often in the original context."""
+        """Return the pair, as a real number, that rotates *turns* times in the original context."""
         wavelength = self.original_max_positions / (turns * 2 * math.pi)
         return size * math.log(wavelength) / (2 * math.log(theta))
 
@@ -185,16 +186,16 @@ class YarnScaling(Scaling):
 
 @dataclass(frozen=True)
 class LongRopeScaling(Scaling):
-    """Every pair has a factor of its own: one for short sequences, another for long ones.
+    """Divides the frequency of each pair by its own factor: LongRoPE.
 
-    Which of the two holds is decided here, once, and not by what is in a batch: keys in a cache
-    were rotated by it too.
+    The choice between the factors for short and for long sequences is made once, and does not
+    depend on the batch, because cached keys were rotated with them.
 
     Args:
-        factors: divide the frequencies, one for each pair.
-        factor: by how much the context grows.
-        original_max_positions: the context trained on.
-        attention_factor: the magnitude; None: computed from the two before it.
+        factors: the divisors of the frequencies, one per pair.
+        factor: the factor by which the context grows.
+        original_max_positions: the context length in training.
+        attention_factor: the magnitude; None: computed from *factor* and *original_max_positions*.
 
     Source: Ding et al., "LongRoPE", arXiv:2402.13753.
     """
@@ -236,7 +237,7 @@ def cos_sin_table(frequencies: Tensor, rows: int, magnitude: float = 1.0) -> Ten
     Args:
         frequencies: ``(n,)``, the angle per position.
         rows: the number of positions.
-        magnitude: the factor on all.
+        magnitude: the factor on cosines and sines.
     """
     angles = torch.outer(torch.arange(rows, dtype=torch.float32, device="cpu"), frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitude

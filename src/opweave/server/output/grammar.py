@@ -1,4 +1,4 @@
-"""The grammar of an answer that must call a function, or that thinks before it has a form."""
+"""The grammar of an answer with required calls, or with reasoning before a constrained form."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def answer_grammar(
     reasoning: str | None = None,
     special: Mapping[str, int] = {},
 ) -> StructuredOutputsParams:
-    """Return the constraint for an answer that is calls, or has a form, or either.
+    """Return the constraint for an answer that consists of calls, has a given form, or either.
 
     Args:
         layout: the texts around calls; None: calls are not possible.
-        functions: those that may be called.
+        functions: the functions that may be called.
         is_parallel: whether there may be several calls.
-        form: of an answer that calls nothing.
+        form: the form of an answer without calls.
         reasoning: ``"may"``: the answer may begin with reasoning; ``"inside"``: the prompt has
             begun it; None: the output has no reasoning.
         special: the special tokens of the formats, by their text.
 
     Raises:
         MissingDependencyError: llguidance is not installed.
-        ValueError: the notation of a grammar in *form* is not understood.
+        ValueError: the notation of a grammar in *form* is unknown.
     """
     rules, grammars, bodies = [], [], []
     if layout is not None:

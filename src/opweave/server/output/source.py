@@ -18,9 +18,9 @@ class TextSource:
     """The text so far, and the read position. Parsers must depend on the text alone.
 
     Attributes:
-        text: all that has arrived.
-        position: how much of it is read.
-        is_complete: whether no more will arrive.
+        text: the text that has arrived.
+        position: the number of characters that are read.
+        is_complete: whether the text is complete.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which formats a model writes, chosen by the operator or from its chat template."""
+"""The output formats of a model, configured or detected from its chat template."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OutputStyle:
 
     Attributes:
         template: the source of its chat template.
-        calls: of tool calls; None: they stay text.
+        calls: the format of tool calls; None: tool calls stay text.
         has_reasoning: whether answers may begin with reasoning.
     """
 
@@ -51,7 +51,7 @@ class OutputStyle:
     def of(
         cls, template: str, tool_call_parser: ToolCallParser, reasoning_parser: ReasoningParser
     ) -> OutputStyle:
-        """Return the style that the operator chooses, or that the template shows."""
+        """Return the configured style, or the one detected from the template."""
         if tool_call_parser == "auto":
             calls: type[CallFormat] | None = _detected(template)
         else:

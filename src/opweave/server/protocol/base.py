@@ -42,9 +42,9 @@ Input = Text | list[Text] | TokenIds | list[TokenIds]  # one prompt or several
 
 
 def either(one: str, tag: str, other: str, other_tag: str) -> Callable[[object], str]:
-    """Return what tells two types of bodies apart: by which of two fields they have.
+    """Return a discriminator for two types of bodies, by the field that a body has.
 
-    Errors are then about one of the types alone.
+    Error messages then refer to one of the types only.
     """
 
     def kind(body: object) -> str:
@@ -60,8 +60,8 @@ def either(one: str, tag: str, other: str, other_tag: str) -> Callable[[object],
 class RequestFields(BaseModel):
     """A part of a request; it may have unknown fields.
 
-    Only integers and whole floats are converted into each other. A client that sends ``"5"`` or
-    ``true`` for a number has a bug, which it should see.
+    Only integers and whole floats are converted into each other; ``"5"`` or ``true`` for a number
+    is an error.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
@@ -106,5 +106,5 @@ class ResponseBody(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
     def event(self, **options: Any) -> str:
-        """Return it as a server-sent event."""
+        """Return the body as a server-sent event."""
         return f"data: {self.model_dump_json(**options)}\n\n"

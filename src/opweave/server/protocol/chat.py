@@ -29,7 +29,7 @@ _RESERVED = {"messages", "tools", "chat_template"}
 
 
 class ContentPart(RequestFields):
-    """A part of a message; its type says which field holds the text."""
+    """A part of a message; its type determines the field with the text."""
 
     type: Text | None = None
     text: Text | None = None
@@ -53,7 +53,7 @@ class ChatMessage(RequestFields):
 
 
 class Conversation(RequestBody):
-    """Messages that the chat template turns into a prompt."""
+    """A conversation, which the chat template renders as a prompt."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
@@ -66,7 +66,7 @@ class Conversation(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _move_from_variables(cls, values: Any) -> Any:
-        """Move what ``chat_template_kwargs`` may hold to the fields of those names."""
+        """Move fields in ``chat_template_kwargs`` to the fields of the same names."""
         variables = values.get("chat_template_kwargs") if isinstance(values, Mapping) else None
         if not isinstance(variables, Mapping):
             return values
@@ -136,7 +136,7 @@ class ChatRequest(SamplingFields, Conversation):
 
     @property
     def limit_field(self) -> str:
-        """The field that says how long the answer may be."""
+        """The field that limits the length of the answer."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def _params(self, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -152,7 +152,7 @@ class ChatRequest(SamplingFields, Conversation):
 
 
 class TopLogprob(ResponseBody):
-    """A token that could have been taken."""
+    """A likely token, with its log-probability."""
 
     token: str
     logprob: float
@@ -160,13 +160,13 @@ class TopLogprob(ResponseBody):
 
 
 class ChatTokenLogprob(TopLogprob):
-    """The token that was taken, and those that could have been."""
+    """The sampled token, and the most likely tokens."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(ResponseBody):
-    """Log-probabilities of an answer, or of a piece of it."""
+    """Log-probabilities of an answer or a delta."""
 
     content: list[ChatTokenLogprob]
 
@@ -187,7 +187,7 @@ class ToolCall(ResponseBody):
 
 
 class AnswerMessage(ResponseBody):
-    """The answer; what it does not have is left out."""
+    """The answer; missing parts are omitted."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -226,7 +226,7 @@ class ChatResponse(ResponseBody):
 
 
 class ChatChunkChoice(ResponseBody):
-    """A piece of one answer; its delta holds ``role`` once, then what is new."""
+    """A delta of one answer; the first one has the ``role``."""
 
     index: int
     delta: dict[str, Any]
@@ -237,7 +237,7 @@ class ChatChunkChoice(ResponseBody):
 
 
 class ChatChunk(ResponseBody):
-    """A part of a stream."""
+    """An event of a stream."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -249,6 +249,6 @@ class ChatChunk(ResponseBody):
 
 
 def _renamed(error: SamplingParamsError, names: Mapping[str, str]) -> SamplingParamsError:
-    """Return *error* with the names that the fields have here."""
+    """Return *error* with this endpoint's names of the fields."""
     message = re.sub(r"\w+(?==)", lambda found: names.get(found[0], found[0]), str(error))
     return SamplingParamsError(message, names.get(error.parameter or "", error.parameter))

@@ -28,7 +28,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def writes_nothing(self) -> bool:
-        """Whether only the prompt is asked for, as programs do that rate texts."""
+        """Whether the request only scores the prompt, without generating."""
         return self.max_tokens == 0
 
     def params(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
@@ -36,7 +36,7 @@ class CompletionRequest(SamplingFields):
 
         Raises:
             SamplingParamsError: a value is out of range.
-            ApiError: the request asks for what there is not.
+            ApiError: the request asks for something that is not supported.
         """
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", f"best_of={self.best_of}", "It must equal n; use n.")
@@ -54,14 +54,14 @@ class CompletionRequest(SamplingFields):
         )
 
     def _prompt_logprobs(self) -> int | None:
-        """Return for how many tokens the engine returns log-probabilities of the prompt."""
+        """Return the number of logprobs per prompt token, or None."""
         echoed = self.logprobs if self.echo else None
         wanted = [count for count in (self.prompt_logprobs, echoed) if count is not None]
         return max(wanted, default=None)
 
 
 class CompletionLogprobs(ResponseBody):
-    """Log-probabilities, in lists of one entry for each token."""
+    """Log-probabilities, in lists with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -70,7 +70,7 @@ class CompletionLogprobs(ResponseBody):
 
 
 class CompletionChoice(ResponseBody):
-    """One answer, or a piece of it."""
+    """One answer, or a delta of it."""
 
     index: int
     text: str
@@ -84,7 +84,7 @@ class CompletionChoice(ResponseBody):
 
 
 class CompletionResponse(ResponseBody):
-    """All answers; or, of a stream, a piece of one of them."""
+    """All answers or, in a stream, a delta of one answer."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

@@ -13,7 +13,7 @@ from opweave.server.protocol.chat import Conversation
 
 
 class EmbeddingFields(RequestBody):
-    """How to make vectors."""
+    """Options of embeddings."""
 
     endpoint = "embeddings"
 
@@ -42,7 +42,7 @@ class EmbeddingFields(RequestBody):
         return PoolingParams(self.dimensions, given.pop() if given else None)
 
     def kept_tokens(self, context: int) -> int | None:
-        """Return how many tokens of a prompt are kept in a *context* of so many; None: all.
+        """Return the maximum number of tokens of a prompt for this *context*; None: no truncation.
 
         Raises:
             ApiError: the number is out of range.
@@ -58,16 +58,16 @@ class EmbeddingFields(RequestBody):
 
 
 class EmbeddingRequest(EmbeddingFields):
-    """Turn texts into vectors."""
+    """Embed texts."""
 
     input: Input
 
 
 class EmbeddingConversation(EmbeddingFields, Conversation):
-    """Turn a conversation into a vector."""
+    """Embed a conversation."""
 
     def template_arguments(self) -> dict[str, Any]:
-        """Return the arguments; nothing is to be answered, so that no header is added."""
+        """Return the arguments, without the header of an answer."""
         return {"add_generation_prompt": False, **super().template_arguments()}
 
 
@@ -79,7 +79,7 @@ EmbeddingBody = Annotated[
 
 
 class Embedding(ResponseBody):
-    """The vector of one text; in base64, of little-endian 32-bit floats."""
+    """The vector of one text: numbers, or base64 of little-endian 32-bit floats."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -87,7 +87,7 @@ class Embedding(ResponseBody):
 
 
 class EmbeddingUsage(ResponseBody):
-    """Tokens of the texts."""
+    """The number of tokens in the texts."""
 
     prompt_tokens: int
     total_tokens: int

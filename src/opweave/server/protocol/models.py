@@ -8,7 +8,7 @@ from opweave.server.protocol.base import ResponseBody
 
 
 class ModelCard(ResponseBody):
-    """A name by which the model can be asked for."""
+    """A served model name."""
 
     id: str
     object: Literal["model"] = "model"
@@ -19,7 +19,7 @@ class ModelCard(ResponseBody):
 
 
 class ModelList(ResponseBody):
-    """All names."""
+    """All served model names."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]

@@ -9,7 +9,7 @@ from opweave.server.protocol.sampling import Priority
 
 
 class ProcessRequest(RequestBody):
-    """A request in the form of an I/O processor."""
+    """A request in the format of an I/O processor."""
 
     endpoint = "process"
 

@@ -12,13 +12,13 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
 class TextOptions(RequestFields):
-    """The form of the answer."""
+    """The format of the answer."""
 
     format: dict[str, Any] | None = None
 
 
 class ResponsesRequest(RequestBody):
-    """Answer a conversation, in the form of OpenAI's Responses API."""
+    """Answer a conversation, with OpenAI's Responses API."""
 
     endpoint = "responses"
 
@@ -35,10 +35,10 @@ class ResponsesRequest(RequestBody):
     metadata: dict[str, Any] | None = None
 
     def as_chat(self) -> dict[str, Any]:
-        """Return the body of the chat completion that asks for the same.
+        """Return the body of the equivalent chat completion.
 
         Raises:
-            ApiError: the input has an item of another kind than text and calls.
+            ApiError: the input has an item that is neither text nor a call.
         """
         values = {
             "model": self.model,
@@ -71,7 +71,7 @@ class ResponsesRequest(RequestBody):
 
 
 def _add(item: Mapping[str, Any], messages: list[dict[str, Any]], path: str) -> None:
-    """Add an item of the input; what the model wrote in one turn is one message."""
+    """Add an item of the input; the items of one turn of the model form one message."""
     kind = item.get("type", "message" if "role" in item else None)
     if kind == "message":
         content = _content(item.get("content"), path)

@@ -1,4 +1,4 @@
-"""The fields that say how to choose tokens."""
+"""Sampling parameters in requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Priority = Annotated[Int, Field(ge=-(2**31), lt=2**31)]
 
 
 def _token(key: object) -> object:
-    """Names in JSON are text; the conversion takes more than decimal numbers."""
+    """Convert a JSON key to a token id; ``int`` accepts more than decimal numbers."""
     if isinstance(key, str) and not re.fullmatch(r"-?[0-9]+", key):
         raise ValueError(f"{key!a} is not an integer")
     return key
@@ -39,14 +39,14 @@ TokenKey = Annotated[int, BeforeValidator(_token), Field(strict=False)]
 
 
 class StreamOptions(RequestFields):
-    """How to stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class SamplingFields(FormFields):
-    """Everything that :class:`opweave.engine.SamplingParams` knows; None is its default."""
+    """The fields of :class:`opweave.engine.SamplingParams`; None means its default."""
 
     max_tokens: Int | None = None
     temperature: float | None = None
@@ -84,12 +84,12 @@ class SamplingFields(FormFields):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Whether a stream ends with the token usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def repeats_usage(self) -> bool:
-        """Whether every event of a stream has the numbers of tokens so far."""
+        """Whether every event of a stream has the token usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling_params(
@@ -98,14 +98,13 @@ class SamplingFields(FormFields):
         """Return the parameters.
 
         Args:
-            max_tokens: the most tokens of an answer.
-            defaults: the checkpoint's, for what the request leaves out.
-            others: parameters that the endpoints name differently.
+            max_tokens: the maximum number of tokens of an answer.
+            defaults: the checkpoint's values for missing fields.
+            others: parameters with other names in the endpoint.
 
         Raises:
             SamplingParamsError: a value is out of range.
-            ApiError: fields contradict each other: those for streams, or for the form of the
-                answer.
+            ApiError: fields for streams or for structured output contradict each other.
         """
         if self.stream_options is not None and not self.stream:
             raise ApiError(

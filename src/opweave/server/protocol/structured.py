@@ -1,4 +1,4 @@
-"""The fields that say what form an answer must have, in the words of OpenAI and of vLLM."""
+"""The fields for structured output, of OpenAI and of vLLM."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StructuredOutputs(RequestFields):
 
 
 class FormFields(RequestBody):
-    """The form of an answer; at most one of these fields gives it."""
+    """The fields for structured output; at most one may be set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -59,14 +59,14 @@ class FormFields(RequestBody):
 
     @property
     def form_field(self) -> str:
-        """The field that gives the form."""
+        """The field that is set."""
         return next((name for name, _ in self._forms()), "structured_outputs")
 
     def form(self) -> StructuredOutputsParams | None:
-        """Return the form, or None for free text.
+        """Return the constraint, or None for free text.
 
         Raises:
-            ApiError: several fields give one, or it contradicts itself.
+            ApiError: several fields are set, or one contradicts itself.
         """
         given = list(self._forms())
         if not given:
@@ -100,7 +100,7 @@ class FormFields(RequestBody):
 
 
 def form_error(error: Exception, field: str) -> ApiError:
-    """Return *error*, which is about the form of an answer, with the field that gave it."""
+    """Return *error* about structured output, with the name of the request field."""
     return ApiError(str(error).replace("structured_outputs", field, 1), param=field)
 
 

@@ -13,7 +13,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class TokenizePrompt(RequestBody):
-    """A text to be split into tokens."""
+    """A text to tokenize."""
 
     endpoint = "tokenize"
 
@@ -23,12 +23,12 @@ class TokenizePrompt(RequestBody):
 
     @property
     def special(self) -> bool:
-        """Whether the tokenizer adds special tokens: yes, unless it must not."""
+        """Whether the tokenizer adds special tokens: by default yes."""
         return self.add_special_tokens is not False
 
 
 class TokenizeConversation(Conversation):
-    """A conversation to be split into tokens."""
+    """A conversation to tokenize."""
 
     endpoint = "tokenize"
 
@@ -37,7 +37,7 @@ class TokenizeConversation(Conversation):
 
     @property
     def special(self) -> bool:
-        """Whether the tokenizer adds special tokens: the template has them, unless it must."""
+        """Whether the tokenizer adds special tokens: by default no, since templates add them."""
         return bool(self.add_special_tokens)
 
 
@@ -58,7 +58,7 @@ class TokenizeResponse(ResponseBody):
 
 
 class DetokenizeRequest(RequestBody):
-    """Tokens to be joined to a text."""
+    """Tokens to detokenize."""
 
     endpoint = "detokenize"
 

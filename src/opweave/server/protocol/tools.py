@@ -1,4 +1,4 @@
-"""The functions that a model may call, and whether it must."""
+"""Tool use: the functions that a model may or must call."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ToolUse:
 
     Attributes:
         tools: the functions as the client describes them, for the chat template.
-        names: of the functions that may be called.
-        functions: those that are described well enough to constrain a call.
+        names: the names of the functions that may be called.
+        functions: the functions whose description is sufficient to constrain a call.
         required: the functions of which one must be called; None: the model decides.
         is_parallel: whether there may be several calls.
     """
@@ -31,10 +31,10 @@ class ToolUse:
 
     @classmethod
     def of(cls, tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: Any) -> ToolUse:
-        """Return what the fields of a request say.
+        """Return the tool use that the fields of a request describe.
 
         Raises:
-            ApiError: they contradict each other, or name a function that there is not.
+            ApiError: they contradict each other, or name an unknown function.
         """
         name = _named(choice)
         if choice == "none":

@@ -1,7 +1,7 @@
 """The table of request fields: which ones are supported, harmless or refused, by endpoint.
 
-It covers the request schemas of OpenAI's API and of vLLM. Requests are checked against it before
-anything else; the documentation shows it.
+It covers the request schemas of OpenAI's API and of vLLM. Requests are checked against it first,
+and the documentation is generated from it.
 """
 
 from opweave.server.request_fields.check import FieldTable

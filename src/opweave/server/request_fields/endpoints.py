@@ -18,9 +18,9 @@ class Endpoint:
     """An endpoint and the fields of its requests.
 
     Attributes:
-        path: of the endpoint.
+        path: the path of the endpoint.
         rows: one for each field.
-        is_served: whether the server has it; if not, requests get a 404.
+        is_served: whether the server has the endpoint; otherwise requests get a 404.
     """
 
     path: str

@@ -13,13 +13,13 @@ class Row:
     """How the server handles one request field.
 
     Attributes:
-        path: the field's name, behind the names of the fields that contain it: ``a.b``. Lists
-            between them are left out: ``messages.content.type`` is in a list in a list.
+        path: the field's name, prefixed with the names of the fields that contain it: ``a.b``.
+            Lists do not appear in the path: ``messages.content.type`` is in a list in a list.
         status: ``supported``: it has its documented effect. ``harmless``: it has no effect here,
             and cannot change the answer. ``refused``: a request that sets it gets a 400.
         note: the effect; or the reason and the alternative if it has no effect.
-        off: values of a refused field that ask for nothing, and are accepted; null always is.
-        is_open: whether an object may hold fields of any name, which are used as they are.
+        off: values of a refused field that turn the feature off, and are accepted, like null.
+        is_open: whether an object may have fields of any name, which are passed on unchanged.
     """
 
     path: str
@@ -29,7 +29,7 @@ class Row:
     is_open: bool = False
 
     def is_off(self, value: object) -> bool:
-        """Return whether *value* asks for nothing."""
+        """Return whether *value* turns the feature off."""
         return value is None or any(
             value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off
         )
@@ -41,7 +41,7 @@ def supported(path: str, note: str, *, is_open: bool = False) -> Row:
 
 
 def harmless(path: str, note: str) -> Row:
-    """Return the row of a field that cannot change the answer; what it holds is not looked at."""
+    """Return the row of a field that cannot change the answer; its value is ignored."""
     return Row(path, "harmless", note, is_open=True)
 
 

@@ -185,6 +185,6 @@ class _CompletionsWriter:
 
 
 def _error(output: RequestOutput) -> ErrorDetail | None:
-    """Return why a prompt failed while others did not."""
+    """Return the error of a prompt that failed while others did not."""
     found = None if output.error is None else engine_error(output.error)
     return None if found is None else ErrorDetail.model_validate(found.body["error"])

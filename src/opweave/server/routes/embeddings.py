@@ -28,7 +28,7 @@ router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 
 @router.post("/v1/embeddings", response_model=EmbeddingResponse)
 async def embeddings(body: EmbeddingBody, request: Request, server: Server) -> Response:
-    """Turn texts, or a conversation, into vectors."""
+    """Embed texts or a conversation."""
     server.accept(body, request)
     params, deadline = body.params(), server.deadline()
     keep, side = body.kept_tokens(server.engine.max_model_len), body.truncation_side or "right"

@@ -20,7 +20,7 @@ router = APIRouter(responses=ERRORS, tags=["Server"])
 @router.get("/health")
 @router.get("/ping")
 async def health(server: Server) -> JSONResponse:
-    """Say whether requests are answered: 200 while the engine runs, else 503."""
+    """Return 200 while the server accepts requests, otherwise 503."""
     engine = server.engine
     status = "ok"
     if server.admission.is_closed:
@@ -47,17 +47,17 @@ async def version() -> dict[str, str]:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Return the metrics, for Prometheus."""
+    """Return Prometheus metrics."""
     return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/ops")
 def list_ops(server: Server) -> dict[str, Any]:
-    """List the ops: which kernels they have, which is preferred and why, and which ones ran."""
+    """List the ops with their kernels, the preferred kernel and why, and the kernels that ran."""
     return {"object": "list", "data": ops(server.engine.stats().kernels)}
 
 
 @router.get("/v1/plugins")
 def list_plugins() -> dict[str, Any]:
-    """List the plugins: their state, what they registered, and what went wrong."""
+    """List the plugins with their state, registrations and errors."""
     return {"object": "list", "data": plugins()}

@@ -13,13 +13,13 @@ router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 
 @router.get("/v1/models")
 async def models(server: Server) -> ModelList:
-    """List the names by which the model can be asked for."""
+    """List the served model names."""
     return ModelList(data=[_card(name, server) for name in server.model_names])
 
 
 @router.get("/v1/models/{model:path}")
 async def model(model: str, server: Server) -> ModelCard:
-    """Describe one of them."""
+    """Return one model."""
     server.check_model(model)
     return _card(model, server)
 

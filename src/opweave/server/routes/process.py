@@ -1,4 +1,4 @@
-"""``POST /v1/process``: requests in the form of a plugin's I/O processor."""
+"""``POST /v1/process``: requests in the format of a plugin's I/O processor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Outputs = Sequence[RequestOutput] | Sequence[EmbeddingOutput]
 
 @router.post("/v1/process", response_model=ProcessResponse)
 async def process(body: ProcessRequest, request: Request, server: Server) -> Response:
-    """Answer a request that is in the form of the server's I/O processor."""
+    """Answer a request in the format of the server's I/O processor."""
     server.accept(body, request)
     if (processor := server.io_processor) is None:
         raise ApiError(

@@ -41,7 +41,7 @@ _NAMES = {
 
 @router.post("/v1/responses", responses=STREAM)
 async def responses(body: ResponsesRequest, request: Request, server: Server) -> Response:
-    """Answer a conversation; nothing is stored."""
+    """Answer a conversation; the response is not stored."""
     server.accept(body, request)
     try:
         chat = _chat(body)

@@ -22,7 +22,7 @@ router = APIRouter(responses=ERRORS, tags=["Tokens"])
 
 @router.post("/tokenize", response_model=TokenizeResponse)
 async def tokenize_text(body: TokenizeRequest, request: Request, server: Server) -> Response:
-    """Split a prompt, or a conversation, into tokens."""
+    """Tokenize a prompt or a conversation."""
     server.accept(body, request)
     ids = await unless_gone(request, _tokens(body, request, server))
     token = server.engine.tokenizer.token
@@ -48,7 +48,7 @@ async def _tokens(
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
 async def detokenize_tokens(body: DetokenizeRequest, request: Request, server: Server) -> Response:
-    """Join tokens to a text."""
+    """Detokenize token ids."""
     server.accept(body, request)
     text = await unless_gone(request, detokenize(body.tokens, server, param="tokens"))
     return json_response(DetokenizeResponse(prompt=text))
