@@ -62,7 +62,7 @@ def _run(
 def _load(path: Path, model_impl: ModelImpl) -> Any:
     weights = path / "block.pt"
     if not weights.exists():
-        return load_model(path, model_impl=model_impl)
+        return load_model(path, dtype="float32", model_impl=model_impl)
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     block = GptOssMoE.from_hf(config, dtype=torch.float32)
     block.load_weights(torch.load(weights).items())

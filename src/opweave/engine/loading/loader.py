@@ -18,7 +18,7 @@ from opweave.engine.loading.checkpoint import Checkpoint, Progress, TensorFile
 from opweave.engine.loading.dtypes import DTYPES, dtype_of, named_dtype, shapes_of
 from opweave.engine.loading.gguf.tensors import GgufTensors
 from opweave.engine.loading.implementation import uses_transformers
-from opweave.engine.loading.quantization import is_cache_scale, unquantized, without_quantization
+from opweave.engine.loading.quantization import is_cache_scale, opened, without_quantization
 from opweave.engine.loading.quantized.layers import build_quantized
 from opweave.engine.loading.sources import QuantizedSource, TensorSource
 from opweave.engine.loading.tied_head import head_name, untied
@@ -82,14 +82,14 @@ def load_model(
     with ExitStack() as stack:
         if checkpoint.gguf is None:
             files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
-            config = unquantized(config, checkpoint, files)
-            sources: list[TensorSource] = [*files]
+            config, sources = opened(config, checkpoint, files)
         else:
             planned = _planned(config, len(checkpoint.gguf.tensors))
             sources = [GgufTensors(checkpoint.gguf, planned)]
+            files = []
         shapes = shapes_of(sources)
         planned = _planned(config, len(shapes))
-        checkpoint.check_index(shapes, optional=head_name(planned))
+        checkpoint.check_index(shapes_of(files), optional=head_name(planned))
         _check_shapes(planned, {n: s for n, s in shapes.items() if not is_cache_scale(n)})
         kept = named or dtype_of(sources)
         model, packed = build_quantized(untied(config, planned, sources, kept), kept, sources)

@@ -1,4 +1,4 @@
-"""Recognizes quantized checkpoints, which are not supported, by all that can show it.
+"""Recognizes quantized checkpoints, and the formats that are supported.
 
 The tensors decide: a configuration left over from quantization does no harm to plain weights.
 """
@@ -6,10 +6,16 @@ The tensors decide: a configuration left over from quantization does no harm to 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from opweave.engine.loading.checkpoint import Checkpoint, TensorFile
+from opweave.engine.loading.quantized.awq import Awq
+from opweave.engine.loading.quantized.compressed_tensors import CompressedTensors
+from opweave.engine.loading.quantized.files import Format, QuantizedFiles
+from opweave.engine.loading.quantized.fp8 import Fp8
+from opweave.engine.loading.quantized.gptq import Gptq
+from opweave.engine.loading.sources import TensorSource
 from opweave.models import UnsupportedModelError
 from opweave.models.weights import shown_name
 
@@ -32,9 +38,47 @@ _PACKED = (
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale")
 
 
+# By quant_method.
+FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
+    "compressed-tensors": CompressedTensors,
+    "gptq": Gptq,
+    "awq": Awq,
+    "fp8": Fp8,
+    "fbgemm_fp8": Fp8,
+}
+
+
 def is_cache_scale(name: str) -> bool:
     """Return whether a tensor scales a quantized KV cache, and means nothing to another one."""
     return name.endswith(_CACHE_SCALES)
+
+
+def opened(
+    config: Mapping[str, Any], checkpoint: Checkpoint, files: Sequence[TensorFile]
+) -> tuple[dict[str, Any], list[TensorSource]]:
+    """Return *config* without the keys of quantization, and the tensors of *files*.
+
+    Raises:
+        UnsupportedModelError: the weights have a quantized format that is not supported.
+        CheckpointError: quantized weights are incomplete or do not fit each other.
+    """
+    objects = (config.get(key) for key in _KEYS[:2])
+    given: Mapping[str, Any] = next((each for each in objects if isinstance(each, Mapping)), {})
+    method = str(given.get("quant_method"))
+    if method not in FORMATS or not any(map(_is_quantized, _dtypes(files).items())):
+        return unquantized(config, checkpoint, files), [*files]
+    form = FORMATS[method](given)
+    source = QuantizedFiles(files, form)
+    notes = [*form.notes]
+    if source.num_dense:
+        notes.append(
+            f"{source.num_dense} weights are dequantized while they are loaded: no kernel reads "
+            "8-bit weights with scales by block or group"
+        )
+    for note in dict.fromkeys(notes):
+        _log.warning("%s: %s", checkpoint.path, note)
+    _warn_of_cache_scales(checkpoint, files)
+    return without_quantization(config), [source]
 
 
 def unquantized(
@@ -46,23 +90,28 @@ def unquantized(
         UnsupportedModelError: the weights are quantized.
     """
     named = _named(config, checkpoint)
-    dtypes = {name: dtype for file in files for name, dtype in file.dtypes().items()}
+    dtypes = _dtypes(files)
     packed = next((name for name in dtypes if name.endswith(_PACKED)), None)
     narrow = next(_narrow(dtypes), None)
     if packed is not None or (narrow is not None and named is not None):
         signs = [named, f"the tensor {shown_name(packed or narrow or '')}"]
         raise UnsupportedModelError(
             f"{checkpoint.path} holds quantized weights ({', '.join(filter(None, signs))}); "
-            "quantized checkpoints are not supported, use unquantized weights."
+            "quantized checkpoints are not supported in this form. Supported, by opweave's own "
+            f"models: quant_method {', '.join(FORMATS)} in config.json, and GGUF files."
         )
     if named is not None:
         _log.warning("%s: %s is ignored: no weight is quantized", checkpoint.path, named)
-    if scales := sum(map(is_cache_scale, dtypes)):
+    _warn_of_cache_scales(checkpoint, files)
+    return without_quantization(config)
+
+
+def _warn_of_cache_scales(checkpoint: Checkpoint, files: Sequence[TensorFile]) -> None:
+    if scales := sum(map(is_cache_scale, _dtypes(files))):
         _log.warning(
             "%s: %d scales of a quantized KV cache are ignored: the cache is not quantized",
             checkpoint.path, scales,
         )  # fmt: skip
-    return without_quantization(config)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,6 +126,14 @@ def _named(config: Mapping[str, Any], checkpoint: Checkpoint) -> str | None:
             method = found.get("quant_method") if isinstance(found, Mapping) else found
             return f"{key!r} in config.json with quant_method {method!r}"[:200]
     return next((name for name in _FILES if (checkpoint.path / name).is_file()), None)
+
+
+def _dtypes(files: Sequence[TensorFile]) -> dict[str, str]:
+    return {name: dtype for file in files for name, dtype in file.dtypes().items()}
+
+
+def _is_quantized(tensor: tuple[str, str]) -> bool:
+    return tensor[0].endswith(_PACKED) or next(_narrow(dict([tensor])), None) is not None
 
 
 def _narrow(dtypes: Mapping[str, str]) -> Iterator[str]:

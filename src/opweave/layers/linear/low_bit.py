@@ -25,11 +25,15 @@ def _register(layer: nn.Module, name: str, data: Tensor, **attrs: Any) -> None:
     layer.register_parameter(name, parameter)
 
 
+def _named(layer: nn.Module) -> str:
+    return str(getattr(layer, "prefix", "")) or type(layer).__name__
+
+
 def _check_share(layer: nn.Module, own: int, whole: int, unit: int, what: str) -> None:
     """Raise ShardingError if a rank's share of the inputs is not made of whole units."""
     if own != whole and own % unit:
         raise ShardingError(
-            f"{getattr(layer, 'prefix', '') or type(layer).__name__}: a rank's {own} of {whole} "
+            f"{_named(layer)}: a rank's {own} of {whole} "
             f"inputs are not a multiple of the {what} of {unit} in the quantized weight. Use fewer "
             "tensor-parallel ranks."
         )
@@ -69,7 +73,7 @@ class GroupedInt4Method:
         _check_share(layer, own, input_size, self.group, "group")
         if self.is_ordered and own != input_size:
             raise ShardingError(
-                f"{getattr(layer, 'prefix', '') or type(layer).__name__}: the quantized weight "
+                f"{_named(layer)}: the quantized weight "
                 "reorders its inputs (act-order), which cannot be divided over tensor-parallel "
                 "ranks. Use one rank."
             )

@@ -42,6 +42,7 @@ def build_quantized(
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LinearBase):
             parts = dict(_parts(model, name))
+            layer.prefix = layer.prefix or name  # for errors
             found = {} if name.rpartition(".")[2] in model.dense else own
             layer.set_quant_method(_method(layer, parts, found))
             kept |= {names[part] for part in parts if part in found}

@@ -1,0 +1,159 @@
+"""Checkpoints of compressed-tensors: int4, int8 and float8 weights.
+
+Source of the layout: ``compressors`` of https://github.com/vllm-project/compressed-tensors.
+``weight_packed`` ``(out, in * bits / 32)`` packs inputs, lowest bits first, as unsigned numbers;
+``weight_zero_point`` ``(out * bits / 32, groups)`` packs outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opweave.engine.loading.quantized.fp8 import block_values, is_blocked
+from opweave.engine.loading.quantized.matrix import (
+    FLOATS,
+    QuantizedMatrix,
+    Tensors,
+    dense_matrix,
+    grouped_int4,
+    misfit,
+    require_shape,
+    rows8,
+    sorted_columns,
+    unpacked,
+)
+from opweave.engine.loading.quantized.strict import StrictConfig
+
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
+            "mixed-precision")  # fmt: skip
+_STRATEGIES = {
+    "int": ("tensor", "channel", "group"),
+    "float": ("tensor", "channel", "block"),
+}
+_EIGHT = (torch.int8, torch.float8_e4m3fn)
+
+
+class CompressedTensors:
+    """The format of the checkpoints.
+
+    Args:
+        config: ``quantization_config``.
+
+    Attributes:
+        notes: parts of the configuration that are not followed, for the log.
+
+    Raises:
+        UnsupportedModelError: it asks for something that is not supported.
+    """
+
+    main = ("weight_packed", "weight_scale")
+    leaves = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
+              "weight_g_idx", "input_scale", "input_zero_point")  # fmt: skip
+    values_needed = ("weight_g_idx", "weight_shape", "weight_zero_point")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        read = StrictConfig(config, "compressed-tensors")
+        read.one_of("format", *_FORMATS)
+        read.one_of("quantization_status", "compressed", "frozen", default="compressed")
+        read.allow(
+            *("quant_method", "version", "ignore", "global_compression_ratio", "kv_cache_scheme"),
+            "run_compressed",
+        )
+        for key in ("transform_config", "moe_sparsity_config"):
+            read.refuse_set(key)
+        sparsity = read.nested("sparsity_config")
+        if sparsity.config:
+            sparsity.one_of("format", "dense", default="dense")
+        groups = read.nested("config_groups")
+        self.notes: list[str] = []
+        for name in groups.config:
+            self._read_group(groups.nested(name))
+        read.finish()
+
+    def _read_group(self, group: StrictConfig) -> None:
+        group.allow("targets", "output_activations")
+        group.one_of("format", *_FORMATS, default="pack-quantized")
+        if group.nested("input_activations").config:
+            self.notes.append(
+                "activations stay in the model's dtype, input_activations are ignored"
+            )
+        weights = group.nested("weights")
+        kind = weights.one_of("type", "int", "float", default="int")
+        weights.one_of("num_bits", *((4, 8) if kind == "int" else (8,)))
+        weights.one_of("strategy", *_STRATEGIES[kind], default="tensor")
+        weights.one_of("dynamic", False, default=False)
+        weights.one_of("actorder", "group", "weight", "static", "dynamic", None)
+        weights.allow("symmetric", "group_size", "block_structure", "observer", "observer_kwargs",
+                      "scale_dtype", "zp_dtype")  # fmt: skip
+        weights.finish()
+        group.finish()
+
+    def matrix(self, module: str, tensors: Tensors) -> QuantizedMatrix:
+        """Return the matrix of *module* from its tensors."""
+        if "weight_packed" in tensors:
+            return _packed(module, tensors)
+        weight = require_shape(module, tensors, "weight", _EIGHT, None, None)
+        scale = tensors.get("weight_scale")
+        if scale is None or scale.dtype not in FLOATS:
+            scale = require_shape(module, tensors, "weight_scale", FLOATS, weight.shape[0], None)
+        if is_blocked(weight, scale):
+            values = block_values(module, weight, scale)
+            return QuantizedMatrix((weight.shape[0], weight.shape[1]), None, {}, values)
+        zero = tensors.get("weight_zero_point")
+        is_grouped = scale.ndim == 2 and scale.shape[1] > 1
+        if is_grouped or (zero is not None and bool((zero != 0).any())):
+            scale = _by_group(module, scale, weight.shape)
+            wide = None if zero is None else zero.reshape(-1, zero.shape[-1]).expand(scale.shape)
+            return dense_matrix(weight, scale, wide)
+        return rows8(module, weight, scale)
+
+
+def _packed(module: str, tensors: Tensors) -> QuantizedMatrix:
+    packed = require_shape(module, tensors, "weight_packed", (torch.int32,), None, None)
+    shape = require_shape(module, tensors, "weight_shape", (torch.int64, torch.int32), 2)
+    rows, columns = map(int, shape.tolist())
+    bits = packed.shape[1] * 32 // columns if columns else 0
+    if bits not in (4, 8) or packed.shape != (rows, columns * bits // 32) or columns * bits % 32:
+        raise misfit(
+            module, "weight_packed", packed, f"4 or 8 bits for each weight of ({rows}, {columns})"
+        )
+    scale = require_shape(module, tensors, "weight_scale", FLOATS, None, None)
+    scale = _by_group(module, scale, (rows, columns))
+    groups = scale.shape[1]
+    zero = order = None
+    if "weight_zero_point" in tensors:
+        per_word = 32 // bits
+        words = require_shape(
+            module, tensors, "weight_zero_point", (torch.int32,), -(-rows // per_word), None
+        )
+        if words.shape[1] != groups:
+            raise misfit(module, "weight_zero_point", words, f"int32, with {groups} columns")
+        zero = unpacked(words.T, bits)[:, :rows].T.to(torch.int32).contiguous()
+    if "weight_g_idx" in tensors:
+        index = require_shape(module, tensors, "weight_g_idx", (torch.int32, torch.int64), columns)
+        if bool((index >= 0).all()):  # the library fills an unused one with -1
+            order = sorted_columns(module, index, groups)
+    q = unpacked(packed, bits)
+    if order is not None:
+        q = q[:, order]
+    if bits == 4:
+        return grouped_int4(module, q, scale, zero, order)
+    if zero is None and groups == 1 and order is None:
+        return rows8(module, (q ^ 128).view(torch.int8), scale)
+    middle = torch.full(scale.shape, 128, dtype=torch.int32) if zero is None else zero
+    return dense_matrix(q, scale, middle).reordered(order)
+
+
+def _by_group(module: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return ``(out, groups)`` of a scale for a tensor, for each row, or for each group."""
+    rows, columns = shape
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(rows, 1).contiguous()
+    if scale.ndim != 2 or scale.shape[0] != rows or columns % scale.shape[1]:
+        wanted = f"one number, or ({rows}, groups) with groups that divide {columns} inputs"
+        raise misfit(module, "weight_scale", scale, wanted)
+    return scale

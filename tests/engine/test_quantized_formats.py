@@ -1,0 +1,254 @@
+"""Quantized checkpoints give the logits of transformers' models with the dequantized weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import quantized_checkpoints as q
+from models import layer_checkpoints
+from models.tiny_checkpoints import random_ids
+from opweave import ir
+from opweave.engine import CheckpointError, load_model
+from opweave.engine.loading.loader import check_ranks
+from opweave.models import UnsupportedModelError
+
+IDS = torch.tensor(random_ids(7, 40))
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+INT8 = {"num_bits": 8, "strategy": "channel", "group_size": None}
+Case = tuple[dict[str, Any], q.Packer]
+
+CASES: dict[str, Case] = {
+    "gptq": (GPTQ, q.gptq()),
+    "gptq_128": ({**GPTQ, "group_size": 128}, q.gptq(128)),
+    "gptq_whole_rows": ({**GPTQ, "group_size": -1}, q.gptq(-1)),
+    "gptq_asymmetric": ({**GPTQ, "sym": False}, q.gptq(64, symmetric=False)),
+    "gptq_v2": (
+        {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"},
+        q.gptq(symmetric=False, version=2),
+    ),
+    "gptq_act_order": ({**GPTQ, "desc_act": True}, q.gptq(act_order=True)),
+    "gptq_act_order_asymmetric": (
+        {**GPTQ, "desc_act": True, "sym": False},
+        q.gptq(act_order=True, symmetric=False),
+    ),
+    "gptq_8_bits": ({**GPTQ, "bits": 8}, q.gptq(bits=8, symmetric=False)),
+    "gptq_8_bits_act_order": ({**GPTQ, "bits": 8}, q.gptq(bits=8, act_order=True)),
+    "awq": (AWQ, q.awq()),
+    "awq_128": ({**AWQ, "group_size": 128}, q.awq(128)),
+    "fp8_tensor": (FP8, q.fp8("tensor")),
+    "fp8_channel": ({**FP8, "quant_method": "fbgemm_fp8"}, q.fp8("channel")),
+    "fp8_block": ({**FP8, "weight_block_size": [128, 128]}, q.fp8("block")),
+    "int4": (q.compressed("pack-quantized"), q.int4(32, symmetric=True)),
+    "int4_128": (q.compressed("pack-quantized", group_size=128), q.int4(128, symmetric=True)),
+    "int4_channel": (
+        q.compressed("pack-quantized", strategy="channel"),
+        q.int4(-1, symmetric=True),
+    ),
+    "int4_zeros": (
+        q.compressed("pack-quantized", symmetric=False, group_size=64),
+        q.int4(64, symmetric=False),
+    ),
+    "int4_act_order": (
+        q.compressed("pack-quantized", actorder="group"),
+        q.int4(32, symmetric=True, act_order=True),
+    ),
+    "int8": (q.compressed("int-quantized", **INT8), q.int8()),
+    "int8_packed": (q.compressed("pack-quantized", **INT8), q.int8(packed=True)),
+    "float8": (q.compressed("float-quantized", **INT8, type="float"), q.fp8("channel")),
+    "float8_tensor": (
+        q.compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
+        q.fp8("tensor"),
+    ),
+}
+# Kept as 4 or 8 bits for each weight; others have no kernel.
+DENSE = {"gptq_8_bits", "gptq_8_bits_act_order", "fp8_block"}
+
+
+def logits(path: Path) -> torch.Tensor:
+    model = load_model(path, dtype="float32")
+    with torch.inference_mode(), ir.priority(linear_w4a16=["native"], linear_w8a16=["native"]):
+        return model.compute_logits(model(IDS, torch.arange(len(IDS))))
+
+
+def theirs(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(IDS[None]).logits[0]
+    return found
+
+
+def close(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return bool((one - two).norm() <= 1e-4 * two.norm())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_formats(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, packer = CASES[name]
+    model = q.write(tmp_path, config, lambda _: packer)
+    assert close(logits(tmp_path), theirs(model))
+    layers = load_model(tmp_path).model.layers
+    weights = {p.dtype for n, p in layers.named_parameters() if n.endswith("proj.weight")}
+    narrow = {torch.uint8, torch.int8, torch.float8_e4m3fn}
+    assert weights <= ({torch.float32} if name in DENSE else narrow)
+    assert ("14 weights are dequantized while they are loaded" in caplog.text) == (name in DENSE)
+
+
+@pytest.mark.parametrize("kind", ["biases", "tied", "qwen2", "qwen3"])
+def test_models(kind: str, tmp_path: Path) -> None:
+    config, packer = CASES["gptq_asymmetric"]
+    model = q.write(tmp_path, config, lambda _: packer, kind)
+    assert close(logits(tmp_path), theirs(model))
+
+
+@pytest.mark.parametrize("name", ["int4", "gptq_act_order"])
+def test_layers_that_are_not_quantized(name: str, tmp_path: Path) -> None:
+    config, packer = CASES[name]
+
+    def chosen(module: str) -> q.Packer | None:
+        skipped = ("k_proj", "up_proj", "layers.1.mlp.down_proj", "layers.1.self_attn.o_proj")
+        return None if module.endswith(skipped) else packer
+
+    model = q.write(tmp_path, config, chosen)
+    assert close(logits(tmp_path), theirs(model))
+
+
+def test_different_formats_in_one_layer(tmp_path: Path) -> None:
+    config = q.compressed("mixed-precision")
+
+    def chosen(module: str) -> q.Packer:
+        if module.endswith("q_proj"):
+            return q.int4(64, symmetric=False)
+        if module.endswith(("k_proj", "up_proj")):
+            return q.int8()
+        return q.fp8("channel") if "down" in module else q.int4(32, symmetric=True)
+
+    model = q.write(tmp_path, config, chosen)
+    assert close(logits(tmp_path), theirs(model))
+
+
+def test_orders_that_differ_in_one_layer(tmp_path: Path) -> None:
+    packers = {part: q.gptq(act_order=True, seed=i) for i, part in enumerate("qkv")}
+    model = q.write(
+        tmp_path, {**GPTQ, "desc_act": True}, lambda m: packers.get(m[-6], packers["q"])
+    )
+    assert close(logits(tmp_path), theirs(model))
+
+
+def test_experts_are_dequantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = layer_checkpoints.hf_model("qwen3_moe")
+    path = tmp_path / "plain"
+    model.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        module, weight = name.removesuffix(".weight"), tensors.pop(name)
+        packed, values = q.fp8("channel")(weight.numpy())
+        tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in packed.items()}
+        q.set_weight(model, name, torch.from_numpy(values))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    q.add_config(path, FP8)
+    assert close(logits(path), theirs(model))
+    assert "layers have no quantized form: 12 x down_proj" in caplog.text
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bits": ({**GPTQ, "bits": 3}, r"\(gptq\) has bits=3, .*Supported: 4, 8"),
+    "form": ({**GPTQ, "checkpoint_format": "marlin"}, r"checkpoint_format='marlin'"),
+    "key": ({**GPTQ, "lora": True}, r"\(gptq\) has the key 'lora'"),
+    "awq": ({**AWQ, "version": "gemv"}, r"\(awq\) has version='gemv'"),
+    "awq_bits": ({**AWQ, "bits": 8}, r"\(awq\) has bits=8"),
+    "awq_zero": ({**AWQ, "zero_point": False}, r"\(awq\) has zero_point=False"),
+    "e5m2": ({**FP8, "fmt": "e5m2"}, r"\(fp8\) has fmt='e5m2'"),
+    "blocks": ({**FP8, "weight_block_size": [64, 64]}, r"weight_block_size=\[64, 64\]"),
+    "ct_format": (q.compressed("nvfp4-pack-quantized"), r"format='nvfp4-pack-quantized'"),
+    "ct_bits": (q.compressed("pack-quantized", num_bits=3), r"weights\) has num_bits=3"),
+    "ct_strategy": (q.compressed("pack-quantized", strategy="tensor_group"), r"strategy='tensor_g"),
+    "transforms": (
+        {**q.compressed("pack-quantized"), "transform_config": {"config_groups": {"u": {}}}},
+        r"transform_config=",
+    ),
+    "sparse": (
+        {**q.compressed("pack-quantized"), "sparsity_config": {"format": "sparse-24-bitmask"}},
+        r"sparsity_config\) has format='sparse-24-bitmask'",
+    ),
+    "method": ({"quant_method": "bitsandbytes"}, r"quant_method 'bitsandbytes'.*Supported, by"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_configurations_that_are_not_supported(name: str, tmp_path: Path) -> None:
+    config, message = REFUSED[name]
+    q.write(tmp_path, config, lambda _: q.gptq())
+    with pytest.raises(UnsupportedModelError, match=message) as raised:
+        load_model(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+O_PROJ = "model.layers.1.self_attn.o_proj"
+
+
+def changed(leaf: str, change: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
+    """Return a function that changes or removes one tensor of a checkpoint."""
+
+    def edit(path: Path) -> None:
+        tensors = load_file(path / "model.safetensors")
+        tensor = tensors.pop(f"{O_PROJ}.{leaf}")
+        if change is not None:
+            tensors[f"{O_PROJ}.{leaf}"] = change(tensor).contiguous()
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    return edit
+
+
+DAMAGED = {
+    "no scales": ("gptq", "scales", None, r"o_proj is quantized, but the checkpoint has no scal"),
+    "no zeros": ("gptq", "qzeros", None, r"no qzeros"),
+    "short": ("gptq", "qweight", lambda t: t[:-4], r"o_proj.*(g_idx|qweight)"),
+    "few outputs": ("awq", "scales", lambda t: t[:, :-8], r"o_proj.scales is float16 \(8, 248\)"),
+    "float": ("awq", "qweight", lambda t: t.float(), r"o_proj.qweight is float32"),
+    "no shape": ("int4", "weight_shape", None, r"no weight_shape"),
+    "wrong shape": ("int4", "weight_shape", lambda t: t * 3, r"weight_packed is int32"),
+    "no scale": ("int4", "weight_scale", None, r"no weight_scale"),
+    "no scale of int8": ("int8", "weight_scale", None, r"no weight_scale"),
+    "no scale of fp8": ("fp8_tensor", "weight_scale", None, r"no weight_scale"),
+    "blocks": ("fp8_block", "weight_scale_inv", lambda t: t[:1], r"one for each 128x128 block"),
+    "no zero points": (
+        "int4_zeros",
+        "weight_zero_point",
+        lambda t: t[:-1],
+        r"weight_zero_point is",
+    ),
+    "groups": ("gptq_act_order", "g_idx", lambda t: t * 0, r"g_idx does not name 8 groups of 32"),
+    "rows": ("int4", "weight_packed", lambda t: t[:-1], r"o_proj.weight_packed is int32 \(255"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_checkpoints(name: str, tmp_path: Path) -> None:
+    case, leaf, change, message = DAMAGED[name]
+    config, packer = CASES[case]
+    q.write(tmp_path, config, lambda _: packer)
+    changed(leaf, change)(tmp_path)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_model(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_activations_are_not_quantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = q.compressed("int-quantized", **INT8)
+    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True}
+    model = q.write(tmp_path, config, lambda _: q.int8())
+    assert close(logits(tmp_path), theirs(model))
+    assert "input_activations are ignored" in caplog.text
+
+
+def test_ranks_are_checked(tmp_path: Path) -> None:
+    config, packer = CASES["int4"]
+    q.write(tmp_path, config, lambda _: packer)
+    check_ranks(tmp_path, 2)
