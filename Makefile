@@ -141,14 +141,16 @@ $(LARGE_LIBRARIES)/installed.stamp: $(VENV)/bin/python tests/kernel_libraries/re
 test-vllm: $(VLLM)/installed.stamp $(VENV)/native.stamp ## run vLLM with opweave's kernels (3.5 GB)
 	$(VLLM)/bin/python -m pytest -c /dev/null -p no:cacheprovider integrations/vllm/tests
 
-# opweave by path, as its native kernels are built in the source tree. The CUDA builds of torchvision,
-# torchaudio and torchcodec do not import next to the CPU build of torch.
-$(VLLM)/installed.stamp: integrations/vllm/pyproject.toml integrations/vllm/requirements.txt
+# opweave by path, as its native kernels are built in the source tree. uv, because pip takes very long
+# to resolve what vLLM requires; it uses the wheels that pip finds.
+$(VLLM)/installed.stamp: export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+$(VLLM)/installed.stamp: $(addprefix integrations/vllm/,pyproject.toml requirements.txt excludes.txt)
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip --disable-pip-version-check --quiet install \
-	  --requirement integrations/vllm/requirements.txt
-	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/pip --quiet install --no-deps --editable integrations/vllm
+	$(VLLM)/bin/pip --disable-pip-version-check --quiet install uv
+	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python \
+	  --requirement integrations/vllm/requirements.txt --excludes integrations/vllm/excludes.txt
+	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --no-deps \
+	  --editable integrations/vllm
 	echo "$(CURDIR)/src" > "$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')/opweave.pth"
 	touch $@
 

@@ -6,22 +6,25 @@ from torch import Tensor
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 
 from opweave import ir
+from opweave_vllm.replacing import replace
 
 
-class OpweaveSiluAndMul(SiluAndMul):  # type: ignore[misc]
+class OpweaveSiluAndMul(SiluAndMul):
     """SwiGLU by opweave's op."""
 
     def forward_native(self, x: Tensor) -> Tensor:
+        """Return ``silu(gate) * up``."""
         return ir.ops.silu_and_mul(x)
 
     # vLLM calls forward_cpu where custom_ops enables the layer, and forward_native elsewhere.
     forward_cpu = forward_native
 
 
-class OpweaveGeluAndMul(GeluAndMul):  # type: ignore[misc]
+class OpweaveGeluAndMul(GeluAndMul):
     """GeGLU by opweave's op."""
 
     def forward_native(self, x: Tensor) -> Tensor:
+        """Return ``gelu(gate) * up``."""
         return ir.ops.gelu_and_mul(x, self.approximate)
 
     forward_cpu = forward_native
@@ -29,5 +32,5 @@ class OpweaveGeluAndMul(GeluAndMul):  # type: ignore[misc]
 
 def register(bfloat16_only: bool) -> None:
     """Replace vLLM's SiluAndMul and GeluAndMul."""
-    SiluAndMul.register_oot(OpweaveSiluAndMul, name="SiluAndMul")
-    GeluAndMul.register_oot(OpweaveGeluAndMul, name="GeluAndMul")
+    replace(SiluAndMul, OpweaveSiluAndMul)
+    replace(GeluAndMul, OpweaveGeluAndMul)

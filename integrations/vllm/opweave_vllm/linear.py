@@ -10,6 +10,7 @@ from vllm.model_executor.layers import linear
 from vllm.model_executor.layers import vocab_parallel_embedding as embedding
 
 from opweave import ir
+from opweave_vllm.replacing import replace
 
 _LAYERS = (
     linear.ReplicatedLinear,
@@ -18,10 +19,11 @@ _LAYERS = (
     linear.QKVParallelLinear,
     linear.RowParallelLinear,
     embedding.ParallelLMHead,
+    embedding.VocabParallelEmbedding,  # the LM head of a model with tied weights
 )
 
 
-class LinearMethod(linear.UnquantizedLinearMethod):  # type: ignore[misc]
+class LinearMethod(linear.UnquantizedLinearMethod):
     """Unquantized linear layer by opweave's op."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -33,7 +35,7 @@ class LinearMethod(linear.UnquantizedLinearMethod):  # type: ignore[misc]
         return ir.ops.linear(x, layer.weight, bias)
 
 
-class HeadMethod(embedding.UnquantizedEmbeddingMethod):  # type: ignore[misc]
+class HeadMethod(embedding.UnquantizedEmbeddingMethod):
     """Unquantized LM head by opweave's linear op."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -66,4 +68,4 @@ def _replacement(base: Any, bfloat16_only: bool) -> Any:
 def register(bfloat16_only: bool) -> None:
     """Replace vLLM's linear layers and LM head; quantized layers keep their own method."""
     for base in _LAYERS:
-        base.register_oot(_replacement(base, bfloat16_only), name=base.__name__)
+        replace(base, _replacement(base, bfloat16_only))

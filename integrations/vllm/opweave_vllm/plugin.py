@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 
+from opweave import __version__
 from opweave.platforms.cpu import CpuPlatform
 from opweave_vllm import reporting
 
-SEAMS = ("norms", "activations", "rotary", "linear", "attention", "ir")
+SEAMS = ("norms", "activations", "rotary", "linear", "attention", "experts", "ir")
 VARIABLE = "OPWEAVE_VLLM_SEAMS"
 _DEFAULT = ("linear", "attention")
 
@@ -53,6 +54,18 @@ def register() -> None:
     if _registered:
         return
     _registered = True
+    _enter_cache_key(seams, bfloat16_only)
     for seam in seams:
         module = "providers" if seam == "ir" else seam
         importlib.import_module(f"opweave_vllm.{module}").register(bfloat16_only)
+
+
+def _enter_cache_key(seams: tuple[str, ...], bfloat16_only: bool) -> None:
+    """Make the seams part of the key of vLLM's compile cache.
+
+    vLLM loads a graph that it compiled before if its configuration and environment are the same.
+    """
+    from vllm import envs
+
+    key = f"{__version__} {','.join(seams)} {bfloat16_only}"
+    envs.environment_variables[VARIABLE] = lambda: key
